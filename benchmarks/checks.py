@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from models import CASES
 
 import evenstep
 from evenstep.ground.health import heartbeat, peer_heartbeats, steps
-from evenstep.ground.health.first_failure import read_reports
+from evenstep.ground.health.first_failure import CrashReport
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts, find_awaited
 from evenstep.ground.health.telemetry import Recorder
 from evenstep.launcher.failure.detection import observe
@@ -156,25 +155,25 @@ def cost_of_digests(watch: DriftWatch, num_ranks: int) -> float:
 def cost_of_a_look(num_ranks: int) -> float:
     """Seconds of the launcher's core: state, size and page of every rank, and whether one has reported its end."""
     watch = HangWatch(after_s=600.0, timeouts=PhaseTimeouts(), num_ranks=num_ranks)
-    with tempfile.TemporaryDirectory() as directory:
-        for rank in range(num_ranks):
-            heartbeat.open_page(heartbeat.page_file(Path(directory), rank, 0))
-        heartbeat.close_page()
+    node = peer_heartbeats.NodePages(num_ranks)
+    for rank, page in enumerate(node.pages):
+        page.begin(rank)
 
-        def look() -> None:
-            pages = {
-                rank: heartbeat.read_page(heartbeat.page_file(Path(directory), rank, 0)) for rank in range(num_ranks)
-            }
-            for _ in range(num_ranks):
-                observe(os.getpid())
-            find_awaited(pages, PhaseTimeouts(), now_ns=time.monotonic_ns())
-            now_ns, on_core_ns = time.monotonic_ns(), time_on_core_ns(os.getpid())
-            watch.observe(now_ns, {rank: Seen(rank, seen, "S", on_core_ns) for rank, seen in pages.items()})
-            assert not watch.is_due(now_ns)
-            watch.judge(now_ns)
-            read_reports(Path(directory))
+    def look() -> None:
+        pages = {rank: page.read() for rank, page in enumerate(node.pages)}
+        for _ in range(num_ranks):
+            observe(os.getpid())
+        find_awaited(pages, PhaseTimeouts(), now_ns=time.monotonic_ns())
+        now_ns, on_core_ns = time.monotonic_ns(), time_on_core_ns(os.getpid())
+        watch.observe(now_ns, {rank: Seen(rank, seen, "S", on_core_ns) for rank, seen in pages.items()})
+        assert not watch.is_due(now_ns)
+        watch.judge(now_ns)
+        for page in node.pages:
+            CrashReport.unpack(page.report())
 
-        return unit_cost(look, 500)
+    cost_s = unit_cost(look, 500)
+    node.close()
+    return cost_s
 
 
 def main() -> None:

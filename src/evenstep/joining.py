@@ -184,7 +184,7 @@ def init(
     if _has_own_nccl(world):
         atexit.register(_give_up_after_failure)  # before the world is closed
     worlds.set_current(world)
-    if heartbeat.own_path() is not None:
+    if heartbeat.current is not None:
         count_optimizer_steps()
     heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
     return world
@@ -249,7 +249,7 @@ def _join(
             transports = open_transports(transport, chosen, timeout_s=timeout_s)
         if placement.makes_store:
             placement = _complete(placement, transports, chosen)
-        end_pages = peer_heartbeats.share_pages(partial(exchange, transports.control), rank=placement.rank)
+        end_pages = peer_heartbeats.share_pages(partial(exchange, transports.control), placement)
     except ConfigurationError:
         _destroy_default_group()
         raise

@@ -11,6 +11,7 @@ another node may not see it; directories of other kernels are left alone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -18,8 +19,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from evenstep.errors import ConfigurationError
+
 _PREFIX = "evenstep-"
 _OWNER = "owner"
+_LEAST_BYTES = 1 << 20
+_REMEDY = "Make room there, or set TMPDIR to a directory on another disk."
 
 
 @contextlib.contextmanager
@@ -28,10 +33,17 @@ def private_directory(purpose: str) -> Iterator[Path]:
 
     Args:
         purpose: Part of its name.
+
+    Raises:
+        ConfigurationError: The disk is full, now or later in the block.
     """
     directory = make_directory(purpose)
     try:
         yield directory
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigurationError(f"{error.filename or directory}: {error.strerror}. {_REMEDY}") from None
     finally:
         remove_directory(directory)
 
@@ -41,7 +53,7 @@ _locks: dict[Path, int] = {}  # open files, by directory
 
 def make_directory(purpose: str) -> Path:
     """As `private_directory`, for callers without a block; `remove_directory` ends it."""
-    root = Path(tempfile.gettempdir())
+    root = temporary_root()
     sweep(root)
     directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-", dir=root))
     with contextlib.suppress(OSError):  # a file system without locks: then it isn't swept
@@ -50,6 +62,24 @@ def make_directory(purpose: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(lock, _kernel())
     return directory
+
+
+def temporary_root() -> Path:
+    """Where temporary files go, on a disk that isn't full: what writes there later would fail in the middle of a run.
+
+    Raises:
+        ConfigurationError: There is no such directory, or no room.
+    """
+    try:
+        root = Path(tempfile.gettempdir())
+        disk = os.statvfs(root)
+    except OSError as error:
+        raise ConfigurationError(f"no directory for temporary files: {error.strerror}. {_REMEDY}") from None
+    free_bytes = disk.f_bavail * disk.f_frsize
+    if disk.f_blocks and free_bytes < _LEAST_BYTES:  # a file system without a size says 0
+        full = os.strerror(errno.ENOSPC)
+        raise ConfigurationError(f"{root}: {full} ({free_bytes:,} bytes are free, {_LEAST_BYTES:,} needed). {_REMEDY}")
+    return root
 
 
 def remove_directory(directory: Path) -> None:

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from evenstep.ground.health.heartbeat import read_page
+from evenstep.ground.health.heartbeat import Page
 from tests.commands import Command, is_running
 
 SCRIPT = """
@@ -99,7 +99,7 @@ def run_with_kills(
         command.wait_until(has_saved)
         time.sleep(draw.uniform(*pause_s))
         rank = draw.randrange(workers + 2)
-        pid = processes_in(directory).get(rank)
+        pid = processes_of(command).get(rank)
         if pid is not None and is_running(pid):
             os.kill(pid, signal.SIGKILL)
             killed.append(rank)
@@ -107,15 +107,11 @@ def run_with_kills(
     return command, killed
 
 
-def processes_in(directory: Path) -> dict[int, int]:
-    """The ranks' processes in their newest attempt, as the launcher's heartbeat pages have them."""
-    found: dict[int, tuple[int, int]] = {}  # (attempt, pid)
-    for path in directory.glob("tmp/*/page-*-*"):
-        attempt, rank = map(int, path.name.split("-")[1:])
-        page = read_page(path)
-        if page is not None:
-            found[rank] = max(found.get(rank, (-1, 0)), (attempt, page.pid))
-    return {rank: pid for rank, (_, pid) in found.items()}
+def processes_of(command: Command) -> dict[int, int]:
+    """The ranks' processes, as the launcher's heartbeat pages have them."""
+    pages = (Page.at(str(path)) for path in Path(f"/proc/{command.process.pid}/fd").glob("*"))
+    seen = (page.read() for page in pages if page is not None)
+    return {each.rank: each.pid for each in seen if each is not None}
 
 
 def main() -> int:

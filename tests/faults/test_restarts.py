@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.launcher.elastic.restarts import RestartLimit, Standing, forget_attempt
+from evenstep.launcher.elastic.restarts import RestartLimit, Standing
 from tests.commands import call
 
 TRAINS = """
@@ -133,15 +133,6 @@ def test_who_comes_later_counts_as_the_others_do() -> None:
     one_knows = [Standing(2, 1, None, False), Standing(2, 0, 9, True)]
     came.adopt(Standing.of_all_nodes(one_knows))
     assert (came.num_in_vain, came.saved_step) == (0, 9)
-
-
-def test_only_what_one_attempt_has_left_is_forgotten(tmp_path: Path) -> None:
-    gone = ("page-1-0", "crash-1-12.json", "saves-1-1", "rendezvous-1")
-    kept = ("crash-0-1.json", "page-0-1", "page-11-1", "rendezvous-0", "rendezvous-11")
-    for name in (*gone, *kept):
-        (tmp_path / name).touch()
-    forget_attempt(tmp_path, 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == list(kept)
 
 
 GOES_ON = """

@@ -271,11 +271,8 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, kind: str) -> 
     os.kill(command.process.pid, signal.SIGKILL)
     command.process.wait()
     assert command.leaves_no_process(within_s=1.0)
-    if kind == "program":
-        assert any(name.startswith("evenstep-run-") for name in command.left_files())
-        code, command = call(tmp_path, ["--nproc-per-node", "1", "script.py"], "")
-        (logs,) = command.left_files()
-        assert (code, logs.startswith("evenstep-logs-")) == (0, True), "all else that the killed one left is removed"
+    (logs,) = command.left_files()
+    assert logs.startswith("evenstep-logs-")
 
 
 STEPS = """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Command
-from tests.faults.server_kills import processes_in, run_with_kills, write_script
+from tests.faults.server_kills import processes_of, run_with_kills, write_script
 
 pytestmark = pytest.mark.extended
 
@@ -35,7 +35,7 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(mode: str, tmp_path: Pat
     write_script(tmp_path, samples=60, epochs=4, batches_s=0.02, every=20, mode=mode)
     command = start(tmp_path)
     command.wait_until(lambda: has_saved(tmp_path))
-    os.kill(processes_in(tmp_path)[1], signal.SIGKILL)
+    os.kill(processes_of(command)[1], signal.SIGKILL)
     assert command.wait() == 0, command.stderr
     assert counts(command) == [("0", "4.0"), ("2", "4.0")] or counts(command) == [("2", "4.0"), ("0", "4.0")]
     assert re.search(
@@ -52,7 +52,7 @@ def test_a_server_that_is_killed_ends_the_attempt(server: int, every: int, mode:
     command = start(tmp_path, "--max-restarts", "2")
     command.wait_until(lambda: has_saved(tmp_path))
     time.sleep(0.01 * (every - 10))
-    os.kill(processes_in(tmp_path)[3 + server], signal.SIGKILL)
+    os.kill(processes_of(command)[3 + server], signal.SIGKILL)
     assert command.wait() == 0, command.stderr
     assert sorted(counts(command)) == [(str(worker), "6.0") for worker in range(3)], command.stdout + command.stderr
     assert re.search(rf"rank {3 + server} \(pid \d+\) was killed by SIGKILL", command.stderr), command.stderr
@@ -66,7 +66,7 @@ def test_a_worker_that_is_killed_is_not_replaced(tmp_path: Path):
     write_script(tmp_path, samples=60, epochs=6, batches_s=0.02, every=20, mode="bounded")
     command = start(tmp_path, "--max-restarts", "2")
     command.wait_until(lambda: has_saved(tmp_path))
-    os.kill(processes_in(tmp_path)[1], signal.SIGKILL)
+    os.kill(processes_of(command)[1], signal.SIGKILL)
     assert command.wait() == 0, command.stderr
     assert sorted(counts(command)) == [("0", "6.0"), ("2", "6.0")], command.stdout + command.stderr
     assert "the others go on without it" in command.stderr
@@ -85,9 +85,9 @@ def test_without_checkpoints_a_dead_server_ends_the_run(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(re.sub(r'    checkpoint="counts",\n    every_steps=\d+,\n', "", script.read_text()))
     command = start(tmp_path, "--max-restarts", "0")
-    command.wait_until(lambda: len(processes_in(tmp_path)) == 5)
+    command.wait_until(lambda: len(processes_of(command)) == 5)
     time.sleep(2)
-    os.kill(processes_in(tmp_path)[4], signal.SIGKILL)
+    os.kill(processes_of(command)[4], signal.SIGKILL)
     assert command.wait() == 128 + signal.SIGKILL, command.stderr
     assert re.search(r"rank 4 .*SIGKILL", command.stderr)
     assert command.leaves_no_process()
@@ -98,7 +98,7 @@ def test_a_stopped_worker_delays_nobody_in_async_and_is_named(tmp_path: Path):
     write_script(tmp_path, samples=60, epochs=25, batches_s=0.02, every=20, mode="async")
     command = start(tmp_path, "--stopped-grace", "2")
     command.wait_until(lambda: has_saved(tmp_path))
-    os.kill(processes_in(tmp_path)[1], signal.SIGSTOP)
+    os.kill(processes_of(command)[1], signal.SIGSTOP)
     assert command.wait() == 0, command.stderr
     assert {worker for worker, _ in counts(command)} == {"0", "2"}
     assert {each for _, each in counts(command)} == {"25.0"}

@@ -171,11 +171,11 @@ ORDER: dict[str, list[str]] = {
     ],
     "ground.environment": ["detect", "measuring", "inheritance", "placement", "foreign", "hosts", "values"],
     "ground.health": [
+        "telemetry",
         "steps",
         "excepthook",
-        "first_failure",
-        "telemetry",
         "peer_heartbeats",
+        "first_failure",
         "phase_timeouts",
         "heartbeat",
     ],

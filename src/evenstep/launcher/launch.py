@@ -28,7 +28,7 @@ def launch(
 ) -> Result:
     """Call `fn(*args)` on `nproc` ranks of this host, each a process of its own, and return rank 0's result.
 
-    `fn` calls `evenstep.init()`; the ranks find each other through a private directory, and no port is opened. In a
+    `fn` calls `evenstep.init()`; the ranks find each other through a file in memory, and no port is opened. In a
     script, call this under `if __name__ == "__main__":`. A function typed into a notebook needs
     `pip install "evenstep[notebook]"`.
 

@@ -54,7 +54,6 @@ from evenstep.launcher.options.logs import (
 )
 from evenstep.launcher.options.resources import Host, RankPlan, look_at_host, plan_ranks
 from evenstep.launcher.spawn.zygote import Zygote, fork_zygote
-from evenstep.temporary import private_directory
 
 
 def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
@@ -112,9 +111,8 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
     log_directory = make_log_directory(args.log_dir)
     line = _announcement(plan, host, fewest_nodes=fewest, num_nodes=most, device=args.device)
     say(line)
-    with private_directory("run") as directory:
-        logs = RankLogs(choices, log_directory, directory)
-        return _Run(args, plan, logs, directory, timeouts, num_nodes=most, announced=line, zygote=zygote).execute()
+    logs = RankLogs(choices, log_directory)
+    return _Run(args, plan, logs, timeouts, num_nodes=most, announced=line, zygote=zygote).execute()
 
 
 def _check_faults_ranks(ranks: Sequence[int], num_ranks: int) -> None:
@@ -125,14 +123,13 @@ def _check_faults_ranks(ranks: Sequence[int], num_ranks: int) -> None:
 
 
 class _Run:
-    """One run: the directory that its ranks share, and what is known of failures."""
+    """One run, and what is known of its failures."""
 
     def __init__(
         self,
         args: Namespace,
         plan: RankPlan,
         logs: RankLogs,
-        run_directory: Path,
         timeouts: PhaseTimeouts,
         *,
         num_nodes: int,
@@ -142,7 +139,6 @@ class _Run:
         self._args = args
         self._timeouts = timeouts
         self._zygote = zygote
-        self._run_directory = run_directory
         self._num_ranks = plan.num_ranks
         self._num_nodes = num_nodes
         self._num_attempts = args.max_restarts + 1
@@ -153,7 +149,6 @@ class _Run:
         self._logs_are_temporary = args.log_dir is None
         self._variables = environment.run_variables(
             "run",
-            run_directory=run_directory,
             num_nodes=num_nodes,
             device=args.device,
             announced=announced,
@@ -212,7 +207,6 @@ class _Run:
             sys.stdout.reconfigure(line_buffering=True)  # lines of other ranks appear when they are written
         agent = functools.partial(
             RankAgent,
-            run_directory=self._run_directory,
             policy=StopPolicy(
                 terminate_s=float(args.shutdown_timeout),
                 stopped_grace_s=self._args.stopped_grace,

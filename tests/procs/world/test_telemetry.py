@@ -40,7 +40,12 @@ def record(seconds: list[float], accumulate: int) -> tuple[list[StepTimes], int,
     assert recorder.bucket_bytes == sizes
     # Not the last one from before: models of earlier tests may have gone in the meantime.
     steps = world.telemetry.steps(world.telemetry.recorders.index(recorder))
-    return steps, len(model.engine.buckets), recorder.peak_bucket_bytes // sizes, recorder.num_marks_per_step()
+    return (
+        steps,
+        len(model.engine.buckets),
+        recorder.peak_bucket_bytes // sizes,
+        len(recorder.marks()) / 2 / len(recorder.steps()),
+    )
 
 
 def test_steps_are_recorded(ranks: RankPool) -> None:

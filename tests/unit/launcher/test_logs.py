@@ -57,7 +57,7 @@ def test_nonsense_is_refused(asked: dict[str, str]) -> None:
 
 
 def test_torchelastic_is_told_of_every_local_rank(tmp_path: Path) -> None:
-    logs = RankLogs(wishes(tee="3"), tmp_path / "logs", tmp_path)
+    logs = RankLogs(wishes(tee="3"), tmp_path / "logs")
     envs = {index: {"RANK": str(index), "TORCHELASTIC_RESTART_COUNT": "0"} for index in range(3)}
     told = logs.reify(envs)
     assert told.stdouts.keys() == told.stderrs.keys() == told.error_files.keys() == {0, 1, 2}

@@ -155,7 +155,7 @@ def test_a_rank_writes_the_stack_of_its_main_thread_alone(
     monkeypatch.setattr(script_runner, "has_gpu_driver", lambda: has_gpu)
     monkeypatch.setenv("EVENSTEP_SERVERS", servers)
     with (tmp_path / "stacks").open("w") as file, ThreadPoolExecutor(1) as pool:
-        register_stacks(file)
+        register_stacks(file.fileno())
         try:
             pool.submit(time.sleep, 0.01)
             os.kill(os.getpid(), STACK_SIGNAL)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from evenstep.errors import EXIT_PREEMPTED
-from evenstep.ground.health.first_failure import CrashReport, write_report
+from evenstep.ground.health.first_failure import CrashReport
+from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.supervisor import WatchedRanks
 from evenstep.launcher.failure.policy import StopPolicy
@@ -92,7 +92,13 @@ class Told:
         self.num_preempted += 1
 
 
-def watch(directory: Path, ranks: list[Rank], told: Told, others: Others | None = None) -> WatchedRanks:
+def watch(
+    ranks: list[Rank], told: Told, others: Others | None = None, report: CrashReport | None = None
+) -> WatchedRanks:
+    """Ranks under watch, of which rank 0 has reported."""
+    pages = NodePages(len(ranks))
+    if report is not None:
+        pages.pages[0].write_report(report.pack())
     context: Any = SimpleNamespace(
         subprocess_handlers={local: SimpleNamespace(proc=rank) for local, rank in enumerate(ranks)},
         error_files=dict.fromkeys(range(len(ranks)), ""),
@@ -102,7 +108,7 @@ def watch(directory: Path, ranks: list[Rank], told: Told, others: Others | None 
         context,
         ranks=[*range(len(ranks))],
         attempt=0,
-        run_directory=directory,
+        pages=pages,
         policy=StopPolicy(grace_s=0.2, evident_grace_s=0.1, terminate_s=0.3, save_s=0.3, look_every_s=0.01),
         timeouts=PhaseTimeouts(),
         on_failure=told.failures.append,
@@ -112,10 +118,10 @@ def watch(directory: Path, ranks: list[Rank], told: Told, others: Others | None 
     )
 
 
-def test_who_can_not_be_killed_is_named_and_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_can_not_be_killed_is_named_and_left(capsys: pytest.CaptureFixture[str]) -> None:
     """FAULTS.md, 13."""
     told, stuck = Told(), Rank()
-    ranks = watch(tmp_path, [Rank(-11), stuck], told)
+    ranks = watch([Rank(-11), stuck], told)
     started = time.monotonic()
     result = ranks.wait()
     assert result is not None
@@ -133,13 +139,11 @@ GENUINE = CrashReport(0, 1, 1, False, 1, "ValueError: boom", "")
     ("code", "report", "is_failure"), [(76, WITNESS, False), (1, GENUINE, True), (EXIT_PREEMPTED, None, False)]
 )
 def test_ranks_that_end_while_a_new_node_waits_have_failed_only_if_they_say_so(
-    tmp_path: Path, code: int, report: CrashReport | None, is_failure: bool
+    code: int, report: CrashReport | None, is_failure: bool
 ) -> None:
     """The ranks of one node are stopped first, and the others fail with them; or all have saved on the signal."""
     told, others = Told(), Others()
-    if report is not None:
-        write_report(tmp_path, report)
-    ranks = watch(tmp_path, [Rank(code)], told, others)
+    ranks = watch([Rank(code)], told, others, report)
     others.wants_room_soon = True
     result = ranks.wait()
     assert result is not None
@@ -155,11 +159,10 @@ def report_of(pid: int) -> CrashReport:
     return CrashReport(0, pid, time.monotonic_ns() - 10**10, False, 1, "ValueError: boom", "")
 
 
-def test_a_report_of_a_child_is_none_of_the_rank_unless_the_rank_fails(tmp_path: Path) -> None:
+def test_a_report_of_a_child_is_none_of_the_rank_unless_the_rank_fails() -> None:
     """A child that fails, and whose parent has caught that; or the script behind a program with its status."""
     told, rank = Told(), Rank()
-    write_report(tmp_path, report_of(rank.pid + 1))
-    ranks = watch(tmp_path, [rank], told)
+    ranks = watch([rank], told, report=report_of(rank.pid + 1))
     assert ranks.wait() is None, "it runs on"
     rank.returncode = 0
     result = ranks.wait()
@@ -169,31 +172,28 @@ def test_a_report_of_a_child_is_none_of_the_rank_unless_the_rank_fails(tmp_path:
     assert told.failures == []
 
     program = Rank(1)
-    result = watch(tmp_path, [program], told).wait()
+    result = watch([program], told, report=report_of(program.pid + 1)).wait()
     assert result is not None
     assert result.is_failed()
     assert [failure.report and failure.report.summary for failure in told.failures] == ["ValueError: boom"]
 
 
 @pytest.mark.parametrize("others_end_with", [0, None])
-def test_a_rank_that_reported_an_error_has_failed_whatever_its_status(
-    tmp_path: Path, others_end_with: int | None
-) -> None:
+def test_a_rank_that_reported_an_error_has_failed_whatever_its_status(others_end_with: int | None) -> None:
     """An exit handler may end a rank with status 0: `atexit.register(os._exit, 0)`."""
     told, rank = Told(), Rank(0)
-    write_report(tmp_path, report_of(rank.pid))
-    result = watch(tmp_path, [rank, Rank(others_end_with)], told).wait()
+    result = watch([rank, Rank(others_end_with)], told, report=report_of(rank.pid)).wait()
     assert result is not None
     assert result.is_failed()
     (failure,) = told.failures
     assert (failure.root_cause.rank, failure.root_cause.exit_code) == (0, 1)
 
 
-def test_a_failure_of_another_node_is_one_where_all_ranks_ended_well(tmp_path: Path) -> None:
+def test_a_failure_of_another_node_is_one_where_all_ranks_ended_well() -> None:
     """torchelastic would take a result without failures for success, and look for values of all ranks."""
     told, others = Told(), Others()
     rank = Rank()
-    ranks = watch(tmp_path, [rank], told, others)
+    ranks = watch([rank], told, others)
 
     def look() -> RemoteFailure:
         rank.returncode = 0
@@ -205,16 +205,16 @@ def test_a_failure_of_another_node_is_one_where_all_ranks_ended_well(tmp_path: P
     assert result.is_failed()
 
 
-def test_groups_are_signalled_before_ranks_are_reaped_and_never_after(tmp_path: Path) -> None:
+def test_groups_are_signalled_before_ranks_are_reaped_and_never_after() -> None:
     """The number of a process that was reaped may be another's, and so may its group."""
     told, failed = Told(), Rank(3)
-    ranks = watch(tmp_path, [failed, Rank(0)], told)
+    ranks = watch([failed, Rank(0)], told)
     assert ranks.wait() is not None
     assert failed.calls[-1] == "released"
     assert ranks._attempt.processes[1].calls[-1] == "released"  # type: ignore[attr-defined]
 
 
-def test_what_python_has_started_is_taken_over(tmp_path: Path) -> None:
+def test_what_python_has_started_is_taken_over() -> None:
     """torchelastic looks at the processes, too, by `Popen.poll`, which reaps."""
     with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"], start_new_session=True) as process:
         handler = SimpleNamespace(proc=process)
@@ -222,12 +222,11 @@ def test_what_python_has_started_is_taken_over(tmp_path: Path) -> None:
             subprocess_handlers={0: handler}, error_files={0: ""}, close=lambda *_, **__: None
         )
         told = Told()
-        ranks = watch(tmp_path, [], told)
         ranks = WatchedRanks(
             context,
             ranks=[0],
             attempt=0,
-            run_directory=tmp_path,
+            pages=NodePages(1),
             policy=StopPolicy(grace_s=0.1, evident_grace_s=0.1, terminate_s=5, look_every_s=0.01),
             timeouts=PhaseTimeouts(),
             on_failure=told.failures.append,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from evenstep.ground.environment import current_placement
-from evenstep.ground.health.first_failure import saves_file
+from evenstep.ground.health.heartbeat import Note
+from evenstep.ground.health.peer_heartbeats import own_page
 from evenstep.transport.base import Work
 from evenstep.world import World
 
@@ -98,9 +99,9 @@ class StopSignals:
             return
         for which in STOP_SIGNALS:
             self._before[which] = signal.signal(which, self._handle)
-        placement = current_placement()
-        if placement.run_directory is not None and placement.run_directory.is_dir():
-            saves_file(placement.run_directory, placement.rank, placement.restart_count).touch()
+        page = own_page(current_placement())
+        if page is not None:
+            page.words[Note.SAVES] = 1
 
     def close(self) -> None:
         """Restore the former handlers, unless the script has set others since."""

@@ -2,7 +2,7 @@
 
 | started by | store |
 | --- | --- |
-| `evenstep run`, `evenstep.launch` on one node | a file in the run's private directory |
+| `evenstep run`, `evenstep.launch` on one node | a file without a name, made by the launcher |
 | `torchrun`, `evenstep run` on several nodes | torch's own, at `MASTER_ADDR` |
 | mpiexec, srun | rank 0 listens at an address and a port that every rank derives from the launcher's variables |
 
@@ -49,7 +49,7 @@ def open_store(placement: Placement, timeout_s: float) -> Store:
     store: Store
     if placement.rendezvous_file is not None:
         # Without the number of ranks: knowing it torch deletes the file when as many have closed it, while others may
-        # be opening it for the next world. The launcher deletes it with its directory.
+        # be opening it for the next world. It goes with the launcher.
         store = FileStore(str(placement.rendezvous_file))
     elif placement.makes_store:
         assert placement.master_address is not None

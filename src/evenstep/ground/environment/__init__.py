@@ -18,7 +18,8 @@ read what evenstep's commands pass to them.
 
 Variables that evenstep itself sets for the ranks it starts (no user needs to set them):
 
-    EVENSTEP_RUN_DIR     private directory of the run: rendezvous file and first failure reports
+    EVENSTEP_PAGES       where the heartbeat pages of the node's ranks can be opened, by local rank
+    EVENSTEP_STORE       where the file can be opened in which the ranks of one node meet
     EVENSTEP_LAUNCHER    "run" or "launch": which of ours started this rank
     EVENSTEP_DEVICE      what `evenstep run --device` said; an argument of `evenstep.init` beats it
     EVENSTEP_INJECT      faults of `evenstep run --inject`
@@ -93,7 +94,8 @@ __all__ = [
 _RANK_PROCESS = "EVENSTEP_RANK_PROCESS"
 # What launchers and commands of ours set for the ranks of one run, but for its device.
 _OF_ONE_RUN = (
-    "EVENSTEP_RUN_DIR",
+    "EVENSTEP_PAGES",
+    "EVENSTEP_STORE",
     "EVENSTEP_LAUNCHER",
     "EVENSTEP_INJECT",
     "EVENSTEP_SERVERS",
@@ -183,7 +185,6 @@ def rank_variables(
     *,
     rank: int,
     world_size: int,
-    run_directory: Path,
     device: str | None = None,
     announced: str | None = None,
     restart_count: int = 0,
@@ -199,15 +200,12 @@ def rank_variables(
         "GROUP_WORLD_SIZE": "1",
         "TORCHELASTIC_RESTART_COUNT": str(restart_count),
     }
-    return variables | run_variables(
-        "launch", run_directory=run_directory, device=device, announced=announced, servers=servers
-    )
+    return variables | run_variables("launch", device=device, announced=announced, servers=servers)
 
 
 def run_variables(
     launcher: str,
     *,
-    run_directory: Path,
     num_nodes: int = 1,
     device: str | None = None,
     announced: str | None = None,
@@ -217,7 +215,7 @@ def run_variables(
     servers: int = 0,
 ) -> dict[str, str]:
     """The variables that a launcher of ours ("run", "launch") sets for all its ranks. Pure."""
-    variables = {"EVENSTEP_LAUNCHER": launcher, "EVENSTEP_RUN_DIR": str(run_directory)}
+    variables = {"EVENSTEP_LAUNCHER": launcher}
     if num_nodes == 1:
         # Gloo otherwise resolves the host's name and listens on whatever address that gives.
         variables["GLOO_SOCKET_IFNAME"] = "lo"

@@ -107,14 +107,11 @@ def _from_torchrun(variables: Mapping[str, str]) -> Placement:
         )
     world_size = integer(variables, "WORLD_SIZE")
     local_world_size = integer(variables, "LOCAL_WORLD_SIZE", default=world_size)
-    run_directory = variables.get("EVENSTEP_RUN_DIR")
     num_nodes = integer(variables, "GROUP_WORLD_SIZE", default=max(1, world_size // max(1, local_world_size)))
     restart_count = integer(variables, "TORCHELASTIC_RESTART_COUNT", default=0)
     ours = {"run": "evenstep run", "launch": "evenstep.launch"}.get(variables.get("EVENSTEP_LAUNCHER", ""))
-    rendezvous_file = None
-    if ours is not None and run_directory is not None and num_nodes == 1:
-        # A file instead of a TCP store: that one would listen on every interface (FAULTS.md, Security).
-        rendezvous_file = Path(run_directory) / f"rendezvous-{restart_count}"
+    # A file instead of a TCP store: that one would listen on every interface (FAULTS.md, Security).
+    store = variables.get("EVENSTEP_STORE") if ours is not None and num_nodes == 1 else None
     return Placement(
         rank=integer(variables, "RANK"),
         world_size=world_size,
@@ -123,12 +120,12 @@ def _from_torchrun(variables: Mapping[str, str]) -> Placement:
         node_rank=integer(variables, "GROUP_RANK", default=0),
         num_nodes=num_nodes,
         launcher=ours or "torchrun",
-        rendezvous_file=rendezvous_file,
+        rendezvous_file=None if store is None else Path(store),
         master_address=variables.get("MASTER_ADDR"),
         master_port=integer(variables, "MASTER_PORT", default=0) or None,
         restart_count=restart_count,
         rendezvous_id=variables.get("EVENSTEP_RENDEZVOUS", "") if ours is not None else "",
-        run_directory=Path(run_directory) if run_directory is not None and ours is not None else None,
+        pages=tuple(variables.get("EVENSTEP_PAGES", "").split()) if ours is not None else (),
         device=variables.get("EVENSTEP_DEVICE"),
         announced=variables.get("EVENSTEP_ANNOUNCED"),
         why=shown(variables, _TORCHRUN),

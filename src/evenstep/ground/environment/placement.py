@@ -24,7 +24,7 @@ class Placement:
         job: Identifies this job among all others; "" if the launcher gives nothing that does.
         restart_count: How many times the launcher has restarted the ranks.
         rendezvous_id: Name of this rendezvous of several nodes, the same on all; "" where the launcher gives none.
-        run_directory: Private directory that the launcher made; None if it isn't ours.
+        pages: Where the heartbeat pages of this node's ranks can be opened, if a launcher of ours made them.
         device: The device of the launcher's command line.
         announced: The line that the launcher printed at start.
         has_one_gpu_of_its_own: The launcher shows every rank a GPU of its own, and only that one.
@@ -46,7 +46,7 @@ class Placement:
     job: str = ""
     restart_count: int = 0
     rendezvous_id: str = ""
-    run_directory: Path | None = None
+    pages: tuple[str, ...] = ()
     device: str | None = None
     announced: str | None = None
     has_one_gpu_of_its_own: bool = False

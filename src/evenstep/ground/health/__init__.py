@@ -2,11 +2,11 @@
 
 Reading order:
 
-1. `heartbeat`: the heartbeat page: phase, step, collective, since when the rank waits. Written with plain stores.
+1. `heartbeat`: a rank's page in memory: phase, step, collective, since when it waits; its report. Plain stores.
 2. `phase_timeouts`: how long a rank may stay in a phase while others wait for it.
-3. `peer_heartbeats`: the pages of the node's other ranks, under any launcher or without one.
-4. `steps`: counts optimizer steps and notices compilations by torch's global hooks; finds stragglers.
-5. `first_failure`: crash reports, and which of several failures was the first.
-6. `excepthook`: how an exception ends a rank: what is printed and reported, with which status.
-7. `telemetry`: how long the parts of the last steps took.
+3. `first_failure`: crash reports, and which of several failures was the first.
+4. `peer_heartbeats`: who makes the pages of a node's ranks, and how its processes find them.
+5. `excepthook`: how an exception ends a rank: what is printed and reported, with which status.
+6. `steps`: optimizer steps and compilations, seen by torch's global hooks; finds stragglers.
+7. `telemetry`: a step's events: phases of the page, and how long the parts of the last steps took.
 """

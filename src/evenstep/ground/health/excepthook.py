@@ -18,9 +18,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TextIO
 
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
 from evenstep.errors import EvenstepError
 from evenstep.ground.environment import Placement, current_placement
-from evenstep.ground.health.first_failure import CrashReport, write_report
+from evenstep.ground.health.first_failure import CrashReport, is_consequence
+from evenstep.ground.health.peer_heartbeats import own_page
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _MACHINERY = (str(_PACKAGE / "launcher"), "<frozen runpy>", "runpy.py")
@@ -41,7 +44,7 @@ def describe(error: BaseException) -> str:
         lines = [each if "\n" in each else f"  {each}" for each in (*added, raised) if each]
         return "\n".join([f"{type(error).__name__}: {error}", *lines])
     tb = _without_machinery(error.__traceback__)
-    if isinstance(error, SyntaxError) and all(_is_machinery(frame) for frame in _frames(tb)):
+    if isinstance(error, SyntaxError) and all(_is_machinery(f.f_code.co_filename) for f, _ in traceback.walk_tb(tb)):
         tb = None  # of the script itself, whose line the error shows; python shows no frames either
     shown = traceback.TracebackException(type(error), error, tb)
     if isinstance(error, EvenstepError) and error.is_consequence:
@@ -74,14 +77,14 @@ def install(placement: Placement) -> _Hook:
             print(describe(error), file=_real_stderr(), flush=True)
             raise SystemExit(1)
         if isinstance(error, KeyboardInterrupt):
-            if placement.run_directory is None:
+            if not placement.pages:
                 before(kind, error, tb)
             raise SystemExit(130)
         text = describe(error)
         stderr = _real_stderr()
-        if placement.run_directory is not None and placement.run_directory.is_dir():
-            report = CrashReport.of(error, rank=placement.rank, traceback=text)
-            write_report(placement.run_directory, report, attempt=placement.restart_count)
+        page = own_page(placement)
+        if page is not None:
+            page.write_report(CrashReport.of(error, rank=placement.rank, traceback=text).pack())
             if placement.rank != 0:  # its stderr is its own log file
                 print(text, file=stderr, flush=True)
         elif isinstance(error, EvenstepError):
@@ -90,6 +93,7 @@ def install(placement: Placement) -> _Hook:
         else:
             with contextlib.redirect_stderr(stderr):
                 before(kind, error, tb)
+        _tell_torchelastic(error)
         # CPython lets a hook end the process with a status of its own, exit handlers included.
         raise SystemExit(error.exit_code if isinstance(error, EvenstepError) else 1)
 
@@ -106,6 +110,21 @@ def reporting_mistakes() -> Iterator[None]:
         if error.is_users_mistake and sys.excepthook is sys.__excepthook__:
             install(current_placement())
         raise
+
+
+def _tell_torchelastic(error: BaseException) -> None:
+    """Write the file by which torchrun shows what failed. Its folder may be gone, and the error is what counts.
+
+    Its times are whole seconds, so that of ranks which fail together the lowest is blamed: those that only lost another
+    rank write nothing.
+    """
+    if is_consequence(error):
+        return
+    with contextlib.suppress(Exception):
+        try:
+            raise error  # its traceback is that of the exception which is being handled
+        except BaseException:
+            get_error_handler().record_exception(error)
 
 
 def _real_stderr() -> TextIO:
@@ -131,12 +150,6 @@ def _without_machinery(tb: TracebackType | None) -> TracebackType | None:
     while tb is not None and _is_machinery(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     return tb if tb is not None else first
-
-
-def _frames(tb: TracebackType | None) -> Iterator[str]:
-    """The file of each frame."""
-    for step in _steps(tb):
-        yield step.tb_frame.f_code.co_filename
 
 
 def _steps(tb: TracebackType | None) -> Iterator[TracebackType]:

@@ -1,7 +1,7 @@
 """First failure reports: which rank failed first, when one failure takes all ranks down.
 
-A rank that dies of an exception writes a `CrashReport` into the run's private directory *before* it closes its
-sockets. Its peers see the connection break only after that, so the order of the reports is the order of causes.
+A rank that dies of an exception writes a `CrashReport` to its heartbeat page *before* it closes its sockets. Its peers
+see the connection break only after that, so the order of the reports is the order of causes.
 Ranks that are killed write nothing: for them the launcher knows the signal. `choose_root_cause` decides from both.
 """
 
@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from evenstep.errors import EvenstepError
+from evenstep.ground.health.heartbeat import REPORT_BYTES
 
 # How torch says that a peer has gone. A rank that raises this is a secondary failure.
 _PEER_GONE = re.compile(
@@ -62,6 +61,24 @@ class CrashReport:
             summary=summary[:_MAX_TEXT_CHARACTERS],
             traceback=traceback[-_MAX_TEXT_CHARACTERS:],
         )
+
+    def pack(self, most_bytes: int = REPORT_BYTES) -> bytes:
+        """For a heartbeat page; texts lose the end of the summary and the beginning of the traceback if they must."""
+        data, most = json.dumps(asdict(self)).encode(), _MAX_TEXT_CHARACTERS
+        while len(data) > most_bytes:
+            most //= 2
+            cut = replace(self, summary=self.summary[:most], traceback=self.traceback[-most:])
+            data = json.dumps(asdict(cut)).encode()
+        return data
+
+    @classmethod
+    def unpack(cls, data: bytes) -> CrashReport | None:
+        """What a rank has reported, safe to print; None if it has not, or can't be understood."""
+        try:
+            report = cls(**json.loads(data))
+            return replace(report, summary=printable(report.summary), traceback=printable(report.traceback))
+        except (ValueError, TypeError):
+            return None
 
 
 @dataclass(frozen=True)
@@ -115,27 +132,3 @@ def choose_root_cause(exits: Iterable[Exit], reports: Iterable[CrashReport]) -> 
 def printable(text: str) -> str:
     """Text of another process, safe to print: control characters, as in a terminal's escapes, as text. Pure."""
     return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def saves_file(directory: Path, rank: int, attempt: int) -> Path:
-    """Exists once a rank saves on a stop signal: it then gets more time to end."""
-    return directory / f"saves-{attempt}-{rank}"
-
-
-def write_report(directory: Path, report: CrashReport, *, attempt: int = 0) -> None:
-    """Leave a report where the launcher looks; whole or not at all."""
-    with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".crash-", delete=False) as file:
-        json.dump(asdict(report), file)
-    Path(file.name).rename(directory / f"crash-{attempt}-{report.rank}.json")
-
-
-def read_reports(directory: Path, *, attempt: int = 0) -> list[CrashReport]:
-    """All reports of one attempt, by rank; a file that can't be understood is passed over."""
-    reports = []
-    for path in sorted(directory.glob(f"crash-{attempt}-*.json")):
-        try:
-            report = CrashReport(**json.loads(path.read_text()))
-            reports.append(replace(report, summary=printable(report.summary), traceback=printable(report.traceback)))
-        except (OSError, ValueError, TypeError):
-            continue
-    return reports

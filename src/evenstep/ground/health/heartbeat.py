@@ -1,42 +1,45 @@
 """The heartbeat page: what a rank is doing, written with a few stores to memory and read from outside the process.
 
-A page is a file of 4 KiB in the run's private directory, mapped by its rank. It can be read
-while the rank is stopped, holds the interpreter lock, or is dead. Every field is a machine word of its own, so a
-reader sees each of them whole; between fields it may see a moment in between, and judges nothing by one look.
+A page is a file without a name (memfd), filled with zeros by whoever makes it: the launcher before the rank starts, or
+else `init`. Ranks map it, and need neither a name nor a descriptor afterwards. It can be read while the rank is
+stopped, holds the interpreter lock, or is dead. Every field is a machine word of its own, so a reader sees each of them
+whole; between fields it may see a moment in between, and judges nothing by one look.
 
     word  0     mark: a page, of this layout
-          1     pid
+          1     pid; 0: no rank writes to it yet
           2     phase
           3     optimizer steps finished
           4     number of the last collective
           5     whether it waits for other ranks now: since when, nanoseconds (monotonic), or 0
           6     when the page last changed, nanoseconds (monotonic)
-          7     the bucket that was last sent
-          8     how long it has waited for other ranks in all, nanoseconds
-          9     the step of the newest checkpoint that this rank has committed, and 1; 0: none yet
-         10     when the last step was finished, nanoseconds (monotonic)
-         11     whether python's exit handlers have run: only the interpreter's own end is left
+          7     how long it has waited for other ranks in all, nanoseconds
+          8     the step of the newest checkpoint that this rank has committed, and 1; 0: none yet
+          9     when the last step was finished, nanoseconds (monotonic)
+         10     its rank
+         11 ... notes, 1 where they hold: see `Note`
          16 ... four texts in turn: where in its script this rank is, written when ranks disagree. A length comes last
+    byte  4096  the report of the error that ends the rank: its length, written last, and JSON
+    byte 65536  the stacks that the rank writes when it is asked for them, one after the other, to the end of the file
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import enum
-import mmap
 import os
-import struct
 import time
+import weakref
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-PAGE_BYTES = 4096
-CELL_BYTES = 128
-_NUM_SITES = 4  # a rank may disagree again before others have read where it stood at first
-_SITE_BYTES = (PAGE_BYTES - CELL_BYTES) // _NUM_SITES
-_TEXT = struct.Struct("=H")
-_MARK = 0x34474150_534E5645  # changes with the layout
-_FORMAT = "=16Q"
-_NO_BUCKET = (1 << 64) - 1
+from evenstep.ground.compat.c_library.libc import c_library
+
+PAGE_BYTES = 1 << 16  # a multiple of the page size of every machine
+_SITES, _REPORT = 128, 4096  # where they begin, in bytes
+_SITE_BYTES = (_REPORT - _SITES) // 4  # four: a rank may disagree again before others have read where it was at first
+REPORT_BYTES = PAGE_BYTES - _REPORT - 8
+_MARK = b"EVNSPAG6"  # changes with the layout
 
 
 class Phase(enum.IntEnum):
@@ -77,12 +80,12 @@ class Heartbeat:
         collective: Collectives begun on the transport that was used last.
         is_waiting: It waits for other ranks right now.
         time_ns: Monotonic time of this host at the last change.
-        bucket: What it last sent; None: no bucket.
         waiting_since_ns: When the present wait began; None: it doesn't wait.
         waited_ns: How long it has waited for others in all, apart from the present wait.
         saved_step: Of the newest checkpoint that it has committed; None: none yet.
         stepped_ns: When the last step was finished; 0: none yet.
         is_done: Its exit handlers have run.
+        rank: Its number.
     """
 
     pid: int
@@ -91,12 +94,12 @@ class Heartbeat:
     collective: int
     is_waiting: bool
     time_ns: int
-    bucket: int | None = None
     waiting_since_ns: int | None = None
     waited_ns: int = 0
     saved_step: int | None = None
     stepped_ns: int = 0
     is_done: bool = False
+    rank: int = 0
 
     def __str__(self) -> str:
         parts = [WORDS[self.phase]]
@@ -105,77 +108,135 @@ class Heartbeat:
         return ", ".join(parts)
 
 
-class HeartbeatPage:
-    """This rank's own page, open for writing."""
+class Note(enum.IntEnum):
+    """What a rank notes on its page beside the phase: the number is the word."""
 
-    __slots__ = ("_cells", "_map", "_num_sites", "path")
+    IS_DONE = 11  # its exit handlers have run: only the interpreter's own end is left
+    IS_READY = 12  # it ends quietly when it is interrupted; before, it would print a traceback of its imports
+    SAVES = 13  # it saves on a stop signal: it then gets more time to end
+    WRITES_STACKS = 14  # it handles the signal by which the launcher asks for its stacks
 
-    def __init__(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(fd, PAGE_BYTES)
-            self._map = mmap.mmap(fd, PAGE_BYTES)
-        finally:
-            os.close(fd)
-        self._cells = memoryview(self._map).cast("B").cast("Q")
-        self._num_sites = 0
-        self.path = path
-        self._cells[5] = 0
-        self._cells[1], self._cells[7] = os.getpid(), _NO_BUCKET
-        self._cells[6] = time.monotonic_ns()
-        self._cells[0] = _MARK
+
+class Page:
+    """A rank's page, mapped into this process until nothing refers to it any more.
+
+    Args:
+        fd: Of its file; not needed afterwards.
+
+    Attributes:
+        words: The whole page, as unsigned numbers of 8 bytes.
+
+    Raises:
+        OSError: That is no page, or it can't be mapped.
+    """
+
+    __slots__ = ("_bytes", "_next_site", "words")
+
+    def __init__(self, fd: int) -> None:
+        if os.fstat(fd).st_size < PAGE_BYTES or os.pread(fd, len(_MARK), 0) != _MARK:
+            raise OSError("no heartbeat page")
+        # Not python's mmap, which keeps a descriptor per mapping.
+        address = _mmap(None, PAGE_BYTES, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)
+        if address in (None, _MAP_FAILED):
+            raise OSError(ctypes.get_errno(), "mmap of a heartbeat page")
+        memory: Any = (ctypes.c_ubyte * PAGE_BYTES).from_address(address)
+        weakref.finalize(memory, _munmap, address, PAGE_BYTES).atexit = False
+        self._bytes = memoryview(memory).cast("B")
+        self.words = self._bytes.cast("Q")
+        self._next_site = _SITES
+
+    @classmethod
+    def at(cls, path: str) -> Page | None:
+        """The page of another process of this host, at `/proc/PID/fd/N`; None if it can't be reached."""
+        with contextlib.suppress(OSError):  # a container of its own, a process that hides its files
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                return cls(fd)
+            finally:
+                os.close(fd)
+        return None
+
+    def begin(self, rank: int) -> None:
+        """From now on this process writes to it; notes stay."""
+        for word in range(1, Note.IS_READY):
+            self.words[word] = 0
+        self.words[10], self.words[6], self.words[1] = rank, time.monotonic_ns(), os.getpid()
+
+    def read(self) -> Heartbeat | None:
+        """What it says now; None if no rank writes to it."""
+        words = self.words[1 : Note.IS_READY].tolist()
+        pid, phase, step, collective, waiting_since_ns, time_ns, waited_ns, saved, stepped_ns, rank, done = words
+        if pid == 0 or phase not in Phase._value2member_map_:
+            return None
+        return Heartbeat(
+            pid=pid,
+            phase=Phase(phase),
+            step=step,
+            collective=collective,
+            is_waiting=waiting_since_ns > 0,
+            time_ns=time_ns,
+            waiting_since_ns=waiting_since_ns or None,
+            waited_ns=waited_ns,
+            saved_step=saved - 1 if saved else None,
+            stepped_ns=stepped_ns,
+            is_done=bool(done),
+            rank=rank,
+        )
 
     def write_site(self, text: str) -> None:
         """Leave a text for other ranks beside the last three; what is too long is cut off."""
-        data = text.encode(errors="replace")[: _SITE_BYTES - _TEXT.size]
-        place = CELL_BYTES + self._num_sites % _NUM_SITES * _SITE_BYTES
-        self._num_sites += 1
-        begin = place + _TEXT.size
-        self._map[place:begin] = _TEXT.pack(0)
-        self._map[begin : begin + len(data)] = data
-        self._map[place:begin] = _TEXT.pack(len(data))
+        self._write(self._next_site, text.encode(errors="replace")[: _SITE_BYTES - 8])
+        self._next_site += _SITE_BYTES
+        if self._next_site == _REPORT:
+            self._next_site = _SITES
 
-    def close(self) -> None:
-        """Unmap it. What was written stays to be read."""
-        self._cells.release()
-        self._map.close()
+    def sites(self) -> list[str]:
+        """The texts, "" for each that has not been written."""
+        return [self._read(place).decode(errors="replace") for place in range(_SITES, _REPORT, _SITE_BYTES)]
 
+    def write_report(self, data: bytes) -> None:
+        """Leave a report of at most `REPORT_BYTES`, in the place of an earlier one."""
+        self._write(_REPORT, data)
 
-_cells: memoryview | None = None
-current: HeartbeatPage | None = None  # this process's
+    def report(self) -> bytes:
+        """The report; b"" if there is none."""
+        return self._read(_REPORT)
 
+    def _write(self, place: int, data: bytes) -> None:
+        self.words[place >> 3] = 0
+        self._bytes[place + 8 : place + 8 + len(data)] = data
+        self.words[place >> 3] = len(data)
 
-def page_file(directory: Path, rank: int, attempt: int) -> Path:
-    """Where a rank's page lies."""
-    return directory / f"page-{attempt}-{rank}"
-
-
-def open_page(path: Path) -> None:
-    """From now on this process writes what it does to that page."""
-    global current, _cells
-    close_page()
-    current = HeartbeatPage(path)
-    _cells = current._cells
+    def _read(self, place: int) -> bytes:
+        return bytes(self._bytes[place + 8 : place + 8 + self.words[place >> 3]])
 
 
-def own_path() -> Path | None:
-    """Where this process's page lies; None if it has none."""
-    return None if current is None else current.path
+def make_page() -> int:
+    """The descriptor of a new page's file.
+
+    Raises:
+        OSError: There is no memory for it. A hole would be a SIGBUS in whoever touches it first.
+    """
+    fd = os.memfd_create("evenstep-page", os.MFD_CLOEXEC)
+    try:
+        os.fchmod(fd, 0o600)
+        os.write(fd, _MARK.ljust(PAGE_BYTES, b"\0"))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
-def write_site(text: str) -> None:
-    """See `HeartbeatPage.write_site`; nothing without a page."""
-    if current is not None:
-        current.write_site(text)
+_words: memoryview | None = None
+current: Page | None = None  # this process's
 
 
-def close_page() -> None:
-    """Stop writing; harmless without a page."""
-    global current, _cells
-    _cells = None
-    if current is not None:
-        current.close()
-        current = None
+def write_to(page: Page | None, *, rank: int = 0) -> None:
+    """From now on this process writes what it does to that page; None: to none."""
+    global current, _words
+    if page is not None:
+        page.begin(rank)
+    current, _words = page, None if page is None else page.words
 
 
 def mark(phase: Phase, step: int | None = None) -> None:
@@ -185,109 +246,70 @@ def mark(phase: Phase, step: int | None = None) -> None:
         phase: What begins.
         step: Optimizer steps finished by now; None: as before.
     """
-    cells = _cells
-    if cells is not None:
-        cells[2] = phase
+    words = _words
+    if words is not None:
+        words[2] = phase
         now = time.monotonic_ns()
         if step is not None:
-            cells[3] = step
-            cells[10] = now
-        cells[6] = now
+            words[3] = step
+            words[9] = now
+        words[6] = now
 
 
-def mark_collective(number: int, bucket: int | None = None) -> None:
+def mark_collective(number: int) -> None:
     """This rank begins a collective."""
-    cells = _cells
-    if cells is not None:
-        cells[4] = number
-        cells[7] = _NO_BUCKET if bucket is None else bucket
-        cells[6] = time.monotonic_ns()
+    words = _words
+    if words is not None:
+        words[4] = number
+        words[6] = time.monotonic_ns()
 
 
 def mark_waiting(is_waiting: bool) -> None:
     """This rank begins to wait for other ranks, or has ended it."""
-    cells = _cells
-    if cells is not None:
+    words = _words
+    if words is not None:
         now = time.monotonic_ns()
         if is_waiting:
-            cells[5] = now
-        elif cells[5]:
-            cells[8] += now - cells[5]
-            cells[5] = 0
-        cells[6] = now
+            words[5] = now
+        elif words[5]:
+            words[7] += now - words[5]
+            words[5] = 0
+        words[6] = now
 
 
 def mark_commit(step: int) -> None:
     """This rank has made a checkpoint out of what all have written."""
-    cells = _cells
-    if cells is not None:
-        cells[9] = step + 1
+    if _words is not None:
+        _words[8] = step + 1
 
 
-def mark_done() -> None:
-    """Note that this rank's exit handlers have run: its report and its files are written."""
-    cells = _cells
-    if cells is not None:
-        cells[11] = 1
+def note(what: Note) -> None:
+    """See `Note`."""
+    if _words is not None:
+        _words[what] = 1
 
 
 def phase_now() -> Phase | None:
     """What this rank's page says of its phase; None without a page."""
-    return None if _cells is None else Phase(_cells[2])
+    return None if _words is None else Phase(_words[2])
 
 
 def finished_steps() -> int:
     """What this rank's page says of its optimizer steps; 0 without a page."""
-    return 0 if _cells is None else int(_cells[3])
-
-
-def read_page(path: Path) -> Heartbeat | None:
-    """What a page says now; None if there is none, or none that can be understood."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    return parse_page(data[:CELL_BYTES]) if len(data) == PAGE_BYTES else None
-
-
-def parse_sites(data: bytes | mmap.mmap) -> list[str]:
-    """The texts of a page, "" for each that has not been written. Pure."""
-    texts = []
-    for place in range(CELL_BYTES, CELL_BYTES + _NUM_SITES * _SITE_BYTES, _SITE_BYTES):
-        (length,) = _TEXT.unpack_from(data, place)
-        begin = place + _TEXT.size
-        texts.append(bytes(data[begin : begin + length]).decode(errors="replace"))
-    return texts
-
-
-def parse_page(data: bytes | memoryview) -> Heartbeat | None:
-    """The heartbeat in the bytes of a page; None if they aren't a page. Pure."""
-    words = struct.unpack(_FORMAT, data)
-    found, pid, phase, step, collective, waiting_since_ns, time_ns, bucket, waited_ns, saved, stepped_ns, done, *_ = (
-        words
-    )
-    if found != _MARK or phase not in Phase._value2member_map_:
-        return None
-    return Heartbeat(
-        pid=pid,
-        phase=Phase(phase),
-        step=step,
-        collective=collective,
-        is_waiting=waiting_since_ns > 0,
-        time_ns=time_ns,
-        bucket=None if bucket == _NO_BUCKET else bucket,
-        waiting_since_ns=waiting_since_ns or None,
-        waited_ns=waited_ns,
-        saved_step=saved - 1 if saved else None,
-        stepped_ns=stepped_ns,
-        is_done=bool(done),
-    )
+    return 0 if _words is None else int(_words[3])
 
 
 def _forget() -> None:
-    """A forked child writes nothing to its parent's page, and leaves the memory to it."""
-    global current, _cells
-    current = _cells = None
+    """A forked child writes nothing to its parent's page."""
+    global current, _words
+    current = _words = None
 
 
 os.register_at_fork(after_in_child=_forget)
+
+_PROT_READ_WRITE, _MAP_SHARED = 3, 1
+_MAP_FAILED = (1 << (8 * ctypes.sizeof(ctypes.c_void_p))) - 1
+_mmap, _munmap = c_library(use_errno=True).mmap, c_library(use_errno=True).munmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]

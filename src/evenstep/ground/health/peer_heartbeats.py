@@ -1,84 +1,123 @@
-"""The heartbeat pages of this node's other ranks, for ranks to read: under any launcher, or without one.
+"""The heartbeat pages of this node's ranks: made by their launcher, or among them by `init`, and read by the others.
 
-Under `evenstep run` every rank has a page from its start. Else `init` makes one, in a file that is removed as soon as
-all have opened it: nothing is left behind, however a rank ends.
+| started by | who makes a rank's page | how ranks find it |
+| --- | --- | --- |
+| `evenstep run`, `evenstep.launch` | the launcher, before the rank starts | a variable names its descriptors |
+| torchrun, mpiexec, srun | `init` in the rank | ranks exchange their processes and descriptors |
+
+Pages are opened once, through /proc/PID/fd of their maker. Nothing is left behind, however a rank ends, and whoever
+empties the temporary directory takes no page away. The store in which the ranks of one node meet is such a file, too.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evenstep.ground.environment import node_identity
+from evenstep.ground.environment import Placement, node_identity
 from evenstep.ground.health import heartbeat
-from evenstep.ground.health.heartbeat import Heartbeat, parse_page, parse_sites
+from evenstep.ground.health.heartbeat import Heartbeat, Page, make_page
 
 _SITES_S = 1.0
 _PACKAGE = Path(__file__).resolve().parents[2]
 _MACHINERY = (f"site-packages{os.sep}torch{os.sep}", "contextlib.py", "threading.py")
 
-_maps: dict[int, mmap.mmap] = {}  # by pid, of this host's ranks
-_ranks: dict[int, int] = {}  # by pid
+_pages: list[Page] = []  # of this node's ranks
 
 
-def share_pages(exchange: Callable[[Any], Sequence[Any]], *, rank: int) -> Callable[[], None]:
+class NodePages:
+    """The pages of a node's ranks in one attempt, and the file in which they meet, as their launcher has them.
+
+    Args:
+        num_ranks: Of this node.
+
+    Attributes:
+        pages: By local rank.
+        files: By local rank, where each can be opened, and the rank's stacks be read.
+        variables: By which the ranks find them.
+
+    Raises:
+        OSError: There is no memory for them.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._fds = [os.memfd_create("evenstep-store", os.MFD_CLOEXEC)]
+        try:
+            for _ in range(num_ranks):
+                self._fds.append(make_page())
+            self.pages = [Page(fd) for fd in self._fds[1:]]
+        except BaseException:
+            self.close()
+            raise
+        store, *self.files = (f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds)
+        self.variables = {"EVENSTEP_STORE": store, "EVENSTEP_PAGES": " ".join(self.files)}
+
+    def close(self) -> None:
+        """Close the files: ranks have mapped theirs. The pages can still be read."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+def own_page(placement: Placement) -> Page | None:
+    """This rank's page, which its launcher reads; None if it made none, or one that can't be reached."""
+    if not placement.pages:
+        return None
+    return heartbeat.current or Page.at(placement.pages[placement.local_rank])
+
+
+def write_page(placement: Placement) -> Page | None:
+    """Write to this rank's page from now on, and read those of the node's others. None: as `own_page`."""
+    page = own_page(placement)
+    if page is not None and page is not heartbeat.current:
+        heartbeat.write_to(page, rank=placement.rank)
+        others = (Page.at(path) for path in placement.pages)
+        _pages[:] = [other for other in others if other is not None]
+    return page
+
+
+def share_pages(exchange: Callable[[Any], Sequence[Any]], placement: Placement) -> Callable[[], None]:
     """Let the ranks of a host read each other's pages. Collective.
 
     Args:
         exchange: Gives every rank's value to all.
-        rank: This rank.
+        placement: Who this rank is.
 
     Returns:
         What ends it.
     """
-    made = None
-    if heartbeat.own_path() is None:
-        fd, made = tempfile.mkstemp(prefix="evenstep-page-")
-        os.close(fd)
-        heartbeat.open_page(Path(made))
-    mine = {"host": node_identity(), "pid": os.getpid(), "page": str(heartbeat.own_path())}
+    if placement.pages:
+        write_page(placement)
+        return lambda: None
+    fd = make_page()
     try:
-        for other, each in enumerate(exchange(mine)):
-            if each["host"] == mine["host"]:
-                _open(int(each["pid"]), other, Path(each["page"]))
+        heartbeat.write_to(Page(fd), rank=placement.rank)
+        mine = {"host": node_identity(), "page": f"/proc/{os.getpid()}/fd/{fd}"}
+        found = [Page.at(each["page"]) for each in exchange(mine) if each["host"] == mine["host"]]
+        _pages[:] = [page for page in found if page is not None]
         exchange(None)  # all have opened theirs
     finally:
-        if made is not None:
-            os.unlink(made)
-    opened = list(_maps)
+        os.close(fd)
 
     def end() -> None:
-        for pid in opened:
-            _ranks.pop(pid, None)
-            if pid in _maps:
-                _maps.pop(pid).close()
-        if made is not None:
-            heartbeat.close_page()
+        _pages.clear()
+        heartbeat.write_to(None)
 
     return end
 
 
 def read(pid: int) -> Heartbeat | None:
-    """The heartbeat of another rank's process; None if its page is missing or can't be read."""
-    memory = _maps.get(pid)
-    return None if memory is None else parse_page(memory[: heartbeat.CELL_BYTES])
+    """The heartbeat of another rank's process; None if its page is missing."""
+    return next((seen for page in _pages if (seen := page.read()) is not None and seen.pid == pid), None)
 
 
 def read_all() -> dict[int, Heartbeat]:
     """By rank, of this host's."""
-    seen = {rank: read(pid) for pid, rank in _ranks.items()}
-    return {rank: each for rank, each in sorted(seen.items()) if each is not None}
-
-
-def rank_of_this_process() -> int | None:
-    """The rank under which this process has shared its page; None: it hasn't."""
-    return _ranks.get(os.getpid())
+    seen = {each.rank: each for page in _pages if (each := page.read()) is not None}
+    return dict(sorted(seen.items()))
 
 
 def exchange_sites(key: str, pids: Mapping[int, int]) -> str:
@@ -91,12 +130,13 @@ def exchange_sites(key: str, pids: Mapping[int, int]) -> str:
     Returns:
         A sentence, the same on all ranks; "" if they have no pages.
     """
-    if any(pid not in _maps for pid in pids.values()):
+    pages = {seen.pid: page for page in _pages if (seen := page.read()) is not None}
+    if heartbeat.current is None or any(pid not in pages for pid in pids.values()):
         return ""
-    heartbeat.write_site(f"{key}\n{user_site()}")
+    heartbeat.current.write_site(f"{key}\n{user_site()}")
     deadline = time.monotonic() + _SITES_S
     while True:
-        said = {rank: _said_of(key, pid) for rank, pid in sorted(pids.items())}
+        said = {rank: _said_of(key, pages[pid]) for rank, pid in sorted(pids.items())}
         if None not in said.values() or time.monotonic() > deadline:
             break
         time.sleep(0.005)
@@ -104,8 +144,8 @@ def exchange_sites(key: str, pids: Mapping[int, int]) -> str:
     return f" They were called here: {sites}."
 
 
-def _said_of(key: str, pid: int) -> str | None:
-    texts = (text.partition("\n") for text in parse_sites(_maps[pid]))
+def _said_of(key: str, page: Page) -> str | None:
+    texts = (text.partition("\n") for text in page.sites())
     return next((where for about, _, where in texts if about == key), None)
 
 
@@ -120,23 +160,4 @@ def user_site() -> str:
     return "nowhere in a script"
 
 
-def _open(pid: int, rank: int, path: Path) -> None:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return  # another user's temporary directory, a container of its own: then there is none to be read
-    try:
-        if os.fstat(fd).st_size == heartbeat.PAGE_BYTES:
-            if pid in _maps:
-                _maps.pop(pid).close()
-            _maps[pid], _ranks[pid] = mmap.mmap(fd, heartbeat.PAGE_BYTES, prot=mmap.PROT_READ), rank
-    finally:
-        os.close(fd)
-
-
-def _forget() -> None:
-    _maps.clear()
-    _ranks.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_pages.clear)

@@ -16,25 +16,22 @@ from evenstep.ground.environment import phase_timeouts_of_run
 from evenstep.ground.health.heartbeat import WORDS, Heartbeat, Phase
 
 DEFAULT_STEP_S = 600.0
-_NAMES: dict[str, tuple[Phase, ...]] = {
-    "starting": (Phase.STARTING,),
-    "between": (Phase.BETWEEN_STEPS, Phase.ENDED),
-    "step": (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER),
-    "evaluating": (Phase.EVALUATING,),
-    "compiling": (Phase.COMPILING,),
-    "saving": (Phase.SAVING,),
-    "main_first": (Phase.MAIN_FIRST,),  # of who waits in a collective: who waits for the block itself has no deadline
+# By phase, what users call it, and how long it may take as a multiple of `init(timeout_s=...)`: more where it is known
+# that something long goes on. "main_first" is for those who wait in a collective: who waits for the block itself has no
+# deadline.
+_KINDS = {
+    Phase.STARTING: ("starting", 3.0),
+    Phase.BETWEEN_STEPS: ("between", 1.0),
+    Phase.ENDED: ("between", 1.0),
+    Phase.FORWARD: ("step", 1.0),
+    Phase.BACKWARD: ("step", 1.0),
+    Phase.OPTIMIZER: ("step", 1.0),
+    Phase.EVALUATING: ("evaluating", 6.0),
+    Phase.COMPILING: ("compiling", 6.0),
+    Phase.SAVING: ("saving", 6.0),
+    Phase.MAIN_FIRST: ("main_first", 6.0),
 }
-# As a multiple of `init(timeout_s=...)`: more where it is known that something long goes on.
-_FACTORS = {
-    "starting": 3.0,
-    "between": 1.0,
-    "step": 1.0,
-    "evaluating": 6.0,
-    "compiling": 6.0,
-    "saving": 6.0,
-    "main_first": 6.0,
-}
+_NAMES = list(dict(_KINDS.values()))
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,8 @@ class PhaseTimeouts:
 
     def of(self, seen: Heartbeat) -> float:
         """How long a rank may stay in its phase while others wait for it, in seconds."""
-        name = _name_of(seen.phase)
-        return self.given.get(name, _FACTORS[name] * self.step_s)
+        name, factor = _KINDS[seen.phase]
+        return self.given.get(name, factor * self.step_s)
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ class AwaitedRank:
 
 def patience(seen: Heartbeat) -> float:
     """How many times as long as in a step one waits in its phase before anything is said. Pure."""
-    return _FACTORS[_name_of(seen.phase)]
+    return _KINDS[seen.phase][1]
 
 
 def find_awaited(pages: Mapping[int, Heartbeat | None], timeouts: PhaseTimeouts, *, now_ns: int) -> list[AwaitedRank]:
@@ -142,12 +139,4 @@ def find_awaited(pages: Mapping[int, Heartbeat | None], timeouts: PhaseTimeouts,
 
 def describe(seen: Heartbeat) -> str:
     """Where a rank is, in words that go into a sentence in brackets. Pure."""
-    return f"{WORDS[seen.phase]}{_at(seen)}"
-
-
-def _name_of(phase: Phase) -> str:
-    return next(name for name, phases in _NAMES.items() if phase in phases)
-
-
-def _at(seen: Heartbeat) -> str:
-    return f" of step {seen.step}" if seen.step else ""
+    return f"{WORDS[seen.phase]} of step {seen.step}" if seen.step else WORDS[seen.phase]

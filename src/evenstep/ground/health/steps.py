@@ -1,12 +1,18 @@
-"""Steps and compilations, written to the heartbeat page by torch's global hooks; and stragglers, found from pages."""
+"""Optimizers' steps and compilations, seen by torch's global hooks; and stragglers, found from pages.
+
+One pair of hooks serves the page and all recorders, and stays: torch iterates over its hooks while an optimizer steps,
+and would fail if the garbage collector took one away meanwhile.
+"""
 
 from __future__ import annotations
 
+import os
+import statistics
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -17,45 +23,60 @@ from evenstep.ground.health.heartbeat import Heartbeat, Phase, mark
 _LOOK_EVERY_STEPS = 16
 WINDOW_S = 10.0
 
-_is_counting = False
-_is_told_of_compiling = False
+
+class StepListener(Protocol):
+    """What notes when optimizers step, whichever models they are for."""
+
+    def optimizer_begins(self) -> None:
+        """A step begins."""
+
+    def optimizer_ended(self) -> None:
+        """It has ended."""
 
 
-def count_optimizer_steps() -> None:
-    """From now on the page says when an optimizer steps, and how often the busiest of them has. Twice is once."""
-    global _is_counting
-    if _is_counting:
+_is_watching = _is_told_of_compiling = False
+_listeners: list[weakref.ref[StepListener]] = []
+_counts: dict[int, int] = {}  # steps of each optimizer that exists, by id: weak keys take as long as all else here
+
+
+def count_optimizer_steps(listener: StepListener | None = None) -> None:
+    """From now on the page says when an optimizer steps, and how often the busiest of them has. Twice is once.
+
+    Args:
+        listener: Is told, too, as long as it lives.
+    """
+    global _is_watching
+    if listener is not None:
+        _listeners[:] = [each for each in _listeners if each() is not None] + [weakref.ref(listener)]
+    if not _is_watching:
+        _is_watching = True
+        register_optimizer_step_pre_hook(_optimizer_begins)
+        register_optimizer_step_post_hook(_optimizer_ended)
+
+
+def _optimizer_begins(*_: object) -> None:
+    mark(Phase.OPTIMIZER)
+    for each in _listeners:
+        if (listener := each()) is not None:
+            listener.optimizer_begins()
+
+
+def _optimizer_ended(optimizer: Any, *_: object) -> None:
+    for each in _listeners:
+        if (listener := each()) is not None:
+            listener.optimizer_ended()
+    if heartbeat.current is None:
         return
-    _is_counting = True
-    # By id, because to ask a dictionary of weak keys for its largest value takes as long as all else here.
-    counts: dict[int, int] = {}
-    alive: dict[int, weakref.ref[Any]] = {}
-    most = 0
-    watch = StragglerWatch()
-
-    def forget(key: int) -> None:
-        nonlocal most
-        del counts[key], alive[key]
-        most = max(counts.values(), default=0)
-
-    def before(*_: object) -> None:
-        mark(Phase.OPTIMIZER)
-
-    def after(optimizer: Any, *_: object) -> None:
-        nonlocal most
-        key = id(optimizer)
-        count = counts.get(key, 0) + 1
-        if count == 1:
-            alive[key] = weakref.ref(optimizer, lambda _: forget(key))
-        counts[key] = count
-        most = max(most, count)
-        mark(Phase.BETWEEN_STEPS, step=most)
-        if most % _LOOK_EVERY_STEPS == 0:
-            mark_compilations()
-            watch.look(time.monotonic())
-
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    key = id(optimizer)
+    if key not in _counts:
+        _counts[key] = 0
+        weakref.finalize(optimizer, _counts.pop, key).atexit = False
+    _counts[key] += 1
+    most = max(_counts.values())
+    mark(Phase.BETWEEN_STEPS, step=most)
+    if most % _LOOK_EVERY_STEPS == 0:
+        mark_compilations()
+        _watch.look(time.monotonic())
 
 
 def mark_compilations() -> None:
@@ -100,8 +121,7 @@ class StragglerWatch:
         if self._before is not None and now - self._before[0] < WINDOW_S:
             return
         pages = peer_heartbeats.read_all()
-        own = heartbeat.own_path()
-        if len(pages) < 2 or own is None or peer_heartbeats.rank_of_this_process() != min(pages):
+        if len(pages) < 2 or pages[min(pages)].pid != os.getpid():
             return
         for line in self.judge(now, pages):
             say(f"evenstep: {line}")
@@ -150,16 +170,10 @@ def find_stragglers(
         busy[rank] = max(1.0, spent_ns / (now.step - then.step))
     found = {}
     for rank, mine in busy.items():
-        others = sorted(_without(busy, rank))
-        if others and mine >= factor * _median(others):
-            found[rank] = mine / _median(others)
+        others = [each for other, each in busy.items() if other != rank]
+        if others and mine >= factor * statistics.median(others):
+            found[rank] = mine / statistics.median(others)
     return found
 
 
-def _without(values: Mapping[int, float], rank: int) -> Iterable[float]:
-    return (value for each, value in values.items() if each != rank)
-
-
-def _median(ordered: list[float]) -> float:
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+_watch = StragglerWatch()

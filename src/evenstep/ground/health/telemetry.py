@@ -2,8 +2,9 @@
 
 [Note: marks]
 
-While a step runs, every event appends two integers to a deque: what it was and when. That is all that happens in the
-loop. They are turned into times only on demand (`explain`, pure).
+While a step runs, every event appends two integers to a list: what it was and when. An event that begins a phase is
+also written to the heartbeat page. Nothing else happens in the loop; marks are turned into times only on demand
+(`explain`, pure).
 
     FORWARD, FORWARD_END      around each forward pass
     BACKWARD                  a backward pass reaches the outputs
@@ -21,17 +22,16 @@ queued, not when it was done.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from time import perf_counter_ns
 
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
 from evenstep.ground.compat.torch_profiler import begin_event, is_profiled
+from evenstep.ground.health.heartbeat import Phase
+from evenstep.ground.health.heartbeat import mark as mark_phase
+from evenstep.ground.health.steps import count_optimizer_steps
 
 FORWARD, FORWARD_END, BACKWARD, WAITING, REDUCED, END, OPTIMIZER, OPTIMIZER_END = range(-8, 0)
 
@@ -106,7 +106,7 @@ def explain(marks: Sequence[int]) -> StepTimes:
 
 
 class Recorder:
-    """The marks of one model's steps.
+    """The marks of one model's steps. Events that begin a phase are written to the heartbeat page, too.
 
     Attributes:
         is_profiled: Whether torch's profiler ran when the last forward pass began, so that marks are ranges of it.
@@ -115,32 +115,45 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self._marks: deque[int] = deque()  # of all steps: to begin a list for each would take a microsecond
-        self._begins: deque[int] = deque([0])  # of each step: how many numbers came before it since `_marks` was cut
+        self._steps: deque[list[int]] = deque([[]], maxlen=NUM_STEPS_KEPT + 1)  # the last one may still run
         self._is_over = False
         self._ranges: dict[str, Callable[[], None]] = {}  # by span: ends the range that is open
         self.is_profiled = False
         self.bucket_bytes = 0
         self.peak_bucket_bytes = 0
 
-    def begin_forward(self) -> None:
-        """A forward pass begins now; marked when it ends."""
-        if is_profiled() or self.is_profiled:
+    def begin_forward(self) -> int:
+        """A forward pass begins now; marked when it ends. Returns when."""
+        mark_phase(Phase.FORWARD)
+        if self.is_profiled or is_profiled():
             self.is_profiled = is_profiled()
             self._show(FORWARD)
+        return perf_counter_ns()
 
     def forward(self, began_ns: int) -> None:
         """A forward pass ends now."""
         if self.is_profiled:
             self._show(FORWARD_END)
         if self._is_over:
-            self._begin_step()
-        if len(self._marks) - self._begins[-1] < _MOST_PER_STEP:
-            self._marks.extend((FORWARD, began_ns, FORWARD_END, perf_counter_ns()))
+            self._steps.append([])
+            self._is_over = False
+        marks = self._steps[-1]
+        if len(marks) < _MOST_PER_STEP:
+            marks.extend((FORWARD, began_ns, FORWARD_END, perf_counter_ns()))
+
+    def begin_backward(self, *, is_whole: bool = False) -> None:
+        """A backward pass begins now.
+
+        Args:
+            is_whole: It is the whole window, whose end is not marked: that of a plain `loss.backward()`.
+        """
+        mark_phase(Phase.BACKWARD)
+        self.mark(BACKWARD)
+        self._is_over |= is_whole
 
     def mark(self, what: int) -> None:
-        """Something happens now."""
-        self._marks.extend((what, perf_counter_ns()))
+        """Something happens now that is no phase of its own."""
+        self._steps[-1].extend((what, perf_counter_ns()))
         if self.is_profiled:
             self._show(what)
 
@@ -148,11 +161,21 @@ class Recorder:
         """The window has ended: what follows, up to the next forward pass, is the optimizer's."""
         self.mark(END)
         self._is_over = True
+        mark_phase(Phase.BETWEEN_STEPS)
 
-    def whole_backward(self) -> None:
-        """A backward pass begins that is the whole window; the end of a plain `loss.backward()` is not marked."""
-        self._marks.extend((BACKWARD, perf_counter_ns()))
-        self._is_over = True
+    def optimizer_begins(self) -> None:
+        """See `StepListener`."""
+        self._mark_optimizer(OPTIMIZER)
+
+    def optimizer_ended(self) -> None:
+        """See `StepListener`."""
+        self._mark_optimizer(OPTIMIZER_END)
+
+    def _mark_optimizer(self, what: int) -> None:
+        marks = self._steps[-1]
+        if 0 < len(marks) < _MOST_PER_STEP:
+            marks.extend((what, perf_counter_ns()))
+            self._is_over = True
 
     def has_buckets(self, num_bytes: int) -> None:
         """Buckets are laid out (anew)."""
@@ -169,18 +192,8 @@ class Recorder:
 
     def newest(self) -> StepTimes | None:
         """The newest step whose optimizer has been seen; None before there is one."""
-        backwards, end = reversed(self._marks), len(self._marks)
-        for begin in reversed(self._begins):
-            marks = [*islice(backwards, end - begin)][::-1]
-            if OPTIMIZER_END in marks[::2]:
-                return explain(marks)
-            end = begin
-        return None
-
-    def num_marks_per_step(self) -> float:
-        """How often the clock was read, on average."""
-        ended = self._ended()
-        return sum(map(len, ended)) / 2 / max(1, len(ended))
+        seen = (marks for marks in reversed(self._steps) if OPTIMIZER_END in marks[::2])
+        return next(map(explain, seen), None)
 
     def _show(self, what: int) -> None:
         """End and begin ranges of the running profile."""
@@ -191,23 +204,10 @@ class Recorder:
         if opens is not None and (end := begin_event(f"evenstep:{_RANGES.get(opens, opens)}", (), {})) is not None:
             self._ranges[opens] = end
 
-    def _ended(self) -> Sequence[Sequence[int]]:
+    def _ended(self) -> list[list[int]]:
         """The marks of each of the last steps that have ended."""
-        steps = self._by_step()
+        steps = [*self._steps]
         return (steps if self._is_over else steps[:-1])[-NUM_STEPS_KEPT:]
-
-    def _by_step(self) -> Sequence[Sequence[int]]:
-        marks = [*self._marks]
-        ends = [*self._begins, len(marks)][1:]
-        return [marks[begin:end] for begin, end in zip(self._begins, ends, strict=True)]
-
-    def _begin_step(self) -> None:
-        self._begins.append(len(self._marks))
-        self._is_over = False
-        if len(self._begins) > 2 * NUM_STEPS_KEPT:  # seldom, because it takes a while
-            first = self._begins[-NUM_STEPS_KEPT]
-            self._marks = deque(islice(self._marks, first, None))
-            self._begins = deque(begin - first for begin in islice(self._begins, NUM_STEPS_KEPT + 1, None))
 
 
 class Telemetry:
@@ -229,7 +229,7 @@ class Telemetry:
         """A recorder for one more model."""
         recorder = Recorder()
         self._recorders.append(weakref.ref(recorder))
-        _mark_optimizers(recorder)
+        count_optimizer_steps(recorder)
         return recorder
 
     def steps(self, model: int = 0) -> list[StepTimes]:
@@ -253,45 +253,3 @@ class Telemetry:
     def __repr__(self) -> str:
         counts = ", ".join(str(len(recorder._ended())) for recorder in self.recorders)
         return f"<Telemetry of {len(self.recorders)} models, steps remembered: {counts or 'none'}>"
-
-
-_marked_by_optimizers: list[weakref.ref[Recorder]] = []
-_has_hooks = False
-
-
-def _mark_optimizers(recorder: Recorder) -> None:
-    """Mark the steps of all of torch's optimizers in a recorder, as long as it lives.
-
-    One pair of hooks serves all, and stays: torch iterates over its hooks while an optimizer steps, and would fail if
-    the garbage collector took one away meanwhile.
-    """
-    global _has_hooks
-    _marked_by_optimizers[:] = [each for each in _marked_by_optimizers if each() is not None]
-    _marked_by_optimizers.append(weakref.ref(recorder))
-    if not _has_hooks:
-        _has_hooks = True
-        register_optimizer_step_pre_hook(functools.partial(_optimizer_marked, OPTIMIZER))
-        register_optimizer_step_post_hook(functools.partial(_optimizer_marked, OPTIMIZER_END))
-
-
-def _optimizer_marked(what: int, *_: object) -> None:
-    """An optimizer begins or ends its step, whichever models it is for."""
-    now_ns = perf_counter_ns()
-    for each in _marked_by_optimizers:
-        recorder = each()
-        if recorder is not None and (marks := recorder._marks) and len(marks) - recorder._begins[-1] < _MOST_PER_STEP:
-            marks.append(what)
-            marks.append(now_ns)
-            recorder._is_over = True
-
-
-def cost_of_a_mark(repeats: int = 20_000) -> float:
-    """Seconds that one mark takes on this machine, measured now: the least of several runs."""
-    best = float("inf")
-    for _ in range(5):
-        recorder = Recorder()
-        started = perf_counter_ns()
-        for _ in range(repeats):
-            recorder.mark(WAITING)
-        best = min(best, (perf_counter_ns() - started) / repeats)
-    return best / 1e9

@@ -8,7 +8,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,11 +15,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from evenstep.ground import environment
 from evenstep.ground.compat.torch_elastic import ElasticAgent, fresh_store, is_stop_handler
+from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
-from evenstep.launcher.elastic.attempt import read_pages
 from evenstep.launcher.elastic.heartbeat import OtherNodes
 from evenstep.launcher.elastic.rendezvous import bound_answers, open_store
-from evenstep.launcher.elastic.restarts import RestartLimit, compare_standings, forget_attempt
+from evenstep.launcher.elastic.restarts import RestartLimit, compare_standings
 from evenstep.launcher.elastic.supervisor import WatchedRanks
 from evenstep.launcher.failure.policy import LossPolicy, StopPolicy
 from evenstep.launcher.failure.report import Failure, describe_ranks
@@ -42,7 +41,6 @@ class RankAgent(ElasticAgent):
     def __init__(
         self,
         *args: Any,
-        run_directory: Path,
         policy: StopPolicy,
         timeouts: PhaseTimeouts,
         on_failure: Callable[[Failure, int], bool],
@@ -54,7 +52,6 @@ class RankAgent(ElasticAgent):
     ) -> None:
         super().__init__(*args, **kwargs)
         bound_answers(kwargs["spec"].rdzv_handler)
-        self._run_directory = run_directory
         self._policy = policy
         self._timeouts = timeouts
         self._on_failure = on_failure
@@ -62,7 +59,6 @@ class RankAgent(ElasticAgent):
         self._limit = limit
         self._name_after_s = name_after_s
         self._losses = losses
-        self._last_attempt: int | None = None
         self._stopped_for_new_node = False
 
     def meet(self, worker_group: Any) -> None:
@@ -109,14 +105,12 @@ class RankAgent(ElasticAgent):
     def start_processes(self, worker_group: Any) -> dict[int, Any]:
         """See base class."""
         attempt = worker_group.spec.max_restarts - self.restarts_left
-        if attempt == self._last_attempt:
-            forget_attempt(self._run_directory, attempt)
-        self._last_attempt = attempt
         session = ""
         if worker_group.group_world_size > 1:
             # Every node counts restarts by itself; the store is one of this rendezvous alone.
             session = worker_group.store.compare_set("evenstep/session", "", uuid.uuid4().hex).decode()
-        with environment.exported({"EVENSTEP_RENDEZVOUS": session} if session else {}):
+        pages = NodePages(len(worker_group.workers))
+        with environment.exported(pages.variables | ({"EVENSTEP_RENDEZVOUS": session} if session else {})):
             pids = super().start_processes(worker_group)
         _merge_repeated_requests()
         ranks = [worker.global_rank for worker in worker_group.workers]
@@ -129,7 +123,8 @@ class RankAgent(ElasticAgent):
                 node_rank=worker_group.group_rank,
                 num_nodes=worker_group.group_world_size,
                 describe=lambda: describe_ranks(
-                    read_pages(self._run_directory, ranks, attempt), now_ns=time.monotonic_ns()
+                    {rank: page.read() for rank, page in zip(ranks, pages.pages, strict=True)},
+                    now_ns=time.monotonic_ns(),
                 ),
             )
         self.processes = WatchedRanks(
@@ -139,7 +134,7 @@ class RankAgent(ElasticAgent):
             others=others,
             # As the command says, so equal on all nodes: others may wait for a node that has no restart left.
             may_restart=worker_group.spec.max_restarts > 0,
-            run_directory=self._run_directory,
+            pages=pages,
             policy=self._policy,
             timeouts=self._timeouts,
             on_failure=self._attempt_failed,

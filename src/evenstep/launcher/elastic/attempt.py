@@ -13,25 +13,25 @@ from torch.distributed.elastic.multiprocessing import RunProcsResult, Subprocess
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from evenstep.console import say
-from evenstep.ground.health.first_failure import CrashReport, Exit, read_reports, saves_file
-from evenstep.ground.health.heartbeat import Heartbeat, Phase, page_file, read_page
+from evenstep.ground.health.first_failure import CrashReport, Exit
+from evenstep.ground.health.heartbeat import Heartbeat, Note, Phase
+from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.launcher.elastic.looks import RankProcess
 from evenstep.launcher.failure.detection import Ends
 from evenstep.launcher.failure.report import Failure
 from evenstep.launcher.spawn.child import Child
-from evenstep.launcher.spawn.script_runner import ready_file, stack_file
 
 _POLL_S = 0.02
 
 
 class Attempt:
-    """The rank processes of one attempt on this node, and what they leave in the run's directory.
+    """The rank processes of one attempt on this node, and what they leave on their pages.
 
     Args:
         context: torchelastic's, with the processes already started.
         ranks: Global rank of each local rank.
         number: How many restarts there were.
-        run_directory: Where ranks leave their reports.
+        pages: Of these ranks. Closed with the attempt.
 
     Attributes:
         processes: By local rank, that of each.
@@ -40,11 +40,11 @@ class Attempt:
         stopped: Local ranks that a signal of ours reached alive.
     """
 
-    def __init__(self, context: SubprocessContext, *, ranks: list[int], number: int, run_directory: Path) -> None:
+    def __init__(self, context: SubprocessContext, *, ranks: list[int], number: int, pages: NodePages) -> None:
         self._context = context
         self.ranks = ranks
         self.number = number
-        self.run_directory = run_directory
+        self._pages = pages
         self.processes: dict[int, RankProcess] = {}
         for local_rank, handler in context.subprocess_handlers.items():
             # In its place, too: what polls a `Popen` would reap it.
@@ -72,20 +72,18 @@ class Attempt:
 
     def pages(self) -> dict[int, Heartbeat | None]:
         """Their heartbeat pages as they are now, by rank."""
-        return read_pages(self.run_directory, self.ranks, self.number)
+        return {rank: page.read() for rank, page in zip(self.ranks, self._pages.pages, strict=True)}
 
     def saves(self) -> bool:
         """Whether they save on a stop signal, which may take a while."""
-        return any(saves_file(self.run_directory, rank, self.number).exists() for rank in self.ranks)
+        return any(page.words[Note.SAVES] for page in self._pages.pages)
 
     def stack_files(self, local_ranks: Iterable[int]) -> dict[int, tuple[int, Path]]:
-        """By rank, its pid and the file that its stacks go to."""
+        """By rank, its pid and the file that its stacks go to; without those that don't write any."""
         return {
-            self.ranks[each]: (
-                self.processes[each].pid,
-                stack_file(self.run_directory, self.ranks[each], self.number),
-            )
+            self.ranks[each]: (self.processes[each].pid, Path(self._pages.files[each]))
             for each in local_ranks
+            if self._pages.pages[each].words[Note.WRITES_STACKS]
         }
 
     def reports(self) -> list[CrashReport]:
@@ -94,13 +92,10 @@ class Attempt:
         That may be the script behind a program of the user's, whose status says whether the rank failed; or a child
         that failed, and whose parent has caught that.
         """
-        processes = {self.ranks[local_rank]: process for local_rank, process in self.processes.items()}
         reports = []
-        for report in read_reports(self.run_directory, attempt=self.number):
-            process = processes.get(report.rank)
-            if process is None:
-                continue
-            if report.pid == process.pid or (process.poll() or 0) > 0:
+        for local_rank, process in self.processes.items():
+            report = CrashReport.unpack(self._pages.pages[local_rank].report())
+            if report is not None and (report.pid == process.pid or (process.poll() or 0) > 0):
                 reports.append(report)
         return reports
 
@@ -164,7 +159,7 @@ class Attempt:
         self.stopped |= self.alive().keys()
         try:
             for local_rank, process in self.alive().items():
-                ready = ready_file(self.run_directory, self.ranks[local_rank], self.number).exists()
+                ready = self._pages.pages[local_rank].words[Note.IS_READY]
                 process.signal_group(signal.SIGTERM if first == signal.SIGINT and not ready else first)
             self._await_all(patience_s)
         finally:
@@ -184,6 +179,7 @@ class Attempt:
     def close(self) -> None:
         """Close after all ranks have ended or can't be killed. Writes the rest of what goes to the terminal."""
         self._ends.close()
+        self._pages.close()
         self._context.close(signal.SIGKILL, timeout=0)
         for process in self.processes.values():
             process.release()
@@ -205,8 +201,3 @@ class Attempt:
             pid, file = failure.root_cause.pid, self._context.error_files[local_rank]
             failures[local_rank] = ProcessFailure(local_rank=local_rank, pid=pid, exitcode=1, error_file=file)
         return RunProcsResult(failures=failures, return_values=dict.fromkeys(self.processes))
-
-
-def read_pages(run_directory: Path, ranks: Iterable[int], attempt: int) -> dict[int, Heartbeat | None]:
-    """The heartbeat pages of ranks as they are now, by rank."""
-    return {rank: read_page(page_file(run_directory, rank, attempt)) for rank in ranks}

@@ -62,7 +62,7 @@ class StackRequest:
         self._sizes: dict[int, int] = {}
         for rank, (pid, path) in processes.items():
             # Anything else would die of it: a script may have become another program.
-            if path.exists() and handles_signal(pid, STACK_SIGNAL):
+            if handles_signal(pid, STACK_SIGNAL):
                 self._begins[rank] = (path, path.stat().st_size)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, STACK_SIGNAL)

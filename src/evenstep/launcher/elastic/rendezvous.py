@@ -62,7 +62,7 @@ class OneNodeRendezvous(RendezvousHandler):
 
     torchelastic needs a rendezvous also where there is only one node. Its own opens a store that listens on every
     interface. This one holds a dictionary, and reserves a port on which rank 0 of a script that calls torch's own
-    `init_process_group` may listen. `evenstep.init` needs no port: it meets through a file of the run directory.
+    `init_process_group` may listen. `evenstep.init` needs no port: it meets through a file of the launcher's.
     """
 
     def __init__(self, run_id: str, port: int = 0) -> None:

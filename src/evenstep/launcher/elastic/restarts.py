@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from torch.distributed import Store
 
@@ -102,12 +101,3 @@ def compare_standings(store: Store, own: Standing, *, node_rank: int, num_nodes:
     store.set(f"evenstep/standing-{node_rank}", json.dumps(asdict(own)))
     standings = (store.get(f"evenstep/standing-{node}") for node in range(num_nodes))
     return Standing.of_all_nodes(Standing(**json.loads(text)) for text in standings)
-
-
-def forget_attempt(run_directory: Path, attempt: int) -> None:
-    """Remove the files that the ranks of an attempt have left: the next ranks run under the same number.
-
-    Such as the store in which they met. It has addresses and processes that are gone.
-    """
-    for left in (*run_directory.glob(f"*-{attempt}-*"), run_directory / f"rendezvous-{attempt}"):
-        left.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing import RunProcsResult, Subprocess
 from evenstep.console import say
 from evenstep.errors import EXIT_PREEMPTED
 from evenstep.ground.health.heartbeat import Heartbeat
+from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.agreement import Saved, agree_on_cause, agree_on_saved
 from evenstep.launcher.elastic.attempt import Attempt
@@ -30,7 +31,6 @@ from evenstep.launcher.failure.detection import (
 from evenstep.launcher.failure.hangs import DEFAULT_AFTER_S, HangWatch, Seen
 from evenstep.launcher.failure.policy import LossPolicy, StopPolicy, describe_exit, is_evident
 from evenstep.launcher.failure.report import Failure, RemoteFailure, judge
-from evenstep.launcher.spawn.script_runner import stack_file
 from evenstep.processes import has_gpu, has_gpu_driver, time_on_core_ns
 
 _POLL_S = 0.02
@@ -47,7 +47,7 @@ class WatchedRanks:
         context: torchelastic's, with the processes already started.
         ranks: Global rank of each local rank.
         attempt: How many restarts there were.
-        run_directory: Where ranks leave their reports.
+        pages: Of these ranks.
         policy: How ranks are stopped.
         timeouts: How long they may keep others waiting.
         on_failure: Called with a failed attempt once all its ranks have ended and all their output is written.
@@ -68,7 +68,7 @@ class WatchedRanks:
         *,
         ranks: list[int],
         attempt: int,
-        run_directory: Path,
+        pages: NodePages,
         policy: StopPolicy,
         timeouts: PhaseTimeouts,
         on_failure: Callable[[Failure], None],
@@ -79,7 +79,7 @@ class WatchedRanks:
         name_after_s: float = DEFAULT_AFTER_S,
         losses: LossPolicy | None = None,
     ) -> None:
-        self._attempt = Attempt(context, ranks=ranks, number=attempt, run_directory=run_directory)
+        self._attempt = Attempt(context, ranks=ranks, number=attempt, pages=pages)
         self._losses = losses or LossPolicy()
         self._policy = policy
         self._on_failure = on_failure
@@ -247,10 +247,8 @@ class WatchedRanks:
             self._others.publish_looks(packed(watch.looks(now_ns)))
         lines = watch.judge(now_ns, others)
         for rank in watch.loading():
-            process = self._attempt.processes[self._attempt.ranks.index(rank)]
-            self._worker_stacks.ask(
-                rank, process.pid, stack_file(self._attempt.run_directory, rank, self._attempt.number)
-            )
+            for pid, path in self._attempt.stack_files([self._attempt.ranks.index(rank)]).values():
+                self._worker_stacks.ask(rank, pid, path)
         if self._stack_request is None:  # they write to the same file
             lines += self._worker_stacks.look()
         return lines

@@ -239,7 +239,6 @@ def state_of(failure: Failure) -> str:
     seen = failure.pages.get(rank)
     if failure.only_secondary or seen is None or not (seen.step or seen.collective):
         return ""
-    bucket = "" if seen.bucket is None else f", bucket {seen.bucket} sent last"
     since = {
         other: page.waiting_since_ns
         for other, page in sorted(failure.pages.items())
@@ -249,7 +248,7 @@ def state_of(failure: Failure) -> str:
     if since:
         longest_s = max(0, failure.noticed_ns - min(since.values())) / 1e9
         waiting = f"; {_listed(f'rank {other}' for other in since)} waited for others, for {longest_s:.1f} s"
-    return f"rank {rank} (pid {seen.pid}) was {seen}{bucket}{waiting}"
+    return f"rank {rank} (pid {seen.pid}) was {seen}{waiting}"
 
 
 def _place(failure: Failure) -> str:

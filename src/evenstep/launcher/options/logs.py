@@ -12,6 +12,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 
 from evenstep.errors import ConfigurationError
+from evenstep.temporary import temporary_root
 
 _TERMINAL = ""  # torchelastic's word for "inherited"
 PREFIX = "[rank ${rank}] "
@@ -90,7 +91,7 @@ def make_log_directory(log_dir: str | None) -> Path:
     """
     try:
         if log_dir is None:
-            return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY_LOGS}{os.getpid()}-"))
+            return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY_LOGS}{os.getpid()}-", dir=temporary_root()))
         directory = Path(log_dir).absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -142,14 +143,12 @@ class RankLogs(LogsSpecs):
     Args:
         choices: Of the command line.
         log_directory: Of this run.
-        run_directory: Private; torchelastic's own error files go there.
     """
 
-    def __init__(self, choices: OutputChoices, log_directory: Path, run_directory: Path) -> None:
+    def __init__(self, choices: OutputChoices, log_directory: Path) -> None:
         super().__init__(log_dir=str(log_directory))
         self._choices = choices
         self._directory = log_directory
-        self._run_directory = run_directory
         self._last = -1
         self.destinations: dict[int, Destination] = {}  # by rank, of the last attempt
 
@@ -169,7 +168,7 @@ class RankLogs(LogsSpecs):
         # An attempt that goes on with more hosts keeps its number, and must not overwrite what it has said so far.
         self._last = max(count, self._last + 1)
         for local_rank, variables in envs.items():
-            rank, attempt = int(variables["RANK"]), int(variables["TORCHELASTIC_RESTART_COUNT"])
+            rank = int(variables["RANK"])
             plan = plan_destination(
                 self._choices, local_rank=local_rank, rank=rank, directory=self._directory, attempt=self._last
             )
@@ -179,8 +178,8 @@ class RankLogs(LogsSpecs):
                 dest.tee_stdouts[local_rank] = plan.stdout
             if plan.tee & Std.ERR and plan.stderr != plan.stdout:
                 dest.tee_stderrs[local_rank] = plan.stderr
-            error_file = str(self._run_directory / f"error-{attempt}-{local_rank}.json")
-            dest.error_files[local_rank] = variables["TORCHELASTIC_ERROR_FILE"] = error_file
+            # A rank reports on its page. A file that can't be written would be taken for the error of the rank.
+            dest.error_files[local_rank] = variables["TORCHELASTIC_ERROR_FILE"] = os.devnull
         return dest
 
 

@@ -8,12 +8,10 @@ import pickle
 import signal
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 
 from evenstep.errors import EvenstepError
-from evenstep.ground import environment
 from evenstep.ground.health.excepthook import describe
 from evenstep.ground.health.first_failure import CrashReport
 from evenstep.launcher.pool.remote import pack_exception, pack_result, unpack_call
@@ -29,15 +27,14 @@ class Setup:
     rank: int
     parent_pid: int
     num_threads: int
-    stack_file: Path
+    stack_file: str
 
 
 @dataclass(frozen=True)
 class Task:
-    """One call, and the private directory of its rendezvous."""
+    """One call."""
 
     call: bytes
-    run_directory: Path
     wants_result: bool
 
 
@@ -65,7 +62,7 @@ def serve(connection: Connection, setup: Setup) -> None:
     multiprocessing.set_start_method(None, force=True)
     faulthandler.enable()
     torch.set_num_threads(setup.num_threads)
-    with setup.stack_file.open("w") as stack_file:
+    with open(setup.stack_file, "ab") as stack_file:
         # The parent asks where a rank is that doesn't finish in time.
         faulthandler.register(STACK_SIGNAL, file=stack_file)
         while True:
@@ -84,7 +81,6 @@ def serve(connection: Connection, setup: Setup) -> None:
 
 
 def _perform(task: Task, rank: int) -> Succeeded | Failed:
-    environment.export({"EVENSTEP_RUN_DIR": str(task.run_directory)})
     try:
         fn, args, kwargs = unpack_call(task.call)
         result = fn(*args, **kwargs)

@@ -30,13 +30,14 @@ from typing import Any
 
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError, UsageError
 from evenstep.ground import environment
-from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause, read_reports
+from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause
+from evenstep.ground.health.heartbeat import PAGE_BYTES
+from evenstep.ground.health.peer_heartbeats import NodePages, own_page
 from evenstep.launcher.failure.policy import StopPolicy, describe_exit, is_evident
 from evenstep.launcher.pool.rank_process import STACK_SIGNAL, Failed, Setup, Succeeded, Task, serve
 from evenstep.launcher.pool.remote import pack_call
 from evenstep.launcher.spawn.child import keep_ended_children
 from evenstep.network import LOOPBACK, Reservation
-from evenstep.temporary import make_directory, remove_directory
 
 # A signal that comes just before the parent sleeps is noted and doesn't wake it: an interrupt would count only when a
 # rank answers. So it sleeps in short stretches.
@@ -108,7 +109,7 @@ class RankGroup:
         self._is_closed = False
         self._pid = os.getpid()
         self._restore_signals = keep_ended_children()
-        self._directory = make_directory("launch")
+        self._pages = NodePages(num_ranks)
         self._port = Reservation()
         # Before multiprocessing's own exit handler, which would wait for the ranks for ever.
         atexit.register(self.close)
@@ -165,12 +166,10 @@ class RankGroup:
             raise UsageError(f"{self!r} can't run another task: a task failed, or it was closed. Make a new one.")
         call = pack_call(fn, args, kwargs or {})
         self._num_tasks += 1
-        directory = self._directory / f"task-{self._num_tasks}"
-        directory.mkdir(mode=0o700)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             for index, rank in enumerate(self._ranks):
-                task = Task(call, directory, wants_result=results == "all" or index == 0)
+                task = Task(call, wants_result=results == "all" or index == 0)
                 # A rank that is already dead is noticed, with its signal, where the answers are awaited.
                 with contextlib.suppress(OSError):
                     rank.connection.send_bytes(pickle.dumps(task))
@@ -206,13 +205,12 @@ class RankGroup:
             rank=rank,
             parent_pid=os.getpid(),
             num_threads=num_threads,
-            stack_file=self._directory / f"stack-{rank}",
+            stack_file=self._pages.files[rank],
         )
         process = context.Process(target=serve, args=(theirs, setup), name=f"evenstep rank {rank}")
         variables = environment.rank_variables(
             rank=rank,
             world_size=self.num_ranks,
-            run_directory=self._directory,
             device=device,
             servers=self._servers,
         )
@@ -222,6 +220,7 @@ class RankGroup:
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(self._port.port),
         }
+        variables |= self._pages.variables
         with environment.exported({**environment.inherited_settings(), **variables}):
             process.start()
         # Ours must be the only copy of the other end that is left, or its end would never be seen.
@@ -281,10 +280,10 @@ class RankGroup:
         who = f"rank {root_cause.rank} (pid {root_cause.pid})"
         failed = answers.failed.get(root_cause.rank)
         if failed is None:
-            found = [report for report in read_reports(self._directory) if report.pid == root_cause.pid]
-            if found:
+            report = CrashReport.unpack(self._pages.pages[root_cause.rank].report())
+            if report is not None and report.pid == root_cause.pid:
                 # It ended while it imported the script, and has left word why.
-                raise ConfigurationError(found[0].summary.partition(": ")[2])
+                raise ConfigurationError(report.summary.partition(": ")[2])
             message = f"{who} of {self.num_ranks} {describe_exit(root_cause.exit_code)}"
             raise RankFailedError(message, rank=root_cause.rank, exitcode=root_cause.exit_code)
         remote = RemoteTraceback(f"on {who} of {self.num_ranks}:\n{failed.report.traceback}")
@@ -309,8 +308,9 @@ class RankGroup:
                 os.kill(process.pid, STACK_SIGNAL)
         time.sleep(0.2)
         for index in missing:
-            file = self._directory / f"stack-{index}"
-            stacks.append(f"rank {index}:\n{file.read_text() if file.exists() else ''}")
+            with open(self._pages.files[index], "rb") as file:
+                file.seek(PAGE_BYTES)
+                stacks.append(f"rank {index}:\n{file.read().decode(errors='replace')}")
         names = ", ".join(map(str, missing))
         return CollectiveTimeoutError(
             f"task {self._num_tasks} was not done after {timeout_s:g} s; missing: rank {names} of {self.num_ranks}. "
@@ -338,7 +338,7 @@ class RankGroup:
         self._ranks = []
         self._restore_signals()
         self._port.close()
-        remove_directory(self._directory)
+        self._pages.close()
 
 
 def _refuse_while_importing() -> None:
@@ -349,10 +349,9 @@ def _refuse_while_importing() -> None:
             "evenstep.launch was called while a rank was importing the script. The ranks import it to find the "
             'function, so start them only under `if __name__ == "__main__":`.'
         )
-        if placement.run_directory is not None:
-            from evenstep.ground.health.first_failure import write_report
-
-            write_report(placement.run_directory, CrashReport.of(error, rank=placement.rank, traceback=""))
+        page = own_page(placement)
+        if page is not None:
+            page.write_report(CrashReport.of(error, rank=placement.rank, traceback="").pack())
         # Not the error itself: every rank would print its traceback. The parent raises it, once.
         raise SystemExit(error.exit_code)
 

@@ -23,29 +23,18 @@ import sys
 import types
 from importlib.abc import InspectLoader
 from pathlib import Path
-from typing import IO
 
 from evenstep.errors import ConfigurationError
 from evenstep.ground.environment import current_placement, faults_to_inject, is_set, rehearsal_file, verification_file
 from evenstep.ground.health import excepthook, heartbeat
+from evenstep.ground.health.heartbeat import Note
+from evenstep.ground.health.peer_heartbeats import own_page, write_page
 from evenstep.ground.health.steps import count_optimizer_steps
 from evenstep.launcher.spawn.log_lines import stamp_lines
 from evenstep.processes import has_gpu_driver
 
-
-def ready_file(run_directory: Path, rank: int, attempt: int) -> Path:
-    """Exists once a rank ends quietly when it is interrupted; before, it would print a traceback of its imports."""
-    return run_directory / f"ready-{attempt}-{rank}"
-
-
-def stack_file(run_directory: Path, rank: int, attempt: int) -> Path:
-    """Where a rank writes its stacks on `STACK_SIGNAL`; exists once it handles that signal."""
-    return run_directory / f"stacks-{attempt}-{rank}"
-
-
 # A rank gets it while it runs, too. Scripts and libraries have uses of their own for SIGUSR1 and SIGUSR2.
 STACK_SIGNAL = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 2)) - 2
-_kept: list[object] = []
 
 
 def main(arguments: list[str]) -> None:
@@ -53,20 +42,20 @@ def main(arguments: list[str]) -> None:
     kind, target, *rest = arguments
     _share_one_file()
     placement = current_placement()
-    if placement.run_directory is not None and placement.run_directory.is_dir():
-        ready_file(placement.run_directory, placement.rank, placement.restart_count).touch()
+    page = own_page(placement)
+    if page is not None:
+        page.words[Note.IS_READY] = 1
     if kind == "program":
         # The kernel's promise to end this process with its parent survives this.
         os.execvp(target, [target, *rest])
     faulthandler.enable()
     if is_set("EVENSTEP_STAMP_LINES") and all(_is_own_log(descriptor, placement.rank) for descriptor in (1, 2)):
         stamp_lines(placement.rank)
-    if placement.run_directory is not None and placement.run_directory.is_dir():
-        heartbeat.open_page(heartbeat.page_file(placement.run_directory, placement.rank, placement.restart_count))
-        # Kept open to the end of the process: faulthandler writes to its number.
-        stacks = stack_file(placement.run_directory, placement.rank, placement.restart_count).open("w")
-        register_stacks(stacks)
-        _kept.append(stacks)
+    if page is not None:
+        write_page(placement)
+        # Open to the end of the process: faulthandler writes to its number.
+        register_stacks(os.open(placement.pages[placement.local_rank], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+        page.words[Note.WRITES_STACKS] = 1
         count_optimizer_steps()
     faults = faults_to_inject()
     if faults:
@@ -90,8 +79,8 @@ def main(arguments: list[str]) -> None:
             become_script(target, rest)
 
 
-def register_stacks(file: IO[str]) -> None:
-    """Have this process write its stacks to a file on `STACK_SIGNAL`. Keep the file open.
+def register_stacks(file: int) -> None:
+    """Have this process write its stacks to a descriptor on `STACK_SIGNAL`. Keep it open.
 
     Without a GPU only the main thread's stack is written: that thread gets the signal. faulthandler reads the frames of
     other threads without the interpreter lock, and a healthy rank whose threads ran python now and then died of
@@ -132,7 +121,7 @@ def end_quickly(pid: int, *, has_frozen_types: bool = False) -> None:
         gc.freeze()
     elif has_frozen_types:
         gc.unfreeze()
-    heartbeat.mark_done()
+    heartbeat.note(Note.IS_DONE)
 
 
 def _reports_leaks() -> bool:

@@ -47,8 +47,6 @@ from torch import Tensor
 
 from evenstep.errors import UsageError
 from evenstep.ground.compat.torch_autograd import at_end_of_backward, graph_task_id
-from evenstep.ground.health import heartbeat
-from evenstep.ground.health.telemetry import BACKWARD
 from evenstep.replica.gradients.autograd_hooks import OutputHooks, Readiness
 from evenstep.replica.gradients.buckets.bucket import Bucket, late_gradient, moved_parameter
 from evenstep.replica.gradients.exchange.base import Exchange, Trained
@@ -199,7 +197,6 @@ class Engine:
         if self._pass is SINGLE_PASS:
             self._pass = None
             self.recorder.end()
-            heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
         else:
             self._close_pass()
 
@@ -301,9 +298,7 @@ class Engine:
             return False  # of a profile's ranges the end is needed, too
         self.was_scaled = False
         self.num_reductions += 1
-        self.recorder.whole_backward()
-        if heartbeat.current is not None:
-            heartbeat.mark(heartbeat.Phase.BACKWARD)
+        self.recorder.begin_backward(is_whole=True)
         return True
 
     def gradient_came(self) -> bool:
@@ -363,8 +358,7 @@ class Engine:
 
     def _open_pass(self, opened: Pass) -> None:
         self.ending.validate_pass("a backward pass")
-        self.recorder.mark(BACKWARD)
-        heartbeat.mark(heartbeat.Phase.BACKWARD)
+        self.recorder.begin_backward()
         opened.opens_window = self.window is None
         self._pass = opened
         opened.ends_window, opened.travels = self.synchronise, self.synchronise and self.ending.exchanges
@@ -452,7 +446,6 @@ class Engine:
         self._window.saved.add_back(to_shards=True)
         window, self._window = self._window, None
         self.recorder.end()
-        heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
         self.num_reductions += 1
         if not self.has_learned_order:
             self.has_learned_order = True  # on all ranks in the same window, whatever each has seen

@@ -12,7 +12,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from sys import modules
-from time import perf_counter_ns
 from typing import Any, TypeVar
 
 import torch
@@ -329,10 +328,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         # has driven it out of the processor's caches. See `_settle`.
         engine = self.engine
         engine.begin_forward()
-        engine.recorder.begin_forward()
-        began_ns = perf_counter_ns()
-        if heartbeat.current is not None:
-            heartbeat.mark(heartbeat.Phase.FORWARD)
+        began_ns = engine.recorder.begin_forward()
         outputs = self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]  # not by way of `__getattr__`
         engine.end_forward(outputs, began_ns, over_dummy=False)
         return outputs
@@ -351,9 +347,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 if not self.world.has_diverged:
                     self.world.diverge_random_streams()
                 engine.ending.validate_pass("the model was called in training")
-            engine.recorder.begin_forward()
-        began_ns = perf_counter_ns()
-        heartbeat.mark(heartbeat.Phase.FORWARD if with_grad else heartbeat.Phase.EVALUATING)
+            began_ns = engine.recorder.begin_forward()
+        else:
+            heartbeat.mark(heartbeat.Phase.EVALUATING)
         if self.settings.inputs_to is not None:
             inputs, kwargs = pytree.tree_map_only(Tensor, self._moved, (inputs, kwargs))
         # The usual case is recognised without flattening a pytree, a call of 10 microseconds.

@@ -61,7 +61,8 @@ def test_contradictions_are_refused(changed: dict[str, str | None], message: str
 
 
 def test_what_launch_sets_is_what_detect_reads() -> None:
-    variables = rank_variables(rank=1, world_size=3, run_directory=Path("/run"), device="cpu", restart_count=2)
+    variables = rank_variables(rank=1, world_size=3, device="cpu", restart_count=2)
+    variables |= {"EVENSTEP_STORE": "/proc/7/fd/3", "EVENSTEP_PAGES": "/proc/7/fd/4 /proc/7/fd/5"}
     placement = detect({**TORCHRUN, **variables})
     assert placement == Placement(
         rank=1,
@@ -69,15 +70,15 @@ def test_what_launch_sets_is_what_detect_reads() -> None:
         local_rank=1,
         local_world_size=3,
         launcher="evenstep.launch",
-        rendezvous_file=Path("/run/rendezvous-2"),
+        rendezvous_file=Path("/proc/7/fd/3"),
         restart_count=2,
-        run_directory=Path("/run"),
+        pages=("/proc/7/fd/4", "/proc/7/fd/5"),
         device="cpu",
     )
 
 
 def test_ranks_of_several_hosts_meet_over_the_network() -> None:
-    variables = TORCHRUN | environment.run_variables("run", run_directory=Path("/run"), num_nodes=2)
+    variables = TORCHRUN | environment.run_variables("run", num_nodes=2) | {"EVENSTEP_STORE": "/proc/7/fd/3"}
     placement = detect(variables)
     assert placement.launcher == "evenstep run"
     assert placement.rendezvous_file is None

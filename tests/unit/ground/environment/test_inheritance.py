@@ -48,7 +48,7 @@ import json, os, sys
 from evenstep.ground import environment
 p = environment.current_placement()
 around, settings = environment.surroundings().variables, sorted(environment.inherited_settings())
-print(json.dumps([p.world_size, p.launcher, str(p.run_directory), p.device, p.remark, len(around), settings]))
+print(json.dumps([p.world_size, p.launcher, str(p.rendezvous_file), p.device, p.remark, len(around), settings]))
 """
 
 
@@ -62,19 +62,20 @@ def asks(**variables: str) -> list[object]:
 @pytest.mark.extended
 def test_a_child_of_a_rank_is_a_world_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Until the rank claims its variables, a child may be the rank: a script may do its work in one."""
-    variables = environment.rank_variables(rank=1, world_size=2, run_directory=tmp_path, device="cpu")
-    for name, value in {**variables, "EVENSTEP_INJECT": "kill:rank=1,step=1"}.items():
+    variables = environment.rank_variables(rank=1, world_size=2, device="cpu")
+    variables |= {"EVENSTEP_INJECT": "kill:rank=1,step=1", "EVENSTEP_STORE": str(tmp_path / "store")}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert asks()[:2] == [2, "evenstep.launch"]
     end = environment.claim_rank()
     try:
         assert environment.current_placement().world_size == 2, "this process is the rank"
         assert environment.inherited_settings() == {}
-        world_size, launcher, run_directory, device, remark, num_around, settings = asks()
-        assert (world_size, launcher, run_directory, device, num_around) == (1, "none", "None", "cpu", 1)
+        world_size, launcher, store, device, remark, num_around, settings = asks()
+        assert (world_size, launcher, store, device, num_around) == (1, "none", "None", "cpu", 1)
         assert f"rank 1 of 2 is pid {os.getpid()}" in str(remark)
-        assert {"EVENSTEP_INJECT", "EVENSTEP_RUN_DIR", "EVENSTEP_RANK_PROCESS"} <= set(settings)  # type: ignore[call-overload]
-        other = environment.rank_variables(rank=0, world_size=3, run_directory=tmp_path / "other")
+        assert {"EVENSTEP_INJECT", "EVENSTEP_STORE", "EVENSTEP_RANK_PROCESS"} <= set(settings)  # type: ignore[call-overload]
+        other = environment.rank_variables(rank=0, world_size=3) | {"EVENSTEP_STORE": str(tmp_path / "other")}
         assert asks(**other)[:2] == [3, "evenstep.launch"], "a launcher of the child's own"
     finally:
         end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 import pytest
 
 from evenstep.cli import main
+from evenstep.errors import PeerLostError
 from evenstep.ground.environment import Placement
 from evenstep.ground.health.excepthook import describe, install
+from evenstep.ground.health.first_failure import CrashReport
+from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.launcher.spawn import script_runner
 
 
@@ -142,9 +146,10 @@ evenstep.Records("{tmp_path}/lines.jsonl", decode=DECODE)[1]
     assert told[1:] == [f"  at {tmp_path}/script.py, line 12, in <module>"]
 
 
-def test_what_ends_a_forked_child_is_no_report_of_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ends_a_forked_child_is_no_report_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    install(Placement(run_directory=tmp_path))
+    pages = NodePages(1)
+    install(Placement(pages=tuple(pages.files)))
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -161,4 +166,62 @@ def test_what_ends_a_forked_child_is_no_report_of_the_rank(tmp_path: Path, monke
     with os.fdopen(reader) as said:
         assert said.read() == "ValueError: in the child\n"
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-    assert list(tmp_path.iterdir()) == []
+    assert pages.pages[0].report() == b""
+    pages.close()
+
+
+@pytest.mark.parametrize(
+    ("folder", "error", "writes"),
+    [
+        (".", ValueError("boom"), True),
+        (".", PeerLostError("rank 1 is gone"), False),
+        ("gone", ValueError("boom"), False),
+    ],
+)
+def test_torchrun_gets_its_file_and_the_error_ends_the_process_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, error: Exception, writes: bool
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    file = tmp_path / folder / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    install(Placement())
+    with pytest.raises(SystemExit) as end:
+        sys.excepthook(type(error), error, None)
+    assert end.value.code == getattr(error, "exit_code", 1)
+    assert file.exists() == writes
+    if writes:
+        told = json.loads(file.read_text())["message"]
+        assert told["message"] == "ValueError: boom"
+        assert "ValueError: boom" in told["extraInfo"]["py_callstack"]
+
+
+def test_of_a_users_mistake_the_innermost_line_of_the_user_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+import evenstep
+
+def train():
+    evenstep.Records("no such file")
+
+train()
+"""
+    told = describe(raised_by_running(tmp_path, text, monkeypatch)).splitlines()
+    assert told[1] == f"  at {tmp_path}/script.py, line 5, in train"
+
+
+def test_a_process_that_reports_in_a_ranks_name_leaves_the_page_to_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of the rank, or the script behind a program, which fails before it has joined the others."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    pages = NodePages(1)
+    (page,) = pages.pages
+    page.begin(0)
+    page.words[1] = 1  # the rank, another process
+    install(Placement(pages=tuple(pages.files)))
+    with pytest.raises(SystemExit):
+        sys.excepthook(ValueError, ValueError("boom"), None)
+    pages.close()
+    report, seen = CrashReport.unpack(page.report()), page.read()
+    assert report is not None
+    assert seen is not None
+    assert (report.pid, report.summary, seen.pid) == (os.getpid(), "ValueError: boom", 1)

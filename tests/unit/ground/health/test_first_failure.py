@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, PeerLostError
@@ -10,9 +8,8 @@ from evenstep.ground.health.first_failure import (
     Exit,
     choose_root_cause,
     is_consequence,
-    read_reports,
-    write_report,
 )
+from evenstep.ground.health.heartbeat import REPORT_BYTES
 
 
 def report(rank: int, time_ns: int, *, is_consequence: bool = False) -> CrashReport:
@@ -77,12 +74,21 @@ def test_is_consequence(error: BaseException, expected: bool) -> None:
     assert is_consequence(error) is expected
 
 
-def test_reports_are_read_back_by_attempt_and_others_passed_over(tmp_path: Path) -> None:
-    write_report(tmp_path, report(1, 5), attempt=1)
-    write_report(tmp_path, report(0, 7), attempt=1)
-    write_report(tmp_path, report(0, 3), attempt=0)
-    (tmp_path / "crash-1-2.json").write_text("{")
-    assert read_reports(tmp_path, attempt=1) == [report(0, 7), report(1, 5)]
+def test_a_report_is_read_back_and_what_is_none_passed_over() -> None:
+    assert CrashReport.unpack(report(1, 5).pack()) == report(1, 5)
+    for data in (b"", b"{", b"{}", b"[1]", b"\xff", report(1, 5).pack()[:-1]):
+        assert CrashReport.unpack(data) is None
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "\N{GRINNING FACE}"])
+def test_a_report_fits_its_place_and_keeps_where_it_was_raised(letter: str) -> None:
+    long = CrashReport.of(ValueError("begins" + letter * 30_000), rank=0, traceback=letter * 30_000 + "ends")
+    data = long.pack()
+    assert len(data) <= REPORT_BYTES
+    found = CrashReport.unpack(data)
+    assert found is not None
+    assert found.summary.startswith("ValueError: begins" + letter * 1000)
+    assert found.traceback.endswith(letter * 1000 + "ends")
 
 
 def test_what_a_rank_says_is_capped() -> None:

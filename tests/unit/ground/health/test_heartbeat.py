@@ -7,66 +7,135 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from evenstep.ground.health import heartbeat
-from evenstep.ground.health.heartbeat import Phase, read_page
+from evenstep.ground.health.heartbeat import _MARK, PAGE_BYTES, REPORT_BYTES, Note, Page, Phase, make_page
+from evenstep.ground.health.peer_heartbeats import NodePages
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Iterator[Path]:
-    path = heartbeat.page_file(tmp_path, 3, 0)
-    heartbeat.open_page(path)
-    yield path
-    heartbeat.close_page()
+def page() -> Iterator[Page]:
+    """This process's own."""
+    fd = make_page()
+    page = Page(fd)
+    os.close(fd)
+    heartbeat.write_to(page, rank=3)
+    yield page
+    heartbeat.write_to(None)
 
 
-def test_what_is_marked_is_read(path: Path) -> None:
+def test_what_is_marked_is_read(page: Page) -> None:
     before = time.monotonic_ns()
     heartbeat.mark(Phase.FORWARD, step=7)
-    heartbeat.mark_collective(418, bucket=2)
+    heartbeat.mark_collective(418)
     heartbeat.mark_waiting(True)
-    seen = read_page(path)
+    seen = page.read()
     assert seen is not None
-    assert (seen.pid, seen.phase, seen.step, seen.collective) == (os.getpid(), Phase.FORWARD, 7, 418)
-    assert (seen.is_waiting, seen.bucket) == (True, 2)
+    assert (seen.pid, seen.rank, seen.phase, seen.step, seen.collective) == (os.getpid(), 3, Phase.FORWARD, 7, 418)
+    assert (seen.is_waiting, seen.saved_step) == (True, None)
     assert before <= seen.time_ns <= time.monotonic_ns()
     assert str(seen) == "in forward, step 7, collective 418"
     heartbeat.mark(Phase.BACKWARD)
     heartbeat.mark_waiting(False)
     heartbeat.mark_collective(419)
-    later = read_page(path)
+    heartbeat.mark_commit(0)
+    later = page.read()
     assert later is not None
-    assert (later.phase, later.step, later.is_waiting, later.bucket) == (Phase.BACKWARD, 7, False, None)
-    assert not later.is_done
-    heartbeat.mark_done()
-    assert (at_the_end := read_page(path)) is not None
+    assert (later.phase, later.step, later.is_waiting) == (Phase.BACKWARD, 7, False)
+    assert (later.saved_step, later.is_done) == (0, False)
+    heartbeat.note(Note.IS_DONE)
+    assert (at_the_end := page.read()) is not None
     assert at_the_end.is_done
 
 
-def test_without_a_page_marking_does_nothing(tmp_path: Path) -> None:
+def test_times_of_waiting_add_up(page: Page) -> None:
+    waited_s = []
+    for _ in range(2):
+        heartbeat.mark_waiting(True)
+        time.sleep(0.02)
+        heartbeat.mark_waiting(False)
+        heartbeat.mark_waiting(False)  # of a wait that never slept
+        seen = page.read()
+        assert seen is not None
+        waited_s.append(seen.waited_ns / 1e9)
+    assert waited_s[0] >= 0.02
+    assert waited_s[1] >= waited_s[0] + 0.02
+
+
+def test_without_a_page_marking_does_nothing() -> None:
     heartbeat.mark(Phase.FORWARD, step=1)
     heartbeat.mark_collective(1)
     heartbeat.mark_waiting(True)
-    assert read_page(tmp_path / "none") is None
-    heartbeat.close_page()
+    heartbeat.mark_commit(1)
+    heartbeat.note(Note.SAVES)
+    assert (heartbeat.phase_now(), heartbeat.finished_steps()) == (None, 0)
 
 
-def test_a_page_outlives_its_rank_and_is_private(tmp_path: Path) -> None:
-    path = tmp_path / "page"
-    opened = f"heartbeat.open_page(pathlib.Path({str(path)!r}))"
-    code = f"import os, pathlib; from evenstep.ground.health import heartbeat; {opened}"
-    ending = "; heartbeat.mark(heartbeat.Phase.OPTIMIZER, step=5); os.kill(os.getpid(), 9)"
-    subprocess.run([sys.executable, "-c", code + ending], check=False)
-    seen = read_page(path)
+def test_a_page_outlives_its_rank_and_says_what_the_rank_did_last() -> None:
+    pages = NodePages(2)
+    assert pages.pages[1].read() is None, "no rank has written yet"
+    code = """
+import os, sys
+from evenstep.ground.environment import Placement
+from evenstep.ground.health import heartbeat, peer_heartbeats
+peer_heartbeats.write_page(Placement(rank=5, world_size=6, local_rank=1, local_world_size=2, pages=tuple(sys.argv[1:])))
+heartbeat.mark(heartbeat.Phase.OPTIMIZER, step=5)
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", code, *pages.files], check=False)
+    file = os.stat(pages.files[1])
+    assert (file.st_mode & 0o777, file.st_size) == (0o600, PAGE_BYTES)
+    assert file.st_blocks * 512 >= PAGE_BYTES, "a hole would be a SIGBUS where memory is short"
+    pages.close()
+    seen = pages.pages[1].read()
     assert seen is not None
-    assert (seen.phase, seen.step) == (Phase.OPTIMIZER, 5)
-    assert path.stat().st_mode & 0o777 == 0o600
+    assert (seen.rank, seen.phase, seen.step) == (5, Phase.OPTIMIZER, 5)
+    assert pages.pages[0].read() is None
 
 
-@pytest.mark.parametrize("data", [b"", b"x" * 64, bytes(64), b"short"])
-def test_what_is_no_page_is_none(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "page").write_bytes(data)
-    assert read_page(tmp_path / "page") is None
+def test_notes_outlive_a_beginning_and_all_else_is_new(page: Page) -> None:
+    heartbeat.mark(Phase.SAVING, step=5)
+    heartbeat.mark_commit(5)
+    heartbeat.note(Note.SAVES)
+    page.write_report(b"first, and longer")
+    page.write_report(b"second")
+    page.begin(1)
+    seen = page.read()
+    assert seen is not None
+    assert (seen.rank, seen.phase, seen.step, seen.saved_step) == (1, Phase.STARTING, 0, None)
+    assert page.words[Note.SAVES] == 1
+    assert page.report() == b"second"
+
+
+def test_a_report_that_fills_its_place_spoils_nothing(page: Page) -> None:
+    page.write_site("here")
+    page.write_report(b"x" * REPORT_BYTES)
+    assert page.report() == b"x" * REPORT_BYTES
+    assert page.sites() == ["here", "", "", ""]
+    with pytest.raises(ValueError, match="different structures"):
+        page.write_report(b"y" * (REPORT_BYTES + 1))
+    assert page.report() == b"", "a report that isn't whole is none"
+    assert (seen := page.read()) is not None
+    assert seen.rank == 3
+
+
+@pytest.mark.parametrize("data", [b"", _MARK, bytes(PAGE_BYTES)], ids=["empty", "short", "zeros"])
+def test_what_is_no_page_is_not_mapped(data: bytes) -> None:
+    fd = os.memfd_create("no page")
+    try:
+        os.write(fd, data)
+        assert Page.at(f"/proc/self/fd/{fd}") is None
+    finally:
+        os.close(fd)
+    assert Page.at(f"/proc/self/fd/{fd}") is None
+
+
+def test_a_page_needs_no_descriptor(page: Page) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    fd = make_page()
+    other = Page(fd)
+    os.close(fd)
+    other.begin(4)
+    assert len(os.listdir("/proc/self/fd")) == before

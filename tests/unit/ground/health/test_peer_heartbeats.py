@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
+from evenstep.ground.environment import Placement
 from evenstep.ground.health import heartbeat, peer_heartbeats
 from evenstep.ground.health.heartbeat import Phase
+from evenstep.ground.health.peer_heartbeats import NodePages
 
 
-def test_pages_are_shared_between_processes_of_a_host_and_leave_no_file(tmp_path: Path) -> None:
+def test_pages_are_shared_between_processes_of_a_host_and_leave_no_file() -> None:
     told: list[object] = []
 
     def exchange(value: object) -> list[object]:
         told.append(value)
         return [value]
 
-    end = peer_heartbeats.share_pages(exchange, rank=0)
+    num_open = len(os.listdir("/proc/self/fd"))
+    end = peer_heartbeats.share_pages(exchange, Placement())
     try:
-        path = Path(told[0]["page"])  # type: ignore[index]
-        assert not path.exists()
+        assert len(os.listdir("/proc/self/fd")) == num_open
+        assert len(told) == 2, "pages are closed when all have opened them"
         heartbeat.mark(Phase.SAVING, step=3)
         heartbeat.mark_waiting(True)
         heartbeat.mark_waiting(False)
@@ -28,33 +30,72 @@ def test_pages_are_shared_between_processes_of_a_host_and_leave_no_file(tmp_path
         assert (found.phase, found.step, found.is_waiting, found.waited_ns > 0) == (Phase.SAVING, 3, False, True)
         assert peer_heartbeats.read_all() == {0: peer_heartbeats.read(os.getpid())}
         assert peer_heartbeats.read(1) is None
-        line = f"{__file__}:"
+        line, page = f"{__file__}:", heartbeat.current
+        assert page is not None
         assert line in peer_heartbeats.exchange_sites("call 1", {0: os.getpid()})
         before = peer_heartbeats.exchange_sites("call 2", {0: os.getpid()})
         for number in range(3, 6):  # three more disagreements, before another rank has read of the first
-            heartbeat.write_site(f"call {number}\nelsewhere")
-        assert peer_heartbeats._said_of("call 2", os.getpid()) in before
-        heartbeat.write_site("call 6\n" + "é" * 5000)
-        assert set(peer_heartbeats._said_of("call 6", os.getpid()) or "") <= {"é", "\N{REPLACEMENT CHARACTER}"}
-        assert peer_heartbeats._said_of("call 2", os.getpid()) is None
+            page.write_site(f"call {number}\nelsewhere")
+        assert peer_heartbeats._said_of("call 2", page) in before
+        page.write_site("call 6\n" + "é" * 5000)
+        assert set(peer_heartbeats._said_of("call 6", page) or "") <= {"é", "\N{REPLACEMENT CHARACTER}"}
+        assert peer_heartbeats._said_of("call 2", page) is None
         assert peer_heartbeats.exchange_sites("call 1", {0: os.getpid(), 1: 1}) == ""
     finally:
         end()
-    assert heartbeat.own_path() is None
+    assert heartbeat.current is None
     assert peer_heartbeats.read(os.getpid()) is None
 
 
-def test_a_forked_child_writes_nothing_to_the_page_of_its_parent(tmp_path: Path) -> None:
-    heartbeat.open_page(tmp_path / "page")
+def test_a_forked_child_writes_nothing_to_the_page_of_its_parent() -> None:
+    pages = NodePages(1)
+    peer_heartbeats.write_page(Placement(pages=tuple(pages.files)))
     try:
         heartbeat.mark(Phase.FORWARD, step=1)
         pid = os.fork()
         if pid == 0:
             heartbeat.mark(Phase.OPTIMIZER, step=9)
-            os._exit(0)
-        os.waitpid(pid, 0)
-        found = heartbeat.read_page(tmp_path / "page")
+            os._exit(0 if peer_heartbeats.read_all() == {} else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        found = pages.pages[0].read()
         assert found is not None
         assert (found.phase, found.step) == (Phase.FORWARD, 1)
     finally:
-        heartbeat.close_page()
+        heartbeat.write_to(None)
+        peer_heartbeats._pages.clear()
+        pages.close()
+
+
+def test_ranks_of_a_launcher_find_each_other_without_an_exchange() -> None:
+    pages = NodePages(2)
+    pages.pages[0].begin(6)
+    own = Placement(rank=7, world_size=8, local_rank=1, local_world_size=2, pages=tuple(pages.files))
+    try:
+        peer_heartbeats.share_pages(lambda _: [], own)
+        heartbeat.mark(Phase.SAVING)
+        assert [*peer_heartbeats.read_all()] == [6, 7]
+        assert peer_heartbeats.read_all()[7].phase is Phase.SAVING
+        heartbeat.mark_commit(3)
+        peer_heartbeats.share_pages(lambda _: [], own)
+        assert (seen := pages.pages[1].read()) is not None
+        assert seen.saved_step == 3, "what a closed world has saved stays"
+    finally:
+        heartbeat.write_to(None)
+        peer_heartbeats._pages.clear()
+        pages.close()
+
+
+def test_a_process_that_has_not_begun_its_page_can_report_on_it() -> None:
+    """A child of the rank that fails in `init` has the rank's variables: it must not take the page from the rank."""
+    pages = NodePages(1)
+    pages.pages[0].begin(0)
+    pages.pages[0].words[1] = 1  # another process
+    page = peer_heartbeats.own_page(Placement(pages=tuple(pages.files)))
+    assert page is not None
+    page.write_report(b"{}")
+    assert (seen := pages.pages[0].read()) is not None
+    assert seen.pid == 1
+    assert heartbeat.current is None
+    pages.close()
+    assert peer_heartbeats.own_page(Placement(pages=tuple(pages.files))) is None
+    assert peer_heartbeats.own_page(Placement()) is None

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from evenstep.ground.health import heartbeat, steps
-from evenstep.ground.health.heartbeat import Heartbeat, Phase, read_page
+from evenstep.ground.health.heartbeat import Heartbeat, Page, Phase, make_page
 from evenstep.ground.health.steps import StragglerWatch, find_stragglers
 
 SECOND = 1_000_000_000
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Iterator[Path]:
-    path = heartbeat.page_file(tmp_path, 3, 0)
-    heartbeat.open_page(path)
-    yield path
-    heartbeat.close_page()
+def page() -> Iterator[Page]:
+    """This process's own."""
+    fd = make_page()
+    page = Page(fd)
+    os.close(fd)
+    heartbeat.write_to(page, rank=3)
+    yield page
+    heartbeat.write_to(None)
 
 
 def after_steps(rank: int, num_steps: int, own_s: float, step_s: float) -> Heartbeat:
@@ -84,22 +87,22 @@ def test_slow_is_said_once_and_only_of_two_windows_in_a_row() -> None:
     assert said[4][0].startswith("rank 1 (pid 1) is slow: its part of a step takes 3.0 times as long")
 
 
-def test_the_busiest_optimizer_that_is_left_counts(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+def test_the_busiest_optimizer_that_is_left_counts(monkeypatch: pytest.MonkeyPatch, page: Page) -> None:
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
         monkeypatch.setattr(sys.modules["torch.optim.optimizer"], name, OrderedDict())
-    monkeypatch.setattr(steps, "_is_counting", False)
+    monkeypatch.setattr(steps, "_is_watching", False)
     steps.count_optimizer_steps()
     steps.count_optimizer_steps()
     busy, idle = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
     for _ in range(5):
         busy.step()
     idle.step()
-    seen = read_page(path)
+    seen = page.read()
     assert seen is not None
     assert (seen.phase, seen.step) == (Phase.BETWEEN_STEPS, 5)
     del busy
     gc.collect()
     idle.step()
-    seen = read_page(path)
+    seen = page.read()
     assert seen is not None
     assert seen.step == 2

@@ -1,6 +1,7 @@
 """Marks and what they are turned into; recorders of real steps; what it costs."""
 
 import gc
+import os
 import random
 import weakref
 
@@ -9,6 +10,8 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import evenstep
+from evenstep.ground.health import heartbeat
+from evenstep.ground.health.heartbeat import Page, Phase, make_page
 from evenstep.ground.health.telemetry import (
     _MOST_PER_STEP,
     BACKWARD,
@@ -22,7 +25,6 @@ from evenstep.ground.health.telemetry import (
     WAITING,
     Recorder,
     Telemetry,
-    cost_of_a_mark,
     explain,
 )
 
@@ -101,11 +103,13 @@ def test_an_evaluation_leaves_no_marks() -> None:
     """However long it is: marks of a step that never ends would fill the memory."""
     model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 2), world=evenstep.World.alone())
     train(model, 2)
-    before = list(model.engine.recorder._marks)
+    before = model.engine.recorder.marks()
     with torch.no_grad():
         for _ in range(5):
             model(torch.randn(3, 4))
-    assert list(model.engine.recorder._marks) == before
+    assert model.engine.recorder.marks() == before
+    train(model, 1)
+    assert len(model.engine.recorder.steps()) == 3
 
 
 def test_a_model_that_nobody_trains_remembers_no_more_and_more() -> None:
@@ -115,7 +119,7 @@ def test_a_model_that_nobody_trains_remembers_no_more_and_more() -> None:
     for _ in range(_MOST_PER_STEP):
         idle.engine.recorder.forward(0)
     train(busy, 3)
-    assert len(idle.engine.recorder._marks) < _MOST_PER_STEP + 100
+    assert max(map(len, idle.engine.recorder._steps)) < _MOST_PER_STEP + 100
     assert len(world.telemetry.steps(1)) == 3
     train(idle, 3)
     assert [step.optimizer_s > 0 for step in world.telemetry.steps(0)][-2:] == [True, True]
@@ -127,10 +131,10 @@ def test_only_the_last_steps_are_kept() -> None:
         recorder.forward(step)
         recorder.mark(7)
         recorder.end()
-        assert recorder.num_marks_per_step() == 4 or step % 100
     assert [round(times.began_s * 1e9) for times in recorder.steps()] == [*range(NUM_STEPS_KEPT + 50, step + 1)]
     assert recorder.marks()[1::8] == [*range(NUM_STEPS_KEPT + 50, step + 1)]
-    assert len(recorder._marks) <= 8 * (NUM_STEPS_KEPT + 100)
+    recorder.forward(step + 1)
+    assert len(recorder.steps()) == NUM_STEPS_KEPT, "the one that runs doesn't count"
 
 
 def test_models_and_worlds_that_have_gone_are_forgotten() -> None:
@@ -175,6 +179,28 @@ def test_the_most_that_buckets_took_counts_old_and_new_ones() -> None:
     assert (recorder.bucket_bytes, recorder.peak_bucket_bytes) == (80, 180)
 
 
-def test_a_mark_costs_little() -> None:
-    """No timed test: ten times what it takes on a slow machine."""
-    assert 0 < cost_of_a_mark(2_000) < 1e-5
+def test_one_event_is_a_mark_and_a_phase_of_the_page() -> None:
+    fd = make_page()
+    page, recorder = Page(fd), Recorder()
+    os.close(fd)
+    heartbeat.write_to(page)
+    try:
+        phases = []
+        for event in (recorder.begin_forward, recorder.begin_backward, recorder.end):
+            event()
+            phases.append(heartbeat.phase_now())
+        assert phases == [Phase.FORWARD, Phase.BACKWARD, Phase.BETWEEN_STEPS]
+        recorder.begin_backward(is_whole=True)
+        assert heartbeat.phase_now() is Phase.BACKWARD
+    finally:
+        heartbeat.write_to(None)
+
+
+def test_an_optimizers_step_ends_a_step_whose_window_nobody_ended() -> None:
+    recorder = Recorder()
+    for _ in range(2):
+        recorder.forward(recorder.begin_forward())
+        recorder.begin_backward()
+        recorder.optimizer_begins()
+        recorder.optimizer_ended()
+    assert [times.optimizer_s > 0 for times in recorder.steps()] == [True, True]

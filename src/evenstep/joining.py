@@ -162,7 +162,7 @@ def init(
             timeout_s=timeout_s,
             needs_group=mesh is not None,
         )
-    world._on_close.append(claim_rank())
+    claim_rank()
     if not (log_on_all_ranks or world.is_main or current_placement().launcher == "evenstep run"):
         world._on_close.append(quieten())
     _check_same_arguments(world, {name: value for name, value in arguments.items() if name != "device"})

@@ -199,6 +199,7 @@ class World:
         adopted = group or dist.group.WORLD
         assert adopted is not None
         world._adopted_group = weakref.ref(adopted)
+        claim_rank()
         if mesh is not None:
             try:
                 world.use_mesh(mesh, what="World.from_process_group: mesh")
@@ -577,7 +578,6 @@ def current(what: str = "") -> World:
         return _current
     if dist.is_available() and dist.is_initialized():
         world = World.from_process_group()
-        world._on_close.append(claim_rank())
     else:
         world = World.alone(device=_placement_of_one().device)
     _current, _made_for = world, what

@@ -241,6 +241,7 @@ ORDER: dict[str, list[str]] = {
         "staged",
         "store_gather",
         "worker_thread",
+        "transport",
         "validation",
         "last_calls",
         "header",

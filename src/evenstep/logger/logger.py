@@ -13,7 +13,6 @@ import math
 import os
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +23,8 @@ from torch import Tensor
 
 from evenstep import checks
 from evenstep import world as worlds
-from evenstep.errors import ConfigurationError, MismatchError, UsageError
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.environment import current_placement
 from evenstep.ground.health.telemetry import StepTimes
 from evenstep.world import World
@@ -32,7 +32,6 @@ from evenstep.world import World
 Tracker = Callable[[dict[str, float], int], object]
 _NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # numbers that JSON lacks
 _TAKEN = ("step", "attempt", "time")
-_CHECKSUM_BITS = 20  # of names: sums of its square are exact in float64
 
 
 class Logger:
@@ -125,25 +124,37 @@ class Logger:
             weight: With `mean`: the weight of this rank's values, such as its number of samples; 0: they don't count.
 
         Raises:
-            ConfigurationError: A name is no text, a value no number, or the step no whole number from 0 on.
+            ConfigurationError: A name is no text, a value or the weight no number, or the step no whole number from 0
+                on. With `mean` raised on all ranks, as the next two are.
             UsageError: The step is less than that of the call before.
-            MismatchError: With `mean`: the ranks give other names. Raised on all ranks.
+            MismatchError: With `mean`: the ranks give other names, or other steps.
         """
-        step = checks.whole(f"Logger.log on rank {self.world.rank}: step", step, least=0)
-        if step % self.every:
+        what = "Logger.log(mean=True)" if mean else f"Logger.log on rank {self.world.rank}"
+        numbers: dict[str, float] = {}
+
+        def validate() -> dict[str, Any]:
+            nonlocal step, weight
+            step = checks.whole(f"{what}: step", step, least=0)
+            if self._last_step is not None and step < self._last_step:
+                raise UsageError(
+                    f"{what}: step {step} after step {self._last_step}. Count steps over the whole run, restarts "
+                    f"included."
+                )
+            numbers.update((name, _number(what, name, value)) for name, value in _items(what, values))
+            weight = checks.number(f"{what}: weight", weight, least=0)
+            return {"the step": step, "the list of names": list(numbers)}
+
+        # Other ranks skip the same steps, so one that is no number can't be skipped: there the others wait.
+        if (_is_whole(step) and step % self.every) or not (mean or self.world.is_main):
             return
-        if not mean and not self.world.is_main:
-            return
-        if self._last_step is not None and step < self._last_step:
-            raise UsageError(
-                f"Logger.log on rank {self.world.rank}: step {step} after step {self._last_step}. Count steps over the "
-                f"whole run, restarts included."
-            )
-        self._last_step = step
         if mean:
-            numbers = self._mean(values, weight)
+            validate_on_all_ranks(self.world, what, validate, advice="All ranks log the same names, at the same steps.")
+            if numbers:
+                mine = torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
+                numbers = dict(zip(numbers, self.world.mean(mine, weight).tolist(), strict=True))
         else:
-            numbers = {name: self._number(name, value) for name, value in self._items(values)}
+            validate()
+        self._last_step = step
         if not self.world.is_main:
             return
         if self.telemetry:
@@ -200,72 +211,39 @@ class Logger:
         line = head | {name: _jsonable(value) for name, value in numbers.items()}
         write_whole(self._file, json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
 
-    # ------------------------------------------------------------------ values
-
-    def _items(self, values: Mapping[str, float | Tensor]) -> list[tuple[str, float | Tensor]]:
-        if not isinstance(values, Mapping):
-            kind = type(values).__name__
-            raise ConfigurationError(
-                f"Logger.log on rank {self.world.rank}: a {kind}; it takes a dictionary of numbers by name."
-            )
-        for name in values:
-            if not isinstance(name, str) or not name or name in _TAKEN:
-                raise ConfigurationError(
-                    f"Logger.log on rank {self.world.rank}: the name {name!r}; names are texts, and `step`, `attempt` "
-                    f"and `time` are taken."
-                )
-        return list(values.items())
-
-    def _number(self, name: str, value: Any) -> float:
-        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-            return float(value.detach())
-        try:
-            if isinstance(value, str | bytes | Tensor):
-                raise TypeError
-            return float(value)
-        except (TypeError, ValueError):
-            kind = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ConfigurationError(
-                f"Logger.log on rank {self.world.rank}: {name!r} is {kind}; it takes numbers, and tensors of one "
-                f"element."
-            ) from None
-
-    def _mean(self, values: Mapping[str, float | Tensor], weight: float | Tensor) -> dict[str, float]:
-        """The means over ranks in one exchange, with a check that all ranks have the same names.
-
-        An error on one rank is raised only after the exchange, in which the others wait.
-        """
-        problem: ConfigurationError | None = None
-        numbers: dict[str, float] = {}
-        try:
-            numbers = {name: self._number(name, value) for name, value in self._items(values)}
-        except ConfigurationError as error:
-            problem = error
-        names = "\n".join(numbers)
-        checksum = float(zlib.crc32(names.encode()) >> (32 - _CHECKSUM_BITS))
-        # With equal weights: a rank of weight 0 still takes part in the check of names and values.
-        check = self.world.mean(
-            torch.tensor([checksum, checksum**2, float(problem is not None)], dtype=torch.float64, device="cpu")
-        ).tolist()
-        if check[2] > 0:
-            problems = self.world.exchange(None if problem is None else str(problem))
-            first = next(each for each in problems if each is not None)
-            raise ConfigurationError(first) from problem
-        if abs(check[1] - check[0] ** 2) > 0.01:
-            lists = self.world.exchange(list(numbers))
-            rank = next((rank for rank, each in enumerate(lists) if each != lists[0]), 0)
-            raise MismatchError(
-                f"Logger.log(mean=True): rank 0 names {', '.join(lists[0])}; rank {rank} names "
-                f"{', '.join(lists[rank])}. All ranks give the same names, in the same order."
-            )
-        if not numbers:
-            return {}
-        means = self.world.mean(torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu"), weight)
-        return dict(zip(numbers, means.tolist(), strict=True))
-
     def _times(self) -> dict[str, float]:
         newest = self.world.telemetry.newest()
         return {} if newest is None else times_of(newest)
+
+
+def _is_whole(step: Any) -> bool:
+    try:
+        return checks.whole("step", step, least=0) >= 0
+    except ConfigurationError:
+        return False
+
+
+def _items(what: str, values: Mapping[str, float | Tensor]) -> list[tuple[str, float | Tensor]]:
+    if not isinstance(values, Mapping):
+        raise ConfigurationError(f"{what}: a {type(values).__name__}; it takes a dictionary of numbers by name.")
+    for name in values:
+        if not isinstance(name, str) or not name or name in _TAKEN:
+            raise ConfigurationError(
+                f"{what}: the name {name!r}; names are texts, and `step`, `attempt` and `time` are taken."
+            )
+    return list(values.items())
+
+
+def _number(what: str, name: str, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value.detach())
+    try:
+        if isinstance(value, str | bytes | Tensor):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError):
+        kind = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ConfigurationError(f"{what}: {name!r} is {kind}; it takes numbers, and tensors of one element.") from None
 
 
 def open_whole(path: Path) -> int:

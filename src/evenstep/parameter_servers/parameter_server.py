@@ -423,7 +423,7 @@ class ParameterServer:
 
         hook = excepthook.install(placement)
         self._restore.callback(_restore_hook, hook)
-        self._restore.callback(environment.claim_rank())
+        environment.claim_rank()
         choose_gloo_interface(placement)
         store = open_store(placement, self._timeout_s)
         error: Exception | None = None

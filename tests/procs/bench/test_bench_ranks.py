@@ -197,6 +197,14 @@ def test_means_over_ranks(ranks: RankPool, tmp_path: Path) -> None:
     assert lines[1]["rank"] == 0.5
 
 
+WRONG_ON_RANK_1: dict[str, dict[str, Any]] = {
+    "another step": {"step": 6},
+    "an earlier step": {"step": 2},
+    "no step": {"step": "4"},
+    "weight": {"weight": -1},
+}
+
+
 def log_nonsense(directory: str, kind: str) -> str:
     world = evenstep.init()
     try:
@@ -208,6 +216,10 @@ def log_nonsense(directory: str, kind: str) -> str:
                 log.log({"loss": 1.0} if world.rank == 0 else {"accuracy": 1.0, "loss": 1.0}, step=0, mean=True)
             if kind == "value":
                 log.log({"loss": "high" if world.rank == 1 else 1.0}, step=0, mean=True, weight=1 - world.rank)
+            if kind in WRONG_ON_RANK_1:
+                log.log({"loss": 1.0}, step=4, mean=True)
+                given = {"step": 4, "weight": 1.0} | (WRONG_ON_RANK_1[kind] if world.rank == 1 else {})
+                log.log({"loss": 1.0}, mean=True, **given)
     except EvenstepError as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -219,8 +231,16 @@ def log_nonsense(directory: str, kind: str) -> str:
     ("kind", "told"),
     [
         ("directory", "ConfigurationError: Logger on rank 0: /proc/no"),
-        ("names", "MismatchError: Logger.log(mean=True): rank 0 names loss; rank 1 names accuracy, loss."),
-        ("value", "ConfigurationError: Logger.log on rank 1: 'loss' is 'high'"),
+        (
+            "names",
+            "MismatchError: Logger.log(mean=True): the list of names is ['loss'] on rank 0 and ['accuracy', 'loss'] on "
+            "rank 1.",
+        ),
+        ("value", "ConfigurationError: Logger.log(mean=True) on rank 1: 'loss' is 'high'"),
+        ("another step", "MismatchError: Logger.log(mean=True): the step is 4 on rank 0 and 6 on rank 1. All"),
+        ("an earlier step", "UsageError: Logger.log(mean=True) on rank 1: step 2 after step 4."),
+        ("no step", "ConfigurationError: Logger.log(mean=True) on rank 1: step='4'; a whole number, at least 0."),
+        ("weight", "ConfigurationError: Logger.log(mean=True) on rank 1: weight=-1; a number, at least 0."),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_told_on_all(ranks: RankPool, tmp_path: Path, kind: str, told: str) -> None:

@@ -149,3 +149,82 @@ def test_a_launcher_that_cannot_be_joined_is_named(tmp_path):
     assert result.returncode != 0
     assert "OMPI_COMM_WORLD_SIZE=2" in result.stderr
     assert "Set what is missing on every rank" in result.stderr
+
+
+CHILD = """
+import subprocess, sys
+import evenstep
+
+CHILD = "import evenstep; print('child', evenstep.init(timeout_s=20).world_size)"
+
+def start_child():
+    print(subprocess.run([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True).stdout, end="", flush=True)
+"""
+CHILD_AFTER = f"""{CHILD}
+with evenstep.init(timeout_s=20, quiet=True) as world:
+    pass
+if world.is_main:
+    start_child()
+"""
+CHILD_BEFORE = f"""{CHILD}
+import os
+if os.environ["RANK"] == "0":
+    start_child()
+evenstep.init(timeout_s=20, quiet=True)
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("launcher", ["evenstep", "torch.distributed.run"])
+def test_a_child_of_a_rank_is_no_rank_also_after_the_world_has_ended(tmp_path: Path, launcher: str) -> None:
+    """It waited for the other ranks, for as long as `timeout_s`."""
+    more = ("run", "--device", "cpu") if launcher == "evenstep" else ("--standalone",)
+    result = run(tmp_path, CHILD_AFTER, "-m", launcher, *more, "--nproc-per-node", "2")
+    assert (result.returncode, result.stdout) == (0, "child 1\n"), result.stderr
+    assert result.stderr.count("from which this process has inherited the launcher's variables") == 1
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("launcher", ["evenstep", "torch.distributed.run"])
+def test_a_rank_that_a_child_has_been_is_no_rank_any_more(tmp_path: Path, launcher: str) -> None:
+    """The child can't know that its parent will call `init`, but the parent sees that it has come too late."""
+    more = ("run", "--device", "cpu") if launcher == "evenstep" else ("--standalone",)
+    result = run(tmp_path, CHILD_BEFORE, "-m", launcher, *more, "--nproc-per-node", "2")
+    assert result.returncode != 0
+    assert result.stdout == "child 2\n"
+    assert "two processes say that they are rank 0 of 2" in result.stderr
+
+
+GIVEN_RANKS = f"""{CHILD}
+import os, torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank, file):
+    dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2)
+    world = evenstep.init()
+    model = evenstep.DistributedDataParallel(torch.nn.Linear(1, 1))
+    model(torch.ones(3, 1)).sum().backward()
+    with evenstep.Logger(os.path.dirname(__file__) + "/run") as log:
+        log.log(dict(loss=float(rank)), step=0, mean=True)
+    if rank == 1:
+        print(world.rank, world.world_size, world.mean(float(rank)), flush=True)
+        start_child()
+    else:
+        world.mean(float(rank))
+    dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, [os.path.dirname(__file__) + "/rendezvous"], nprocs=2)
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "variables", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "0"}, {"OMPI_COMM_WORLD_RANK": "7"}]
+)
+def test_a_group_that_the_script_has_made_beats_variables(tmp_path: Path, variables: dict[str, str]) -> None:
+    """Those of `mp.spawn` scripts may set half of torchrun's, or the same on all ranks."""
+    result = run(tmp_path, GIVEN_RANKS, **variables)
+    assert (result.returncode, result.stdout) == (0, "1 2 0.5\nchild 1\n"), result.stderr

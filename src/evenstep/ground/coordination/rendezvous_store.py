@@ -13,6 +13,7 @@ whether the store is its job's, whether the world has its size, and whether anot
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import threading
 from datetime import timedelta
@@ -22,7 +23,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from evenstep import network
 from evenstep.errors import ConfigurationError
-from evenstep.ground.environment import Placement, export, is_set
+from evenstep.ground.environment import Placement, export, is_set, node_identity
+from evenstep.processes import state_and_start
 
 _ANSWER_S = 1.0  # for a store that was found in the last moment
 
@@ -41,7 +43,7 @@ def open_store(placement: Placement, timeout_s: float) -> Store:
         timeout_s: How long to wait for rank 0, and for values.
 
     Raises:
-        ConfigurationError: No rank 0 is there, or ranks of another job are.
+        ConfigurationError: No rank 0 is there, or ranks of another job are, or another process is this rank.
     """
     global _num_joins
     _num_joins += 1
@@ -64,6 +66,7 @@ def open_store(placement: Placement, timeout_s: float) -> Store:
     )
     if placement.makes_store:
         _compare(joined, placement)
+    _claim_rank(joined, placement)
     return joined
 
 
@@ -161,7 +164,7 @@ def _compare(store: Store, placement: Placement) -> None:
     """Check that all ranks in the store belong to one job.
 
     Raises:
-        ConfigurationError: Another job's ranks are here, or another number of them, or this rank twice.
+        ConfigurationError: Another job's ranks are here, or another number of them.
     """
     mine = {"job": placement.job, "number of ranks": str(placement.world_size)}
     for what, value in mine.items():
@@ -173,8 +176,30 @@ def _compare(store: Store, placement: Placement) -> None:
                 f"{placement.master_address}:{placement.master_port}: {what} {value!r} here, {found!r} there. Set "
                 f"MASTER_PORT to a port of this job's own, the same on all its ranks."
             )
-    if store.add(f"rank {placement.rank}", 1) > 1:
-        raise ConfigurationError(
-            f"two processes say that they are rank {placement.rank} of {placement.world_size} ({placement.why}). Start "
-            f"every rank once, or set MASTER_PORT to a port of this job's own."
-        )
+
+
+def _claim_rank(store: Store, placement: Placement) -> None:
+    """Check that no other process has joined as this rank: both would wait for the others, and get halves of answers.
+
+    torchrun may use a store again for ranks that it has started anew; the process before has ended then, or this node
+    doesn't know it.
+
+    Raises:
+        ConfigurationError: One has, such as a child that the rank has started.
+    """
+    key, node, own_start = f"rank {placement.rank}", node_identity(), state_and_start(os.getpid())[1]
+    mine = f"{os.getpid()} {own_start} {node}"
+    found = store.compare_set(key, "", mine).decode()
+    if found == mine:
+        return
+    pid, start_ticks, where = found.split(" ", 2)
+    is_here = where == node
+    if placement.launcher == "torchrun" and not (is_here and int(start_ticks) >= own_start):
+        store.set(key, mine)
+        return
+    raise ConfigurationError(
+        f"two processes say that they are rank {placement.rank} of {placement.world_size} ({placement.why}): pid "
+        f"{os.getpid()}, and before it pid {pid}{'' if is_here else ' on ' + where.split(' ')[0]}. Start every rank "
+        f"once; a child that a rank starts before it calls evenstep.init() is that rank, if it calls that. Where ranks "
+        f"of two jobs meet, set MASTER_PORT to a port of this job's own."
+    )

@@ -31,7 +31,7 @@ Variables that evenstep itself sets for the ranks it starts (no user needs to se
     EVENSTEP_REHEARSAL   file that says how a resume is rehearsed; set by `evenstep verify --resume`
     EVENSTEP_VERIFY      file that says what a rank records of its steps; set by `evenstep verify`
     EVENSTEP_BENCH_...   how a run is measured, see `measuring.py`; set by `evenstep bench`
-    EVENSTEP_RANK_PROCESS  the process that is the rank; set by `evenstep.init` until the world is closed
+    EVENSTEP_RANK_PROCESS  the process that is the rank; set by `evenstep.init`
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace as replaced
-from functools import partial
 from pathlib import Path
+
+import torch.distributed as dist
 
 from evenstep import checks
 from evenstep.checks import counted
@@ -119,28 +120,28 @@ def surroundings() -> Surroundings:
 
 
 def current_placement() -> Placement:
-    """`detect` on this process's own surroundings."""
-    parent = _rank_inherited_from()
-    given = surroundings()
-    placement = detect(given.variables, node_file=given.node_file, ancestors=given.ancestors)
-    if parent is None:
-        return placement
-    rank, owner = parent
-    remark = f"rank {rank.rank} of {rank.world_size} is pid {owner.pid}, from which this process has inherited the "
-    return replaced(placement, remark=remark + "launcher's variables: it is no rank itself, and a world of its own")
+    """This process's place: that of torch's process group, if there is one; else `detect` on its own surroundings.
 
-
-def claim_rank() -> Callable[[], None]:
-    """Note for children that this process is the rank that its variables describe: [Note: a rank's children].
-
-    Returns:
-        What ends it: children started later may be that rank.
+    Scripts may give ranks to `init_process_group` themselves, as those of `mp.spawn` do. Variables that describe
+    something else, or only half of it, are of no account then.
     """
-    placement, before = current_placement(), os.environ.get(_RANK_PROCESS)
-    if placement.launcher == "none":
-        return lambda: None
-    os.environ[_RANK_PROCESS] = str(RankProcess(*_this_process(), identity(placement)))
-    return partial(_set, {_RANK_PROCESS: before})
+    group = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+    owner = _rank_inherited_from()
+    found = _described() if owner is None else _placement_of_child(owner)
+    if isinstance(found, Placement) and group in (None, (found.rank, found.world_size)):
+        return found
+    if group is None:
+        raise ConfigurationError(str(found))
+    return Placement(rank=group[0], world_size=group[1])
+
+
+def claim_rank() -> None:
+    """Note for children that this process is the rank that its variables describe: [Note: a rank's children]."""
+    placement, described = current_placement(), _described()
+    if _rank_inherited_from() is None and (placement.launcher != "none" or isinstance(described, str)):
+        pid, start_ticks = _this_process()
+        claim = RankProcess(pid, start_ticks, placement.rank, placement.world_size, identity(described))
+        os.environ[_RANK_PROCESS] = str(claim)
 
 
 def inherited_settings() -> dict[str, str | None]:
@@ -150,18 +151,29 @@ def inherited_settings() -> dict[str, str | None]:
     return {name: None for name in os.environ if name.startswith(_OF_ONE_RUN)}
 
 
-def _rank_inherited_from() -> tuple[Placement, RankProcess] | None:
-    """The rank whose variables this process has inherited, and its process; None if they are its own."""
+def _rank_inherited_from() -> RankProcess | None:
+    """The process of the rank whose variables this process has inherited; None if they are its own."""
     owner = RankProcess.parse(os.environ.get(_RANK_PROCESS, ""))
-    if owner is None:
-        return None
+    pid, start_ticks = _this_process()
+    is_childs = owner is not None and is_inherited(owner, _described(), pid=pid, start_ticks=start_ticks)
+    return owner if is_childs else None
+
+
+def _described() -> Placement | str:
+    """What this process's variables say, whose they may ever be; or why they say nothing."""
     given = _whole_surroundings()
     try:
-        placement = detect(given.variables, node_file=given.node_file, ancestors=given.ancestors)
-    except ConfigurationError:  # said to whoever asks for the placement
-        return None
-    pid, start_ticks = _this_process()
-    return (placement, owner) if is_inherited(owner, placement, pid=pid, start_ticks=start_ticks) else None
+        return detect(given.variables, node_file=given.node_file, ancestors=given.ancestors)
+    except ConfigurationError as error:
+        return str(error)
+
+
+def _placement_of_child(owner: RankProcess) -> Placement:
+    given = _variables_without_ranks()
+    remark = f"rank {owner.rank} of {owner.world_size} is pid {owner.pid}, from which this process has inherited the "
+    return replaced(
+        detect(given.variables), remark=remark + "launcher's variables: it is no rank itself, and a world of its own"
+    )
 
 
 def _this_process() -> tuple[int, int]:

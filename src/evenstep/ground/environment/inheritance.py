@@ -3,14 +3,16 @@
 [Note: a rank's children]
 
 Children inherit the variables of a rank: a subprocess that calls `evenstep.init` would join the world a second time
-under the same rank, and its failure would count as the rank's. So a rank that joins a world exports its process, with
-what its variables say. Another process that finds these unchanged is a child; one whose launcher has set others is not.
+under the same rank, or wait for the others in vain, and its failure would count as the rank's. So a rank that joins a
+world exports its process, with what its variables say, for as long as it lives. Another process that finds these
+unchanged is a child; one whose launcher has set others is not. Until a rank has joined, a child may be the rank: a
+script may do its work in one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evenstep.ground.environment.placement import Placement
 
@@ -22,47 +24,47 @@ class RankProcess:
     Attributes:
         pid: Its process.
         start_ticks: When that started, which tells it from a later process with the same number.
-        identity: What its variables say: `identity` of its placement.
+        rank: Which one it is.
+        world_size: Number of ranks.
+        identity: What its variables say: `identity` of them.
     """
 
     pid: int
     start_ticks: int
+    rank: int
+    world_size: int
     identity: str
 
     @classmethod
     def parse(cls, text: str) -> RankProcess | None:
         """From the text of `str`; None if it is none."""
-        pid, _, rest = text.partition(" ")
-        ticks, _, identity = rest.partition(" ")
-        return cls(int(pid), int(ticks), identity) if pid.isdigit() and ticks.isdigit() and identity else None
+        *numbers, identity = text.split(" ")
+        if len(numbers) != 4 or not all(number.isdigit() for number in numbers) or not identity:
+            return None
+        pid, start_ticks, rank, world_size = map(int, numbers)
+        return cls(pid, start_ticks, rank, world_size, identity)
 
     def __str__(self) -> str:
-        return f"{self.pid} {self.start_ticks} {self.identity}"
+        return f"{self.pid} {self.start_ticks} {self.rank} {self.world_size} {self.identity}"
 
 
-def identity(placement: Placement) -> str:
-    """A short text that two placements share only if they are the same rank of the same world."""
-    told = (
-        placement.launcher,
-        placement.rank,
-        placement.world_size,
-        placement.local_rank,
-        placement.restart_count,
-        str(placement.rendezvous_file),
-        placement.master_address,
-        placement.master_port,
-        placement.rendezvous_id,
-        placement.job,
-    )
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+def identity(placement: Placement | str) -> str:
+    """A short text that two placements share only if they are the same rank of the same world.
+
+    Args:
+        placement: What variables say; or why they say nothing, which shows them.
+    """
+    if isinstance(placement, Placement):  # without what a script may change, or what is only said
+        placement = replace(placement, device=None, has_one_gpu_of_its_own=False, announced=None, why="", remark="")
+    return hashlib.sha256(repr(placement).encode()).hexdigest()[:16]
 
 
-def is_inherited(exported: RankProcess | None, placement: Placement, *, pid: int, start_ticks: int) -> bool:
+def is_inherited(exported: RankProcess | None, placement: Placement | str, *, pid: int, start_ticks: int) -> bool:
     """Whether a process has the variables of another one, which is that rank.
 
     Args:
         exported: What the rank has exported; None: no rank has.
-        placement: What this process's variables say.
+        placement: What this process's variables say, or why they say nothing.
         pid: This process.
         start_ticks: When it started.
     """

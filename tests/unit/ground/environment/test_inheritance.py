@@ -33,11 +33,11 @@ def test_another_process_with_the_same_variables_is_a_child(
     pid: int, start_ticks: int, placement: Placement, expected: bool
 ) -> None:
     """A process that has the number of one that has ended is another one; one with a launcher of its own is a rank."""
-    exported = RankProcess.parse(str(RankProcess(7, 100, identity(RANK))))
+    exported = RankProcess.parse(str(RankProcess(7, 100, 1, 2, identity(RANK))))
     assert is_inherited(exported, placement, pid=pid, start_ticks=start_ticks) is expected
 
 
-@pytest.mark.parametrize("text", ["", "7", "7 100", "7 100 ", "x 100 y", "7 x y"])
+@pytest.mark.parametrize("text", ["", "7", "7 100 1 2", "7 100 1 2 ", "x 100 1 2 y", "7 100 1 y", "7 100 1 2 3 y"])
 def test_what_no_rank_has_exported_says_nothing(text: str) -> None:
     assert RankProcess.parse(text) is None
     assert not is_inherited(None, RANK, pid=7, start_ticks=100)
@@ -67,17 +67,22 @@ def test_a_child_of_a_rank_is_a_world_of_its_own(monkeypatch: pytest.MonkeyPatch
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert asks()[:2] == [2, "evenstep.launch"]
-    end = environment.claim_rank()
-    try:
-        assert environment.current_placement().world_size == 2, "this process is the rank"
-        assert environment.inherited_settings() == {}
-        world_size, launcher, store, device, remark, num_around, settings = asks()
-        assert (world_size, launcher, store, device, num_around) == (1, "none", "None", "cpu", 1)
-        assert f"rank 1 of 2 is pid {os.getpid()}" in str(remark)
-        assert {"EVENSTEP_INJECT", "EVENSTEP_STORE", "EVENSTEP_RANK_PROCESS"} <= set(settings)  # type: ignore[call-overload]
-        other = environment.rank_variables(rank=0, world_size=3) | {"EVENSTEP_STORE": str(tmp_path / "other")}
-        assert asks(**other)[:2] == [3, "evenstep.launch"], "a launcher of the child's own"
-    finally:
-        end()
-    assert asks()[:2] == [2, "evenstep.launch"]
-    assert "EVENSTEP_RANK_PROCESS" not in os.environ
+    monkeypatch.setenv("EVENSTEP_RANK_PROCESS", "")
+    environment.claim_rank()
+    assert environment.current_placement().world_size == 2, "this process is the rank"
+    assert environment.inherited_settings() == {}
+    world_size, launcher, store, device, remark, num_around, settings = asks()
+    assert (world_size, launcher, store, device, num_around) == (1, "none", "None", "cpu", 1)
+    assert f"rank 1 of 2 is pid {os.getpid()}" in str(remark)
+    assert {"EVENSTEP_INJECT", "EVENSTEP_STORE", "EVENSTEP_RANK_PROCESS"} <= set(settings)  # type: ignore[call-overload]
+    other = environment.rank_variables(rank=0, world_size=3) | {"EVENSTEP_STORE": str(tmp_path / "other")}
+    assert asks(**other)[:2] == [3, "evenstep.launch"], "a launcher of the child's own"
+
+
+def test_variables_that_say_nothing_are_inherited_too() -> None:
+    """Those of a rank whose script has given it to `init_process_group`."""
+    said = "WORLD_SIZE=2 are set, but RANK is not."
+    exported = RankProcess(7, 100, 1, 2, identity(said))
+    assert is_inherited(exported, said, pid=8, start_ticks=100)
+    assert not is_inherited(exported, said, pid=7, start_ticks=100)
+    assert not is_inherited(exported, Placement(), pid=8, start_ticks=100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import functools
 import os
 import weakref
@@ -12,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from evenstep.errors import PeerLostError
 from evenstep.transport.core.reduction import round_up
 from evenstep.transport.shm.segment import PAGE_BYTES, Mapping, Segment, allocate_range, release_range
 
@@ -131,7 +133,8 @@ def _end(
     if os.getpid() != owner_pid:  # a forked child drops its copy: the memory is the parent's, and may be in use
         return
     _, offset, num_bytes = stretch
-    release_range(segment.fd, zone + offset, num_bytes)
+    with contextlib.suppress(PeerLostError):  # the descriptor is somebody else's by now
+        release_range(segment.fd, zone + offset, num_bytes)
     ended.append(stretch)
 
 

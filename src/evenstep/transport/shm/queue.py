@@ -370,11 +370,11 @@ class CallQueue(Transport):
             is_open = not work.is_done and self._failure is None
             if is_open:
                 work.callback = callback
-        self._run_callbacks()
         if is_open:
             background.attend()
         else:
-            callback(None if work.is_done else self._failure)
+            self._callbacks.append(functools.partial(callback, None if work.is_done else self._failure))
+        self._run_callbacks()
 
     def _run_callbacks(self) -> None:
         """Run the callbacks of ended calls, without the lock: they may do anything, also start calls and wait."""

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from evenstep import control_groups
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, PeerLostError
 from evenstep.ground.compat.c_library.libc import c_library
 from evenstep.transport.core.reduction import round_up
 from evenstep.transport.shm.sync import SEMAPHORE_BYTES, make_semaphores, num_semaphores
@@ -155,9 +155,8 @@ class Segment:
 
     def __init__(self, fd: int, layout: SegmentLayout) -> None:
         self.layout = layout
-        self._fd = fd
-        self._closer = weakref.finalize(self, os.close, fd)
-        self._closer.atexit = False
+        self._fd, self._file = fd, _file_of(fd)
+        weakref.finalize(self, _close, fd, self._file).atexit = False
         self.common = Mapping(fd, offset=0, num_bytes=layout.common_bytes)
         self._bytes = memoryview(self.common.raw).cast("B")
         self.words = self._bytes.cast("Q")
@@ -196,7 +195,16 @@ class Segment:
 
     @property
     def fd(self) -> int:
-        """The descriptor, by which other processes attach."""
+        """The descriptor, by which other processes attach.
+
+        Raises:
+            PeerLostError: It is no longer this file's: something has closed descriptors that it doesn't know.
+        """
+        if _file_of(self._fd) != self._file:
+            raise PeerLostError(
+                f"descriptor {self._fd}, of memory that ranks share, was closed by something else in this process, "
+                f"such as os.closerange. Close only descriptors that you have opened."
+            )
         return self._fd
 
     @property
@@ -229,6 +237,21 @@ class Segment:
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Bytes of the common part."""
         return bytes(self._bytes[offset : offset + num_bytes])
+
+
+def _file_of(fd: int) -> tuple[int, int] | None:
+    """Device and inode of what a descriptor stands for; None if it is closed."""
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _close(fd: int, file: tuple[int, int] | None) -> None:
+    """Close a descriptor if it still is that file's: its number may be another's by now."""
+    if _file_of(fd) == file:
+        os.close(fd)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
 import evenstep
-from evenstep.errors import CollectiveTimeoutError, ConfigurationError, MismatchError
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError, MismatchError, UsageError
 from evenstep.testing import RankPool
 from evenstep.transport.shm.transport import SharedMemoryTransport
 from tests.procs.transport.test_internode import on_nodes
@@ -355,3 +355,22 @@ def test_a_deadline_that_is_set_later_takes_effect(ranks: RankPool, way: Callabl
     assert 0.4 <= took_s < 30
     assert "Missing: rank 1" in told
     assert "timeout_s=0.4" in told
+
+
+def after_its_end() -> list[str]:
+    evenstep.init(quiet=True)
+    group = dist.new_group(backend="evenstep")
+    dist.all_reduce(torch.ones(1), group=group)
+    dist.destroy_process_group(group)
+    told = []
+    calls: list[Callable[[], Any]] = [lambda: group.allreduce([torch.ones(1)]), group.barrier]
+    for call in calls:
+        with pytest.raises(UsageError) as raised:
+            call()
+        told.append(str(raised.value))
+    return told
+
+
+def test_a_group_that_is_over_refuses_calls_at_once(ranks: RankPool) -> None:
+    for told in ranks.run(after_its_end, 2):
+        assert all("has been destroyed" in each for each in told), told

@@ -117,7 +117,7 @@ def test_who_gives_up_after_a_time_of_its_own_fails_nothing(ranks: RankPool, dri
 
 
 def end_with_callbacks() -> list[str]:
-    """Of three calls with callbacks the first callback raises, the second waits for a thread that needs the transport."""
+    """Of three callbacks the first raises, and the second waits for a thread that needs the transport."""
     transport, seen = connect(), list[str]()
     shown, done = list[str](), threading.Event()
     before, threading.excepthook = threading.excepthook, lambda args: shown.append(repr(args.exc_value))

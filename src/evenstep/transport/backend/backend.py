@@ -296,6 +296,7 @@ class EvenstepGroup(GroupCalls):
 
     def _close(self) -> None:
         shared, self._shared = self._shared, None
+        self._is_over = True
         if shared is not None:
             shared.close()
         running = [work for work in tuple(self._at_gloo) if not work.is_completed()]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp, ReduceOptions, ReduceScatterOptions
 
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.torch_distributed import outside_transforms
 from evenstep.ground.compat.torch_dynamo import uncompiled
 from evenstep.ground.compat.torch_tensors import has_storage
@@ -161,6 +161,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         self._arguments = Arguments(name, rank, size, refused=weakref.WeakMethod(self._refuse))
         self._coalescing = threading.local()
         self._is_coalescing = False  # whether any thread ever has
+        self._is_over = False
         self.num_calls = 0
         self._at_gloo: set[Any] = set()  # works that may be under way there
 
@@ -399,6 +400,8 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             self._shared.refuse(reason)
 
     def _fall_back(self, method: str, tensors: Sequence[Tensor], *args: Any) -> Any:
+        if self._is_over:  # else Gloo would be made, and wait for ranks that don't come
+            raise UsageError(f"{method} on rank {self.rank()}: {self!r} has been destroyed.")
         if not self._has_nccl or any(each.device.type != "cuda" for each in tensors):
             fallback.count(method)
             self._need_gloo()

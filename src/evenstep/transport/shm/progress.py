@@ -37,12 +37,17 @@ class Attended(Protocol):
 class Background:
     """The thread, started with the first call and ended with the last transport.
 
+    A callback may start calls and wait for them in C++. So one that starts a call in this thread has another thread
+    take its place; this one ends behind the callback.
+
     Attributes:
         is_asleep: A new call has to wake it.
+        ident: The thread's number.
     """
 
     def __init__(self) -> None:
         self.is_asleep = True
+        self.ident: int | None = None
         self._attended: weakref.WeakSet[Attended] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -67,18 +72,20 @@ class Background:
         thread.join(timeout=1.0)
 
     def wake(self) -> None:
-        """Wake the thread: a call is in flight."""
+        """Have the thread look at once: a call is in flight, or has a callback."""
         with self._lock:
             self.is_asleep = False
-            if self._thread is None or not self._thread.is_alive():
+            is_in_callback = self.ident == threading.get_ident()
+            if is_in_callback:
+                self._end.set()
+            if is_in_callback or self._thread is None or not self._thread.is_alive():
                 self._end, self._wake = threading.Event(), threading.Event()
                 self._thread = threading.Thread(
                     target=self._run, args=(self._end, self._wake), name="evenstep progress", daemon=True
                 )
                 self._thread.start()
+                self.ident = self._thread.ident
             self._wake.set()
-
-    attend = wake  # at once, as a call has a callback
 
     def disown(self) -> None:
         """Start afresh in a forked child: the transports are the parent's, and its threads aren't here."""
@@ -110,7 +117,8 @@ class Background:
             else:
                 wake.wait(_LOOK_EVERY_S if idle_rounds else _TURN_S)
                 wake.clear()
-        self.is_asleep = True
+        if self._end is end:
+            self.is_asleep = True
 
     def _sleep(self, attended: list[Attended], wake: threading.Event) -> None:
         wake.clear()

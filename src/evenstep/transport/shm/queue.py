@@ -172,7 +172,7 @@ class CallQueue(Transport):
             raise
         if self._callbacks:
             self._run_callbacks()
-        if background.is_asleep:
+        if background.is_asleep or background.ident == threading.get_ident():
             background.wake()
         return works[-1]
 
@@ -355,7 +355,8 @@ class CallQueue(Transport):
             if work.callback is not None:
                 self._callbacks.append(functools.partial(work.callback, None))
                 work.callback = None
-                background.attend()  # in case that this thread waits for more
+                if background.ident != threading.get_ident():
+                    background.wake()  # in case that this thread waits for more
             if self._unarrived:
                 self._arrive(takes=True)
             if self._num_waiting:
@@ -371,7 +372,7 @@ class CallQueue(Transport):
             if is_open:
                 work.callback = callback
         if is_open:
-            background.attend()
+            background.wake()
         else:
             self._callbacks.append(functools.partial(callback, None if work.is_done else self._failure))
         self._run_callbacks()

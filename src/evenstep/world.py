@@ -36,7 +36,6 @@ from evenstep.ground.environment import Placement, claim_rank, current_placement
 from evenstep.ground.health import heartbeat
 from evenstep.ground.health.telemetry import Telemetry
 from evenstep.transport.core.object_collectives import (
-    Gathering,
     broadcast_value,
     check_mean,
     check_rows,
@@ -463,18 +462,15 @@ class World:
             value: This rank's.
             what: Names this exchange in the error that all ranks raise if some are at another one.
         """
-        return exchange(self.gathering(), value, what=what)
+        if self._closed and self._store is not None:  # for a save at the end
+            store = StoreGather(self._store, self.rank, self.world_size, timeout_s=self.timeout_s)
+            return exchange(store, value, what=what)
+        return exchange(self.control, value, what=what)
 
     @property
     def is_closed(self) -> bool:
         """Whether `close` has been called: of what ranks have in common only the store is left."""
         return self._closed
-
-    def gathering(self) -> Gathering:
-        """What gathers messages of all ranks: `control`, or, for a save at the end, when that is closed, the store."""
-        if self._closed and self._store is not None:
-            return StoreGather(self._store, self.rank, self.world_size, timeout_s=self.timeout_s)
-        return self.control
 
     def main_first(self) -> contextlib.AbstractContextManager[bool]:
         """Let rank 0 run a block first, such as a download; the other ranks follow.

@@ -158,7 +158,9 @@ def connect_ranks(
     seen = exchange(control, describe_this_process(control.rank))
     plan = plan_nodes(seen)
     if len(plan.nodes) == 1 or max(map(len, plan.nodes)) == 1:
-        return connect_shared_memory(control, timeout_s=timeout_s)  # explains it where memory can't be shared
+        return connect_shared_memory(
+            control, timeout_s=timeout_s, seen=seen
+        )  # explains it where memory can't be shared
     # Imported here, so that the module costs time only in a world of several nodes.
     from evenstep.transport.internode.transport import InternodeTransport
 
@@ -167,7 +169,8 @@ def connect_ranks(
     intra_node: Transport | str = LocalTransport()
     if len(ranks) > 1:
         # Gloo's threads need cores as well.
-        intra_node = connect_shared_memory(control.among(ranks), timeout_s=timeout_s, threads_per_rank=2)
+        of_node = [seen[rank] for rank in ranks]
+        intra_node = connect_shared_memory(control.among(ranks), timeout_s=timeout_s, threads_per_rank=2, seen=of_node)
     problems = exchange(control, intra_node if isinstance(intra_node, str) else None)
     for rank, problem in enumerate(problems):
         if problem is not None:

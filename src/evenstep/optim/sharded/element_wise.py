@@ -248,9 +248,7 @@ class ElementWisePartition:
         """Collective: what lies like the bucket, of all ranks' shards."""
         if not self._world.is_closed:
             return bucket.gather(shard)
-        whole = torch.empty(bucket.layout.numel, dtype=shard.dtype, device="cpu")
-        self._world.gathering().all_gather(whole, shard.cpu()).wait()
-        return whole.to(shard.device)
+        return torch.cat(self._world.exchange(shard.cpu())).to(shard.device)
 
     def shards(self, path_of: Callable[[int], tuple[str | int, ...]]) -> tuple[dict[int, State], list[Shard]]:
         """Collective: (by index of the parameter the state that isn't divided, this rank's slices of the rest).

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-from zlib import crc32
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError, MismatchError
-from evenstep.transport.base import Work
 from evenstep.transport.core.codec import decode, encode, to_bytes, to_tensor
+from evenstep.transport.core.store_gather import StoreGather
 from evenstep.transport.core.transport import Transport
 
 _NAME_BYTES = 64  # of a call's name, where ranks are at different ones
 
 
-class Gathering(Protocol):
-    """What `exchange` needs of a transport."""
-
-    rank: int
-    world_size: int
-
-    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        """See `Transport.all_gather`."""
-
-
-def exchange(transport: Gathering, value: Any, *, what: str = "an exchange of values") -> list[Any]:
+def exchange(transport: Transport | StoreGather, value: Any, *, what: str = "an exchange of values") -> list[Any]:
     """Every rank's value, in order of rank, on every rank.
 
     Collective: every rank calls this, in the same order.
@@ -41,35 +30,31 @@ def exchange(transport: Gathering, value: Any, *, what: str = "an exchange of va
         ConfigurationError: `encode` doesn't take some rank's value. Raised on all ranks.
     """
     data, is_problem = _encode_or_explain(value)
-    numbers = torch.empty(2 * transport.world_size, dtype=torch.int64, device="cpu")
-    transport.all_gather(numbers, torch.tensor([len(data), 2 * crc32(what.encode()) + is_problem], device="cpu")).wait()
-    lengths, headers = numbers.view(transport.world_size, 2).unbind(1)
-    if len(set((headers // 2).tolist())) > 1:
-        raise MismatchError(_different_calls(transport, what))
+    own = what.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") + bytes([is_problem]) + data
+    received = transport.gather_bytes(own) if isinstance(transport, StoreGather) else _gather_bytes(transport, own)
+    calls = [each[:_NAME_BYTES].rstrip(b"\0").decode(errors="replace") for each in received]
+    if len(set(calls)) > 1:
+        where = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(calls))
+        raise MismatchError(
+            f"the ranks are at different calls. {where}. Every rank makes the same calls, in the same order: look for "
+            f"a branch that only some ranks take, such as a state_dict of rank 0 alone."
+        )
+    values = [each[_NAME_BYTES + 1 :] for each in received]
+    for rank, each in enumerate(received):
+        if each[_NAME_BYTES]:
+            raise ConfigurationError(f"exchange: on rank {rank} {values[rank].decode()}")
+    return [decode(each) for each in values]
+
+
+def _gather_bytes(transport: Transport, data: bytes) -> list[bytes]:
+    """Every rank's bytes, of any length."""
+    size = transport.world_size
+    lengths = torch.empty(size, dtype=torch.int64, device="cpu")
+    transport.all_gather(lengths, torch.tensor([len(data)], device="cpu")).wait()
     longest = int(lengths.max())
-    padded = to_tensor(data.ljust(longest, b"\0"))
-    out = torch.empty(transport.world_size * longest, dtype=torch.uint8, device="cpu")
-    transport.all_gather(out, padded).wait()
-    received = [
-        to_bytes(row[: int(length)])
-        for row, length in zip(out.view(transport.world_size, longest), lengths, strict=True)
-    ]
-    for rank, problem in enumerate((headers % 2).tolist()):
-        if problem:
-            raise ConfigurationError(f"exchange: on rank {rank} {received[rank].decode()}")
-    return [decode(each) for each in received]
-
-
-def _different_calls(transport: Gathering, what: str) -> str:
-    """Collective: the message for ranks that are at different calls."""
-    names = torch.empty(transport.world_size * _NAME_BYTES, dtype=torch.uint8, device="cpu")
-    transport.all_gather(names, to_tensor(what.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0"))).wait()
-    calls = [to_bytes(row).rstrip(b"\0").decode(errors="replace") for row in names.view(transport.world_size, -1)]
-    where = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(calls))
-    return (
-        f"the ranks are at different calls. {where}. Every rank makes the same calls, in the same order: look for a "
-        f"branch that only some ranks take, such as a state_dict of rank 0 alone."
-    )
+    out = torch.empty(size * longest, dtype=torch.uint8, device="cpu")
+    transport.all_gather(out, to_tensor(data.ljust(longest, b"\0"))).wait()
+    return [to_bytes(row[:length]) for row, length in zip(out.view(size, longest), lengths.tolist(), strict=True)]
 
 
 def broadcast_value(transport: Transport, value: Any, src: int) -> Any:

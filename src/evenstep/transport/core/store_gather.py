@@ -1,26 +1,17 @@
-"""All-gather through the rendezvous store: what ranks have before they have a transport. No socket is opened for it."""
+"""Messages through the rendezvous store: what ranks have before they have a transport. No socket is opened for it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from evenstep.errors import CollectiveTimeoutError
-from evenstep.transport.base import Work
-from evenstep.transport.core.codec import to_bytes, to_tensor
 
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
+_LOOK_OFTEN_S, _LOOK_EVERY_S = 0.05, 0.0003
 
 
 class StoreGather:
@@ -44,15 +35,19 @@ class StoreGather:
         self._timeout_s = timeout_s
         self._num_calls = 0
 
-    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        """See `Transport.all_gather`. Returns when all is there.
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in order of rank. Returns when all are there.
 
         Raises:
             CollectiveTimeoutError: A rank has not come.
         """
         self._num_calls += 1
         keys = [f"{self._num_calls}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], to_bytes(tensor.view(torch.uint8)))
+        self._store.set(keys[self.rank], data)
+        # A file's `wait` looks a hundred times a second, and ranks that make a group mostly come at once.
+        end = time.monotonic() + _LOOK_OFTEN_S
+        while not self._store.check(keys) and time.monotonic() < end:
+            time.sleep(_LOOK_EVERY_S)
         try:
             self._store.wait(keys, timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
@@ -61,8 +56,7 @@ class StoreGather:
                 raise
             who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
             raise CollectiveTimeoutError(f"{who} not come within {self._timeout_s:g} s") from error
-        out.view(torch.uint8).copy_(to_tensor(b"".join(self._store.multi_get(keys))))
-        return _Done()
+        return [bytes(each) for each in self._store.multi_get(keys)]
 
     def among(self, ranks: Sequence[int]) -> StoreGather:
         """The same between some of these ranks. Collective among them."""

@@ -24,7 +24,9 @@ from typing import Any
 
 from evenstep import control_groups
 from evenstep.errors import ConfigurationError
-from evenstep.transport.core.object_collectives import Gathering, exchange
+from evenstep.transport.core.object_collectives import exchange
+from evenstep.transport.core.store_gather import StoreGather
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.shm.peers import PeerProcess, this_process
 from evenstep.transport.shm.segment import NONCE_BYTES, Segment, SegmentLayout, host_memory_bytes, plan_segment
 from evenstep.transport.shm.sync import plan_waiting
@@ -32,7 +34,11 @@ from evenstep.transport.shm.transport import SharedMemoryTransport
 
 
 def connect_shared_memory(
-    control: Gathering, *, timeout_s: float, threads_per_rank: int = 1
+    control: Transport | StoreGather,
+    *,
+    timeout_s: float,
+    threads_per_rank: int = 1,
+    seen: Sequence[dict[str, Any]] | None = None,
 ) -> SharedMemoryTransport | str:
     """Join the ranks of `control` through memory that they share.
 
@@ -42,11 +48,13 @@ def connect_shared_memory(
         control: Carries the few messages of the handshake: the rendezvous store (`StoreGather`), or a transport.
         timeout_s: Deadline for peers to arrive.
         threads_per_rank: How many threads of a rank are busy while it waits.
+        seen: What every rank has said of itself (`describe_this_process`); None: they say it now.
 
     Returns:
         The transport on every rank, or on every rank the same reason why there is none.
     """
-    seen = exchange(control, describe_this_process(control.rank))
+    if seen is None:
+        seen = exchange(control, describe_this_process(control.rank))
     reason = why_not_together(seen)
     if reason is not None:
         return reason

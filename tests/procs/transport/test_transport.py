@@ -12,6 +12,7 @@ import os
 import platform
 import struct
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ import evenstep
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
 from evenstep.testing import RankPool
 from evenstep.testing.transport import UNSIGNED, Coverage, check_transport, ops_of
+from evenstep.transport import factory
 from evenstep.transport.base import Op
 from evenstep.transport.local import LocalTransport
 from evenstep.transport.process_group.gloo import connect_gloo, open_gloo
@@ -312,14 +314,22 @@ def close_world() -> None:
     evenstep.init(quiet=True).close()
 
 
+@contextlib.contextmanager
+def described(describe: Callable[[int], dict[str, Any]]) -> Iterator[None]:
+    """Have ranks say something else of themselves, before and behind the process group's making."""
+    with (
+        mock.patch.object(handshake, "describe_this_process", describe),
+        mock.patch.object(factory, "describe_this_process", describe),
+    ):
+        yield
+
+
 def which(transport: str | None, shares: bool) -> tuple[str, str, str]:
     genuine = handshake.describe_this_process
     told = io.StringIO()
     with (
         contextlib.redirect_stderr(told),
-        mock.patch.object(
-            handshake, "describe_this_process", genuine if shares else lambda r: {"problem": f"no, says {r}"}
-        ),
+        described(genuine if shares else lambda r: {"problem": f"no, says {r}"}),
         evenstep.init(transport=transport) as world,
     ):
         assert world.mean(float(world.rank)) == (world.world_size - 1) / 2
@@ -341,7 +351,7 @@ def test_init_shares_memory_unless_told_otherwise(ranks: RankPool) -> None:
 
 def refused_transports() -> list[str]:
     told = []
-    with mock.patch.object(handshake, "describe_this_process", lambda r: {"problem": f"no, says {r}"}):
+    with described(lambda r: {"problem": f"no, says {r}"}):
         for name in ("shared memory", "nccl", "pigeons"):
             try:
                 evenstep.init(transport=name, device="cpu")

@@ -79,7 +79,7 @@ def connect_shared_memory(
         if problem is not None:
             return f"rank {rank} could not join: {problem}"
     assert segment is not None
-    processes = [PeerProcess(**each["process"]) for each in seen]
+    processes = [PeerProcess(**each["process"] | {"rank": rank}) for rank, each in enumerate(seen)]
     policy = plan_waiting(threads_per_rank * control.world_size, num_cores=count_cores(seen), timeout_s=timeout_s)
     split_by = functools.partial(_connect_again, threads_per_rank=threads_per_rank)
     return SharedMemoryTransport(segment, processes, rank=control.rank, policy=policy, split_by=split_by)

@@ -14,6 +14,7 @@ import torch
 
 from evenstep.errors import EvenstepError
 from evenstep.ground import environment
+from evenstep.ground.coordination.rendezvous_store import meet_without_port
 from evenstep.ground.health.excepthook import describe
 from evenstep.ground.health.first_failure import CrashReport
 from evenstep.launcher.pool.remote import pack_exception, pack_result, unpack_call
@@ -85,6 +86,7 @@ def serve(connection: Connection, setup: Setup) -> None:
 
 def _perform(task: Task, rank: int) -> Succeeded | Failed:
     environment.export({"EVENSTEP_RUN_DIR": str(task.run_directory)})
+    meet_without_port(environment.current_placement())
     try:
         fn, args, kwargs = unpack_call(task.call)
         result = fn(*args, **kwargs)

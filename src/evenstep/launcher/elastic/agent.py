@@ -116,7 +116,7 @@ class RankAgent(ElasticAgent):
         if worker_group.group_world_size > 1:
             # Every node counts restarts by itself; the store is one of this rendezvous alone.
             session = worker_group.store.compare_set("evenstep/session", "", uuid.uuid4().hex).decode()
-        with environment.exported({"EVENSTEP_RENDEZVOUS": session} if session else {}):
+        with environment.exported(environment.changed_settings(rendezvous=session)):
             pids = super().start_processes(worker_group)
         _merge_repeated_requests()
         ranks = [worker.global_rank for worker in worker_group.workers]

@@ -85,7 +85,7 @@ def serve(connection: Connection, setup: Setup) -> None:
 
 
 def _perform(task: Task, rank: int) -> Succeeded | Failed:
-    environment.export({"EVENSTEP_RUN_DIR": str(task.run_directory)})
+    environment.export(environment.changed_settings(run_directory=str(task.run_directory)))
     meet_without_port(environment.current_placement())
     try:
         fn, args, kwargs = unpack_call(task.call)

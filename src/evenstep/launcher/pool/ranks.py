@@ -222,7 +222,7 @@ class RankGroup:
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(self._port.port),
         }
-        with environment.exported({**environment.inherited_settings(), **variables}):
+        with environment.exported(variables):
             process.start()
         # Ours must be the only copy of the other end that is left, or its end would never be seen.
         theirs.close()

@@ -116,9 +116,9 @@ def _tell_torchelastic(error: BaseException) -> None:
     """Write the file by which torchrun shows what failed. Its folder may be gone, and the error is what counts.
 
     Its times are whole seconds, so that of ranks which fail together the lowest is blamed: those that only lost another
-    rank write nothing.
+    rank write nothing. Nor does a mistake of the user's, which has been said without a traceback.
     """
-    if is_consequence(error):
+    if is_consequence(error) or isinstance(error, EvenstepError):
         return
     with contextlib.suppress(Exception):
         try:

@@ -44,7 +44,7 @@ from evenstep.transport.base import Collective
 from evenstep.transport.core.fallback import fallback
 from evenstep.transport.core.header import REFUSED
 from evenstep.transport.core.transport import Transport
-from evenstep.transport.core.validation import flat_view
+from evenstep.transport.core.validation import flat_view, is_carried
 from evenstep.transport.core.worker_thread import QueuedWork, WorkerThread
 from evenstep.transport.internode.plan import NodePlan
 from evenstep.transport.internode.steps import InternodeSteps
@@ -69,6 +69,7 @@ class InternodeTransport(Transport):
 
     name = "shared memory + gloo"
     compares = True
+    _carries = staticmethod(is_carried)
 
     def __init__(
         self,

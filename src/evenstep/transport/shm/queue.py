@@ -34,6 +34,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from threading import get_ident
 
 import torch
 
@@ -161,7 +162,14 @@ class CallQueue(Transport):
                 if self._failure is not None:
                     raise self._failure
                 for work in works:
-                    self._enqueue(work)
+                    if self._compared_as is not None:
+                        work.packed, self._compared_as = self._compared_as, None
+                    if work.flat.nbytes > EAGER_BYTES:
+                        work.place = self._context.arena.locate(work.address, work.flat.nbytes)
+                    work.number = self._count(work.packed) - 1
+                    work.waits_for = Phase.ARRIVED, work.number + 1
+                    self._queue.append(work)
+                    self._unarrived.append(work)
                 self._arrive(takes=self._driver == _NOBODY)
             if len(self._queue) > 1:
                 self._try_to_advance()
@@ -172,19 +180,9 @@ class CallQueue(Transport):
             raise
         if self._callbacks:
             self._run_callbacks()
-        if background.is_asleep or background.ident == threading.get_ident():
+        if background.is_asleep or background.ident == get_ident():
             background.wake()
         return works[-1]
-
-    def _enqueue(self, work: SharedWork) -> None:
-        if self._compared_as is not None:
-            work.packed, self._compared_as = self._compared_as, None
-        if work.flat.nbytes > EAGER_BYTES:
-            work.place = self._context.arena.locate(work.address, work.flat.nbytes)
-        number = self._count(work.packed)
-        work.number, work.waits_for = number - 1, (Phase.ARRIVED, number)
-        self._queue.append(work)
-        self._unarrived.append(work)
 
     def _arrive(self, *, takes: bool) -> None:
         """Show the others the calls that are started, in order, as far as there are slots. Under the lock.
@@ -203,16 +201,31 @@ class CallQueue(Transport):
 
     # ------------------------------------------------------------------ driving
 
-    def _drive(self, steps: Callable[[], bool]) -> bool | None:
-        """Take steps as the driver, and return what they return; None: another thread drives."""
-        me = threading.get_ident()
+    def _drive(self, work: SharedWork | None = None, until: float | None = None) -> bool | None:
+        """Take steps as the driver.
+
+        Args:
+            work: Until this call is done, or all have failed. None: as far as steps need no waiting.
+            until: Wait until then at the latest.
+
+        Returns:
+            Whether the call is done, or has failed; of no call, whether anything was done. None: another thread drives.
+        """
+        me = get_ident()
         if self._driver == me:  # a signal's handler, in the midst of a step
             raise PeerLostError(f"rank {self.known_as}: a collective over {self.name} was called inside another one.")
         try:
             with self._lock:
                 if self._driver == _NOBODY:
                     self._driver = me
-            return steps() if self._driver == me else None
+            if self._driver != me:
+                return None
+            if work is None:
+                return self._advance(until)
+            while not work.is_done and self._failure is None:
+                if not self._step(self._queue[0], blocking=True, until=until):
+                    return False
+            return True
         finally:
             if self._driver == me:
                 self._driver = _NOBODY
@@ -238,7 +251,7 @@ class CallQueue(Transport):
             while not work.is_done:
                 if self._failure is not None:
                     raise self._failure
-                is_there = self._drive(functools.partial(self._step_until, work, until))
+                is_there = self._drive(work, until)
                 if is_there is None:
                     is_there = self._await_driver(work, until)
                 if not is_there:
@@ -246,13 +259,6 @@ class CallQueue(Transport):
         finally:
             if self._callbacks:
                 self._run_callbacks()
-
-    def _step_until(self, work: SharedWork, until: float | None) -> bool:
-        """Return whether a call is done, or all calls have failed, by that time."""
-        while not work.is_done and self._failure is None:
-            if not self._step(self._queue[0], blocking=True, until=until):
-                return False
-        return True
 
     def _await_driver(self, work: SharedWork, until: float | None) -> bool:
         """Return whether something has changed by that time."""
@@ -276,13 +282,13 @@ class CallQueue(Transport):
 
     def _try_to_advance(self) -> bool:
         """Advance without waiting, unless another thread drives; return whether anything could be done."""
-        return bool(self._drive(self._advance))
+        return bool(self._drive())
 
-    def _advance(self, seconds: float = 0.0) -> bool:
-        """Advance, waiting up to `seconds` for the first step; return whether anything could be done."""
+    def _advance(self, until: float | None) -> bool:
+        """Advance; return whether anything could be done. Waits only for the first step, until then at the latest."""
         any_step = False
-        if seconds and self._queue and self._failure is None:
-            any_step = self._step(self._queue[0], blocking=True, until=time.monotonic() + seconds)
+        if until is not None and self._queue and self._failure is None:
+            any_step = self._step(self._queue[0], blocking=True, until=until)
         while self._queue and self._failure is None and self._step(self._queue[0], blocking=False):
             any_step = True
         return any_step
@@ -355,7 +361,7 @@ class CallQueue(Transport):
             if work.callback is not None:
                 self._callbacks.append(functools.partial(work.callback, None))
                 work.callback = None
-                if background.ident != threading.get_ident():
+                if background.ident != get_ident():
                     background.wake()  # in case that this thread waits for more
             if self._unarrived:
                 self._arrive(takes=True)
@@ -402,7 +408,7 @@ class CallQueue(Transport):
         moved = False
         if self._queue and not self._is_closed:
             with contextlib.suppress(Exception):  # the calls have failed, and their waits raise the error
-                drove = self._drive(functools.partial(self._advance, seconds))
+                drove = self._drive(until=time.monotonic() + seconds if seconds else None)
                 if drove is None and seconds:
                     with self._lock:
                         self._wait_for_change(seconds)
@@ -438,7 +444,7 @@ class CallQueue(Transport):
         self._is_closed = True
         background.forget(self)
         self._fail(PeerLostError(f"rank {self.known_as}: this {self.name} transport has been closed."))
-        me = threading.get_ident()
+        me = get_ident()
         with self._lock:
             while self._driver not in (_NOBODY, me):  # it sees within some hundredths of a second that this rank left
                 self._wait_for_change(None)

@@ -41,9 +41,7 @@ class SharedMemoryTransport(CallQueue):
         self._split_by = split_by
         self._requests: Requests | None = None
 
-    @staticmethod
-    def _carries(tensor: Tensor) -> bool:
-        return is_carried(tensor)
+    _carries = staticmethod(is_carried)
 
     def _start(self, made: Collective) -> SharedWork:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
@@ -119,7 +120,7 @@ def test_who_gives_up_after_a_time_of_its_own_fails_nothing(ranks: RankPool, dri
 def end_with_callbacks() -> list[str]:
     """Of three callbacks the first raises, and the second waits for a thread that needs the transport."""
     transport, seen = connect(), list[str]()
-    shown, done = list[str](), threading.Event()
+    shown, done = list[str](), threading.Semaphore(0)
     before, threading.excepthook = threading.excepthook, lambda args: shown.append(repr(args.exc_value))
 
     def fail(error: object) -> None:
@@ -131,10 +132,11 @@ def end_with_callbacks() -> list[str]:
         )
         thread.join(15)
         seen.append(f"another thread came {not thread.is_alive()} {errors}")
+        done.release()
 
     def end(error: object) -> None:
         seen.append("ended")
-        done.set()
+        done.release()
 
     try:
         for callback in (fail, need_another, end):
@@ -142,12 +144,13 @@ def end_with_callbacks() -> list[str]:
             if callback is need_another:  # which may run as one of these two calls starts
                 sizes = [1 + transport.rank, 1 + transport.rank]
                 transport.all_to_all(torch.ones(2 * (1 + transport.rank)), torch.ones(3), sizes, [1, 2]).wait()
-        assert done.wait(15)
+        assert done.acquire(timeout=15)
+        assert done.acquire(timeout=15)
     finally:
         threading.excepthook = before
     transport.barrier().wait()
     transport.close()
-    return [*shown, *seen]
+    return [*shown, *sorted(seen)]  # in two threads, perhaps
 
 
 def test_callbacks_end_nothing_but_themselves_and_may_do_anything(ranks: RankPool) -> None:
@@ -162,6 +165,7 @@ def count_descriptors() -> int:
 def keep_descriptors() -> tuple[int, Any]:
     """How many one transport keeps; what happens when a stranger closes them and takes their number."""
     evenstep.init(quiet=True).barrier()
+    gc.collect()  # transports of earlier tests
     before = count_descriptors()
     transport = connect()
     kept = count_descriptors() - before

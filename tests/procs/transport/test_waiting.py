@@ -117,6 +117,36 @@ def test_who_gives_up_after_a_time_of_its_own_fails_nothing(ranks: RankPool, dri
     assert "allow more than timeout_s=0.3" in text
 
 
+def end_in_the_last_moment() -> list[float]:
+    """Rank 0 gives up just as another of its threads has ended the call."""
+    transport, told = connect(), connect()
+    tensor = torch.ones(3)
+    work = start(transport, tensor) if transport.rank == 0 else None
+    if work is not None:
+        other, errors = in_a_thread(work.wait)
+        while not transport._driver:
+            pass
+
+        def come_too_late(*_: object) -> bool:
+            told.barrier().wait()
+            other.join(15)
+            return False
+
+        transport._await_driver = come_too_late  # type: ignore[method-assign]
+        work.wait(0.3)
+        assert not errors, errors
+    else:
+        told.barrier().wait()
+        transport.all_reduce(tensor).wait()
+    for each in (transport, told):
+        each.close()
+    return tensor.tolist()
+
+
+def test_a_call_that_ends_as_its_waiter_gives_up_has_ended(ranks: RankPool) -> None:
+    assert ranks.run(end_in_the_last_moment, 2) == [[2.0] * 3] * 2
+
+
 def end_with_callbacks() -> list[str]:
     """Of three callbacks the first raises, and the second waits for a thread that needs the transport."""
     transport, seen = connect(), list[str]()

@@ -130,6 +130,7 @@ class CallQueue(Transport):
 
     def __init__(self, segment: Segment, processes: Sequence[PeerProcess], *, rank: int, policy: WaitPolicy) -> None:
         super().__init__(rank, len(processes), segment.nonce.hex()[:8])
+        self.timeout_s = policy.timeout_s
         self._segment = segment
         self.counters = ProgressCounters(
             segment.common.address + segment.layout.semaphores,
@@ -172,7 +173,7 @@ class CallQueue(Transport):
                     self._unarrived.append(work)
                 self._arrive(takes=self._driver == _NOBODY)
             if len(self._queue) > 1:
-                self._try_to_advance()
+                self._drive()
         except BaseException as error:
             # An interrupt, perhaps between two signals of one arrival: to go on would send the first one twice.
             if self._failure is None:
@@ -255,7 +256,7 @@ class CallQueue(Transport):
                 if is_there is None:
                     is_there = self._await_driver(work, until)
                 if not is_there:
-                    raise self._given_up(work, timeout_s)
+                    self._give_up(work, timeout_s)
         finally:
             if self._callbacks:
                 self._run_callbacks()
@@ -267,22 +268,22 @@ class CallQueue(Transport):
                 return True
             return self._wait_for_change(None if until is None else until - time.monotonic())
 
-    def _given_up(self, work: SharedWork, timeout_s: float | None) -> CollectiveTimeoutError:
+    def _give_up(self, work: SharedWork, timeout_s: float | None) -> None:
+        """Raise in this thread alone, unless the call has ended in the last moment, or all calls have failed."""
         assert timeout_s is not None, "without a deadline of its own it waits for the transport's"
-        what = f"{self.name} collective {work}"
-        text = self.counters.too_late(*self._queue[0].waits_for, what, timeout_s, timeout_s)
-        return CollectiveTimeoutError(text + describe_last_calls())
+        with self._lock:
+            if work.is_done or self._failure is not None:
+                return
+            first = self._queue[0].waits_for
+        text = self.counters.too_late(*first, f"{self.name} collective {work}", timeout_s, timeout_s)
+        raise CollectiveTimeoutError(text + describe_last_calls())
 
     def _poll(self, work: SharedWork) -> bool:
         """Advance without waiting; return whether the call is done."""
-        self._try_to_advance()
+        self._drive()
         if self._callbacks:
             self._run_callbacks()
         return work.is_done or self._failure is not None
-
-    def _try_to_advance(self) -> bool:
-        """Advance without waiting, unless another thread drives; return whether anything could be done."""
-        return bool(self._drive())
 
     def _advance(self, until: float | None) -> bool:
         """Advance; return whether anything could be done. Waits only for the first step, until then at the latest."""
@@ -342,8 +343,7 @@ class CallQueue(Transport):
 
     def _is_past(self, work: SharedWork, phase: Phase, count: int, until: float | None) -> bool:
         """Wait until all other ranks have passed a phase so often; return whether they have by `until`."""
-        what = f"{self.name} collective"
-        return self.counters.wait(phase, count, lambda: f"{what} {work}", until, self._show_waiting)
+        return self.counters.wait(phase, count, lambda: f"{self.name} collective {work}", until, self._show_waiting)
 
     def _show_waiting(self) -> None:
         with self._lock:
@@ -365,14 +365,13 @@ class CallQueue(Transport):
                     background.wake()  # in case that this thread waits for more
             if self._unarrived:
                 self._arrive(takes=True)
-            if self._num_waiting:
-                self._changed.notify_all()
+            self._tell_waiting()
 
     # ------------------------------------------------------------------ callbacks
 
     def _add_done_callback(self, work: SharedWork, callback: Callable[[EvenstepError | None], object]) -> None:
         if not work.is_done:
-            self._try_to_advance()
+            self._drive()
         with self._lock:
             is_open = not work.is_done and self._failure is None
             if is_open:
@@ -435,7 +434,7 @@ class CallQueue(Transport):
             self._callbacks += [functools.partial(each.callback, failure) for each in self._queue if each.callback]
             self._queue.clear()
             self._unarrived.clear()
-            self._changed.notify_all()
+            self._tell_waiting()
 
     def close(self) -> None:
         """See `Transport.close`. Memory from `allocate` lives on until its last tensor has gone."""

@@ -313,10 +313,14 @@ class ProgressCounters:
             self._check_missing(phase, count, what)
         return True
 
+    def _missing(self, phase: Phase, count: int) -> list[int]:
+        """The ranks that are not known to have passed `phase` so often."""
+        return [peer for peer in self._others if self._seen[phase][peer] < count]
+
     def _check_missing(self, phase: Phase, count: int, what: Callable[[], str]) -> None:
         """Raise if a rank that has not yet passed `phase` so often is lost, or has been waited for too long."""
         waited_s = time.monotonic() - self._waits_since
-        missing = [p for p, _ in self._incoming[phase] if self._seen[phase][p] < count]
+        missing = self._missing(phase, count)
         lost = self._lost(missing)
         # It may have signalled its part just before it ended: then nothing is lost yet.
         if lost and not self.all_here(phase, count):
@@ -348,7 +352,7 @@ class ProgressCounters:
 
     def too_late(self, phase: Phase, count: int, what: str, waited_s: float, timeout_s: float) -> str:
         """The message for who has waited too long for ranks that have not passed `phase` so often."""
-        missing = [p for p, _ in self._incoming[phase] if self._seen[phase][p] < count]
+        missing = self._missing(phase, count)
         names = ", ".join(
             f"{self._named(r)} ({self._pid(r)}{', stopped' if self._watch.is_stopped(r) else ''}{self._where(r)})"
             for r in missing

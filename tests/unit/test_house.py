@@ -124,7 +124,7 @@ ORDER: dict[str, list[str]] = {
         "private_names",
         "c_library",
     ],
-    "ground.compat.c_library": ["heap", "openmp", "libc"],
+    "ground.compat.c_library": ["mapping", "heap", "openmp", "libc"],
     "ground.coordination": ["rendezvous_store", "main_first", "agreement", "mesh"],
     "data": ["loader", "sampler", "sources", "loading", "order", "position"],
     "data.loading": ["device_prefetch", "workers", "fetch", "nested"],

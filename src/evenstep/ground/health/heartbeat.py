@@ -25,15 +25,12 @@ whole; between fields it may see a moment in between, and judges nothing by one 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import os
 import time
-import weakref
 from dataclasses import dataclass
-from typing import Any
 
-from evenstep.ground.compat.c_library.libc import c_library
+from evenstep.ground.compat.c_library.mapping import map_file
 
 PAGE_BYTES = 1 << 16  # a multiple of the page size of every machine
 _SITES, _REPORT = 128, 4096  # where they begin, in bytes
@@ -135,13 +132,7 @@ class Page:
     def __init__(self, fd: int) -> None:
         if os.fstat(fd).st_size < PAGE_BYTES or os.pread(fd, len(_MARK), 0) != _MARK:
             raise OSError("no heartbeat page")
-        # Not python's mmap, which keeps a descriptor per mapping.
-        address = _mmap(None, PAGE_BYTES, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)
-        if address in (None, _MAP_FAILED):
-            raise OSError(ctypes.get_errno(), "mmap of a heartbeat page")
-        memory: Any = (ctypes.c_ubyte * PAGE_BYTES).from_address(address)
-        weakref.finalize(memory, _munmap, address, PAGE_BYTES).atexit = False
-        self._bytes = memoryview(memory).cast("B")
+        self._bytes = memoryview(map_file(fd, num_bytes=PAGE_BYTES)).cast("B")
         self.words = self._bytes.cast("Q")
         self._next_site = _SITES
 
@@ -306,10 +297,3 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-
-_PROT_READ_WRITE, _MAP_SHARED = 3, 1
-_MAP_FAILED = (1 << (8 * ctypes.sizeof(ctypes.c_void_p))) - 1
-_mmap, _munmap = c_library(use_errno=True).mmap, c_library(use_errno=True).munmap
-_mmap.restype = ctypes.c_void_p
-_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]

@@ -56,6 +56,10 @@ class NodePages:
         store, *self.files = (f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds)
         self.variables = {"EVENSTEP_STORE": store, "EVENSTEP_PAGES": " ".join(self.files)}
 
+    def read(self, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
+        """What the pages say now, by rank. `ranks`: by local rank."""
+        return {rank: page.read() for rank, page in zip(ranks, self.pages, strict=True)}
+
     def close(self) -> None:
         """Close the files: ranks have mapped theirs. The pages can still be read."""
         while self._fds:

@@ -122,10 +122,7 @@ class RankAgent(ElasticAgent):
                 session=session,
                 node_rank=worker_group.group_rank,
                 num_nodes=worker_group.group_world_size,
-                describe=lambda: describe_ranks(
-                    {rank: page.read() for rank, page in zip(ranks, pages.pages, strict=True)},
-                    now_ns=time.monotonic_ns(),
-                ),
+                describe=lambda: describe_ranks(pages.read(ranks), now_ns=time.monotonic_ns()),
             )
         self.processes = WatchedRanks(
             self.processes,

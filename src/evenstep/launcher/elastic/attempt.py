@@ -72,7 +72,7 @@ class Attempt:
 
     def pages(self) -> dict[int, Heartbeat | None]:
         """Their heartbeat pages as they are now, by rank."""
-        return {rank: page.read() for rank, page in zip(self.ranks, self._pages.pages, strict=True)}
+        return self._pages.read(self.ranks)
 
     def saves(self) -> bool:
         """Whether they save on a stop signal, which may take a while."""

@@ -23,7 +23,6 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from torch import Tensor
 from evenstep import control_groups
 from evenstep.errors import ConfigurationError, PeerLostError
 from evenstep.ground.compat.c_library.libc import c_library
+from evenstep.ground.compat.c_library.mapping import map_file
 from evenstep.transport.core.reduction import round_up
 from evenstep.transport.shm.sync import SEMAPHORE_BYTES, make_semaphores, num_semaphores
 
@@ -123,17 +123,9 @@ class Mapping:
     """
 
     def __init__(self, fd: int, *, offset: int, num_bytes: int, populate: bool = False) -> None:
-        # Not python's mmap, which keeps a descriptor per mapping: a model has hundreds of buckets.
-        flags = _MAP_SHARED | (_MAP_POPULATE if populate else 0)
-        address = _mmap(None, num_bytes, _PROT_READ_WRITE, flags, fd, offset)
-        if address is None or address == _MAP_FAILED:
-            code = ctypes.get_errno()
-            raise OSError(code, f"mmap of {num_bytes} bytes at {offset}: {os.strerror(code)}")
-        self.address: int = address
+        self.raw = map_file(fd, num_bytes=num_bytes, offset=offset, populate=populate)
+        self.address = ctypes.addressof(self.raw)
         self.num_bytes = num_bytes
-        self.raw: Any = (ctypes.c_ubyte * num_bytes).from_address(address)
-        # On the bytes and not on this object: tensors hold the former.
-        weakref.finalize(self.raw, _munmap, address, num_bytes).atexit = False
 
     def tensor(self, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
         """[numel], `offset` bytes from the start; keeps the memory mapped."""
@@ -334,18 +326,8 @@ def _meminfo(name: str) -> int:
     raise OSError(f"/proc/meminfo has no {name}")
 
 
-_PROT_READ_WRITE = 3
-_MAP_SHARED = 1
-_MAP_POPULATE = 0x8000
-_MAP_FAILED = (1 << (8 * ctypes.sizeof(ctypes.c_void_p))) - 1
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
 
-_libc = c_library(use_errno=True)
-_mmap = _libc.mmap
-_mmap.restype = ctypes.c_void_p
-_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_munmap = _libc.munmap
-_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_fallocate = _libc.fallocate
+_fallocate = c_library(use_errno=True).fallocate
 _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]

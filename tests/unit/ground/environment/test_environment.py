@@ -8,16 +8,8 @@ import pytest
 from evenstep.errors import ConfigurationError
 from evenstep.ground import environment
 from evenstep.ground.environment import Placement, detect, placement_from_nodes, rank_variables
+from tests.unit.ground.environment.recorded_environments import TORCHRUN
 
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "TORCHELASTIC_RESTART_COUNT": "5",
-}
 ON_TWO_HOSTS = Placement(
     rank=3,
     world_size=4,

@@ -6,24 +6,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from evenstep.ground.health import heartbeat
 from evenstep.ground.health.heartbeat import _MARK, PAGE_BYTES, REPORT_BYTES, Note, Page, Phase, make_page
 from evenstep.ground.health.peer_heartbeats import NodePages
-
-
-@pytest.fixture
-def page() -> Iterator[Page]:
-    """This process's own."""
-    fd = make_page()
-    page = Page(fd)
-    os.close(fd)
-    heartbeat.write_to(page, rank=3)
-    yield page
-    heartbeat.write_to(None)
 
 
 def test_what_is_marked_is_read(page: Page) -> None:

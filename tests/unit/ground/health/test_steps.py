@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from evenstep.ground.health import heartbeat, steps
-from evenstep.ground.health.heartbeat import Heartbeat, Page, Phase, make_page
+from evenstep.ground.health import steps
+from evenstep.ground.health.heartbeat import Heartbeat, Page, Phase
 from evenstep.ground.health.steps import StragglerWatch, find_stragglers
 
 SECOND = 1_000_000_000
-
-
-@pytest.fixture
-def page() -> Iterator[Page]:
-    """This process's own."""
-    fd = make_page()
-    page = Page(fd)
-    os.close(fd)
-    heartbeat.write_to(page, rank=3)
-    yield page
-    heartbeat.write_to(None)
 
 
 def after_steps(rank: int, num_steps: int, own_s: float, step_s: float) -> Heartbeat:

@@ -1,0 +1,42 @@
+"""Files in this process's memory. Not python's mmap, which keeps a descriptor per mapping: a model has hundreds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from typing import Any
+
+from evenstep.ground.compat.c_library.libc import c_library
+
+_PROT_READ_WRITE = 3
+_MAP_SHARED, _MAP_POPULATE = 1, 0x8000
+_MAP_FAILED = (1 << (8 * ctypes.sizeof(ctypes.c_void_p))) - 1
+
+_libc = c_library(use_errno=True)
+_mmap, _munmap = _libc.mmap, _libc.munmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def map_file(fd: int, *, num_bytes: int, offset: int = 0, populate: bool = False) -> Any:
+    """A stretch of a file as an array of bytes (ctypes), shared with whoever maps it, until nothing refers to it.
+
+    Args:
+        fd: Of the file; not needed afterwards.
+        num_bytes: How long the stretch is.
+        offset: Where it begins, a multiple of the page size.
+        populate: Have all of it in memory now.
+
+    Raises:
+        OSError: The system refuses.
+    """
+    flags = _MAP_SHARED | (_MAP_POPULATE if populate else 0)
+    address = _mmap(None, num_bytes, _PROT_READ_WRITE, flags, fd, offset)
+    if address is None or address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mmap of {num_bytes} bytes at {offset}: {os.strerror(code)}")
+    memory: Any = (ctypes.c_ubyte * num_bytes).from_address(address)
+    weakref.finalize(memory, _munmap, address, num_bytes).atexit = False
+    return memory

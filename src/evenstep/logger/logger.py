@@ -218,9 +218,10 @@ class Logger:
 
 def _is_whole(step: Any) -> bool:
     try:
-        return checks.whole("step", step, least=0) >= 0
+        checks.whole("step", step, least=0)
     except ConfigurationError:
         return False
+    return True
 
 
 def _items(what: str, values: Mapping[str, float | Tensor]) -> list[tuple[str, float | Tensor]]:

@@ -46,6 +46,11 @@ class Collective:
     out: Tensor = None  # type: ignore[assignment]
     back: tuple[Tensor, Tensor] | None = None
 
+    def copy_back(self) -> None:
+        """Copy the result to the caller's outputs, where these aren't contiguous."""
+        if self.back is not None:
+            self.back[0].copy_(self.back[1])
+
 
 class Work(Protocol):
     """The handle of a collective in flight."""

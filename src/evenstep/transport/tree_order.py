@@ -104,8 +104,7 @@ class OrderedTransport(Transport):
                 divide(result, self.world_size)
             if result is not call.out:
                 call.out.copy_(result)
-            if call.back is not None:
-                call.back[0].copy_(call.back[1])
+            call.copy_back()
 
         def run() -> None:
             for work in steps:

@@ -145,12 +145,12 @@ class EvenstepGroup(GroupCalls):
             if self._gloo is not None:
                 return
             store, rank, size = PrefixStore(self._gloo_prefix, self._store), self.rank(), self.size()
-            if self._shared is None or self._shared.name == "shared memory + gloo":
-                gloo = ForwardingGloo(store, rank, size, timeout=self._timeout)
-            else:
-                if isinstance(self._shared, SharedMemoryTransport):
-                    self._shared.request()  # first: making it waits for the others
+            if isinstance(self._shared, SharedMemoryTransport):
+                self._shared.request()  # first: making it waits for the others
+            if isinstance(self._shared, SharedMemoryTransport | LocalTransport):
                 gloo = ForwardingGloo(store, rank, size, loopback_gloo_options(self._timeout))
+            else:
+                gloo = ForwardingGloo(store, rank, size, timeout=self._timeout)
             gloo.options.global_ranks_in_group = self._global_ranks
             gloo.options.group_name = self._name  # type: ignore[assignment]
             begin_sequence_numbers(gloo)

@@ -62,8 +62,7 @@ class _StagedWork:
     def wait(self) -> None:
         self._work.wait()
         self._call.out.copy_(self._there)
-        if self._call.back is not None:
-            self._call.back[0].copy_(self._call.back[1])
+        self._call.copy_back()
 
     def is_completed(self) -> bool:
         return self._work.is_completed()

@@ -105,8 +105,7 @@ class InternodeTransport(Transport):
         def prepare(number: int) -> Callable[[], None]:
             def run() -> None:
                 steps(number, call.packed)
-                if call.back is not None:
-                    call.back[0].copy_(call.back[1])
+                call.copy_back()
 
             return run
 

@@ -81,8 +81,7 @@ class _GroupWork:
             return
         if self._finish is not None:
             self._finish()
-        if call.back is not None:
-            call.back[0].copy_(call.back[1])
+        call.copy_back()
 
     def is_completed(self) -> bool:
         is_completed = self._work.is_completed()

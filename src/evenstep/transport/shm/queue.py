@@ -299,8 +299,8 @@ class CallQueue(Transport):
         if torch.is_grad_enabled():
             # Torch may have attached a gradient's history to a result since the call was started (the functional
             # collectives do): autograd would record this write, or refuse it.
-            set_grad_enabled(False)
-            try:
+            try:  # at once: a handler may raise as soon as gradients are off
+                set_grad_enabled(False)
                 return self._step(work, blocking=blocking, until=until)
             finally:
                 set_grad_enabled(True)

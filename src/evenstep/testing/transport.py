@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evenstep.transport.base import Op, Work
+from evenstep.transport.base import Collective, Op, Row, Work
 from evenstep.transport.core.codec import to_bytes
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.transport import Transport
@@ -171,6 +171,8 @@ class _Checker:
             self.check_all_reduce(values, op)
             self.check_reduce_scatter(wide, op)
             self.num_turns += 1
+        if dtype.is_floating_point and "sum" in ops:
+            self.check_sum_of_gradients(values, wide)
         self._compare_seen()
 
     def check_moves(self, values: Sequence[Tensor]) -> None:
@@ -248,6 +250,32 @@ class _Checker:
         out = torch.zeros(share, dtype=values[0].dtype, device="cpu")
         t.reduce_scatter(out, self._mine(values), op).wait()
         self._close(out, expected, f"reduce_scatter({op}) of {out.dtype} {share} per rank")
+
+    def check_sum_of_gradients(self, values: Sequence[Tensor], wide: Sequence[Tensor]) -> None:
+        """Sums with numbers beside them, and with rows: each kind of window, and ranks without samples."""
+        t = self._transport
+        shared = random.Random(self._coverage.seed + self.num_checked)
+        weights = [shared.choice([0.0, shared.uniform(0.1, 300.0)]) for _ in values]
+        plain = shared.choice([t.world_size, 2 * t.world_size + 1])
+        size = shared.choice([1, 7, 3000])
+        for rows, divisor in (
+            (None, 1.0),
+            ([Row(weight, 1.0, 0.0) if weight else Row() for weight in weights], math.fsum(weights) or plain),
+            ([Row(0.0, 1.0, 0.0) for _ in weights], math.inf),
+            ([Row(0.0, 0.0, float(weight > 0)) for weight in weights], plain),
+        ):
+            row = None if rows is None else rows[t.rank]
+            answers = f"of {values[0].dtype} {list(values[0].shape)} with rows {rows}, plain {plain}"
+            numbers = [torch.tensor([shared.random() for _ in range(size)], dtype=torch.float64) for _ in values]
+            mine, beside = values[t.rank].clone(), numbers[t.rank].clone()
+            t.run(Collective("all_reduce", mine, mine, "sum", beside=beside, row=row, plain=plain)).wait()
+            self._close(mine, reference(values, "sum") / (divisor if t.divides else 1.0), f"all_reduce {answers}")
+            self._close(beside, reference(numbers, "sum"), f"{size} numbers beside it")
+            share = wide[0].numel() // t.world_size
+            out = torch.zeros(share, dtype=wide[0].dtype, device="cpu")
+            t.run(Collective("reduce_scatter", self._mine(wide), out, "sum", row=row, plain=plain)).wait()
+            expected = reference(wide, "sum")[t.rank * share : (t.rank + 1) * share]
+            self._close(out, expected / (divisor if t.divides else 1.0), f"reduce_scatter {answers}")
 
     def check_allocate(self) -> None:
         for numel in (0, 1, 100_000, 1_000_000):

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from evenstep.transport.core.reduction import Arithmetic
 
 # "mean" is of all numbers but unsigned ones of more than 8 bits, and that of integers is rounded towards zero, as NCCL
 # does; "max" and "min" are of ordered ones, the last three of integers and bool. Of bool, "sum" and "max" are "or",
 # "product" and "min" are "and".
 Op = Literal["sum", "max", "min", "mean", "product", "band", "bor", "bxor"]
+
+
+class Row(NamedTuple):
+    """What one rank adds to the divisor of a sum of gradients. A rank without samples, or one that has left: zeros.
+
+    Attributes:
+        weight: The sum of its window's weights.
+        is_weighted: 1 if its window is weighted.
+        is_plain: 1 if its window is plain.
+    """
+
+    weight: float = 0.0
+    is_weighted: float = 0.0
+    is_plain: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
@@ -28,10 +45,15 @@ class Collective:
         splits: Of an all_to_all: how many elements of `outputs` come from, and of `inputs` go to each rank; None, on
             all ranks: equal parts.
         beside: [n], a few numbers that are added over the ranks in the same call, in place; on all ranks or none.
+        row: Of a sum of floats: this rank's part of the divisor, on all ranks or none. The result is the sum over
+            `core.reduction.divisor_of` of all rows where the transport `divides`, else the sum.
+        plain: The divisor where no row is weighted, the same on all ranks.
         packed: The fingerprint that ranks compare. This and what follows is filled in as the call is checked.
         flat: [numel], contiguous: the inputs; what only counts by its length where this rank gives nothing.
         out: [numel], contiguous: the outputs; `flat` where they are one, or where this rank gets nothing.
         back: (to, from): what is copied in the end, where the caller's outputs aren't contiguous.
+        how: How values are combined; None where they aren't.
+        divisor: What divides the result, as far as it is known before the call; None: nothing does.
     """
 
     kind: str
@@ -41,10 +63,14 @@ class Collective:
     root: int = -1
     splits: tuple[Sequence[int], Sequence[int]] | None = None
     beside: Tensor | None = None
+    row: Row | None = None
+    plain: float = 0.0
     packed: bytes = b""
     flat: Tensor = None  # type: ignore[assignment]
     out: Tensor = None  # type: ignore[assignment]
     back: tuple[Tensor, Tensor] | None = None
+    how: Arithmetic | None = None
+    divisor: float | None = None
 
     def copy_back(self) -> None:
         """Copy the result to the caller's outputs, where these aren't contiguous."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from evenstep.transport.base import Collective, Work
+from evenstep.transport.core.reduction import divide, divisor_of
 from evenstep.transport.core.transport import Transport
 
 
@@ -29,14 +30,18 @@ class LocalTransport(Transport):
 
     name = "local"
     is_in_tree_order = True
+    divides = True
 
     def __init__(self) -> None:
         super().__init__(0, 1, "local")
 
     def _start(self, call: Collective) -> Work:
-        if call.out is not call.flat:
+        if call.out is not call.flat or call.row is not None:
             with torch.no_grad():  # as with more ranks, outputs have no part in the inputs' gradient
-                call.out.copy_(call.flat)
+                if call.out is not call.flat:
+                    call.out.copy_(call.flat)
+                if call.row is not None:
+                    divide(call.out, divisor_of([call.row], call.plain))
                 call.copy_back()
         return _DONE
 

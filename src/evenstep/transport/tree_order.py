@@ -100,8 +100,8 @@ class OrderedTransport(Transport):
         """Take the steps after those of all earlier calls. The call's outputs become `result`."""
 
         def finish() -> None:
-            if call.op == "mean":
-                divide(result, self.world_size)
+            if call.divisor is not None:
+                divide(result, call.divisor)
             if result is not call.out:
                 call.out.copy_(result)
             call.copy_back()

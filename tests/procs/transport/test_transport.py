@@ -8,8 +8,10 @@ import datetime
 import errno
 import gc
 import io
+import math
 import os
 import platform
+import random
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -25,7 +27,7 @@ from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
 from evenstep.testing import RankPool
 from evenstep.testing.transport import UNSIGNED, Coverage, check_transport, ops_of
 from evenstep.transport import factory
-from evenstep.transport.base import Op
+from evenstep.transport.base import Collective, Op, Row
 from evenstep.transport.local import LocalTransport
 from evenstep.transport.process_group.gloo import connect_gloo, open_gloo
 from evenstep.transport.process_group.transport import ProcessGroupTransport
@@ -107,6 +109,67 @@ def test_numbers_travel_beside_a_tensor(ranks: RankPool, nproc: int, fresh_seed:
     for (message,) in ranks.run(with_numbers_beside, nproc, fresh_seed):
         assert "rank 0: all_reduce(sum) of float32 [3], with 2 numbers beside it; rank 1: " in message
         assert "all_reduce(sum) of float32 [3], with 3 numbers beside it" in message
+
+
+def with_rows_that_differ(case: str) -> str:
+    """One rank names another divisor, gives none, or gives one for integers; large and eager."""
+    world = evenstep.init(quiet=True)
+    transport = new_shared_memory()
+    differs = transport.rank == transport.world_size - 1
+    row, plain, numel = Row(2.0, 1.0, 0.0), 4.0, 300_000 if "large" in case else 3
+    tensor = torch.ones(numel, dtype=torch.int32 if "integers" in case and differs else torch.float32)
+    if differs and "plain" in case:
+        plain = 5.0
+    given = None if differs and "none" in case else row
+    with pytest.raises(EvenstepError) as caught:
+        transport.run(Collective("all_reduce", tensor, tensor, "sum", row=given, plain=plain)).wait()
+    world.barrier()
+    transport.close()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("size", ["eager", "large"])
+@pytest.mark.parametrize("case", ["plain", "none", "integers"])
+def test_which_divisor_comes_along_is_compared(ranks: RankPool, case: str, size: str) -> None:
+    *others, last = ranks.run(with_rows_that_differ, 2, f"{case} {size}")
+    divided = "divided by the weights or by 4"
+    for message in others if case == "integers" else [*others, last]:
+        assert message.startswith("MismatchError: the ranks disagree in collective number 1 over shared memory"), (
+            message
+        )
+        assert divided in message
+        assert {"plain": "by 5", "none": "rank 1: all_reduce(sum)", "integers": "refused"}[case] in message
+    if case == "integers":
+        assert "ConfigurationError: all_reduce on rank 1: a divisor is for a sum of floats, not sum of int32" in last
+
+
+def divide_by_rows(seed: int) -> int:
+    """Sums that have rows, against the same sums without any, divided afterwards: bit for bit."""
+    evenstep.init(quiet=True).barrier()
+    transport = new_shared_memory()
+    shared, own = random.Random(seed), torch.Generator().manual_seed(seed + transport.rank)
+    num_checked = 0
+    for numel in (1, 1000, 40_000, 200_000, 1_000_003):
+        for dtype in (torch.float32, torch.float64):
+            for is_bucket in (False, True):
+                weights = [shared.uniform(0.0, 9.0) for _ in range(transport.world_size)]
+                tensor = torch.randn(numel, dtype=dtype, generator=own)
+                if is_bucket:
+                    tensor = transport.allocate(numel, dtype=dtype, device=tensor.device).copy_(tensor)
+                summed, row = tensor.clone(), Row(weights[transport.rank], 1.0, 0.0)
+                transport.all_reduce(summed).wait()
+                transport.run(Collective("all_reduce", tensor, tensor, "sum", row=row, plain=3.0)).wait()
+                assert torch.equal(tensor, summed / math.fsum(weights)), (numel, dtype, is_bucket)
+                num_checked += 1
+    transport.close()
+    return num_checked
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_a_sum_is_divided_once_and_never_multiplied_by_the_inverse(
+    ranks: RankPool, nproc: int, fresh_seed: int
+) -> None:
+    assert ranks.run(divide_by_rows, nproc, fresh_seed) == [20] * nproc
 
 
 def around_the_size_that_is_summed_whole() -> list[int]:

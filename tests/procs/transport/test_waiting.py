@@ -201,6 +201,7 @@ def keep_descriptors() -> tuple[int, Any]:
     kept = count_descriptors() - before
     bucket = transport.allocate(100_000, dtype=torch.float32, device=torch.device("cpu")).fill_(1.0)
     transport.all_reduce(bucket).wait()
+    transport.all_reduce(torch.ones(300_000)).wait()  # its chunks have memory from now on
     number = transport._segment.fd
     os.close(number)
     taken = os.open(__file__, os.O_RDONLY)
@@ -220,3 +221,24 @@ def keep_descriptors() -> tuple[int, Any]:
 @pytest.mark.parametrize("nproc", [2, 4])
 def test_a_transport_keeps_one_descriptor_and_looks_before_it_uses_it(ranks: RankPool, nproc: int) -> None:
     assert ranks.run(keep_descriptors, nproc) == [(1, [nproc])] * nproc
+
+
+def count_memory() -> tuple[int, int, int]:
+    """Bytes of a segment: new, after short calls, and after a long one."""
+    transport = connect()
+    sizes = []
+    for numel in (0, 16_000, 300_000):
+        transport.all_reduce(torch.ones(numel)).wait()
+        transport.barrier().wait()
+        sizes.append(os.fstat(transport._segment.fd).st_blocks * 512)
+        transport.barrier().wait()  # before any rank goes on
+    transport.close()
+    new, short, long = sizes
+    return new, short, long
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_a_transport_takes_a_mebibyte_per_rank_until_a_long_tensor_needs_chunks(ranks: RankPool, nproc: int) -> None:
+    for new, short, long in ranks.run(count_memory, nproc):
+        assert new == short <= nproc * (1.1 * 2**20) + 2**17
+        assert long - new == nproc * (3 << 20)

@@ -18,9 +18,9 @@ def no_calls() -> None:
 def test_states_and_shapes() -> None:
     """One call has ended, one has begun, one waits for its turn."""
     group = RecordedGroup("ab12", "shared memory")
-    record(group, 1, Fingerprint("all_reduce", "sum", torch.float32, (3, 4)).pack())
-    record(group, 2, Fingerprint("all_gather", None, torch.bfloat16, (5,)).pack())
-    record(group, 3, Fingerprint("reduce_scatter", "sum", torch.int64, (6,)))
+    record((group, 1, Fingerprint("all_reduce", "sum", torch.float32, (3, 4)).pack()))
+    record((group, 2, Fingerprint("all_gather", None, torch.bfloat16, (5,)).pack()))
+    record((group, 3, Fingerprint("reduce_scatter", "sum", torch.int64, (6,))))
     group.num_completed, group.num_started = 1, 2
     assert describe_last_calls().splitlines() == [
         "",
@@ -35,8 +35,8 @@ def test_like_calls_have_one_line() -> None:
     group, other = RecordedGroup("0", "gloo"), RecordedGroup("1", "gloo")
     packed = Fingerprint("barrier", None, torch.uint8, ()).pack()
     for number in (1, 2, 3):
-        record(group, number, packed)
-    record(other, 1, packed)
+        record((group, number, packed))
+    record((other, 1, packed))
     group.num_started = group.num_completed = 3
     group.unfinished.add(2)
     assert [line.strip() for line in describe_last_calls().splitlines()[2:]] == [
@@ -54,5 +54,5 @@ def test_only_the_last_calls_stay() -> None:
     group = RecordedGroup("0", "gloo")
     packed = Fingerprint("barrier", None, torch.uint8, ()).pack()
     for number in range(1, 102):
-        record(group, number, packed)
+        record((group, number, packed))
     assert "barrier numbers 52 to 101, " in describe_last_calls()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import random
+from fractions import Fraction
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.errors import ConfigurationError
-from evenstep.transport.core.reduction import Scratch, plan_arithmetic, plan_slices, plan_tree, reduce_into
+from evenstep.transport.base import Row
+from evenstep.transport.core.reduction import Scratch, divisor_of, plan_arithmetic, plan_slices, plan_tree, reduce_into
 
 NUMEL = 300_001  # more than a block of sums
 
@@ -68,7 +73,7 @@ def test_means_of_integers_are_what_nccl_gives(dtype, num_ranks, fresh_seed):
     inputs = [torch.randint(*draw, (50,), dtype=dtype, generator=generator) for _ in range(num_ranks)]
     inputs[0][:2] = torch.tensor([info.max, info.min], dtype=dtype)
     outputs = [torch.empty(50, dtype=dtype) for _ in range(2)]
-    reduce_into(outputs, inputs, plan_arithmetic("mean", dtype), Scratch())
+    reduce_into(outputs, inputs, plan_arithmetic("mean", dtype), Scratch(), divisor=num_ranks)
     expected = []
     for column in zip(*(each.tolist() for each in inputs), strict=True):
         total = (sum(column) - info.min) % (1 << info.bits) + info.min
@@ -90,3 +95,27 @@ def test_means_of_integers_are_what_nccl_gives(dtype, num_ranks, fresh_seed):
 def test_what_has_no_meaning_is_refused(op, dtype, words):
     with pytest.raises(ConfigurationError, match=words):
         plan_arithmetic(op, dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "divisor"),
+    [
+        ([Row(3.0, 1.0, 0.0), Row(0.5, 1.0, 0.0)], 3.5),
+        ([Row(3.0, 1.0, 0.0), Row()], 3.0),
+        ([Row(0.0, 1.0, 0.0), Row()], math.inf),
+        ([Row(0.0, 0.0, 1.0), Row(0.0, 0.0, 1.0), Row()], 7.0),
+        ([Row(), Row()], 7.0),
+    ],
+)
+def test_a_divisor_is_the_sum_of_weights_or_what_is_named(rows: list[Row], divisor: float) -> None:
+    """Weighted; beside a rank without samples; no weight at all; plain; nothing."""
+    assert divisor_of(rows, 7.0) == divisor
+
+
+def test_a_divisor_does_not_depend_on_the_order_of_ranks(fresh_seed: int) -> None:
+    shared = random.Random(fresh_seed)
+    rows = [Row(10 ** shared.uniform(-12, 12), 1.0, 0.0) for _ in range(64)]
+    expected = float(sum(Fraction(row.weight) for row in rows))
+    for _ in range(20):
+        shared.shuffle(rows)
+        assert divisor_of(rows, 1.0) == expected

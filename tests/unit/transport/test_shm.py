@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from evenstep.control_groups import count_cpus
 from evenstep.errors import ConfigurationError
 from evenstep.processes import state_and_start
-from evenstep.transport.core.header import (
-    HEADER_USED_BYTES,
-)
+from evenstep.transport.base import Row
+from evenstep.transport.core.header import NUMBER_OFFSET
 from evenstep.transport.shm import segment as segment_module
 from evenstep.transport.shm.allocator import Arena, FreeList, Views
 from evenstep.transport.shm.handshake import count_cores, describe_this_process, why_not_together
 from evenstep.transport.shm.peers import PeerProcess, PeerWatch, this_process
-from evenstep.transport.shm.segment import HEADER_BYTES, Segment, host_memory_bytes, plan_segment
+from evenstep.transport.shm.segment import HEADER_BYTES, ROW_OFFSET, Segment, host_memory_bytes, plan_segment
 from evenstep.transport.shm.sync import (
     WaitPolicy,
     adapt_spin,
@@ -60,7 +59,8 @@ def test_the_layout_has_no_overlap(world_size):
     assert layout.eager_slot(world_size - 1, segment_module.NUM_SLOTS) == layout.chunks
     assert layout.chunk(world_size - 1, segment_module.NUM_CHUNKS) <= layout.zone(0) == layout.common_bytes
     assert layout.zone(1) - layout.zone(0) >= (1 << 30) + 5
-    assert layout.header(0, 1) - layout.header(0, 0) == HEADER_BYTES >= HEADER_USED_BYTES
+    assert layout.header(0, 1) - layout.header(0, 0) == HEADER_BYTES >= ROW_OFFSET + 8 * len(Row())
+    assert ROW_OFFSET >= NUMBER_OFFSET + 8
 
 
 def make_segment(world_size: int = 2) -> Segment:

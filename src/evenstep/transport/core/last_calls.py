@@ -47,18 +47,7 @@ class RecordedGroup:
 
 # (group, number of the call from 1, packed or unpacked fingerprint): the oldest is dropped.
 _calls: collections.deque[tuple[RecordedGroup, int, bytes | Fingerprint]] = collections.deque(maxlen=NUM_CALLS)
-_append = _calls.append
-
-
-def record(group: RecordedGroup, number: int, call: bytes | Fingerprint) -> None:
-    """Remember a call as it is launched.
-
-    Args:
-        group: Whose.
-        number: From 1, in its transport.
-        call: Its fingerprint.
-    """
-    _append((group, number, call))
+record = _calls.append  # remembers a call as it is launched
 
 
 def describe_last_calls() -> str:

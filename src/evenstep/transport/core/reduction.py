@@ -13,7 +13,8 @@ The order is a fixed binary tree over ranks, so the result has the same bits on 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError
-from evenstep.transport.base import Op
+from evenstep.transport.base import Op, Row
 from evenstep.transport.core.nonfinite_monitor import SumMonitor, check_sum
 
 # A block of every rank's vector and of the result fit a core's cache together, so that what was read for the sum is
@@ -77,27 +78,32 @@ class Arithmetic:
 
     Attributes:
         function: Combines two tensors; takes `out`.
+        dtype: Of the tensors.
         carrier: The dtype as which tensors are viewed.
         accumulator: The dtype to compute in, where it isn't the carrier.
         flip: XORed before and after, so that signed comparison orders unsigned numbers.
-        divides: Divide by the number of ranks at the end.
     """
 
     function: Callable[..., Any]
+    dtype: torch.dtype
     carrier: torch.dtype
     accumulator: torch.dtype | None = None
     flip: int | None = None
-    divides: bool = False
 
-    @property
+    @functools.cached_property
     def is_direct(self) -> bool:
         """Whether values can be combined without conversion."""
         return self.accumulator is None and self.flip is None
 
-    @property
+    @functools.cached_property
     def is_plain(self) -> bool:
-        """Whether one call of the function combines two values completely."""
-        return self.accumulator is None and self.flip is None and not self.divides
+        """Whether the function combines two tensors as they are."""
+        return self.is_direct and self.carrier is self.dtype
+
+    @functools.cached_property
+    def block_numel(self) -> int:
+        """How many elements are combined at a time."""
+        return _BLOCK_BYTES // (self.accumulator or self.carrier).itemsize
 
 
 @functools.cache
@@ -124,16 +130,16 @@ def plan_arithmetic(op: Op, dtype: torch.dtype) -> Arithmetic:
     if problem is not None:
         raise ConfigurationError(f"all_reduce: op={op!r} of a {str(dtype)[6:]} tensor: {problem}.")
     if dtype is torch.bool:
-        return Arithmetic(_FUNCTIONS[_BOOL_OPS.get(op, op)], dtype)
+        return Arithmetic(_FUNCTIONS[_BOOL_OPS.get(op, op)], dtype, dtype)
     if dtype in _HALF and op in ("sum", "mean", "product"):
-        return Arithmetic(_FUNCTIONS[op], dtype, accumulator=torch.float32, divides=op == "mean")
+        return Arithmetic(_FUNCTIONS[op], dtype, dtype, accumulator=torch.float32)
     if dtype.is_complex and dtype.itemsize == 4:  # complex32; from torch 2.15 on bcomplex32, too
-        return Arithmetic(_FUNCTIONS[op], dtype, accumulator=torch.complex64, divides=op == "mean")
+        return Arithmetic(_FUNCTIONS[op], dtype, dtype, accumulator=torch.complex64)
     if dtype in _SIGNED:
         carrier = _SIGNED[dtype]
         flip = torch.iinfo(carrier).min if op in ("max", "min") else None
-        return Arithmetic(_FUNCTIONS[op], carrier, flip=flip)
-    return Arithmetic(_FUNCTIONS[op], dtype, divides=op == "mean")
+        return Arithmetic(_FUNCTIONS[op], dtype, carrier, flip=flip)
+    return Arithmetic(_FUNCTIONS[op], dtype, dtype)
 
 
 def reduce_into(
@@ -143,6 +149,7 @@ def reduce_into(
     scratch: Scratch,
     monitor: SumMonitor | None = None,
     begin: int = 0,
+    divisor: float | None = None,
 ) -> None:
     """Combine `inputs` and write the result to all `outputs`.
 
@@ -153,44 +160,56 @@ def reduce_into(
         scratch: Memory to compute in.
         monitor: Checks the result before it is written anywhere but to the first output.
         begin: Number of the first element, for `monitor`.
+        divisor: Divides the result before it is rounded to the tensors' dtype; None: nothing does.
     """
     numel = inputs[0].numel()
-    block = _BLOCK_BYTES // (arithmetic.accumulator or arithmetic.carrier).itemsize
-    if len(inputs) == 2 and 0 < numel <= block and arithmetic.is_plain and inputs[0].dtype is arithmetic.carrier:
+    block = arithmetic.block_numel
+    if len(inputs) == 2 and 0 < numel <= block and arithmetic.is_plain:
         # The short cut of the most frequent case. The code below has the same result, but takes longer.
-        arithmetic.function(inputs[0], inputs[1], out=outputs[0])
+        result = outputs[0]
+        arithmetic.function(inputs[0], inputs[1], out=result)
+        if divisor is not None:
+            divide(result, divisor)
         if monitor is not None:
-            check_sum(monitor, begin, outputs[0], inputs)
+            check_sum(monitor, begin, result, inputs)
         for other in outputs[1:]:
-            other.copy_(outputs[0])
+            other.copy_(result)
         return
-    if inputs[0].dtype is not arithmetic.carrier:
+    if arithmetic.carrier is not arithmetic.dtype:
         outputs = [each.view(arithmetic.carrier) for each in outputs]
         inputs = [each.view(arithmetic.carrier) for each in inputs]
     # One sum of two 16-bit numbers is rounded once either way: torch computes it in 32 bits.
-    is_direct = arithmetic.is_direct or (arithmetic.function is torch.add and len(inputs) == 2 and _is_half(arithmetic))
-    combine = _combine_direct if is_direct else _combine_converted
-    if numel <= block:
-        if numel:
-            combine(outputs, inputs, arithmetic, scratch, monitor, begin)
-        return
+    is_half_sum = arithmetic.function is torch.add and arithmetic.carrier in _HALF and divisor is None
+    combine = _combine_direct if arithmetic.is_direct or (is_half_sum and len(inputs) == 2) else _combine_converted
     for first in range(0, numel, block):
         end = min(numel, first + block)
         into, given = [each[first:end] for each in outputs], [each[first:end] for each in inputs]
-        combine(into, given, arithmetic, scratch, monitor, begin + first)
+        combine(into, given, arithmetic, scratch, monitor, begin + first, divisor)
 
 
-def divide(total: Tensor, num_ranks: int) -> None:
-    """Make a mean of a sum over ranks, in place. That of integers is rounded towards zero, as NCCL does it."""
+def divide(total: Tensor, divisor: float) -> None:
+    """Divide a sum over ranks, in place. A quotient of integers is rounded towards zero, as NCCL does it."""
     if total.dtype.is_floating_point or total.dtype.is_complex:
-        total.div_(num_ranks)
+        total.div_(divisor)
     else:
         # In 64 bits: the number of ranks need not fit the tensor's dtype.
-        total.copy_(total.to(torch.int64).div_(num_ranks, rounding_mode="trunc"))
+        total.copy_(total.to(torch.int64).div_(divisor, rounding_mode="trunc"))
 
 
-def _is_half(arithmetic: Arithmetic) -> bool:
-    return arithmetic.carrier in _HALF and not arithmetic.divides
+def divisor_of(rows: Iterable[Row], plain: float) -> float:
+    """By what a sum of gradients is divided. Pure, and the same on all ranks.
+
+    Args:
+        rows: Every rank's.
+        plain: The divisor where no rank's window is weighted.
+
+    Returns:
+        The sum of weights where some rank's window is weighted, infinity if that sum is 0; else `plain`.
+    """
+    weights, kinds = zip(*((row.weight, row.is_weighted) for row in rows), strict=True)
+    if not any(kinds):
+        return plain
+    return math.fsum(weights) or math.inf  # exact, so that the order of ranks doesn't matter
 
 
 class Scratch:
@@ -216,10 +235,11 @@ def _combine_direct(
     scratch: Scratch,
     monitor: SumMonitor | None,
     begin: int,
+    divisor: float | None,
 ) -> None:
-    num_ranks, numel = len(inputs), inputs[0].numel()
+    numel = inputs[0].numel()
     result = outputs[0]
-    steps = plan_tree(num_ranks)
+    steps = plan_tree(len(inputs))
     if not steps:
         result.copy_(inputs[0])
     # Inputs are never overwritten before they have been read: partial results go to scratch, the last to its place.
@@ -229,8 +249,8 @@ def _combine_direct(
         out = result if is_last else scratch.get(how.carrier, a, numel)
         how.function(partial[a], partial[b], out=out)
         partial[a] = out
-    if how.divides:
-        divide(result, num_ranks)
+    if divisor is not None:
+        divide(result, divisor)
     if monitor is not None:
         check_sum(monitor, begin, result, inputs)
     for other in outputs[1:]:
@@ -244,6 +264,7 @@ def _combine_converted(
     scratch: Scratch,
     monitor: SumMonitor | None,
     begin: int,
+    divisor: float | None,
 ) -> None:
     num_ranks, numel = len(inputs), inputs[0].numel()
     dtype = how.accumulator or how.carrier
@@ -254,8 +275,8 @@ def _combine_converted(
             into.bitwise_xor_(how.flip)
     for a, b in plan_tree(num_ranks):
         how.function(loaded[a], loaded[b], out=loaded[a])
-    if how.divides:
-        divide(loaded[0], num_ranks)
+    if divisor is not None:
+        divide(loaded[0], divisor)
     if how.flip is not None:
         loaded[0].bitwise_xor_(how.flip)
     if monitor is not None:

@@ -47,6 +47,7 @@ class Transport(abc.ABC):
         rank: This rank.
         world_size: Number of ranks.
         is_in_tree_order: Sums are added in a binary tree over ranks.
+        divides: A sum that has a row (`Collective.row`) is divided; other transports only add.
         compares: The ranks compare their calls, and all raise the same error where these differ.
         most_beside_bytes: So many bytes beside a call travel with it; more in a call of their own.
         known_as: This rank's number in messages.
@@ -57,6 +58,7 @@ class Transport(abc.ABC):
 
     name: str
     is_in_tree_order = False
+    divides = False
     compares = False
     most_beside_bytes = 0
     timeout_s = math.inf
@@ -141,7 +143,7 @@ class Transport(abc.ABC):
         """Note a call as it is started, for who asks what this rank does. Returns its number, from 1."""
         self.num_calls = number = self.num_calls + 1
         heartbeat.mark_collective(number)
-        record(self.recorded, number, packed)
+        record((self.recorded, number, packed))
         return number
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", *, beside: Tensor | None = None) -> Work:

@@ -15,10 +15,11 @@ from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.torch_tensors import disabled_dispatch
 from evenstep.transport.base import Collective
 from evenstep.transport.core.header import DTYPES, Fingerprint
-from evenstep.transport.core.reduction import plan_arithmetic
+from evenstep.transport.core.reduction import Arithmetic, plan_arithmetic
 
 _CARRIED = frozenset(DTYPES)
 _MAX_FINGERPRINTS = 4096
+_Described = tuple[bytes, Arithmetic | None, float | None]  # `Collective.packed`, `how`, `divisor`
 _ROOTS = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 
 
@@ -77,7 +78,7 @@ class Arguments:
     world_size: int
     refused: Callable[[], Callable[[str], object] | None] = lambda: None
     carries: Callable[[Tensor], bool] = is_carried
-    _packed: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
+    _described: dict[tuple[Any, ...], _Described] = field(default_factory=dict)
 
     def prepare(self, call: Collective) -> None:
         """Check a call, make its tensors flat, and pack its fingerprint.
@@ -99,8 +100,9 @@ class Arguments:
         if call.back is not None:
             self.check_written(kind, call.back[0])
         num_beside = 0 if call.beside is None else call.beside.numel()
-        key = (kind, call.op, compared.dtype, compared.shape, call.root, num_beside)
-        call.packed = self._packed.get(key) or self._pack(key)
+        plain = None if call.row is None else call.plain
+        key = (kind, call.op, compared.dtype, compared.shape, call.root, num_beside, plain)
+        call.packed, call.how, call.divisor = self._described.get(key) or self._describe(key)
 
     def _prepare_pair(self, call: Collective) -> Tensor:
         """Do so for a call that isn't in place. Returns the tensor that ranks compare."""
@@ -126,18 +128,22 @@ class Arguments:
             return outputs  # type: ignore[return-value]  # required above
         return call.flat[:0] if call.splits is not None else inputs  # type: ignore[return-value]  # the same
 
-    def _pack(self, key: tuple[Any, ...]) -> bytes:
-        """The fingerprint of calls that differ in nothing that is compared. Each is made once."""
-        kind, op, dtype, shape, root, num_beside = key
+    def _describe(self, key: tuple[Any, ...]) -> _Described:
+        """What calls have in common that differ in nothing that is compared. Each is made once."""
+        kind, op, dtype, shape, root, num_beside, plain = key
+        how = None
         if op is not None:
             try:
-                plan_arithmetic(op, dtype)
+                how = plan_arithmetic(op, dtype)
             except ConfigurationError as error:
                 raise self._refusal(str(error)) from None
-        if len(self._packed) >= _MAX_FINGERPRINTS:
-            self._packed.clear()
-        packed = self._packed[key] = Fingerprint(kind, op, dtype, tuple(shape), root, num_beside=num_beside).pack()
-        return packed
+        if plain is not None and not (op == "sum" and dtype.is_floating_point):
+            raise self._refusal(f"{kind} on rank {self.rank}: a divisor is for a sum of floats, not {op} of {str(dtype)[6:]}.")
+        if len(self._described) >= _MAX_FINGERPRINTS:
+            self._described.clear()
+        packed = Fingerprint(kind, op, dtype, tuple(shape), root, num_beside=num_beside, plain=plain).pack()
+        described = self._described[key] = packed, how, self.world_size if op == "mean" else None
+        return described
 
     def flatten(self, tensor: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Flatten: [numel], and (tensor, copy) where the result has to be copied back to the tensor at the end."""
@@ -150,7 +156,7 @@ class Arguments:
         if tensor.requires_grad:
             tensor = tensor.detach()
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            return flat_view(tensor), None
+            return tensor if tensor.dim() == 1 and tensor.stride(0) == 1 else flat_view(tensor), None
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
         return copy.view(-1), (tensor, copy)
 

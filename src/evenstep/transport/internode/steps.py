@@ -264,7 +264,7 @@ class InternodeSteps:
         mine.copy_(added[: mine.numel()])
 
     def _add(self, into: Tensor, parts: list[Tensor], op: Op) -> None:
-        reduce_into([into], parts, plan_arithmetic(_undivided(op), into.dtype), self._scratch)
+        reduce_into([into], parts, plan_arithmetic(op, into.dtype), self._scratch)
         if op == "mean":
             divide(into, self._plan.world_size)
 

@@ -24,7 +24,7 @@ from evenstep.ground.health import heartbeat
 from evenstep.ground.health.first_failure import is_consequence
 from evenstep.transport.base import Collective, Op, Work
 from evenstep.transport.core.last_calls import NUM_CALLS, describe_last_calls
-from evenstep.transport.core.reduction import Scratch, divide, plan_arithmetic, reduce_into
+from evenstep.transport.core.reduction import Scratch, divide, reduce_into
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import forked_error
 from evenstep.transport.process_group.full_duplex import FullDuplex
@@ -219,18 +219,18 @@ class ProcessGroupTransport(Transport):
                 raise
             raise self._explained(failure, self._describe(call)) from failure
         finish = None
-        if call.op == "mean" and call.root in (-1, self.rank):
-            finish = functools.partial(divide, call.out, self.world_size)
+        if call.divisor is not None and call.root in (-1, self.rank):
+            finish = functools.partial(divide, call.out, call.divisor)
         return _GroupWork(work, self, call, finish)
 
     def _exchange_and_add(self, call: Collective) -> Work:
-        assert call.op is not None
-        arithmetic = plan_arithmetic(call.op, call.flat.dtype)
+        how = call.how
+        assert how is not None
         received = torch.empty_like(call.flat)
 
         def add() -> None:
             parts = list(received.view(self.world_size, call.out.numel()).unbind())
-            reduce_into([call.out], parts, arithmetic, self._scratch)
+            reduce_into([call.out], parts, how, self._scratch, divisor=call.divisor)
 
         return self._exchange(call, self._parts(received), self._parts(call.flat), add)
 

@@ -34,15 +34,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import MismatchError, PeerLostError
 from evenstep.ground.health import peer_heartbeats
-from evenstep.transport.base import Collective
+from evenstep.transport.base import Collective, Row
 from evenstep.transport.core.header import (
     COLLECTIVES,
+    COMPARED_BYTES,
     NUMBER_OFFSET,
     OVER_GLOO,
     REFUSED,
@@ -55,7 +57,7 @@ from evenstep.transport.core.header import (
     unpack_text,
 )
 from evenstep.transport.core.nonfinite_monitor import monitor_of
-from evenstep.transport.core.reduction import Arithmetic, Scratch, plan_arithmetic, plan_slices, reduce_into
+from evenstep.transport.core.reduction import Scratch, divisor_of, plan_arithmetic, plan_slices, reduce_into
 from evenstep.transport.shm.allocator import Arena, Views
 from evenstep.transport.shm.segment import (
     CHUNK_BYTES,
@@ -63,7 +65,9 @@ from evenstep.transport.shm.segment import (
     MAX_BESIDE_BYTES,
     NUM_CHUNKS,
     NUM_SLOTS,
+    ROW_OFFSET,
     Segment,
+    allocate_range,
 )
 from evenstep.transport.shm.sync import Phase, ProgressCounters
 
@@ -77,18 +81,25 @@ class Call:
     Attributes:
         number: From 0, counting the calls of one transport.
         kind: Its name, one of `header.COLLECTIVES`.
-        op: How values are combined; None where they aren't.
+        how: How values are combined; None where they aren't.
         source: The only rank whose data counts; -1: all ranks' data does.
         receiver: The only rank that gets the result; -1: all do.
         flat: [numel], contiguous: what this rank gives, and where `out` is the same also what it gets. Of a scatter,
             on other ranks than the source, only its length counts.
         address: Of `flat`'s first element.
+        num_bytes: Of `flat`.
         out: [...], contiguous, flat: what this rank gets.
         packed: The fingerprint.
         place: Where `flat` lies in this rank's zone; None if elsewhere.
         splits: [world_size, 2, world_size], int64, read when the program starts: how many elements each rank sends to
             and expects from each; None where all are the same.
         beside: [n], numbers that are added over the ranks in the same call, in place; None: there are none.
+        row: This rank's part of the divisor; None: none has.
+        divisor: What divides the result; None: nothing does. Where ranks have rows, known when all are there.
+        back: (to, from): copied at the end, where the caller's tensor isn't contiguous.
+        is_eager: The data travels with the signal that the call has begun.
+        is_inference: The result may be written in torch's inference mode only, whichever thread does that.
+        slot: The slot that it uses.
         is_staged: This rank has staged its first chunk.
         all_ready: Every rank had when it arrived, and was done with all earlier calls. Known when all are there.
         places: By rank: where its tensor lies in its zone; None where it has to be copied. Known when all are there. A
@@ -97,53 +108,35 @@ class Call:
         head: The header that this rank shows the others.
     """
 
-    __slots__ = (
-        "address",
-        "all_ready",
-        "beside",
-        "flat",
-        "head",
-        "is_staged",
-        "kind",
-        "number",
-        "op",
-        "out",
-        "packed",
-        "place",
-        "places",
-        "receiver",
-        "source",
-        "splits",
-    )
+    source = -1
+    receiver = -1
+    number = 0
+    slot = 0
+    place: int | None = None
+    splits: Tensor | None = None
+    is_staged = False
+    all_ready = False
+    places: Sequence[int | None] = ()
+    head = b""
 
     def __init__(self, made: Collective) -> None:
         self.kind = kind = made.kind
-        self.op = made.op
-        self.source = made.root if kind in ("broadcast", "scatter") else -1
-        self.receiver = made.root if kind in ("reduce", "gather") else -1
-        self.flat = made.flat
-        self.address = made.flat.data_ptr()
-        self.out = made.out
+        if made.root >= 0:
+            self.source = made.root if kind in ("broadcast", "scatter") else -1
+            self.receiver = made.root if kind in ("reduce", "gather") else -1
+        self.flat = flat = made.flat
+        self.address = flat.data_ptr()
+        self.num_bytes = num_bytes = flat.nbytes
+        self.out = out = made.out
         self.packed = made.packed
-        self.beside = made.beside
-        self.number = 0
-        self.place: int | None = None
-        self.splits: Tensor | None = None
-        self.is_staged = False
-        self.all_ready = False
-        self.places: Sequence[int | None] = ()
-        self.head = b""
-
-    @property
-    def slot(self) -> int:
-        """The slot that it uses."""
-        return self.number % NUM_SLOTS
-
-    @property
-    def is_eager(self) -> bool:
-        """Whether the data travels with the signal that the call has begun."""
-        room = EAGER_BYTES if self.beside is None else EAGER_BYTES - MAX_BESIDE_BYTES
-        return self.flat.nbytes <= room and self.splits is None
+        self.how = made.how
+        self.beside = beside = made.beside
+        self.row = made.row
+        self.plain = made.plain
+        self.divisor = made.divisor
+        self.back = back = made.back
+        self.is_eager = num_bytes <= (EAGER_BYTES if beside is None else EAGER_BYTES - MAX_BESIDE_BYTES)
+        self.is_inference = out.is_inference() or (back is not None and back[0].is_inference())
 
     def __str__(self) -> str:
         return f"number {self.number + 1}, {Fingerprint.unpack(self.packed)}"
@@ -160,6 +153,42 @@ Programs = Mapping[
 
 _memmove = ctypes.memmove
 _MAX_AGREED = 1024
+_SLOTS_AT_ONCE = 4  # are free again together
+_NO_PLACE = pack_place(None)
+
+
+class _Place(NamedTuple):
+    """Where a rank shows what belongs to a call: see `segment`.
+
+    Attributes:
+        eager: Address of the slot for its data.
+        beside: Address of the numbers beside it.
+        begin: First byte of its header.
+        end: One behind the last byte that ranks compare.
+        number: Word with the call's number.
+        row: First double of the rank's row.
+    """
+
+    eager: int
+    beside: int
+    begin: int
+    end: int
+    number: int
+    row: int
+
+    @classmethod
+    def of(cls, segment: Segment, rank: int, slot: int) -> _Place:
+        """The place of one rank, for calls in one slot."""
+        layout, address = segment.layout, segment.common.address
+        begin = layout.header(rank, slot)
+        return cls(
+            eager=address + layout.eager_slot(rank, slot),
+            beside=address + layout.beside(rank, slot),
+            begin=begin,
+            end=begin + COMPARED_BYTES,
+            number=(begin + NUMBER_OFFSET) >> 3,
+            row=(begin + ROW_OFFSET) >> 3,
+        )
 
 
 class ProgramContext:
@@ -186,13 +215,23 @@ class ProgramContext:
         self.part_of: tuple[int, str] | None = None
         self._name = name
         self._programs = programs
-        self._views = Views(segment)
-        self._scratch = Scratch()
+        self.views = Views(segment)
+        self.scratch = Scratch()
+        # By slot: where each rank shows what belongs to a call in that slot.
+        self._slots = [[_Place.of(segment, r, slot) for r in self.ranks] for slot in range(NUM_SLOTS)]
         # By the headers of all ranks: their places, and whether all are ready.
         self._agreed: dict[tuple[bytes, ...], tuple[Sequence[int | None], bool]] = {}
         self._num_chunks = 0
+        self._has_chunks = False  # whether this rank's chunk slots have memory
 
     # ------------------------------------------------------------------ the beginning of a call
+
+    def count_to_arrive(self, number: int) -> int:
+        """How often all ranks must signal FINISHED before a call may use its slot; 0: there is nothing to await.
+
+        Slots are free again `_SLOTS_AT_ONCE` at a time, so only the first of so many calls has to wait.
+        """
+        return 0 if number % _SLOTS_AT_ONCE else max(0, (number - NUM_SLOTS) // _SLOTS_AT_ONCE + 1)
 
     def has_slot(self, number: int, *, takes: bool) -> bool:
         """Whether all ranks, this one included, have finished the call that used the same slot before.
@@ -201,9 +240,9 @@ class ProgramContext:
             number: Of the call that needs the slot.
             takes: Take the other ranks' signals. Else only what has been taken counts.
         """
-        count = number - NUM_SLOTS + 1
-        if count <= 0:
+        if number % _SLOTS_AT_ONCE or number < NUM_SLOTS:
             return True
+        count = self.count_to_arrive(number)
         counters = self.counters
         if counters.num_signals(Phase.FINISHED) < count:
             return False
@@ -216,70 +255,75 @@ class ProgramContext:
             call: That arrives.
             is_next: All earlier calls of this rank are done.
         """
-        layout, slot = self.segment.layout, call.slot
-        num_bytes = call.flat.nbytes
+        segment, place = self.segment, self._slots[call.slot][self.rank]
         is_ready = False
         if call.is_eager:
-            if num_bytes and call.source in (-1, self.rank):
-                _memmove(self.segment.common.address + layout.eager_slot(self.rank, slot), call.address, num_bytes)
+            if call.num_bytes and (call.source < 0 or call.source == self.rank):
+                _memmove(place.eager, call.address, call.num_bytes)
         elif is_next and call.place is None and (stage := self._programs[call.kind][2]) is not None:
             call.places = (None,) * self.world_size  # as far as this rank knows
             with torch.no_grad() if call.flat.requires_grad else contextlib.nullcontext():
                 stage(self, call, 0)
             is_ready = call.is_staged = True
         if call.beside is not None:
-            there = self.segment.common.address + layout.beside(self.rank, slot)
-            _memmove(there, call.beside.data_ptr(), call.beside.nbytes)
-        call.head = pack_place(call.place, is_ready=is_ready) + call.packed
-        place = layout.header(self.rank, slot)
-        self.segment.write(place, call.head)
-        self.segment.words[(place + NUMBER_OFFSET) >> 3] = call.number
+            _memmove(place.beside, call.beside.data_ptr(), call.beside.nbytes)
+        if call.row is not None:
+            for index, number in enumerate(call.row):
+                segment.doubles[place.row + index] = number
+        elsewhere = call.place is None and not is_ready
+        call.head = head = (_NO_PLACE if elsewhere else pack_place(call.place, is_ready=is_ready)) + call.packed
+        segment.bytes[place.begin : place.end] = head
+        segment.words[place.number] = call.number
         self.counters.signal(Phase.ARRIVED)
 
     def run_eager(self, call: Call) -> None:
         """Complete an eager call, when all ranks have arrived."""
-        self._read_headers(call)
+        self._begin(call)
         self._programs[call.kind][0](self, call)
-        if call.beside is not None:
-            self._add_beside(call, call.beside)
-        self.counters.signal(Phase.FINISHED)
+        if (call.number + 1) % _SLOTS_AT_ONCE == 0:
+            self.counters.signal(Phase.FINISHED)
 
     def program(self, call: Call) -> Program:
         """The program of a large call, when all ranks have arrived."""
-        self._read_headers(call)
-        if call.beside is not None:
-            self._add_beside(call, call.beside)
+        self._begin(call)
         yield from self._programs[call.kind][1](self, call)
-        self.counters.signal(Phase.FINISHED)
+        if (call.number + 1) % _SLOTS_AT_ONCE == 0:
+            self.counters.signal(Phase.FINISHED)
 
-    def _add_beside(self, call: Call, numbers: Tensor) -> None:
-        views = self._views.beside(call.slot, numbers.dtype, numbers.numel())
-        reduce_into([numbers], views, plan_arithmetic("sum", numbers.dtype), self._scratch)
+    def _begin(self, call: Call) -> None:
+        """Read and compare what all ranks have shown of a call.
 
-    def _read_headers(self, call: Call) -> None:
-        layout, slot, own = self.segment.layout, call.slot, call.head
-        words, number, length = self.segment.words, call.number, len(own)
-        shown = []
-        for r in self.ranks:
+        Raises:
+            MismatchError: They make different calls.
+            PeerLostError: An exception interrupted a call on one of them.
+        """
+        number, segment, places = call.number, self.segment, self._slots[call.slot]
+        heads = []
+        for r, place in enumerate(places):
             if r == self.rank:
-                shown.append(own)
+                heads.append(call.head)
                 continue
-            place = layout.header(r, slot)
             # A rank whose handler raised in the middle of a call may show an earlier header, with earlier data.
-            if words[(place + NUMBER_OFFSET) >> 3] != number:
+            if segment.words[place.number] != number:
                 self._refuse_number(call, r)
-            shown.append(self.segment.read(place, length))
-        heads = tuple(shown)
-        agreed = self._agreed.get(heads)  # a bucket has the same header step after step
-        if agreed is not None:
-            call.places, call.all_ready = agreed
-            return
+            heads.append(bytes(segment.bytes[place.begin : place.end]))
+        key = tuple(heads)
+        agreed = self._agreed.get(key)  # a bucket has the same header step after step
+        call.places, call.all_ready = agreed or self._agree(call, key)
+        if call.row is not None:
+            rows = [Row(*segment.doubles[place.row : place.row + len(call.row)]) for place in places]
+            call.divisor = divisor_of(rows, call.plain)
+        if call.beside is not None:
+            numbers = call.beside
+            views = self.views.beside(call.slot, numbers.dtype, numbers.numel())
+            reduce_into([numbers], views, plan_arithmetic("sum", numbers.dtype), self.scratch)
+
+    def _agree(self, call: Call, heads: tuple[bytes, ...]) -> tuple[Sequence[int | None], bool]:
+        """Compare headers that have not been seen together. Returns the places, and whether all ranks are ready."""
         headers = [unpack_header(head) for head in heads]
-        call.places = tuple(place for place, _, _ in headers)
-        call.all_ready = all(is_ready for _, is_ready, _ in headers)
         fingerprints = [packed for _, _, packed in headers]
         texts = {
-            r: unpack_text(self.segment.read(layout.eager_slot(r, slot), num_bytes))
+            r: unpack_text(ctypes.string_at(self._slots[call.slot][r].eager, num_bytes))
             for r, packed in enumerate(fingerprints)
             if (num_bytes := text_bytes(packed))
         }
@@ -294,7 +338,9 @@ class ProgramContext:
             raise MismatchError(problem + peer_heartbeats.exchange_sites(key, pids))
         if len(self._agreed) >= _MAX_AGREED:
             self._agreed.clear()
-        self._agreed[heads] = call.places, call.all_ready
+        agreed = tuple(place for place, _, _ in headers), all(is_ready for _, is_ready, _ in headers)
+        self._agreed[heads] = agreed
+        return agreed
 
     def _refuse_number(self, call: Call, rank: int) -> None:
         known_as = self.counters.known_as
@@ -307,7 +353,7 @@ class ProgramContext:
 
     def eager_data(self, call: Call) -> list[Tensor]:
         """[numel] of every rank: the data of an eager call."""
-        return self._views.eager(call.slot, call.flat.dtype, call.flat.numel())
+        return self.views.eager(call.slot, call.flat.dtype, call.flat.numel())
 
     def shared_view(self, call: Call, rank: int, chunk: int, begin: int, end: int) -> Tensor:
         """[end - begin], elements of a rank's tensor, in memory that all ranks share.
@@ -326,13 +372,21 @@ class ProgramContext:
         first = begin + (chunk and chunk * self.chunk_numel(call))
         if rank == self.rank:
             return call.flat[first : first + end - begin]
-        return self._views.zone(rank, place + first * dtype.itemsize, dtype, end - begin)
+        return self.views.zone(rank, place + first * dtype.itemsize, dtype, end - begin)
 
     def slot_view(self, call: Call, rank: int, chunk: int, begin: int, end: int) -> Tensor:
-        """[end - begin], elements of a chunk in its slot of a rank. See `shared_view`."""
+        """[end - begin], elements of a chunk in its slot of a rank. See `shared_view`.
+
+        Raises:
+            ConfigurationError: There isn't enough memory for this rank's slots, which get theirs here.
+        """
+        if rank == self.rank and not self._has_chunks:
+            segment, num_bytes = self.segment, NUM_CHUNKS * CHUNK_BYTES
+            allocate_range(segment.fd, segment.layout.chunk(rank, 0), num_bytes, what="exchange of long tensors")
+            self._has_chunks = True
         dtype = call.flat.dtype
         slot = self.segment.layout.chunk(rank, (self._num_chunks + chunk) % NUM_CHUNKS)
-        return self._views.common(slot + begin * dtype.itemsize, dtype, end - begin)
+        return self.views.common(slot + begin * dtype.itemsize, dtype, end - begin)
 
     def chunk_numel(self, call: Call) -> int:
         """Elements of one chunk: all of the tensor if no rank's tensor has to be copied."""
@@ -375,19 +429,16 @@ class ProgramContext:
 
     def reduce(self, call: Call, outputs: list[Tensor], inputs: list[Tensor], begin: int = 0) -> None:
         """See `reduce_into`; `begin` is the first element's number in the call's tensor."""
-        reduce_into(outputs, inputs, self.arithmetic(call), self._scratch, monitor_of(call.flat), begin)
-
-    def arithmetic(self, call: Call) -> Arithmetic:
-        """How the call combines."""
-        assert call.op is not None
-        return plan_arithmetic(call.op, call.flat.dtype)
+        assert call.how is not None
+        reduce_into(outputs, inputs, call.how, self.scratch, monitor_of(call.flat), begin, call.divisor)
 
 
 # ---------------------------------------------------------------------- eager calls: all data lies in the slots
 
 
 def _eager_all_reduce(at: ProgramContext, call: Call) -> None:
-    at.reduce(call, [call.out], at.eager_data(call))
+    flat = call.flat  # as `at.eager_data`, in line: of all calls this is the most frequent
+    at.reduce(call, [call.out], at.views.eager(call.slot, flat.dtype, flat.numel()))
 
 
 def _eager_broadcast(at: ProgramContext, call: Call) -> None:

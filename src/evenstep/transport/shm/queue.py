@@ -40,7 +40,6 @@ import torch
 
 from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
 from evenstep.ground.compat.torch_autograd import set_grad_enabled
-from evenstep.transport.base import Collective
 from evenstep.transport.core.last_calls import describe_last_calls
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import forked_error
@@ -58,52 +57,35 @@ class SharedWork(Call):
 
     Args:
         made: The call, checked.
-        transport: Runs it.
 
     Attributes:
+        transport: Runs it.
         has_arrived: The other ranks can read the header.
         is_done: The result is there.
-        is_inference: The result may be written in torch's inference mode only, whichever thread does that.
         program: What runs it, once it has begun.
         waits_for: The (phase, count) that all other ranks have to pass before its next step.
         callback: Called once at its end, with the error if there was one.
-        back: (to, from): copied at the end, where the caller's tensor isn't contiguous.
     """
 
-    __slots__ = (
-        "_transport",
-        "back",
-        "callback",
-        "has_arrived",
-        "is_done",
-        "is_inference",
-        "program",
-        "waits_for",
-    )
-
-    def __init__(self, made: Collective, transport: CallQueue) -> None:
-        super().__init__(made)
-        self._transport = transport
-        self.back = back = made.back
-        self.program: Program | None = None
-        self.callback: Callable[[EvenstepError | None], object] | None = None
-        self.waits_for = (Phase.ARRIVED, 0)
-        self.has_arrived = False
-        self.is_done = False
-        self.is_inference = made.out.is_inference() or (back is not None and back[0].is_inference())
+    transport: CallQueue
+    has_arrived = False
+    is_done = False
+    program: Program | None = None
+    waits_for = (Phase.ARRIVED, 0)
+    callback: Callable[[EvenstepError | None], object] | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
         """See `base.Work.wait`; no longer than `timeout_s`, after which the call goes on all the same."""
         if not self.is_done:
-            self._transport._finish(self, timeout_s)
+            self.transport._finish(self, timeout_s)
 
     def is_completed(self) -> bool:
         """See `base.Work.is_completed`; advances the call as far as it needs no waiting."""
-        return self.is_done or self._transport._poll(self)
+        return self.is_done or self.transport._poll(self)
 
     def add_done_callback(self, callback: Callable[[EvenstepError | None], object]) -> None:
         """Call `callback` once, with the error if there was one: at once, or in the thread that ends the call."""
-        self._transport._add_done_callback(self, callback)
+        self.transport._add_done_callback(self, callback)
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "arrived" if self.has_arrived else "queued"
@@ -125,6 +107,7 @@ class CallQueue(Transport):
 
     name = "shared memory"
     is_in_tree_order = True
+    divides = True
     compares = True
     most_beside_bytes = MAX_BESIDE_BYTES
 
@@ -165,10 +148,11 @@ class CallQueue(Transport):
                 for work in works:
                     if self._compared_as is not None:
                         work.packed, self._compared_as = self._compared_as, None
-                    if work.flat.nbytes > EAGER_BYTES:
-                        work.place = self._context.arena.locate(work.address, work.flat.nbytes)
-                    work.number = self._count(work.packed) - 1
-                    work.waits_for = Phase.ARRIVED, work.number + 1
+                    if work.num_bytes > EAGER_BYTES:
+                        work.place = self._context.arena.locate(work.address, work.num_bytes)
+                    count = self._count(work.packed)
+                    work.transport, work.number, work.slot = self, count - 1, (count - 1) % NUM_SLOTS
+                    work.waits_for = Phase.ARRIVED, count
                     self._queue.append(work)
                     self._unarrived.append(work)
                 self._arrive(takes=self._driver == _NOBODY)
@@ -296,22 +280,19 @@ class CallQueue(Transport):
 
     def _step(self, work: SharedWork, *, blocking: bool, until: float | None = None) -> bool:
         """Run the program of the first call to its next sync point; return whether that was possible by `until`."""
-        if torch.is_grad_enabled():
-            # Torch may have attached a gradient's history to a result since the call was started (the functional
-            # collectives do): autograd would record this write, or refuse it.
-            try:  # at once: a handler may raise as soon as gradients are off
-                set_grad_enabled(False)
-                return self._step(work, blocking=blocking, until=until)
-            finally:
-                set_grad_enabled(True)
         if work.is_inference and not torch.is_inference_mode_enabled():
             with torch.inference_mode():
                 return self._step(work, blocking=blocking, until=until)
         context = self._context
-        try:
+        # Torch may have attached a gradient's history to a result since the call was started (the functional
+        # collectives do): autograd would record this write, or refuse it.
+        has_grad = torch.is_grad_enabled()
+        try:  # at once: a handler may raise as soon as gradients are off
+            if has_grad:
+                set_grad_enabled(False)
             if not work.has_arrived:
-                earlier = work.number - NUM_SLOTS + 1
-                if blocking and not self._is_past(work, Phase.FINISHED, earlier, until):
+                needed = context.count_to_arrive(work.number)
+                if blocking and not self._is_past(work, Phase.FINISHED, needed, until):
                     return False
                 self._show_waiting()
                 if not work.has_arrived:
@@ -340,6 +321,9 @@ class CallQueue(Transport):
             if blocking or not isinstance(error, EvenstepError):
                 raise
             return False
+        finally:
+            if has_grad:
+                set_grad_enabled(True)
 
     def _is_past(self, work: SharedWork, phase: Phase, count: int, until: float | None) -> bool:
         """Wait until all other ranks have passed a phase so often; return whether they have by `until`."""

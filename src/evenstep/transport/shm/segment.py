@@ -1,8 +1,8 @@
 """The memory that the ranks of one node share: its layout, and how processes create and map it.
 
 The segment is a file without a name (memfd, mode 0600). It ends with the last process that holds it, however that
-ends: there is nothing to sweep. Its first part is the same for all ranks and allocated at start; after it every rank
-has a *zone*, a stretch of file that costs nothing until the rank allocates bucket memory in it.
+ends: there is nothing to sweep. Its first part, a megabyte per rank, is allocated at start. A rank's slots for chunks
+cost nothing until it needs one, and its *zone* nothing until it allocates bucket memory there.
 
     greeting      a nonce, by which ranks know that they hold the same segment
     notes         one line of cache per rank: its own copy of the nonce, and whether it has left
@@ -36,7 +36,8 @@ from evenstep.transport.shm.sync import SEMAPHORE_BYTES, make_semaphores, num_se
 
 PAGE_BYTES = 1 << 16  # the largest page size in use, so that offsets fit every machine
 NUM_SLOTS = 16
-HEADER_BYTES = 128
+HEADER_BYTES = 192  # a header (`core.header`), and behind it the rank's row
+ROW_OFFSET = 128
 EAGER_BYTES = 64 << 10
 MAX_BESIDE_BYTES = 16 << 10  # of those: for numbers beside a tensor of any size
 NUM_CHUNKS = 3  # see [Note: three chunks] in `collectives`
@@ -142,7 +143,9 @@ class Segment:
     Attributes:
         layout: Where its parts lie.
         common: The part that all ranks use, mapped.
+        bytes: The same, byte by byte.
         words: The same as unsigned numbers of 8 bytes.
+        doubles: The same as float64.
     """
 
     def __init__(self, fd: int, layout: SegmentLayout) -> None:
@@ -150,8 +153,9 @@ class Segment:
         self._fd, self._file = fd, _file_of(fd)
         weakref.finalize(self, _close, fd, self._file).atexit = False
         self.common = Mapping(fd, offset=0, num_bytes=layout.common_bytes)
-        self._bytes = memoryview(self.common.raw).cast("B")
-        self.words = self._bytes.cast("Q")
+        self.bytes = memoryview(self.common.raw).cast("B")
+        self.words = self.bytes.cast("Q")
+        self.doubles = self.bytes.cast("d")
 
     @classmethod
     def create(cls, layout: SegmentLayout, nonce: bytes) -> Segment:
@@ -163,13 +167,13 @@ class Segment:
         """
         fd = make_file(layout.total_bytes)
         try:
-            allocate_range(fd, 0, layout.common_bytes, what="exchange area")
+            allocate_range(fd, 0, layout.chunks, what="exchange area")
         except BaseException:
             os.close(fd)
             raise
         segment = cls(fd, layout)
         make_semaphores(segment.common.address + layout.semaphores, num_semaphores(layout.world_size))
-        segment._bytes[:NONCE_BYTES] = nonce
+        segment.bytes[:NONCE_BYTES] = nonce
         return segment
 
     @classmethod
@@ -202,33 +206,25 @@ class Segment:
     @property
     def nonce(self) -> bytes:
         """The nonce that its maker wrote into it."""
-        return bytes(self._bytes[:NONCE_BYTES])
+        return bytes(self.bytes[:NONCE_BYTES])
 
     def sign(self, rank: int) -> None:
         """Show the others that this rank reads the same nonce."""
         start = self.layout.note(rank)
-        self._bytes[start : start + NONCE_BYTES] = self.nonce
+        self.bytes[start : start + NONCE_BYTES] = self.nonce
 
     def has_signed(self, rank: int, nonce: bytes) -> bool:
         """Whether a rank has read that nonce here."""
         start = self.layout.note(rank)
-        return bytes(self._bytes[start : start + NONCE_BYTES]) == nonce
+        return bytes(self.bytes[start : start + NONCE_BYTES]) == nonce
 
     def leave(self, rank: int) -> None:
         """Mark a rank as gone: it makes no more calls."""
-        self._bytes[self.layout.note(rank) + NONCE_BYTES] = 1
+        self.bytes[self.layout.note(rank) + NONCE_BYTES] = 1
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank makes no more calls."""
-        return self._bytes[self.layout.note(rank) + NONCE_BYTES] != 0
-
-    def write(self, offset: int, data: bytes) -> None:
-        """Put bytes into the common part."""
-        self._bytes[offset : offset + len(data)] = data
-
-    def read(self, offset: int, num_bytes: int) -> bytes:
-        """Bytes of the common part."""
-        return bytes(self._bytes[offset : offset + num_bytes])
+        return self.bytes[self.layout.note(rank) + NONCE_BYTES] != 0
 
 
 def _file_of(fd: int) -> tuple[int, int] | None:

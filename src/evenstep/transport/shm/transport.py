@@ -45,18 +45,19 @@ class SharedMemoryTransport(CallQueue):
 
     def _start(self, made: Collective) -> SharedWork:
         try:
-            work = SharedWork(made, self)
+            work = SharedWork(made)
         except RuntimeError:
             self._arguments.refuse_without_memory(made.kind)
         if made.splits is None:
             return self._start_all(work)
         out_splits, splits = made.splits
         mine = torch.tensor([list(splits), list(out_splits)], dtype=torch.int64, device="cpu")
+        work.is_eager = False  # how long what ranks send is, is known only when it begins
         work.splits = torch.empty((self.world_size, *mine.shape), dtype=torch.int64, device="cpu")
         gathering = Collective("all_gather", mine, work.splits)
         self._arguments.prepare(gathering)
         # Calls run one after the other: the second finds what the first has gathered.
-        return self._start_all(SharedWork(gathering, self), work)
+        return self._start_all(SharedWork(gathering), work)
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Transport.allocate`: memory that the other ranks can reach, so that nothing has to be copied.

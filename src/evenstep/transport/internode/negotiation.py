@@ -35,10 +35,17 @@ from evenstep.transport.core.header import (
 )
 from evenstep.transport.core.transport import Transport
 
-MESSAGE_BYTES = 16 << 10
 PAYLOAD_AT = 128  # behind the fingerprint
-EAGER_BYTES = MESSAGE_BYTES - PAYLOAD_AT  # so much travels with every message
+_LEAST_PAYLOAD_BYTES, _MOST_PAYLOAD_BYTES = 4 << 10, 16 << 10
 _REPORT = Fingerprint(REPORT, None, torch.uint8, (REPORT_BYTES,)).pack()
+
+
+def plan_payload_bytes(num_nodes: int) -> int:
+    """How much data travels with every message. Pure.
+
+    Every call sends it to every other node, also a barrier; larger data costs one more exchange.
+    """
+    return max(_LEAST_PAYLOAD_BYTES, _MOST_PAYLOAD_BYTES // (num_nodes - 1))
 
 
 class Negotiation:
@@ -49,6 +56,9 @@ class Negotiation:
         inter_node: One rank per node, in order of node.
         node_of: By rank, the number of its node.
         name: What the transport is called.
+
+    Attributes:
+        eager_bytes: How much data travels with every message.
     """
 
     def __init__(self, intra_node: Transport, inter_node: Transport, node_of: Sequence[int], name: str) -> None:
@@ -56,6 +66,7 @@ class Negotiation:
         self._inter_node = inter_node
         self._node_of = node_of
         self._name = name
+        self.eager_bytes = plan_payload_bytes(inter_node.world_size)
 
     def agree(self, number: int, packed: bytes, launch: Callable[[], Work] | None = None) -> None:
         """Make the first intra-node call, in which the node's ranks compare what they call.
@@ -84,7 +95,7 @@ class Negotiation:
         Args:
             number: Of the call.
             packed: Its fingerprint, on which the ranks of this node agree.
-            payload: At most `EAGER_BYTES` that travel along, the same number on all nodes.
+            payload: At most `eager_bytes` that travel along, the same number on all nodes.
 
         Returns:
             Every node's payload, in order of node.
@@ -100,13 +111,13 @@ class Negotiation:
         Returns:
             Waits for the other nodes and returns as `exchange` does; called before anything else is sent to them.
         """
-        message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
+        message = torch.zeros(PAYLOAD_AT + self.eager_bytes, dtype=torch.uint8, device="cpu")
         message[: len(packed)] = to_tensor(packed)
         last = PAYLOAD_AT
         if payload is not None:
             last += payload.numel()
             message[PAYLOAD_AT:last] = payload
-        rows = torch.empty(self._inter_node.world_size, MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
+        rows = message.new_empty(self._inter_node.world_size, message.numel())
         work = self._inter_node.all_gather(rows, message)
 
         def finish() -> list[Tensor]:

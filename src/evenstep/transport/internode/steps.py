@@ -12,7 +12,7 @@ from evenstep.transport.core.codec import to_bytes
 from evenstep.transport.core.header import REFUSED
 from evenstep.transport.core.reduction import Scratch, divide, plan_arithmetic, plan_slices, reduce_into
 from evenstep.transport.core.transport import Transport
-from evenstep.transport.internode.negotiation import EAGER_BYTES, Negotiation
+from evenstep.transport.internode.negotiation import Negotiation
 from evenstep.transport.internode.plan import NodePlan, plan_chunk_bytes
 
 
@@ -41,6 +41,7 @@ class InternodeSteps:
         node_of = [plan.place_of(each)[0] for each in range(self._world_size)]
         negotiation = Negotiation(intra_node, inter_node, node_of, name)
         self._agree, self._start, self._exchange = negotiation.agree, negotiation.start, negotiation.exchange
+        self._eager_bytes = negotiation.eager_bytes
 
     # ------------------------------------------------------------------ comparing
 
@@ -63,7 +64,7 @@ class InternodeSteps:
         source_node, source = self._place_of(src)
         is_source = self._node == source_node
         self._agree(number, packed, (lambda: self._intra_node.broadcast(raw, source)) if is_source else None)
-        if raw.numel() <= EAGER_BYTES:
+        if raw.numel() <= self._eager_bytes:
             raw.copy_(self._exchange(number, packed, raw)[source_node])
             return
         self._exchange(number, packed)
@@ -75,7 +76,7 @@ class InternodeSteps:
 
     def fits_message(self, num_bytes: int) -> bool:
         """Whether so many bytes of every rank of a node fit into one message."""
-        return self._num_local * num_bytes <= EAGER_BYTES
+        return self._num_local * num_bytes <= self._eager_bytes
 
     def all_gather(self, number: int, packed: bytes, out: Tensor, raw: Tensor) -> None:
         """Send every rank's bytes to all."""
@@ -96,7 +97,7 @@ class InternodeSteps:
 
     def all_reduce(self, number: int, packed: bytes, flat: Tensor, op: Op) -> None:
         """Reduce in place, on all ranks. A long vector goes chunk by chunk."""
-        if flat.nbytes <= EAGER_BYTES:
+        if flat.nbytes <= self._eager_bytes:
             self._agree(number, packed, lambda: self._intra_node.all_reduce(flat, _undivided(op)))
             sums = self._exchange(number, packed, flat.view(torch.uint8))
             self._add(flat, [each.view(flat.dtype) for each in sums], op)
@@ -112,7 +113,7 @@ class InternodeSteps:
     def reduce_scatter(self, number: int, packed: bytes, into: Tensor, flat: Tensor, op: Op) -> None:
         """Reduce, and leave every rank its part."""
         numel = into.numel()
-        if flat.nbytes <= EAGER_BYTES:
+        if flat.nbytes <= self._eager_bytes:
             whole = flat.clone()
             self.all_reduce(number, packed, whole, op)
             into.copy_(whole[self._rank * numel : (self._rank + 1) * numel])

@@ -40,13 +40,14 @@ def on_nodes(names: str) -> Iterator[None]:
         yield
 
 
-def new_transport(names: str) -> InternodeTransport:
+def new_transport(names: str) -> Any:
+    """An InternodeTransport, or that of one node."""
     evenstep.init(quiet=True)
     with on_nodes(names):
         both = open_transports(None, torch.device("cpu"), timeout_s=30)
     both.control.barrier().wait()  # or it would be closed while others still connect to it
     both.control.close()
-    assert isinstance(both.gradients, InternodeTransport)
+    assert isinstance(both.gradients, InternodeTransport) is (len(set(names)) > 1)
     return both.gradients
 
 

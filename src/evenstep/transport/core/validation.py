@@ -98,8 +98,8 @@ class Arguments:
             compared = self._prepare_pair(call)
         if call.back is not None:
             self.check_written(kind, call.back[0])
-        num_beside = 0 if call.beside is None else call.beside.numel()
-        key = (kind, call.op, compared.dtype, compared.shape, call.root, num_beside)
+        beside = (0, torch.float64) if call.beside is None else (call.beside.numel(), call.beside.dtype)
+        key = (kind, call.op, compared.dtype, compared.shape, call.root, *beside)
         call.packed = self._packed.get(key) or self._pack(key)
 
     def _prepare_pair(self, call: Collective) -> Tensor:
@@ -128,7 +128,7 @@ class Arguments:
 
     def _pack(self, key: tuple[Any, ...]) -> bytes:
         """The fingerprint of calls that differ in nothing that is compared. Each is made once."""
-        kind, op, dtype, shape, root, num_beside = key
+        kind, op, dtype, shape, root, *beside = key
         if op is not None:
             try:
                 plan_arithmetic(op, dtype)
@@ -136,7 +136,7 @@ class Arguments:
                 raise self._refusal(str(error)) from None
         if len(self._packed) >= _MAX_FINGERPRINTS:
             self._packed.clear()
-        packed = self._packed[key] = Fingerprint(kind, op, dtype, tuple(shape), root, num_beside=num_beside).pack()
+        packed = self._packed[key] = Fingerprint(kind, op, dtype, tuple(shape), root, 0, *beside).pack()
         return packed
 
     def flatten(self, tensor: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:

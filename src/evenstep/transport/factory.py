@@ -24,6 +24,7 @@ from evenstep.transport.shm.handshake import connect_shared_memory, describe_thi
 from evenstep.transport.shm.transport import SharedMemoryTransport
 
 TRANSPORTS = ("shared memory", "gloo", "nccl")
+_NONE_TOGETHER = "nodes have one rank each, or different numbers of ranks"
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,13 @@ def open_transports(
     # Over the store and not over Gloo: every Gloo listens on a port as long as it lives.
     control = StoreGather(store_of(members), dist.get_rank(group), len(members), timeout_s=timeout_s)
     shared = connect_ranks(control, among, timeout_s=timeout_s)
-    if isinstance(shared, str):
-        if name is not None:
-            raise ConfigurationError(f"transport={name!r}: {shared}. Leave the argument out, and Gloo is used.")
-        gradients, messages = (_open("gloo", timeout_s, group) for _ in range(2))
-        return Transports(gradients, messages, timeout_s, requested, why_gloo=shared)
-    return Transports(shared, shared.split(), timeout_s, requested)
+    why_gloo = shared if isinstance(shared, str) else _NONE_TOGETHER if shared.name == "gloo" else None
+    if why_gloo is not None and name is not None:
+        if not isinstance(shared, str):
+            shared.close()
+        raise ConfigurationError(f"transport={name!r}: {why_gloo}. Leave the argument out, and Gloo is used.")
+    carrier = _open("gloo", timeout_s, group) if isinstance(shared, str) else shared
+    return Transports(carrier, carrier.split(), timeout_s, requested, why_gloo)
 
 
 def open_shared_memory(store: Store, rank: int, world_size: int, *, timeout_s: float) -> SharedMemoryTransport | None:
@@ -157,7 +159,7 @@ def connect_ranks(
     """
     seen = exchange(control, describe_this_process(control.rank))
     plan = plan_nodes(seen)
-    if len(plan.nodes) == 1 or max(map(len, plan.nodes)) == 1:
+    if len(plan.nodes) == 1 or any(each["problem"] is not None for each in seen):
         return connect_shared_memory(
             control, timeout_s=timeout_s, seen=seen
         )  # explains it where memory can't be shared
@@ -178,8 +180,8 @@ def connect_ranks(
                 intra_node.close()
             return f"on the node of rank {rank}: {problem}"
     assert not isinstance(intra_node, str)
-    inter_node = subgroup(plan.inter_node_group(number)) if number < plan.num_inter_node_groups else None
-    all_ranks = subgroup(range(control.world_size))
+    inter_node = subgroup(plan.inter_node_group(number))
+    all_ranks = subgroup(range(control.world_size)) if len(ranks) > 1 else inter_node
     return InternodeTransport(
         plan, intra_node=intra_node, inter_node=inter_node, all_ranks=all_ranks, rank=control.rank, timeout_s=timeout_s
     )

@@ -128,7 +128,7 @@ def errors_of(names: str, odd: int, what: str) -> list[str]:
     return errors(names, odd, globals_of(what))
 
 
-# On a node of two, on one of three ranks (of which one carries nothing), and where one is alone.
+# Nodes of two ranks each; of one each, because they have different numbers of ranks.
 PLACES = [("aabb", 3), ("aab", 1), ("aab", 2), pytest.param("abbab", 4, marks=pytest.mark.extended)]
 
 
@@ -140,7 +140,7 @@ def test_what_one_rank_refuses_is_an_error_on_all_at_once(ranks: RankPool, names
         own, _, then = of_ranks[odd].partition(" | ")
         assert reason in own, (name, own)
         assert f"Rank {odd}: {own}" in then, (name, then)
-        assert "over shared memory + gloo" in then
+        assert f"over {'shared memory + gloo' if names == 'aabb' else 'gloo'}. " in then
         others = {each for rank, each in enumerate(of_ranks) if rank != odd}
         assert others == {f"{then} | {then}"}, (name, others)
 
@@ -154,6 +154,43 @@ def test_what_one_rank_calls_otherwise_is_the_same_error_on_all(ranks: RankPool,
         (said,) = of_ranks
         assert f"rank {odd}: " in said, (name, said)
         assert words in said.partition(f"rank {odd}: ")[2], (name, said)
+
+
+BESIDE = {
+    "lengths": (lambda rank: torch.zeros(5 + 2 * (rank % 2), dtype=torch.float64), "7 float64 numbers beside it"),
+    "none": (lambda rank: torch.zeros(5) if rank % 3 else None, "5 float32 numbers beside it"),
+    "dtypes": (
+        lambda rank: torch.zeros(5, dtype=torch.float32 if rank % 2 else torch.float64),
+        "5 float32 numbers beside it",
+    ),
+}
+
+
+def errors_beside(names: str) -> list[str]:
+    """Of every case, eager and large: what this rank is told."""
+    first, told = new_transport(names), []
+    for _, (beside_of, _) in BESIDE.items():
+        for numel in (3, LONG):
+            transport = first.split()
+            whole = transport.allocate(numel, dtype=torch.float32, device=torch.device("cpu"))
+            with pytest.raises(MismatchError) as caught:
+                transport.all_reduce(whole, beside=beside_of(transport.rank)).wait()
+            told.append(str(caught.value))
+            transport.close()
+    first.close()
+    return told
+
+
+@pytest.mark.parametrize("names", ["aaa", "ab", "aabb", "aab"])
+def test_numbers_of_other_lengths_or_dtypes_beside_a_call_are_the_same_error_on_all(
+    ranks: RankPool, names: str
+) -> None:
+    """On one node, on nodes of one rank each, of two, and of different sizes: of five and seven numbers and of none."""
+    of_ranks = ranks.run(errors_beside, len(names), names, timeout_s=150)
+    assert of_ranks == [of_ranks[0]] * len(names)
+    for number, (_, words) in enumerate(BESIDE.values()):
+        for message in of_ranks[0][2 * number : 2 * number + 2]:
+            assert words in message
 
 
 def refused_on_all_ranks(names: str) -> list[float]:

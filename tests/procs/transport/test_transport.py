@@ -107,8 +107,8 @@ def with_numbers_beside(seed: int) -> list[str]:
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_numbers_travel_beside_a_tensor(ranks: RankPool, nproc: int, fresh_seed: int) -> None:
     for (message,) in ranks.run(with_numbers_beside, nproc, fresh_seed):
-        assert "rank 0: all_reduce(sum) of float32 [3], with 2 numbers beside it; rank 1: " in message
-        assert "all_reduce(sum) of float32 [3], with 3 numbers beside it" in message
+        assert "rank 0: all_reduce(sum) of float32 [3], with 2 float64 numbers beside it; rank 1: " in message
+        assert "all_reduce(sum) of float32 [3], with 3 float64 numbers beside it" in message
 
 
 def with_rows_that_differ(case: str) -> str:

@@ -2,8 +2,8 @@
 
 0  u64   where this rank's tensor lies in its zone, `ELSEWHERE` if it has to be copied; its highest bit says whether
          what others read of the first chunk can be read already
-8  100 B the fingerprint: collective, op, dtype, number of dimensions, root, number of elements, eight dimensions, a
-         checksum of those beyond, how many numbers are beside it, and what divides a plain sum
+8  101 B the fingerprint: collective, op, dtype, number of dimensions, root, number of elements, eight dimensions, a
+         checksum of those beyond, how many numbers of which dtype are beside it, and what divides a plain sum
 120 u64  the call's number, from 0, which each rank compares with its own; written and read as a number
 """
 
@@ -22,7 +22,7 @@ from evenstep.transport.base import Op
 
 ELSEWHERE = (1 << 63) - 1
 
-_FINGERPRINT = struct.Struct("<4BiQ9QId")
+_FINGERPRINT = struct.Struct("<4BiQ9QIBd")
 _PLACE = struct.Struct("<Q")
 NUMBER_OFFSET = 120  # of the call's number in a header
 COMPARED_BYTES = _PLACE.size + _FINGERPRINT.size
@@ -104,6 +104,7 @@ class Fingerprint:
         root: The rank that gives or gets what no other does; -1 where there is none.
         num_more_dims: How many dimensions an unpacked shape has beyond its eighth.
         num_beside: How many numbers are added beside it.
+        dtype_beside: Of these numbers.
         plain: What divides the sum where no rank's row is weighted; None where no rows come along.
     """
 
@@ -114,6 +115,7 @@ class Fingerprint:
     root: int = -1
     num_more_dims: int = 0
     num_beside: int = 0
+    dtype_beside: torch.dtype = torch.float64
     plain: float | None = None
 
     def pack(self) -> bytes:
@@ -134,16 +136,17 @@ class Fingerprint:
             *dims,
             beyond,
             self.num_beside,
+            DTYPES.index(self.dtype_beside),
             math.nan if self.plain is None else self.plain,
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> Fingerprint:
         """The inverse of `pack`, but for dimensions beyond the eighth."""
-        collective, op, dtype, num_dims, root, _, *dims, _, num_beside, plain = _FINGERPRINT.unpack(data)
+        collective, op, dtype, num_dims, root, _, *dims, _, num_beside, beside, plain = _FINGERPRINT.unpack(data)
         shape = tuple(dims[: min(num_dims, _MAX_DIMS)])
         how = None if op == 255 else OPS[op]
-        rest = num_dims - len(shape), num_beside, None if math.isnan(plain) else plain
+        rest = num_dims - len(shape), num_beside, DTYPES[beside], None if math.isnan(plain) else plain
         return cls(COLLECTIVES[collective], how, DTYPES[dtype], shape, root, *rest)
 
     def __str__(self) -> str:
@@ -155,7 +158,7 @@ class Fingerprint:
         way = "to" if self.collective in ("reduce", "gather") else "from"
         root = f" {way} rank {self.root}" if self.root >= 0 else ""
         more = f" and {self.num_more_dims} more dimensions" if self.num_more_dims else ""
-        beside = f", with {self.num_beside} numbers beside it" if self.num_beside else ""
+        beside = f", with {self.num_beside} {str(self.dtype_beside)[6:]} numbers beside it" if self.num_beside else ""
         divided = "" if self.plain is None else f", divided by the weights or by {self.plain:g}"
         return f"{self.collective}{how}{root} of {str(self.dtype)[6:]} {list(self.shape)}{more}{beside}{divided}"
 

@@ -99,9 +99,8 @@ class Arguments:
             compared = self._prepare_pair(call)
         if call.back is not None:
             self.check_written(kind, call.back[0])
-        num_beside = 0 if call.beside is None else call.beside.numel()
-        plain = None if call.row is None else call.plain
-        key = (kind, call.op, compared.dtype, compared.shape, call.root, num_beside, plain)
+        rest = None if call.beside is None and call.row is None else self._rest_of(call)
+        key = (kind, call.op, compared.dtype, compared.shape, call.root, rest)
         call.packed, call.how, call.divisor = self._described.get(key) or self._describe(key)
 
     def _prepare_pair(self, call: Collective) -> Tensor:
@@ -128,20 +127,28 @@ class Arguments:
             return outputs  # type: ignore[return-value]  # required above
         return call.flat[:0] if call.splits is not None else inputs  # type: ignore[return-value]  # the same
 
+    @staticmethod
+    def _rest_of(call: Collective) -> tuple[int, torch.dtype, float | None]:
+        """What else is compared of a call: how many numbers of which dtype are beside it, and the plain divisor."""
+        beside = (0, torch.float64) if call.beside is None else (call.beside.numel(), call.beside.dtype)
+        return *beside, None if call.row is None else call.plain
+
     def _describe(self, key: tuple[Any, ...]) -> _Described:
         """What calls have in common that differ in nothing that is compared. Each is made once."""
-        kind, op, dtype, shape, root, num_beside, plain = key
+        kind, op, dtype, shape, root, rest = key
         how = None
         if op is not None:
             try:
                 how = plan_arithmetic(op, dtype)
             except ConfigurationError as error:
                 raise self._refusal(str(error)) from None
-        if plain is not None and not (op == "sum" and dtype.is_floating_point):
-            raise self._refusal(f"{kind} on rank {self.rank}: a divisor is for a sum of floats, not {op} of {str(dtype)[6:]}.")
+        if rest is not None and rest[-1] is not None and not (op == "sum" and dtype.is_floating_point):
+            raise self._refusal(
+                f"{kind} on rank {self.rank}: a divisor is for a sum of floats, not {op} of {str(dtype)[6:]}."
+            )
         if len(self._described) >= _MAX_FINGERPRINTS:
             self._described.clear()
-        packed = Fingerprint(kind, op, dtype, tuple(shape), root, num_beside=num_beside, plain=plain).pack()
+        packed = Fingerprint(kind, op, dtype, tuple(shape), root, 0, *(rest or ())).pack()
         described = self._described[key] = packed, how, self.world_size if op == "mean" else None
         return described
 

@@ -1,10 +1,18 @@
-"""A thread that runs the calls of one transport in order, and the handles that their callers hold."""
+"""A thread that runs the calls of one transport in order, and the handles that their callers hold.
+
+Not an executor of `concurrent.futures`: python waits for the threads of those before it calls exit hooks. A thread that
+waits for other ranks would keep the process until its deadline; and one that still waits inside Gloo when python ends
+takes the process with it (std::terminate). So the threads are closed by an exit hook, which ends what they wait for.
+"""
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -20,44 +28,34 @@ class QueuedWork:
 
     Args:
         what: The call, for messages.
+
+    Attributes:
+        ended: Has the call's error, or None, when it has ended.
     """
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._error: EvenstepError | None = None
-        self._callbacks: list[Callable[[EvenstepError | None], object]] = []
+        self.ended: concurrent.futures.Future[EvenstepError | None] = concurrent.futures.Future()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """See `base.Work.wait`; no longer than `timeout_s`."""
-        if not self._ended.wait(timeout_s):
-            raise CollectiveTimeoutError(f"{self._what} did not end within {timeout_s:.1f} s.")
-        if self._error is not None:
-            raise self._error
+        try:
+            error = self.ended.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            raise CollectiveTimeoutError(f"{self._what} did not end within {timeout_s:.1f} s.") from None
+        if error is not None:
+            raise error
 
     def is_completed(self) -> bool:
         """See `base.Work.is_completed`."""
-        return self._ended.is_set()
+        return self.ended.done()
 
     def add_done_callback(self, callback: Callable[[EvenstepError | None], object]) -> None:
         """Call `callback` once, with the error if there was one: at once, or in the thread."""
-        with self._lock:
-            if not self._ended.is_set():
-                self._callbacks.append(callback)
-                return
-        callback(self._error)
-
-    def end(self, error: EvenstepError | None) -> None:
-        """Mark the call as ended, and run the callbacks."""
-        with self._lock:
-            self._error = error
-            self._ended.set()
-        for callback in self._callbacks:
-            callback(error)
+        self.ended.add_done_callback(lambda ended: callback(ended.result()))
 
     def __repr__(self) -> str:
-        return f"<Work {self._what} {'done' if self._ended.is_set() else 'queued'}>"
+        return f"<Work {self._what} {'done' if self.is_completed() else 'queued'}>"
 
 
 class WorkerThread:
@@ -80,6 +78,7 @@ class WorkerThread:
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[tuple[Callable[[], object], QueuedWork] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        _threads.add(self)
 
     def submit(self, what: str, prepare: Callable[[int], Callable[[], object]]) -> QueuedWork:
         """Queue a call.
@@ -138,4 +137,13 @@ class WorkerThread:
             if error is not None:
                 self.failure = self.failure or error
                 self._on_close()
-        work.end(error)
+        work.ended.set_result(error)
+
+
+_threads: weakref.WeakSet[WorkerThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for thread in list(_threads):
+        thread.close(PeerLostError("this process ends."))

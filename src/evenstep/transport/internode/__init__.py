@@ -6,5 +6,5 @@ Reading order:
 - `transport`: `InternodeTransport`, the transport itself: checks arguments and queues calls for its thread. The way of
   an all-reduce is drawn at its top.
 - `steps`: what one rank does in each call, step by step, in that thread.
-- `negotiation`: the header exchange at the beginning of a call, and the prediction that saves the second exchange.
+- `negotiation`: the message of fixed length at the beginning of a call.
 """

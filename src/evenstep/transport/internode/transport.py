@@ -13,18 +13,18 @@ An all-reduce over two nodes of two ranks, of a vector of two slices:
     node              slice 1 ------------------------- slice 1          (group 1: ranks 1 and 3)
     intra-   spread the slices            spread the slices              (shared memory)
 
-There are as many inter-node groups as the smallest node has ranks; a rank beyond that carries nothing. Within a group
-of h nodes each rank receives a part of the slice from every other, adds the parts in tree order and sends the sum back:
-2 (h - 1) / h of the vector leaves each node, the least there can be, and the order of summation is fixed. Of two nodes
-each sends its slice to the other, which is as much. Two nodes of two ranks let the vector cross once in each direction;
-in a ring over the four ranks it crosses 1.5 times.
+There are as many inter-node groups as a node has ranks. Within a group of h nodes each rank receives a part of the
+slice from every other, adds the parts in tree order and sends the sum back: 2 (h - 1) / h of the vector leaves each
+node, the least there can be, and the order of summation is fixed. Of two nodes each sends its slice to the other, which
+is as much. Two nodes of two ranks let the vector cross once in each direction; in a ring over the four ranks it crosses
+1.5 times. Where nodes have different numbers of ranks, each rank counts as a node of its own.
 
 All of it runs in a thread of the transport, one call after the other, so that the calls of a node's ranks can't mix.
 A long vector goes chunk by chunk: while one chunk is on the wire, the next is added inside the node.
 
-Shared memory notices where ranks of one node disagree. Between nodes every call begins with a message whose size
-both know, with the call's fingerprint and a short vector; a longer one follows when all agree, or comes along with the
-message where the call was predicted (`negotiation`).
+Shared memory notices where ranks of one node disagree. Between nodes every call begins with a message of one length,
+with the call's fingerprint and what fits of its data (`negotiation`). Where the data doesn't fit, the node's ranks add
+while the messages are on their way, and the data follows when all have agreed.
 
 16-bit sums accumulate in 32 bits inside each node and again between them, and are rounded once in the middle.
 """
@@ -48,7 +48,6 @@ from evenstep.transport.core.validation import flat_view, is_carried
 from evenstep.transport.core.worker_thread import QueuedWork, WorkerThread
 from evenstep.transport.internode.plan import NodePlan
 from evenstep.transport.internode.steps import InternodeSteps
-from evenstep.transport.process_group.transport import ProcessGroupTransport
 
 _CLOSE_TIMEOUT_S = 2.0  # how long `close` waits until the others have received the last refusal
 
@@ -61,13 +60,12 @@ class InternodeTransport(Transport):
     Args:
         plan: Which rank is on which node.
         intra_node: The ranks of this rank's node, in order.
-        inter_node: The inter-node group of this rank's slice, one rank per node; None: this rank carries nothing.
-        all_ranks: All ranks, for calls without a plan of their own here. Nothing else uses it.
+        inter_node: The inter-node group of this rank's slice, one rank per node.
+        all_ranks: All ranks, for calls without a plan of their own here; `inter_node` where that has all.
         rank: This rank.
         timeout_s: Deadline for peers to arrive.
     """
 
-    name = "shared memory + gloo"
     compares = True
     _carries = staticmethod(is_carried)
 
@@ -76,12 +74,13 @@ class InternodeTransport(Transport):
         plan: NodePlan,
         *,
         intra_node: Transport,
-        inter_node: ProcessGroupTransport | None,
+        inter_node: Transport,
         all_ranks: Transport,
         rank: int,
         timeout_s: float,
     ) -> None:
-        super().__init__(rank, plan.world_size, "between nodes")
+        self.name = "gloo" if intra_node.world_size == 1 else "shared memory + gloo"
+        super().__init__(rank, all_ranks.world_size, "between nodes")
         self.is_in_tree_order = plan.is_regular  # equally many, consecutive ranks on every node
         self.timeout_s = timeout_s
         self._plan = plan
@@ -89,8 +88,7 @@ class InternodeTransport(Transport):
         self._inter_node = inter_node
         self._all_ranks = all_ranks
         intra_node.name_ranks(plan.nodes[plan.place_of(rank)[0]])
-        if inter_node is not None:
-            inter_node.known_as = rank
+        inter_node.known_as = rank
         self._steps = InternodeSteps(plan, intra_node, inter_node, rank=rank, name=self.name)
         self._refused: QueuedWork | None = None
         self._thread = WorkerThread("evenstep internode", on_close=self._on_close)
@@ -117,7 +115,7 @@ class InternodeTransport(Transport):
     def _steps_of(self, call: Collective) -> Steps:
         """What is done for a call, by its kind."""
         flat, out, op, steps = call.flat, call.out, call.op or "sum", self._steps
-        fits = steps.fits_header(flat.nbytes) and call.splits is None
+        fits = steps.fits_message(flat.nbytes) and call.splits is None
         match call.kind:
             case "all_reduce" | "reduce":
                 return functools.partial(steps.all_reduce, flat=flat, op=op)
@@ -125,11 +123,11 @@ class InternodeTransport(Transport):
                 return functools.partial(steps.reduce_scatter, into=out, flat=flat, op=op)
             case "broadcast":
                 return functools.partial(steps.broadcast, raw=flat.view(torch.uint8), src=call.root)
-            case "all_gather" if self._plan.is_regular:
+            case "all_gather":
                 return functools.partial(steps.all_gather, out=out.view(torch.uint8), raw=flat.view(torch.uint8))
             case "gather" | "scatter" | "all_to_all" if fits:
                 return functools.partial(self._with_message, call)
-            case "all_gather" | "gather" | "scatter" | "all_to_all":
+            case "gather" | "scatter" | "all_to_all":
                 return functools.partial(self._by_all_ranks, call)
             case kind if kind == REFUSED:
                 return functools.partial(steps.refuse, said=flat)
@@ -137,7 +135,7 @@ class InternodeTransport(Transport):
                 return steps.compare
 
     def _with_message(self, call: Collective, number: int, packed: bytes) -> None:
-        """Send every rank's tensor to all ranks with the header; each takes its own part."""
+        """Send every rank's tensor to all ranks with the message; each takes its own part."""
         raw = flat_view(call.flat.contiguous()).view(torch.uint8)
         out, size = call.out.view(torch.uint8), self.world_size
         everybodys = torch.empty(size * raw.numel(), dtype=torch.uint8, device="cpu")
@@ -164,11 +162,12 @@ class InternodeTransport(Transport):
 
     def split(self) -> Transport:
         """See `Transport.split`."""
+        inter_node = self._inter_node.split()
         return InternodeTransport(
             self._plan,
             intra_node=self._intra_node.split(),
-            inter_node=None if self._inter_node is None else self._inter_node.split(),  # type: ignore[arg-type]
-            all_ranks=self._all_ranks.split(),
+            inter_node=inter_node,
+            all_ranks=inter_node if self._all_ranks is self._inter_node else self._all_ranks.split(),
             rank=self.rank,
             timeout_s=self.timeout_s,
         )
@@ -193,4 +192,4 @@ class InternodeTransport(Transport):
     @property
     def parts(self) -> list[Transport]:
         """The transports that it is made of: intra-node, inter-node, and for the rest."""
-        return [each for each in (self._intra_node, self._inter_node, self._all_ranks) if each is not None]
+        return [self._intra_node, self._inter_node, self._all_ranks]

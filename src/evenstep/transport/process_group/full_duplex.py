@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch import Tensor
 
 _FIRST_TAG = 0x65760000  # what else is sent over the group has another
 _NUM_TAGS = 1 << 16
+_LONGEST_END_S = 5.0
 
 
 class FullDuplex:
@@ -95,8 +96,7 @@ class FullDuplex:
     def is_completed(self) -> bool:
         """Whether `wait` would return at once. Gloo can't say: from the first query on, a thread waits."""
         if self._waiter is None and self._works:
-            self._waiter = threading.Thread(target=self._wait_quietly, name="evenstep full duplex", daemon=True)
-            self._waiter.start()
+            self._waiter = _start_thread(self._wait_quietly)
         return not self._works or self._error is not None
 
     def _wait_quietly(self) -> None:
@@ -106,10 +106,26 @@ class FullDuplex:
 
 def _wait_for_dropped(works: list[Any], timeout: timedelta) -> None:
     if works:
-        threading.Thread(target=_wait_in_turn, args=(works, timeout), name="evenstep full duplex", daemon=True).start()
+        _start_thread(_wait_in_turn, works, timeout)
 
 
 def _wait_in_turn(works: list[Any], timeout: timedelta) -> None:
     with contextlib.suppress(RuntimeError):
         for work in works:
             work.wait(timeout)
+
+
+def _start_thread(target: Callable[..., object], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=args, name="evenstep full duplex", daemon=True)
+    _threads.add(thread)
+    thread.start()
+    return thread
+
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def join_threads() -> None:
+    """Wait for the threads that wait, when their calls have been ended: inside Gloo they would outlast python."""
+    for thread in list(_threads):
+        thread.join(_LONGEST_END_S)

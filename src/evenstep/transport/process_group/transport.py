@@ -7,6 +7,7 @@ ranks send to each other, Gloo's collectives use a connection in one direction a
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import weakref
@@ -27,7 +28,7 @@ from evenstep.transport.core.last_calls import NUM_CALLS, describe_last_calls
 from evenstep.transport.core.reduction import Scratch, divide, reduce_into
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import forked_error
-from evenstep.transport.process_group.full_duplex import FullDuplex
+from evenstep.transport.process_group.full_duplex import FullDuplex, join_threads
 
 # torch 2.13 renamed it, and warns of the old name that torch 2.11 knows.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -49,6 +50,8 @@ _MOVED = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
     | {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
 )
+
+_DIRECT_BYTES = 1 << 15  # of an all-gather: so much goes to all ranks at once, and not around a ring of them
 
 
 class _GroupWork:
@@ -99,7 +102,7 @@ class ProcessGroupTransport(Transport):
         timeout_s: Deadline of a collective, for the groups that `split` makes.
         owns_group: Destroy the group when closed.
         split_by: Makes what `split` returns; None: with a new group of torch's.
-        close_by: Ends a group that torch doesn't know by name.
+        close_by: Ends a group that torch doesn't know by name, and its calls.
     """
 
     def __init__(
@@ -142,9 +145,9 @@ class ProcessGroupTransport(Transport):
                 return self._launch(call, _reduce_scatter_single, out, flat, op=op)
             case "broadcast":
                 return self._launch(call, dist.broadcast, _movable(flat), group_src=root)
-            case "all_gather" if is_gloo and self.world_size == 2:
+            case "all_gather" if is_gloo and (self.world_size == 2 or flat.nbytes <= _DIRECT_BYTES):
                 mine = flat.view(torch.uint8)
-                return self._exchange(call, self._parts(out), [mine, mine])
+                return self._exchange(call, self._parts(out), [mine] * self.world_size)
             case "all_gather":
                 return self._launch(call, _all_gather_single, _movable(out), _movable(flat))
             case "gather":
@@ -285,7 +288,15 @@ def _disown_all() -> None:
         transport.disown()
 
 
+def _end_all() -> None:
+    for transport in list(_transports):
+        if transport._close_by is not None:
+            transport.close()
+    join_threads()
+
+
 os.register_at_fork(after_in_child=_disown_all)
+atexit.register(_end_all)
 
 
 def _name_of(group: dist.ProcessGroup) -> str:

@@ -2,7 +2,8 @@
 
 The segment is a file without a name (memfd, mode 0600). It ends with the last process that holds it, however that
 ends: there is nothing to sweep. Its first part is the same for all ranks and allocated at start; after it every rank
-has a *zone*, a stretch of file that costs nothing until the rank allocates bucket memory in it.
+has a *zone*, a stretch of file that costs nothing until the rank allocates bucket memory in it; and every ordered pair
+of ranks has a *lane*, which costs nothing before the first message.
 
     greeting      a nonce, by which ranks know that they hold the same segment
     notes         one line of cache per rank: its own copy of the nonce, and whether it has left
@@ -11,6 +12,7 @@ has a *zone*, a stretch of file that costs nothing until the rank allocates buck
     eager         per rank, `NUM_SLOTS` slots for the data of eager calls
     chunks        per rank, `NUM_CHUNKS` slots for tensors that travel in chunks
     zones         per rank, its bucket memory
+    lanes         per ordered pair of ranks, a ring of `NUM_RECORDS` records: messages, see `lanes`
 """
 
 from __future__ import annotations
@@ -41,6 +43,10 @@ EAGER_BYTES = 64 << 10
 MAX_BESIDE_BYTES = 16 << 10  # of those: for numbers beside a tensor of any size
 NUM_CHUNKS = 3  # see [Note: three chunks] in `collectives`
 CHUNK_BYTES = 1 << 20
+NUM_RECORDS = 16
+RECORD_BYTES = 4096
+LANE_BYTES = PAGE_BYTES
+assert NUM_RECORDS * RECORD_BYTES <= LANE_BYTES
 NOTE_BYTES = 64
 NONCE_BYTES = 16
 
@@ -82,10 +88,14 @@ class SegmentLayout:
         """The start of a rank's zone."""
         return self.common_bytes + rank * self.zone_bytes
 
+    def lane(self, sender: int, receiver: int) -> int:
+        """The start of the ring of records from one rank to another."""
+        return self.zone(self.world_size) + (sender * self.world_size + receiver) * LANE_BYTES
+
     @property
     def total_bytes(self) -> int:
         """Length of the file, nearly all of it a hole."""
-        return self.zone(self.world_size)
+        return self.lane(self.world_size, 0)
 
 
 def plan_segment(world_size: int, *, memory_bytes: int) -> SegmentLayout:

@@ -37,14 +37,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from evenstep.console import say
 from evenstep.errors import CollectiveTimeoutError, EvenstepError, MismatchError, PeerLostError
+from evenstep.ground.compat.torch_distributed import outside_transforms
 from evenstep.ground.health import heartbeat
+from evenstep.transport.core.codec import to_bytes, to_tensor
 from evenstep.transport.core.header import DTYPES, unpack_text
 from evenstep.transport.core.last_calls import describe_last_calls
 from evenstep.transport.core.validation import Arguments
@@ -77,55 +79,41 @@ SHORT_BYTES = RECORD_BYTES - _DATA_OFFSET
 _IN_RECORD = (1 << 64) - 1  # the place of a short message
 _MESSAGE, _TAKEN, _REFUSED = range(3)
 _NUM_NAMED = 4
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 _memmove = ctypes.memmove
 _Result = TypeVar("_Result")
 
 
-@dataclass(eq=False, slots=True)
-class _Record:
-    """A record of a lane.
+class _Arrived(NamedTuple):
+    """A message that has come.
 
     Attributes:
-        kind: A message, or the answer to one.
-        tag: Of the message.
-        numel: Its number of elements; of a text, of bytes.
-        dtype: Of the message.
-        place: Of a message: where in the sender's zone it lies, or `_IN_RECORD`. Of an answer: the message's number.
-        address: Of the data that travels in the record, or of a long message where the receiver reads it.
-        owner: Holds that memory.
-        number: In its lane.
-        sender: The rank that wrote it.
+        sender: The rank that has sent it.
+        number: Of its record.
+        tag: Its tag.
+        place: Where in the sender's zone it lies, or `_IN_RECORD`.
+        data: [numel]: itself, there, or in the record, or a copy of it.
     """
 
-    kind: int
+    sender: int
+    number: int
     tag: int
-    numel: int
-    dtype: torch.dtype
     place: int
-    address: int = 0
-    owner: Any = None
-    number: int = 0
-    sender: int = -1
-
-    @property
-    def data_bytes(self) -> int:
-        """How much data travels in it."""
-        return self.numel * self.dtype.itemsize if self.place == _IN_RECORD or self.kind == _REFUSED else 0
+    data: Tensor
 
 
+@dataclass(eq=False)
 class Message:
     """A message of this rank's, from its start to its end; see `base.Work`.
 
-    Args:
+    Attributes:
         transport: Carries it.
         flat: [numel], contiguous: what is sent, or where it goes.
         peer: The other rank; None: whichever sends first.
         tag: By which it is matched.
         is_sent: This rank sends it.
-
-    Attributes:
-        source: The rank that has sent it.
+        source: The rank that has sent it, when it is there.
         is_done: It is sent, or there.
         callback: Called once at its end, with the error if there was one.
         memory: Holds the copy of a long message that is sent.
@@ -133,54 +121,35 @@ class Message:
         is_reported: That it has taken long.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_transport",
-        "callback",
-        "flat",
-        "is_done",
-        "is_reported",
-        "is_sent",
-        "memory",
-        "peer",
-        "source",
-        "tag",
-        "waits_since",
-    )
-
-    def __init__(self, transport: Lanes, flat: Tensor, peer: int | None, tag: int, *, is_sent: bool) -> None:
-        self._transport = transport
-        self.flat = flat
-        self.peer = peer
-        self.tag = tag
-        self.is_sent = is_sent
-        self.source = transport.rank if is_sent else peer
-        self.is_done = False
-        self.callback: Callable[[EvenstepError | None], object] | None = None
-        self.memory: Tensor | None = None
-        self.waits_since: float | None = None
-        self.is_reported = False
+    transport: Lanes
+    flat: Tensor
+    peer: int | None
+    tag: int
+    is_sent: bool
+    source: int = -1
+    is_done: bool = False
+    callback: Callable[[EvenstepError | None], object] | None = None
+    memory: Tensor | None = None
+    waits_since: float | None = None
+    is_reported: bool = False
 
     def wait(self, timeout_s: float | None = None) -> None:
         """See `base.Work.wait`; no longer than `timeout_s`, after which the message goes on all the same."""
         if not self.is_done:
-            self._transport._finish_message(self, timeout_s)
+            self.transport._finish_message(self, timeout_s)
 
     def is_completed(self) -> bool:
         """See `base.Work.is_completed`; takes what has come."""
-        return self.is_done or self._transport._poll_message(self)
+        return self.is_done or self.transport._poll_message(self)
 
     def add_done_callback(self, callback: Callable[[EvenstepError | None], object]) -> None:
         """Call `callback` once, with the error if there was one: at once, or in the thread that ends the message."""
-        self._transport._listen(self, callback)
+        self.transport._listen(self, callback)
 
     def __str__(self) -> str:
-        what = f"{self.flat.numel()} {str(self.flat.dtype)[6:]}"
-        known_as = self._transport.known_as_all
-        if self.is_sent:
-            return f"send of {what} to rank {known_as[self.peer]}, tag {self.tag}"  # type: ignore[index]
-        source = "any rank" if self.peer is None else f"rank {known_as[self.peer]}"
-        return f"recv of {what} from {source}, tag {self.tag}"
+        peer = "any rank" if self.peer is None else f"rank {self.transport.known_as_all[self.peer]}"
+        what, way = ("send", "to") if self.is_sent else ("recv", "from")
+        return f"{what} of {_shown(self.flat)} {way} {peer}, tag {self.tag}"
 
     def __repr__(self) -> str:
         return f"<Message {self}: {'done' if self.is_done else 'under way'}>"
@@ -215,10 +184,11 @@ class Lanes(CallQueue):
         self._num_written = [0] * size  # records to each rank
         self._num_freed = [0] * size  # of those, known to be read
         self._num_read = [0] * size  # records from each rank
-        self._outbox: dict[int, deque[tuple[_Record, Message | None]]] = {peer: deque() for peer in self._peers}
+        # What there was no room for: by rank, what `_write` takes.
+        self._outbox: dict[int, deque[tuple[Any, ...]]] = {peer: deque() for peer in self._peers}
         self._not_taken: dict[tuple[int, int], Message] = {}  # long ones that are sent: by receiver and number
         self._receives: list[weakref.ref[Message]] = []  # in order; who drops one doesn't want it any more
-        self._unread: list[_Record] = []  # messages that no `receive` has asked for, in order
+        self._unread: list[_Arrived] = []  # messages that no `receive` has asked for, in order
         self._listened: set[Message] = set()  # those that have a callback
         self._mapped: dict[tuple[int, int], Mapping] = {}
         self._views: Views | None = Views(segment)
@@ -239,10 +209,8 @@ class Lanes(CallQueue):
         """
         flat, _ = self._own_arguments.flatten(tensor)
         message = Message(self, flat, dst, tag, is_sent=True)
-        record = _Record(_MESSAGE, tag, flat.numel(), flat.dtype, _IN_RECORD, flat.data_ptr(), flat)
-        if flat.nbytes > SHORT_BYTES:
-            record.place = self._stage(message)
-        self._guarded(self._send, message, record)
+        place = self._stage(message) if flat.nbytes > SHORT_BYTES else _IN_RECORD
+        self._guarded(self._send, dst, message, place)
         return self._started(message)
 
     def receive(self, tensor: Tensor, src: int | None, tag: int = 0) -> tuple[Message, list[tuple[Tensor, Tensor]]]:
@@ -281,30 +249,28 @@ class Lanes(CallQueue):
         _memmove(memory.data_ptr(), address, flat.nbytes)
         return place
 
-    def _send(self, message: Message, record: _Record) -> None:
-        peer = message.peer
-        assert peer is not None
+    def _send(self, peer: int, message: Message, place: int) -> None:
         if self._segment.has_left(peer):
             raise PeerLostError(
                 f"rank {self.known_as} can't {message}, which has given up, or closed its end of the group."
             )
-        self._outbox[peer].append((record, message))
+        self._outbox[peer].append((_MESSAGE, message.tag, message.flat, place, message))
         self._advance_lanes()
 
     def _receive(self, message: Message) -> None:
         self._advance_lanes()
-        for record in self._unread:
-            if self._fits(record, message):
-                self._unread.remove(record)
-                self._deliver(record, message)
-                return
-        self._receives.append(weakref.ref(message))
+        arrived = next((each for each in self._unread if _fits(each, message)), None)
+        if arrived is None:
+            self._receives.append(weakref.ref(message))
+        else:
+            self._unread.remove(arrived)
+            self._deliver(arrived, message)
 
     # ------------------------------------------------------------------ moving, under the lock
 
     def _guarded(self, action: Callable[..., _Result], *arguments: Any) -> _Result:
         """Run what moves records, under the lock. Whatever leaves it by an exception fails all calls and messages."""
-        with self._messages:
+        with self._messages, outside_transforms():
             try:
                 if self._failure is not None:
                     raise self._failure
@@ -327,41 +293,50 @@ class Lanes(CallQueue):
         has_moved = False
         for peer in self._peers:
             while sem_trywait(self._written_in[peer]) == 0:
-                self._read_record(peer)
+                self._read(peer)
                 has_moved = True
-            outbox = self._outbox[peer]
-            while outbox and self._has_room(peer):
-                self._write_record(peer, *outbox.popleft())
-                has_moved = True
+            has_moved = self._write_all(peer) or has_moved
         if has_moved:
             self._moved.notify_all()
         return has_moved
 
-    def _has_room(self, peer: int) -> bool:
-        while self._num_written[peer] - self._num_freed[peer] >= NUM_RECORDS:
-            if sem_trywait(self._read_out[peer]) != 0:
-                return False
-            self._num_freed[peer] += 1
-        return True
+    def _write_all(self, peer: int) -> bool:
+        """Write records to a rank as far as there is room; return whether any was written."""
+        outbox, num_before = self._outbox[peer], self._num_written[peer]
+        while outbox:
+            while self._num_written[peer] - self._num_freed[peer] >= NUM_RECORDS:
+                if sem_trywait(self._read_out[peer]) != 0:
+                    return self._num_written[peer] > num_before
+                self._num_freed[peer] += 1
+            self._write(peer, *outbox.popleft())
+        return self._num_written[peer] > num_before
 
-    def _write_record(self, peer: int, record: _Record, message: Message | None) -> None:
-        number = self._num_written[peer]
+    def _write(self, peer: int, kind: int, tag: int, data: Tensor, place: int, message: Message | None) -> None:
+        """Write the next record to a rank.
+
+        Args:
+            peer: The rank.
+            kind: What it is.
+            tag: Of a message.
+            data: [numel]: the message, or the text of a refusal.
+            place: Of a message: where in the zone it lies, or `_IN_RECORD`. Of an answer: the message's number.
+            message: Whose record it is, if it is no answer.
+        """
+        number, is_short = self._num_written[peer], kind != _MESSAGE or place == _IN_RECORD
         lane, offset = self._lane(self.rank, peer), number % NUM_RECORDS * RECORD_BYTES
-        dtype = DTYPES.index(record.dtype)
-        _RECORD.pack_into(lane.raw, offset, number, record.tag, record.numel, record.place, record.kind, dtype)
-        if record.data_bytes:
-            _memmove(lane.address + offset + _DATA_OFFSET, record.address, record.data_bytes)
+        dtype = DTYPES.index(data.dtype)
+        _RECORD.pack_into(lane.raw, offset, number, tag, data.numel(), place, kind, dtype)
+        if is_short and data.nbytes:
+            _memmove(lane.address + offset + _DATA_OFFSET, data.data_ptr(), data.nbytes)
         self._num_written[peer] = number + 1
         sem_post(self._written_out[peer])
         sem_post(self._doorbells[peer])
-        if message is None:
-            return
-        if record.place == _IN_RECORD:
+        if message is not None and is_short:
             self._end_message(message)
-        else:
+        elif message is not None:
             self._not_taken[peer, number] = message
 
-    def _read_record(self, peer: int) -> None:
+    def _read(self, peer: int) -> None:
         """Read the next record of a rank, whose signal has been taken."""
         expected = self._num_read[peer]
         lane, offset = self._lane(peer, self.rank), expected % NUM_RECORDS * RECORD_BYTES
@@ -371,62 +346,55 @@ class Lanes(CallQueue):
                 f"rank {self.known_as} and rank {self.known_as_all[peer]} count their messages differently: an "
                 f"exception interrupted one of them. Start again."
             )
-        record = _Record(
-            kind, tag, numel, DTYPES[dtype], place, lane.address + offset + _DATA_OFFSET, None, number, peer
-        )
-        if kind == _REFUSED:
-            raise MismatchError(unpack_text(ctypes.string_at(record.address, record.data_bytes)))
         if kind == _TAKEN:
             self._end_message(self._not_taken.pop((peer, place)))
+        elif kind == _MESSAGE and place != _IN_RECORD:
+            assert self._views is not None
+            self._arrive_at(_Arrived(peer, number, tag, place, self._views.zone(peer, place, DTYPES[dtype], numel)))
         else:
-            message = next((each for ref in self._receives if (each := ref()) and self._fits(record, each)), None)
-            if message is not None:
-                self._receives = [ref for ref in self._receives if ref() not in (None, message)]
-                self._deliver(record, message)
-            else:
-                if record.data_bytes:  # its place in the ring is the next one's
-                    record.owner = ctypes.create_string_buffer(ctypes.string_at(record.address, record.data_bytes))
-                    record.address = ctypes.addressof(record.owner)
-                self._unread.append(record)
+            data = lane.tensor(offset + _DATA_OFFSET, DTYPES[dtype], numel)
+            if kind == _REFUSED:
+                raise MismatchError(unpack_text(to_bytes(data)))
+            self._arrive_at(_Arrived(peer, number, tag, place, data))
         self._num_read[peer] = expected + 1
         sem_post(self._read_in[peer])
         sem_post(self._doorbells[peer])
 
-    def _fits(self, record: _Record, message: Message) -> bool:
-        return record.tag == message.tag and message.peer in (None, record.sender)
+    def _arrive_at(self, arrived: _Arrived) -> None:
+        """Deliver a message to the first that asks for it, or keep it."""
+        receives = [each for ref in self._receives if (each := ref()) is not None]
+        message = next((each for each in receives if _fits(arrived, each)), None)
+        if message is not None:
+            self._receives = [weakref.ref(each) for each in receives if each is not message]
+            self._deliver(arrived, message)
+        elif arrived.place == _IN_RECORD:  # where the next record of the ring will be
+            self._unread.append(arrived._replace(data=arrived.data.clone()))
+        else:
+            self._unread.append(arrived)
 
-    def _deliver(self, record: _Record, message: Message) -> None:
+    def _deliver(self, arrived: _Arrived, message: Message) -> None:
         """Copy a message to where it goes."""
-        flat, sender = message.flat, record.sender
-        if (record.dtype, record.numel) != (flat.dtype, flat.numel()):
-            me, other = self.known_as, self.known_as_all[sender]
+        flat, data, me, sender = message.flat, arrived.data, self.known_as, self.known_as_all[arrived.sender]
+        if (data.dtype, data.numel()) != (flat.dtype, flat.numel()):
             text = (
-                f"rank {other} sends {record.numel} {str(record.dtype)[6:]} to rank {me}, tag {record.tag}, which "
-                f"receives {flat.numel()} {str(flat.dtype)[6:]}. Both have the same number of elements and dtype."
+                f"rank {sender} sends {_shown(data)} to rank {me}, tag {arrived.tag}, which receives {_shown(flat)}. "
+                f"Both have the same number of elements and dtype."
             )
-            self._answer(record, _REFUSED, text.encode())
+            self._answer(arrived, _REFUSED, to_tensor(text.encode()))
             raise MismatchError(text)
-        if record.place != _IN_RECORD:
-            assert self._views is not None
-            record.address = self._views.zone(sender, record.place, torch.uint8, flat.nbytes).data_ptr()
-        _memmove(flat.data_ptr(), record.address, flat.nbytes)
-        if record.place != _IN_RECORD:
-            if self._segment.has_left(sender):  # and given its memory back, perhaps before it was read
+        _memmove(flat.data_ptr(), data.data_ptr(), flat.nbytes)
+        if arrived.place != _IN_RECORD:
+            if self._segment.has_left(arrived.sender):  # and given its memory back, perhaps before it was read
                 raise PeerLostError(
-                    f"rank {self.known_as} lost rank {self.known_as_all[sender]}, which has given up or closed its "
-                    f"end, in {message}."
+                    f"rank {me} lost rank {sender}, which has given up or closed its end, in {message}."
                 )
-            self._answer(record, _TAKEN)
-        message.source = sender
+            self._answer(arrived, _TAKEN, _NOTHING)
+        message.source = arrived.sender
         self._end_message(message)
 
-    def _answer(self, record: _Record, kind: int, data: bytes = b"") -> None:
-        kept = ctypes.create_string_buffer(data)
-        answer = _Record(kind, 0, len(data), torch.uint8, record.number, ctypes.addressof(kept), kept)
-        outbox = self._outbox[record.sender]
-        outbox.append((answer, None))
-        while outbox and self._has_room(record.sender):
-            self._write_record(record.sender, *outbox.popleft())
+    def _answer(self, arrived: _Arrived, kind: int, data: Tensor) -> None:
+        self._outbox[arrived.sender].append((kind, 0, data, arrived.number, None))
+        self._write_all(arrived.sender)
 
     def _end_message(self, message: Message) -> None:
         message.is_done = True
@@ -619,13 +587,14 @@ class Lanes(CallQueue):
     def _name_unread(self) -> None:
         """Name what was sent to this rank and not received, and what this rank couldn't send: nobody will."""
         known_as = self.known_as_all
-        named = [(r, known_as[r.sender], self.known_as) for r in self._unread]
-        named += [(r, self.known_as, known_as[to]) for to, out in self._outbox.items() for r, sent in out if sent]
+        named = [(each.tag, each.data, known_as[each.sender], self.known_as) for each in self._unread]
+        for to, outbox in self._outbox.items():
+            named += [(tag, data, self.known_as, known_as[to]) for kind, tag, data, *_ in outbox if kind == _MESSAGE]
         if not named:
             return
         texts = [
-            f"{r.numel} {str(r.dtype)[6:]} from rank {sender} to rank {receiver}, tag {r.tag}"
-            for r, sender, receiver in named[:_NUM_NAMED]
+            f"{_shown(data)} from rank {sender} to rank {receiver}, tag {tag}"
+            for tag, data, sender, receiver in named[:_NUM_NAMED]
         ]
         more = f"; and {len(named) - _NUM_NAMED} more" if len(named) > _NUM_NAMED else ""
         say(f"evenstep: group {self.recorded.name} ends, and nobody has received {'; '.join(texts)}{more}.")
@@ -638,3 +607,11 @@ class Lanes(CallQueue):
         self._is_moving = self._is_asleep = False
         self._receives = []
         self._listened = set()
+
+
+def _fits(arrived: _Arrived, message: Message) -> bool:
+    return arrived.tag == message.tag and message.peer in (None, arrived.sender)
+
+
+def _shown(flat: Tensor) -> str:
+    return f"{flat.numel()} {str(flat.dtype)[6:]}"

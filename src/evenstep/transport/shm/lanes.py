@@ -79,6 +79,7 @@ SHORT_BYTES = RECORD_BYTES - _DATA_OFFSET
 _IN_RECORD = (1 << 64) - 1  # the place of a short message
 _MESSAGE, _TAKEN, _REFUSED = range(3)
 _NUM_NAMED = 4
+_SPARE_BYTES = 64 << 20  # to allocate memory for a message takes longer than to copy it
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 _memmove = ctypes.memmove
@@ -190,6 +191,7 @@ class Lanes(CallQueue):
         self._receives: list[weakref.ref[Message]] = []  # in order; who drops one doesn't want it any more
         self._unread: list[_Arrived] = []  # messages that no `receive` has asked for, in order
         self._listened: set[Message] = set()  # those that have a callback
+        self._spare: list[Tensor] = []  # [bytes]: memory of long messages that have been taken, for the next ones
         self._mapped: dict[tuple[int, int], Mapping] = {}
         self._views: Views | None = Views(segment)
         self._own_arguments = Arguments(self.name, rank, size)  # whose refusals concern no other rank
@@ -235,18 +237,20 @@ class Lanes(CallQueue):
 
     def _stage(self, message: Message) -> int:
         """The place of a long message in this rank's zone, to which it is copied unless it lies there."""
-        flat, address = message.flat, message.flat.data_ptr()
-        with self._lock:
+        address, num_bytes = message.flat.data_ptr(), message.flat.nbytes
+        with self._messages, self._lock:
             if self._failure is not None:
                 raise self._failure
             arena = self._context.arena
-            place = arena.locate(address, flat.nbytes)
+            place = arena.locate(address, num_bytes)
             if place is not None:
                 return place
-            message.memory = memory = arena.allocate(flat.nbytes, torch.uint8)
-            place = arena.locate(memory.data_ptr(), flat.nbytes)
+            fitting = (each for each, spare in enumerate(self._spare) if num_bytes <= spare.nbytes <= 4 * num_bytes)
+            index = next(fitting, None)
+            memory = arena.allocate(num_bytes, torch.uint8) if index is None else self._spare.pop(index)
+            message.memory, place = memory, arena.locate(memory.data_ptr(), num_bytes)
         assert place is not None
-        _memmove(memory.data_ptr(), address, flat.nbytes)
+        _memmove(memory.data_ptr(), address, num_bytes)
         return place
 
     def _send(self, peer: int, message: Message, place: int) -> None:
@@ -398,7 +402,11 @@ class Lanes(CallQueue):
 
     def _end_message(self, message: Message) -> None:
         message.is_done = True
-        message.memory = None
+        if message.memory is not None:
+            self._spare.append(message.memory)
+            while sum(spare.nbytes for spare in self._spare) > _SPARE_BYTES:
+                self._spare.pop(0)
+            message.memory = None
         if message.callback is not None:
             self._callbacks.append(functools.partial(message.callback, None))
             message.callback = None
@@ -583,6 +591,7 @@ class Lanes(CallQueue):
             self._views = None
             self._mapped.clear()
             self._unread.clear()
+            self._spare.clear()
 
     def _name_unread(self) -> None:
         """Name what was sent to this rank and not received, and what this rank couldn't send: nobody will."""

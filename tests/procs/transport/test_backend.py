@@ -165,7 +165,7 @@ def test_coalesced_calls(ranks: RankPool) -> None:
     assert ranks.run(several_in_one, 2) == [{}] * 2
 
 
-def futures_and_threads() -> list[Any]:
+def futures_and_threads() -> dict[str, int]:
     with both_groups() as (_, ours):
         works = [dist.all_reduce(torch.full((n,), 1.0), group=ours, async_op=True) for n in (1, 300_000, 2)]
         doubled = [work.get_future().then(lambda done: done.value()[0] * 2) for work in works]
@@ -212,16 +212,11 @@ def futures_and_threads() -> list[Any]:
         split.shutdown()
         for group in groups:
             dist.destroy_process_group(group)
-        counts = fallback.counts()
-        if ours.rank() == 0:
-            dist.send(torch.ones(3), group_dst=1, group=ours)
-        else:
-            dist.recv(torch.zeros(3), group_src=0, group=ours)
-        return [counts, fallback.counts()]
+        return fallback.counts()
 
 
 def test_futures_threads_and_groups(ranks: RankPool) -> None:
-    assert ranks.run(futures_and_threads, 2) == [[{}, {"send": 1}], [{}, {"recv": 1}]]
+    assert ranks.run(futures_and_threads, 2) == [{}, {}]
 
 
 def sparse_on_all_ranks() -> list[Any]:
@@ -251,82 +246,54 @@ def test_what_all_ranks_leave_to_gloo_works_as_ever(ranks: RankPool) -> None:
     assert ranks.run(sparse_on_all_ranks, 2) == [[([[3.0, 0.0], [0.0, 3.0]], 2.0)] * 3] * 2
 
 
-def message(way: str, world: evenstep.World, group: dist.ProcessGroup) -> list[float]:
-    """A message of rank 0 or of every rank; what this rank received."""
-    rank, size = group.rank(), group.size()
-    mine, theirs = torch.full((2,), float(rank)), torch.full((2,), -1.0)
-    if way == "in a ring":
-        sent = dist.isend(mine, (rank + 1) % size, group=group)
-        dist.recv(theirs, (rank - 1) % size, group=group)
-        sent.wait()
-    elif way == "behind a barrier":  # rank 0 comes to it after its message, as over torch's Gloo
-        sent = dist.isend(mine + 7, 1, group=group) if rank == 0 else None
-        dist.barrier(group)
-        if rank == 1:
-            dist.recv(theirs, 0, group=group)
-        if sent is not None:
-            sent.wait()
-    else:
-        if rank == 0:
-            assert dist.recv(theirs, group=group) == 1
-        elif rank == 1:
-            dist.send(mine, 0, group=group)
-        with world.main_first():  # where the third rank waits is no call that could notice anything
-            pass
-    return theirs.tolist()
-
-
-def gloo_for_a_message(way: str) -> list[float]:
-    """Make Gloo with a message between two ranks, which the third is not at."""
+def gloo_for_a_sum() -> tuple[list[list[float]], dict[str, int]]:
+    """Make Gloo with a sparse sum, for which ranks come at different times, and end it with the group."""
     world = evenstep.init(quiet=True)
     before = listening()
     group = dist.new_group(backend="evenstep")
+    fallback.reset()
     dist.all_reduce(torch.ones(3), group=group)
     # A group of an earlier test may just be closing its port, in a thread.
     assert not listening() - before
-    received = message(way, world, group)
-    dist.barrier(group)
+    tensor = torch.eye(2).to_sparse()
+    with world.main_first():
+        pass
+    work = dist.all_reduce(tensor, group=group, async_op=True)
     assert [address for address, _ in listening() - before] == ["127.0.0.1"]
+    work.wait()
+    dist.barrier(group)
+    counts = fallback.counts()
     dist.destroy_process_group(group)
-    del group
+    del group, work
     assert listening() == before
-    return received
+    return tensor.to_dense().tolist(), counts
 
 
-@pytest.mark.parametrize(
-    ("way", "expected"),
-    [
-        ("behind a barrier", [[-1.0, -1.0], [7.0, 7.0], [-1.0, -1.0]]),
-        ("from any rank", [[1.0, 1.0], [-1.0, -1.0], [-1.0, -1.0]]),
-        ("in a ring", [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]),
-    ],
-)
-def test_gloo_is_made_with_the_first_message(ranks: RankPool, way: str, expected: list[list[float]]) -> None:
-    assert ranks.run(gloo_for_a_message, 3, way) == expected
+def test_gloo_is_made_with_the_first_call_of_all_ranks_that_needs_it(ranks: RankPool) -> None:
+    """Until then no port is open; it is counted, and ends with the group."""
+    assert ranks.run(gloo_for_a_sum, 3) == [([[3.0, 0.0], [0.0, 3.0]], {"allreduce": 1})] * 3
 
 
-def group_again() -> list[bool]:
-    """Messages over a group, and then over another; and a deadline that torch changes before there is Gloo."""
+def group_again() -> list[list[list[float]]]:
+    """Sparse sums over a group, and then over another; and a deadline that torch changes before there is Gloo."""
     evenstep.init(quiet=True)
-    arrived = []
+    sums = []
     for turn in range(3):
         group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=20))
         if turn == 1:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30), group)
             assert group._shared.counters.policy.timeout_s == 30
-        tensor = torch.full((3,), float(turn))
-        if group.rank() == 0:
-            dist.send(tensor, 1, group=group)
-        else:
-            tensor.zero_()
-            dist.recv(tensor, 0, group=group)
-        arrived.append(bool(tensor.eq(turn).all()))
+        tensor = (turn * torch.eye(2)).to_sparse()
+        dist.all_reduce(tensor, group=group)
+        if turn == 1:
+            assert group._gloo.options._timeout == timedelta(seconds=30)
+        sums.append(tensor.to_dense().tolist())
         dist.destroy_process_group(group)
-    return arrived
+    return sums
 
 
 def test_every_group_has_a_gloo_of_its_own(ranks: RankPool) -> None:
-    assert ranks.run(group_again, 2) == [[True] * 3] * 2
+    assert ranks.run(group_again, 2) == [[[[2.0 * turn, 0.0], [0.0, 2.0 * turn]] for turn in range(3)]] * 2
 
 
 class Standing(torch.Tensor):

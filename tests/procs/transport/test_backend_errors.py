@@ -237,12 +237,26 @@ def test_mismatches_are_the_transports_own_errors(ranks: RankPool) -> None:
     assert "bitwise operations are for integers and bool" in told[0][4]
 
 
+def with_gloo() -> Any:
+    """A group that has made its Gloo."""
+    group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=20))
+    dist.all_reduce(torch.eye(2).to_sparse(), group=group)
+    return group
+
+
 def sparse_on_one_rank() -> list[str]:
-    """What a rank is told by `wait` and by a future where rank 1 alone has a tensor that goes over Gloo."""
+    """What a rank is told at once, by `wait` and by a future where rank 1 alone has a tensor that goes over Gloo."""
     evenstep.init(quiet=True)
     told = []
+    group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=20))
+    started = time.monotonic()
+    with pytest.raises(MismatchError) as raised:  # on rank 1 already as it calls: there is no Gloo yet
+        dist.all_reduce(torch.eye(3).to_sparse() if group.rank() == 1 else torch.eye(3), group=group)
+    assert time.monotonic() - started < 5
+    told.append(str(raised.value).partition("\n")[0])
+    dist.destroy_process_group(group)
     for by_future in (False, True):
-        group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=20))
+        group = with_gloo()
         tensor = torch.eye(3).to_sparse() if group.rank() == 1 else torch.eye(3)
         started = time.monotonic()
         work = dist.all_reduce(tensor, group=group, async_op=True)
@@ -250,7 +264,7 @@ def sparse_on_one_rank() -> list[str]:
         assert time.monotonic() - started < 5
         assert isinstance(work.exception(), MismatchError)
         dist.destroy_process_group(group)
-    group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=20))
+    group = with_gloo()
     try:
         # Gloo refuses it, on this rank.
         dist.broadcast(torch.eye(3).to_sparse() if group.rank() == 1 else torch.eye(3), group_src=0, group=group)
@@ -262,10 +276,10 @@ def sparse_on_one_rank() -> list[str]:
 
 def test_what_one_rank_leaves_to_gloo_is_a_mismatch_at_once(ranks: RankPool) -> None:
     first, second = ranks.run(sparse_on_one_rank, 2, timeout_s=150)
-    for each in (*first[:2], *second[:2]):
+    for each in (*first[:3], *second[:3]):
         assert "rank 0: all_reduce(sum) of float32 [3, 3]; rank 1: all_reduce over gloo, of what shared memory" in each
-    assert "rank 0: broadcast from rank 0 of float32 [3, 3]; rank 1: no call, for its arguments were" in first[2]
-    assert f" Rank 1: {second[2][:200]}" in first[2]
+    assert "rank 0: broadcast from rank 0 of float32 [3, 3]; rank 1: no call, for its arguments were" in first[3]
+    assert f" Rank 1: {second[3][:200]}" in first[3]
 
 
 def expanded_outputs() -> list[str]:
@@ -304,13 +318,14 @@ def told_another_deadline() -> tuple[float, str]:
     """Rank 1 comes late. What rank 0 says, and after how many seconds."""
     evenstep.init(quiet=True)
     group = dist.new_group(backend="evenstep")
-    shared, gloo = group._shared, group._get_backend(torch.device("cpu"))
+    shared = group._shared
     assert isinstance(shared, SharedMemoryTransport), group.why_gloo
     before = shared.counters.policy.timeout_s
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.4), group)
     assert before > 60, "as it was made"
     assert shared.counters.policy.timeout_s == 0.4
-    assert gloo.options._timeout == timedelta(seconds=0.4), "what falls through has the same deadline"
+    assert group._gloo is None, "a deadline needs no Gloo"
+    assert group._timeout == timedelta(seconds=0.4), "what falls through has the same deadline"
     return rank_1_comes_late(group, lambda: dist.all_reduce(torch.ones(8), group=group))
 
 

@@ -7,23 +7,15 @@ other backend then. So a group makes and registers its own Gloo and NCCL. Collec
 memory; GPU tensors are NCCL's; everything else falls back to Gloo and is counted (`fallback`). The methods that torch
 calls for collectives are in `calls`.
 
-[Note: late Gloo]
-
 Gloo listens on a port as long as it lives, and whoever can connect can use up the process's descriptors. So a group
-whose ranks share memory makes Gloo with the first call that needs it. Such a call may be a message between two ranks,
-and the others may come to none, or wait for those two: they make their Gloo because they are requested to, in a thread
-(`shm.requests`), so that no rank waits for what another one's own thread is doing. Gloo can also connect two ranks
-alone, with their first message (`lazy_init`). But there, depending on their ports, one waits until the other has a
-message for it, too: after `isend` it would not come to a barrier.
+whose ranks share memory makes Gloo only with the first collective that needs it, which every rank calls. Messages
+between two ranks travel through shared memory, or are refused: the other ranks know nothing of them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -39,6 +31,7 @@ from evenstep.ground.compat.torch_distributed import (
     begin_sequence_numbers,
     is_made,
     loopback_gloo_options,
+    outside_transforms,
     set_default_backend,
 )
 from evenstep.ground.compat.torch_dynamo import uncompiled
@@ -117,11 +110,9 @@ class EvenstepGroup(GroupCalls):
         self._name, self._description = name, "undefined"
         self._global_ranks = global_ranks
         self._is_split = is_split
-        self._making_gloo = threading.Lock()
         # Counted: torch names a group that follows a destroyed one as that one, whose addresses are in the store.
         self._gloo_prefix = f"gloo {store.add(f'groups of rank {rank}', 1)}/"
-        # Held: its python part, which forwards deadlines, would be gone with the last reference from python.
-        self._gloo: ForwardingGloo | None = None
+        self._gloo: ProcessGroupGloo | None = None
         if not VISITS_BACKENDS:
             self._register("cpu", ProcessGroup.BackendType.GLOO, None)
         self._nccl: Any = None
@@ -132,47 +123,39 @@ class EvenstepGroup(GroupCalls):
         self._shared = shared or self._connect(is_default=not global_ranks)
         if isinstance(self._shared, SharedMemoryTransport):
             self._shared.recorded.name = name
-            self._shared.serve_requests(functools.partial(_serve_request, weakref.ref(self)))
         elif size > 1:
-            self._need_gloo()
+            self._need_gloo("")
 
-    def _need_gloo(self) -> None:
-        """Make Gloo, if there is none yet: see [Note: late Gloo].
+    def _need_gloo(self, collective: str, timeout_s: float | None = None) -> None:
+        """Make Gloo, if there is none yet. Collective: all ranks make the same call.
 
-        Where ranks share memory, any rank may call this at any time; elsewhere all do, when the group is made.
+        Args:
+            collective: That call, which the ranks compare first: Gloo would wait for one that isn't at it.
+            timeout_s: The call's own deadline; None: the group's.
         """
-        with self._making_gloo:
-            if self._gloo is not None:
-                return
-            store, rank, size = PrefixStore(self._gloo_prefix, self._store), self.rank(), self.size()
-            if isinstance(self._shared, SharedMemoryTransport):
-                self._shared.request()  # first: making it waits for the others
-            if isinstance(self._shared, SharedMemoryTransport | LocalTransport):
-                gloo = ForwardingGloo(store, rank, size, loopback_gloo_options(self._timeout))
-            else:
-                gloo = ForwardingGloo(store, rank, size, timeout=self._timeout)
-            gloo.options.global_ranks_in_group = self._global_ranks
-            gloo.options.group_name = self._name  # type: ignore[assignment]
-            begin_sequence_numbers(gloo)
-            weak_set_timeout = weakref.WeakMethod(self._set_timeout)
-            gloo.on_timeout = lambda timeout: (set_timeout := weak_set_timeout()) and set_timeout(timeout)
-            self._register("cpu", ProcessGroup.BackendType.GLOO, gloo)
-            # Not before: from torch 2.14 on, a group's rank and size are those of its default backend, if it has one.
-            for group in (self._inner, self):
-                set_default_backend(group, ProcessGroup.BackendType.GLOO)
-            super()._set_group_name(self._name)
-            super()._set_group_desc(self._description)
-            self._gloo = gloo
+        if self._gloo is not None:
+            return
+        if isinstance(self._shared, SharedMemoryTransport):
+            with outside_transforms():
+                self._shared.compare_call(collective).wait(timeout_s)
+        store, rank, size = PrefixStore(self._gloo_prefix, self._store), self.rank(), self.size()
+        if isinstance(self._shared, SharedMemoryTransport | LocalTransport):
+            gloo = ProcessGroupGloo(store, rank, size, loopback_gloo_options(self._timeout))
+        else:
+            gloo = ProcessGroupGloo(store, rank, size, timeout=self._timeout)
+        gloo.options.global_ranks_in_group = self._global_ranks
+        gloo.options.group_name = self._name  # type: ignore[assignment]
+        begin_sequence_numbers(gloo)
+        self._register("cpu", ProcessGroup.BackendType.GLOO, gloo)
+        # Not before: from torch 2.14 on, a group's rank and size are those of its default backend, if it has one.
+        for group in (self._inner, self):
+            set_default_backend(group, ProcessGroup.BackendType.GLOO)
+        super()._set_group_name(self._name)
+        super()._set_group_desc(self._description)
+        self._gloo = gloo
 
     def _get_backend(self, device: torch.device) -> Any:
-        if device.type == "cpu":
-            self._need_gloo()
-        return super()._get_backend(device)
-
-    def _set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-        if self._shared is not None:
-            self._shared.set_timeout(timeout.total_seconds())
+        return CpuBackend(self) if device.type == "cpu" else super()._get_backend(device)
 
     def _register(self, device: str, kind: ProcessGroup.BackendType, backend: Any) -> None:
         for group in (self._inner, self):
@@ -232,7 +215,9 @@ class EvenstepGroup(GroupCalls):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the deadline of calls, whatever carries them; under shared memory also of those under way."""
-        self._set_timeout(timeout)
+        self._timeout = timeout
+        if self._shared is not None:
+            self._shared.set_timeout(timeout.total_seconds())
         for backend in (self._gloo, self._nccl):
             if backend is not None:
                 backend._set_default_timeout(timeout)
@@ -308,13 +293,6 @@ class EvenstepGroup(GroupCalls):
         return f"<EvenstepGroup rank {self.rank()}/{self.size()} {carrier}>"
 
 
-def _serve_request(group: weakref.ref[EvenstepGroup]) -> None:
-    requested = group()
-    if requested is not None:
-        with contextlib.suppress(RuntimeError):  # this rank's own first call tries again, and raises it there
-            requested._need_gloo()
-
-
 def _outlast(works: Sequence[Any], holder: object) -> None:
     """Hold a group's Gloo until its calls have ended, if only by their deadline.
 
@@ -343,23 +321,21 @@ def _make_nccl(
     return nccl
 
 
-class ForwardingGloo(ProcessGroupGloo):
-    """Gloo that forwards its deadline to the group's transport.
+class CpuBackend:
+    """What carries a group's CPU tensors, as torch may ask of it: `_set_pg_timeout` looks for Gloo or NCCL.
 
-    torch changes the deadline of a group only at the backends that it knows, Gloo and NCCL.
-
-    Attributes:
-        on_timeout: Called with every new deadline; None: nothing is called.
+    Gloo itself may not be there, and wouldn't set the deadline of shared memory.
     """
 
-    on_timeout: Callable[[timedelta], object] | None = None
+    __class__ = ProcessGroupGloo  # type: ignore[assignment]
+
+    def __init__(self, group: EvenstepGroup) -> None:
+        self._group = group
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        super()._set_default_timeout(timeout)
-        # Unset meanwhile: inter-node transports set the deadline of this very Gloo again.
-        on_timeout, self.on_timeout = self.on_timeout, None
-        try:
-            if on_timeout is not None:
-                on_timeout(timeout)
-        finally:
-            self.on_timeout = on_timeout
+        self._group.set_timeout(timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("supports_"):
+            return False
+        return getattr(self._group._gloo, name)

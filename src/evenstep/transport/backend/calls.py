@@ -4,6 +4,12 @@
 
 torch 2.13 renamed some methods (`_allgather_base` is `all_gather_single` there). It looks for the new name first, torch
 2.11 knows only the old one, and where a subclass has neither, C++ calls Gloo silently. So each has both.
+
+[Note: one table]
+
+A collective is a `Row`: torch's names, and how its arguments are read. `_method` makes a method of it: read the
+arguments, join lists of parts, run the transport's collective; or, where shared memory doesn't carry it, call Gloo's
+method of the first of these names that it has. Only `allreduce` is written out, for it is the most frequent.
 """
 
 from __future__ import annotations
@@ -11,52 +17,26 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp, ReduceOptions, ReduceScatterOptions
+from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp
 
-from evenstep.errors import ConfigurationError, UsageError
+from evenstep.errors import ConfigurationError, EvenstepError, UsageError
 from evenstep.ground.compat.torch_distributed import outside_transforms
 from evenstep.ground.compat.torch_dynamo import uncompiled
 from evenstep.ground.compat.torch_tensors import has_storage
 from evenstep.transport.backend.observers import observed
 from evenstep.transport.backend.work import GlooWork, GroupWork, merge
-from evenstep.transport.base import Op
+from evenstep.transport.base import Collective, Op
 from evenstep.transport.core.fallback import fallback
 from evenstep.transport.core.header import OVER_GLOO
 from evenstep.transport.core.validation import Arguments, is_carried
-
-
-def _first_name(*names: str) -> str:
-    return next(name for name in names if hasattr(ProcessGroup, name))
-
-
-ALL_GATHER_SINGLE = _first_name("all_gather_single", "_allgather_base")
-ALL_GATHER_COALESCED = _first_name("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-REDUCE_SCATTER_SINGLE = _first_name("reduce_scatter_single", "_reduce_scatter_base")
-REDUCE_SCATTER_COALESCED = _first_name("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-ALL_TO_ALL_SINGLE = _first_name("all_to_all_single", "alltoall_base")
-
-# The collective that ranks compare, by method that Gloo carries. `send` and `recv` concern two ranks only.
-
-COMPARED = {
-    method: f"{collective} {OVER_GLOO}"
-    for collective, methods in {
-        "all_reduce": ("allreduce", "allreduce_coalesced"),
-        "broadcast": ("broadcast",),
-        "all_gather": ("allgather", "allgather_coalesced", ALL_GATHER_SINGLE, ALL_GATHER_COALESCED),
-        "reduce_scatter": ("reduce_scatter", REDUCE_SCATTER_SINGLE, REDUCE_SCATTER_COALESCED),
-        "reduce": ("reduce",),
-        "gather": ("gather",),
-        "scatter": ("scatter",),
-        "all_to_all": ("alltoall", ALL_TO_ALL_SINGLE),
-    }.items()
-    for method in methods
-}
+from evenstep.transport.shm.lanes import Lanes
 
 _OPS: dict[Any, Op] = {
     ReduceOp.SUM: "sum",
@@ -68,45 +48,129 @@ _OPS: dict[Any, Op] = {
     ReduceOp.BOR: "bor",
     ReduceOp.BXOR: "bxor",
 }
-_OPTIONS = (AllreduceOptions, ReduceScatterOptions, ReduceOptions)
+_NO_TIME = timedelta()
+_NO_WAIT = timedelta(milliseconds=1)  # for ranks that have arrived: a deadline of 0 s would mean the group's
 
 
-def listed(tensors: Any) -> list[Tensor]:
+def one(tensors: Any) -> list[Tensor]:
     """The tensors of [...], or the one."""
-    return [tensors] if isinstance(tensors, Tensor) else tensors
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def inner_list(tensors: Any) -> list[Tensor]:
-    """The tensors of [[...]], [...] or []."""
+def parts(tensors: Any) -> list[Tensor]:
+    """The tensors of [[...]], [...] or []: a part for each rank."""
     if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
         return list(tensors[0])
     return list(tensors)
 
 
+def several(tensors: Any) -> list[Tensor]:
+    """The tensors of [...]: each is a call of its own."""
+    return list(tensors)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A collective of torch's process groups.
+
+    Attributes:
+        kind: The transport's collective.
+        names: The method's, the newest first.
+        operation: In `torch.ops.c10d`, such as "allreduce_".
+        outputs: Reads the first argument; None: the second one is the first, in place.
+        inputs: Reads the argument after that.
+        has_op: It combines.
+        has_root: One rank gives or gets what no other does.
+        has_splits: Two lists follow the tensors: how many rows come from, and go to each rank; empty: equally many.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    operation: str
+    outputs: Callable[[Any], list[Tensor]] | None
+    inputs: Callable[[Any], list[Tensor]]
+    has_op: bool = False
+    has_root: bool = False
+    has_splits: bool = False
+
+    @property
+    def gloos(self) -> str | None:
+        """The name of Gloo's method; None: it has none."""
+        return next((name for name in self.names if hasattr(ProcessGroup, name)), None)
+
+
+ALL_REDUCE = Row("all_reduce", ("allreduce",), "allreduce_", None, one, has_op=True)
+GATHER = Row("gather", ("gather",), "gather_", parts, one, has_root=True)
+GATHER_SINGLE = Row("gather", ("gather_single", "gather_into_tensor"), "gather_", one, one, has_root=True)
+ROWS = (
+    ALL_REDUCE,
+    Row("all_reduce", ("allreduce_coalesced",), "allreduce_coalesced_", None, several, has_op=True),
+    Row("broadcast", ("broadcast",), "broadcast_", None, one, has_root=True),
+    Row("reduce", ("reduce",), "reduce_", None, one, has_op=True, has_root=True),
+    Row("all_gather", ("allgather",), "allgather_", parts, one),
+    Row("all_gather", ("all_gather_single", "_allgather_base"), "_allgather_base_", one, one),
+    Row(
+        "all_gather",
+        ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+        "allgather_into_tensor_coalesced_",
+        several,
+        several,
+    ),
+    Row("reduce_scatter", ("reduce_scatter",), "reduce_scatter_", one, parts, has_op=True),
+    Row(
+        "reduce_scatter",
+        ("reduce_scatter_single", "_reduce_scatter_base"),
+        "_reduce_scatter_base_",
+        one,
+        one,
+        has_op=True,
+    ),
+    Row(
+        "reduce_scatter",
+        ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+        "reduce_scatter_tensor_coalesced_",
+        several,
+        several,
+        has_op=True,
+    ),
+    GATHER,
+    GATHER_SINGLE,
+    Row("scatter", ("scatter",), "scatter_", one, parts, has_root=True),
+    Row("all_to_all", ("all_to_all_single", "alltoall_base"), "alltoall_base_", one, one, has_splits=True),
+    Row("all_to_all", ("alltoall",), "alltoall_", parts, parts),
+)
+
+
+def read_options(
+    given: Sequence[Any], opts: Any = None, op: Any = None, root: int | None = None, timeout: timedelta | None = None
+) -> tuple[Op | None, int, timedelta | None]:
+    """What torch passed behind the tensors: (operator, root, deadline), as one object or each for itself.
+
+    The operator is None where shared memory doesn't have it.
+    """
+    for each in (*given, opts):
+        if isinstance(each, timedelta):
+            timeout = each
+        elif isinstance(each, int):
+            root = each
+        elif isinstance(each, ReduceOp | ReduceOp.RedOpType):
+            op = each
+        elif each is not None:
+            op = getattr(each, "reduceOp", op)
+            root = getattr(each, "rootRank", root)
+            timeout = timeout or each.timeout
+    op = ReduceOp.SUM if op is None else op
+    return _OPS.get(getattr(op, "op", op)), root or 0, timeout
+
+
+def _seconds(timeout: timedelta | None) -> float | None:
+    """A call's own deadline; None: it has none."""
+    return timeout.total_seconds() if timeout is not None and timeout > _NO_TIME else None
+
+
 def flat_list(tensors: Any) -> list[Tensor]:
     """The tensors in lists of lists, or the one."""
     return [tensors] if isinstance(tensors, Tensor) else [each for inner in tensors for each in flat_list(inner)]
-
-
-def op_of(opts: Any, op: Any) -> Op | None:
-    """The operator that torch passed; None: shared memory doesn't have it."""
-    if op is None and isinstance(opts, _OPTIONS):
-        return _OPS.get(getattr(opts.reduceOp, "op", None))
-    given = op if op is not None else getattr(opts, "reduceOp", opts if not hasattr(opts, "timeout") else None)
-    if given is None or isinstance(given, int):  # nothing, or a root
-        given = ReduceOp.SUM
-    return _OPS.get(getattr(given, "op", given))
-
-
-def root_of(opts: Any, root: Any) -> int:
-    """The root that torch passed."""
-    given = root if root is not None else getattr(opts, "rootRank", opts)
-    return int(given or 0)
-
-
-def unless_none(*values: Any) -> list[Any]:
-    """The values that aren't None."""
-    return [value for value in values if value is not None]
 
 
 def joined_input(tensors: Sequence[Tensor]) -> Tensor:
@@ -133,11 +197,7 @@ def joined_outputs(
 # torch's stub has overloads that differ between its versions.
 _ProcessGroup: Any = ProcessGroup
 
-_NO_TIME = timedelta()
-_NO_WAIT = timedelta(milliseconds=1)  # for ranks that have arrived: a deadline of 0 s would mean the group's
 
-
-@uncompiled
 class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     """A process group whose CPU tensors travel through shared memory; `backend.EvenstepGroup` is what torch makes.
 
@@ -149,7 +209,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         has_nccl: Whether it has NCCL.
 
     Attributes:
-        num_calls: Calls so far that shared memory has carried or compared.
+        num_calls: Collectives so far that shared memory has carried or compared.
     """
 
     def __init__(self, name: str, rank: int, size: int, *, inner: Any, has_nccl: bool) -> None:
@@ -165,10 +225,18 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         self.num_calls = 0
         self._at_gloo: set[Any] = set()  # works that may be under way there
 
+    # ------------------------------------------------------------------ collectives: see [Note: one table]
+
     @observed("all_reduce", "allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Any:
         """Combine over the ranks, in place."""
-        given, how = listed(tensors), op_of(opts, op)
+        how: Op | None
+        deadline: timedelta | None
+        if type(opts) is AllreduceOptions and op is None:
+            how, deadline = _OPS.get(getattr(opts.reduceOp, "op", None)), timeout or opts.timeout
+        else:
+            how, _, deadline = read_options((opts, timeout), op=op)
+        given = [tensors] if isinstance(tensors, Tensor) else tensors
         if (  # as `_carries`, in line: of all calls this is the most frequent
             how is None
             or len(given) != 1
@@ -176,169 +244,66 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             or not is_carried(given[0])
             or not has_storage(given[0])
         ):
-            return self._fall_back("allreduce", given, tensors, *unless_none(opts, timeout))
-        return self._made([self._shared.all_reduce(given[0], how)], given, opts, timeout=timeout)
+            options = {"op": op} if op is not None else {}
+            return self._fall_back(ALL_REDUCE, given, (tensors, opts, timeout), options, deadline)
+        return self._made([self._shared.run(Collective("all_reduce", given[0], given[0], how))], given, deadline)
 
-    @observed("all_reduce_coalesced", "allreduce_coalesced_")
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        """Combine several tensors, in one work."""
-        how = op_of(opts, None)
-        if how is None or not self._carries(*tensors):
-            return self._fall_back("allreduce_coalesced", tensors, tensors, *unless_none(opts))
-        return self._made([self._shared.all_reduce(each, how) for each in tensors], tensors, opts)
-
-    @observed("broadcast", "broadcast_")
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None) -> Any:
-        """Make equal to the root's."""
-        given, src = listed(tensors), root_of(opts, root)
-        if len(given) != 1 or not self._carries(*given):
-            return self._fall_back("broadcast", given, tensors, *unless_none(opts if root is None else root, timeout))
-        return self._made([self._shared.broadcast(given[0], src)], given, opts, timeout=timeout)
-
-    @observed("reduce", "reduce_")
-    def reduce(
-        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, *, root: Any = None
-    ) -> Any:
-        """Combine on the root."""
-        given, dst, how = listed(tensors), root_of(opts, root), op_of(opts, op)
-        if how is None or len(given) != 1 or not self._carries(*given):
-            return self._fall_back("reduce", given, tensors, *unless_none(opts if root is None else root, op, timeout))
-        return self._made([self._shared.reduce(given[0], dst, how)], given, opts, timeout=timeout)
-
-    @observed("all_gather", "allgather_")
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        """Put every rank's tensor into one tensor per rank."""
-        given, outs = listed(inputs), inner_list(outputs)
-        if len(given) != 1 or not self._carries(*given, *outs):
-            return self._fall_back("allgather", given, outputs, inputs, *unless_none(opts, timeout))
-        self._arguments.check_parts("all_gather", "outputs", outs, given[0])
-        joined, copies = joined_outputs("all_gather", outs, self._arguments)
-        return self._made([self._shared.all_gather(joined, given[0])], outs, opts, copies, timeout)
-
-    @observed("all_gather_single", "_allgather_base_")
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Put every rank's tensor one after the other into one."""
-        if not self._carries(output, input):
-            return self._fall_back(ALL_GATHER_SINGLE, [input], output, input, *unless_none(opts))
-        return self._made([self._shared.all_gather(output, input)], [output], opts)
-
-    @observed("all_gather_single_coalesced", "allgather_into_tensor_coalesced_")
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Several times `all_gather_single`, in one work."""
-        if not self._carries(*outputs, *inputs):
-            return self._fall_back(ALL_GATHER_COALESCED, inputs, outputs, inputs, *unless_none(opts))
-        self._arguments.check_pairs("all_gather", outputs, inputs)
-        works = [self._shared.all_gather(out, each) for out, each in zip(outputs, inputs, strict=True)]
-        return self._made(works, outputs, opts)
-
-    @observed("reduce_scatter", "reduce_scatter_")
-    def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
-    ) -> Any:
-        """Combine lists of one tensor per rank; each rank gets its own."""
-        outs, given, how = listed(outputs), inner_list(inputs), op_of(opts, op)
-        if how is None or len(outs) != 1 or not self._carries(*outs, *given):
-            return self._fall_back("reduce_scatter", given, outputs, inputs, *unless_none(opts, timeout))
-        self._arguments.check_parts("reduce_scatter", "inputs", given, outs[0])
-        return self._made([self._shared.reduce_scatter(outs[0], joined_input(given), how)], outs, opts, timeout=timeout)
-
-    @observed("reduce_scatter_single", "_reduce_scatter_base_")
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Combine tensors that hold a part per rank; each rank gets its own."""
-        how = op_of(opts, None)
-        if how is None or not self._carries(output, input):
-            return self._fall_back(REDUCE_SCATTER_SINGLE, [input], output, input, *unless_none(opts))
-        return self._made([self._shared.reduce_scatter(output, input, how)], [output], opts)
-
-    @observed("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced_")
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Several times `reduce_scatter_single`, in one work."""
-        how = op_of(opts, None)
-        if how is None or not self._carries(*outputs, *inputs):
-            return self._fall_back(REDUCE_SCATTER_COALESCED, inputs, outputs, inputs, *unless_none(opts))
-        self._arguments.check_pairs("reduce_scatter", outputs, inputs)
-        works = [self._shared.reduce_scatter(out, each, how) for out, each in zip(outputs, inputs, strict=True)]
-        return self._made(works, outputs, opts)
-
-    @observed("gather", "gather_")
-    def gather(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None
-    ) -> Any:
-        """Put every rank's tensor into one tensor per rank, on the root."""
-        given, outs, dst = listed(inputs), inner_list(outputs), root_of(opts, root)
-        if len(given) != 1 or not self._carries(*given, *outs):
-            return self._fall_back(
-                "gather", given, outputs, inputs, *unless_none(opts if root is None else root, timeout)
-            )
-        joined: Tensor | None = None
+    def _run(self, row: Row, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """A call of a row's method."""
+        num_tensors = 1 if row.outputs is None else 4 if row.has_splits else 2
+        op, root, timeout = read_options(args[num_tensors:], **options)
+        given = row.inputs(args[0 if row.outputs is None else 1])
+        outs = given if row.outputs is None else row.outputs(args[0])
+        sides = ((row.outputs, outs), (row.inputs, given))
+        is_one = all(len(tensors) == 1 for form, tensors in sides if form is one)
+        if not is_one or (row.has_op and op is None) or not self._carries(*outs, *given):
+            return self._fall_back(row, [*outs, *given], args, options, timeout)
+        kind, arguments = row.kind, self._arguments
         copies: list[tuple[Tensor, Tensor]] = []
-        if outs:
-            self._arguments.check_parts("gather", "outputs", outs, given[0])
-            joined, copies = joined_outputs("gather", outs, self._arguments)
-        return self._made([self._shared.gather(joined, given[0], dst)], outs, opts, copies, timeout)
+        splits: tuple[list[int], list[int]] | None = None
+        to: Sequence[Tensor | None] = outs
+        of: Sequence[Tensor | None] = given
+        if row.has_splits:
+            splits = self._splits(outs[0], given[0], args[2], args[3])
+        elif row.outputs is several:
+            arguments.check_pairs(kind, outs, given)
+        if row.outputs is parts:  # of a rank that isn't the root there are none
+            if outs or not row.has_root:
+                arguments.check_parts(kind, "outputs", outs, given[0] if row.inputs is one else None)
+                joined, copies = joined_outputs(kind, outs, arguments)
+            to = [joined if outs else None]
+        if row.inputs is parts:
+            if given or not row.has_root:
+                arguments.check_parts(kind, "inputs", given, outs[0] if row.outputs is one else None)
+            of = [joined_input(given) if given else None]
+            if row.outputs is parts:
+                splits = [each.numel() for each in outs], [each.numel() for each in given]
+        how, root = op if row.has_op else None, root if row.has_root else -1
+        calls = [Collective(kind, each, out, how, root, splits) for out, each in zip(to, of, strict=True)]
+        return self._made([self._shared.run(each) for each in calls], outs, timeout, copies)
 
-    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        """Put every rank's tensor one after the other into one, on the root. torch 2.15 calls it."""
-        dst = root_of(opts, None)
-        if not self._carries(output, input):  # Gloo has none of these
-            parts = output.view(self.size(), *input.shape).unbind() if self.rank() == dst else None
-            return self.gather([list(parts)] if parts else [], [input], opts)
-        joined = output if self.rank() == dst else None
-        return self._made([self._shared.gather(joined, input, dst)], [output], opts)
+    def _splits(
+        self, out: Tensor, tensor: Tensor, out_splits: list[int], splits: list[int]
+    ) -> tuple[list[int], list[int]] | None:
+        """The elements of `out` that come from, and of `tensor` that go to each rank; None: equal parts."""
+        for each, rows in ((out, out_splits), (tensor, splits)):
+            if not rows:
+                self._arguments.check_rows("all_to_all", each)
+        if not out_splits and not splits:
+            return None
+        return self._elements(out, out_splits), self._elements(tensor, splits)
 
-    @observed("scatter", "scatter_")
-    def scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None
-    ) -> Any:
-        """Give every rank one of the root's tensors."""
-        outs, given, src = listed(outputs), inner_list(inputs), root_of(opts, root)
-        if len(outs) != 1 or not self._carries(*outs, *given):
-            return self._fall_back(
-                "scatter", outs, outputs, inputs, *unless_none(opts if root is None else root, timeout)
-            )
-        tensor: Tensor | None = None
-        if given:
-            self._arguments.check_parts("scatter", "inputs", given, outs[0])
-            tensor = joined_input(given)
-        return self._made([self._shared.scatter(outs[0], tensor, src)], outs, opts, timeout=timeout)
-
-    @observed("all_to_all_single", "alltoall_base_")
-    def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
-    ) -> Any:
-        """Send a part of a tensor to every rank.
-
-        Splits count rows; empty ones mean equal parts.
-        """
-        if not self._carries(output, input):
-            given = (output, input, output_splits, input_splits)
-            return self._fall_back(ALL_TO_ALL_SINGLE, [input], *given, *unless_none(opts))
-        for tensor, given_splits in ((output, output_splits), (input, input_splits)):
-            if not given_splits:
-                self._arguments.check_rows("all_to_all", tensor)
-        splits: tuple[list[int] | None, list[int] | None] = (None, None)
-        if output_splits or input_splits:
-            splits = self._elements(output, output_splits), self._elements(input, input_splits)
-        return self._made([self._shared.all_to_all(output, input, *splits)], [output], opts)
-
-    @observed("all_to_all", "alltoall_")
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        """Send a tensor to every rank."""
-        if not self._carries(*outputs, *inputs):
-            return self._fall_back("alltoall", inputs, outputs, inputs, *unless_none(opts))
-        self._arguments.check_parts("all_to_all", "outputs", outputs, None)
-        self._arguments.check_parts("all_to_all", "inputs", inputs, None)
-        joined, copies = joined_outputs("all_to_all", outputs, self._arguments)
-        sizes = [each.numel() for each in outputs], [each.numel() for each in inputs]
-        return self._made([self._shared.all_to_all(joined, joined_input(inputs), *sizes)], outputs, opts, copies)
+    def _elements(self, tensor: Tensor, splits: list[int]) -> list[int]:
+        rows = splits or [tensor.size(0) // self.size()] * self.size()
+        return [count * math.prod(tensor.shape[1:]) for count in rows]
 
     @observed("barrier", "barrier")
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Done when every rank has called it."""
         device = getattr(opts, "device", None)
         if self._shared is None or (self._has_nccl and device is not None and device.type == "cuda"):
-            return self._fall_back("barrier", [torch.empty(0, device=device or "cpu")], *unless_none(opts, timeout))
-        return self._made([self._shared.barrier()], [], opts, timeout=timeout)
+            return self._leave_to_gloo("barrier", [torch.empty(0, device=device or "cpu")], (opts, timeout), {})
+        return self._made([self._shared.barrier()], [], read_options((opts, timeout))[2])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Return when every rank has called it.
@@ -355,62 +320,90 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         else:
             if timeout is not None:
                 timeout = max(timeout, _NO_WAIT)
-            self._made([self._shared.barrier()], [], None, timeout=timeout).wait()
-
-    # The names of torch 2.11: see [Note: two generations of names].
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-    gather_into_tensor = gather_single
-
-    # ------------------------------------------------------------------ fallback
+            self._made([self._shared.barrier()], [], timeout).wait()
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Any:
         """Gloo's."""
-        return self._fall_back("allgather_coalesced", inputs, outputs, inputs, *args)
+        row = Row("all_gather", ("allgather_coalesced",), "allgather_coalesced_", parts, parts)
+        return self._fall_back(row, flat_list(inputs), (outputs, inputs, *args), {}, None)
 
-    def send(self, tensors: list[Tensor], dst: int, *args: Any) -> Any:
-        """Gloo's."""
-        self._check_peer("send", "dst", dst)
-        return self._fall_back("send", tensors, tensors, dst, *args)
+    # ------------------------------------------------------------------ messages
 
-    def recv(self, tensors: list[Tensor], src: int, *args: Any) -> Any:
-        """Gloo's."""
-        self._check_peer("recv", "src", src)
-        return self._fall_back("recv", tensors, tensors, src, *args)
+    @observed("send", "send")
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
+        """Send to one rank."""
+        self._check_message("send", "dst", tensors, dst, tag)
+        if not isinstance(self._shared, Lanes):
+            return self._leave_to_gloo("send", tensors, (tensors, dst, tag), {})
+        return self._collected(GroupWork([self._shared.send(tensors[0], dst, tag)], tensors))
 
-    def recv_anysource(self, tensors: list[Tensor], *args: Any) -> Any:
-        """Gloo's."""
-        return self._fall_back("recv_anysource", tensors, tensors, *args)
+    @observed("recv", "recv_")
+    def recv(self, tensors: list[Tensor], src: int | None, tag: int = 0) -> Any:
+        """Receive from one rank; None: from whichever sends first."""
+        self._check_message("recv", "src", tensors, src, tag)
+        if not isinstance(self._shared, Lanes):
+            name, args = ("recv_anysource", (tag,)) if src is None else ("recv", (src, tag))
+            return self._leave_to_gloo(name, tensors, (tensors, *args), {})
+        message, copies = self._shared.receive(tensors[0], src, tag)
+        return self._collected(GroupWork([message], tensors, copies))
 
-    def _check_peer(self, what: str, name: str, peer: int) -> None:
-        """Refuse a number that is no rank, with which Gloo ends the process. The other ranks needn't know of it."""
-        if not 0 <= peer < self.size():
-            raise ConfigurationError(
-                f"{what}: {name}={peer} on rank {self.rank()}; ranks of the group are 0 to {self.size() - 1}."
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
+        """Receive from whichever rank sends first."""
+        return self.recv(tensors, None, tag)
+
+    def _check_message(self, what: str, name: str, tensors: Sequence[Tensor], peer: int | None, tag: int) -> None:
+        """Refuse what is no message between two ranks. The other ranks needn't know of it.
+
+        With a number that is no rank Gloo ends the process, and it can't be made for what one rank alone calls.
+        """
+        rank, size = self.rank(), self.size()
+        if self._is_over:
+            raise UsageError(f"{what} on rank {rank}: {self!r} has been destroyed.")
+        reason = None
+        if peer is not None and not 0 <= peer < size:
+            reason = f"{name}={peer} on rank {rank}; ranks of the group are 0 to {size - 1}"
+        elif peer == rank or size == 1:
+            reason = f"rank {rank} has no message for itself: {name} is another rank of the group"
+        elif tag < 0:
+            reason = f"tag={tag} on rank {rank}; it is 0 or more"
+        elif isinstance(self._shared, Lanes) and (len(tensors) != 1 or not self._carries(*tensors)):
+            kinds = ", ".join(
+                f"{str(t.layout)[6:]} {str(t.dtype)[6:]} {type(t).__name__} on {t.device}" for t in tensors
             )
+            reason = (
+                f"messages between ranks that share memory are dense CPU tensors, and on rank {rank} this is a "
+                f"{kinds}. Send its values as such a tensor, or use a group of "
+                f"torch.distributed.new_group(backend='gloo')"
+            )
+        if reason is not None:
+            raise ConfigurationError(f"{what}: {reason}.")
 
-    def _need_gloo(self) -> None:
+    # ------------------------------------------------------------------ fallback
+
+    def _need_gloo(self, collective: str, timeout_s: float | None = None) -> None:
         raise NotImplementedError
 
     def _refuse(self, reason: str) -> None:
         if self._shared is not None:
             self._shared.refuse(reason)
 
-    def _fall_back(self, method: str, tensors: Sequence[Tensor], *args: Any) -> Any:
-        if self._is_over:  # else Gloo would be made, and wait for ranks that don't come
-            raise UsageError(f"{method} on rank {self.rank()}: {self!r} has been destroyed.")
-        if not self._has_nccl or any(each.device.type != "cuda" for each in tensors):
-            fallback.count(method)
-            self._need_gloo()
-        launch = getattr(self._inner, method)
-        collective = COMPARED.get(method)
-        if collective is None or self._shared is None or not self._shared.compares or not _all_on_cpu(tensors):
-            return launch(*args)
+    def _fall_back(
+        self, row: Row, tensors: Sequence[Tensor], args: Sequence[Any], options: dict[str, Any], timeout: Any
+    ) -> Any:
+        """Call Gloo's or NCCL's method; the ranks compare over shared memory that all do."""
+        if row is GATHER_SINGLE and row.gloos is None:
+            output, given, *rest = args
+            is_root = self.rank() == read_options(rest, **options)[1]
+            outs = list(output.view(self.size(), *given.shape).unbind()) if is_root else None
+            return self.gather([outs] if outs else [], [given], *rest, **options)
+        assert row.gloos is not None
+        compared = f"{row.kind} {OVER_GLOO}"
+        if self._shared is None or not self._shared.compares or any(each.device.type != "cpu" for each in tensors):
+            return self._leave_to_gloo(row.gloos, tensors, args, options, compared, timeout)
         try:
-            gloos = launch(*args)
+            gloos = self._leave_to_gloo(row.gloos, tensors, args, options, compared, timeout)
+        except EvenstepError:
+            raise
         except Exception as error:  # of any kind: the other ranks may be at a call that can be made
             with outside_transforms():
                 self._refuse(str(error).partition("\n")[0])
@@ -419,11 +412,24 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         self._at_gloo.add(gloos)
         # Else the tensors that ranks compare would be wrapped under torch.func.grad, too.
         with outside_transforms():
-            compared = self._shared.compare_call(collective)
-        work = GlooWork(compared, gloos, ended=self._at_gloo.discard)
-        last = args[-1]  # the call's options or its timeout, where it has one
-        timeout = last if isinstance(last, timedelta) else None
-        return self._made([work], flat_list(args[0]), last, timeout=timeout)
+            work = GlooWork(self._shared.compare_call(compared), gloos, ended=self._at_gloo.discard)
+        return self._made([work], flat_list(args[0]), timeout)
+
+    def _leave_to_gloo(
+        self,
+        name: str,
+        tensors: Sequence[Tensor],
+        args: Sequence[Any],
+        options: dict[str, Any],
+        compared: str = "",
+        timeout: timedelta | None = None,
+    ) -> Any:
+        if self._is_over:  # else Gloo would be made, and wait for ranks that don't come
+            raise UsageError(f"{name} on rank {self.rank()}: {self!r} has been destroyed.")
+        if not self._has_nccl or any(each.device.type != "cuda" for each in tensors):
+            fallback.count(name)
+            self._need_gloo(compared, _seconds(timeout))
+        return getattr(self._inner, name)(*(each for each in args if each is not None), **options)
 
     # ------------------------------------------------------------------ coalescing
 
@@ -446,27 +452,32 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     def _carries(self, *tensors: Tensor) -> bool:
         return self._shared is not None and all(is_carried(tensor) and has_storage(tensor) for tensor in tensors)
 
-    def _elements(self, tensor: Tensor, splits: list[int]) -> list[int]:
-        rows = splits or [tensor.size(0) // self.size()] * self.size()
-        return [count * math.prod(tensor.shape[1:]) for count in rows]
-
     def _made(
         self,
         works: list[Any],
         result: list[Tensor],
-        opts: Any,
+        timeout: timedelta | None,
         copies: Sequence[tuple[Tensor, Tensor]] = (),
-        timeout: timedelta | None = None,
     ) -> GroupWork:
-        if timeout is None:
-            timeout = getattr(opts, "timeout", None)
-        timeout_s = timeout.total_seconds() if timeout is not None and timeout > _NO_TIME else None
         self.num_calls += 1
-        work = GroupWork(works, result, copies, timeout_s)
-        if self._is_coalescing and (coalesced := getattr(self._coalescing, "works", None)) is not None:
+        work = GroupWork(works, result, copies, _seconds(timeout))
+        return self._collected(work) if self._is_coalescing else work
+
+    def _collected(self, work: GroupWork) -> GroupWork:
+        if (coalesced := getattr(self._coalescing, "works", None)) is not None:
             coalesced.append(work)
         return work
 
 
-def _all_on_cpu(tensors: Sequence[Any]) -> bool:
-    return all(each.device.type == "cpu" for each in flat_list(tensors))
+def _method(row: Row) -> Callable[..., Any]:
+    def method(self: GroupCalls, *args: Any, **options: Any) -> Any:
+        return self._run(row, args, options)
+
+    return observed(row.names[0].replace(row.kind.replace("_", ""), row.kind), row.operation)(method)
+
+
+for _row in ROWS:
+    for _name in _row.names:
+        if _row is not ALL_REDUCE:
+            setattr(GroupCalls, _name, _method(_row))
+uncompiled(GroupCalls)

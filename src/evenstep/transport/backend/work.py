@@ -159,6 +159,10 @@ class GroupWork(dist.Work):
         self.is_completed()
         return self._error
 
+    def _source_rank(self) -> int:
+        """The rank that has sent a message."""
+        return self._works[0].source  # type: ignore[attr-defined,no-any-return]
+
     def result(self) -> list[Tensor]:
         """The output tensors."""
         return self._result
@@ -186,9 +190,7 @@ class GroupWork(dist.Work):
 
     def _listen(self, future: Future[Any]) -> None:
         """End the future with the last work, or with the first that fails."""
-        # Works of one transport end in order: the last stands for all. Gloo's end in any order.
-        awaited = [*(each for each in self._works[:-1] if isinstance(each, GlooWork)), self._works[-1]]
-        missing, lock = len(awaited), threading.Lock()
+        missing, lock = len(self._works), threading.Lock()
 
         def on_done(error: EvenstepError | None) -> None:
             nonlocal missing
@@ -198,7 +200,7 @@ class GroupWork(dist.Work):
             if is_over:
                 self._end(future, error)
 
-        for work in awaited:
+        for work in self._works:
             work.add_done_callback(on_done)
 
     def _end(self, future: Future[Any], error: EvenstepError | None) -> None:

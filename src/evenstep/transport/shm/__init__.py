@@ -16,8 +16,8 @@ An all-reduce, in reading order:
 Below this: `segment` has the memory and its layout, `allocator` the buckets in it. `handshake` connects the ranks at
 the start: it makes the segment, and every rank's transport on it.
 
-`requests` is how one rank has all others make Gloo, whatever they are doing.
+Messages between two ranks take no part in this: `lanes` has them.
 
-Imports point down in the order handshake, transport, queue, collectives, allocator, segment, requests, progress, sync,
+Imports point down in the order handshake, transport, lanes, queue, collectives, allocator, segment, progress, sync,
 peers.
 """

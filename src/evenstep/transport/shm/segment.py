@@ -1,8 +1,9 @@
 """The memory that the ranks of one node share: its layout, and how processes create and map it.
 
 The segment is a file without a name (memfd, mode 0600). It ends with the last process that holds it, however that
-ends: there is nothing to sweep. Its first part, a megabyte per rank, is allocated at start. A rank's slots for chunks
-cost nothing until it needs one, and its *zone* nothing until it allocates bucket memory there.
+ends: there is nothing to sweep. Its first part, a megabyte per rank, is allocated at start. What follows costs nothing
+before it is used: a rank's slots for chunks, its *zone*, in which it allocates bucket memory, and a *lane* for each
+ordered pair of ranks.
 
     greeting      a nonce, by which ranks know that they hold the same segment
     notes         one line of cache per rank: its own copy of the nonce, and whether it has left
@@ -11,6 +12,7 @@ cost nothing until it needs one, and its *zone* nothing until it allocates bucke
     eager         per rank, `NUM_SLOTS` slots for the data of eager calls
     chunks        per rank, `NUM_CHUNKS` slots for tensors that travel in chunks
     zones         per rank, its bucket memory
+    lanes         per ordered pair of ranks, a ring of `NUM_RECORDS` records: messages, see `lanes`
 """
 
 from __future__ import annotations
@@ -42,6 +44,10 @@ EAGER_BYTES = 64 << 10
 MAX_BESIDE_BYTES = 16 << 10  # of those: for numbers beside a tensor of any size
 NUM_CHUNKS = 3  # see [Note: three chunks] in `collectives`
 CHUNK_BYTES = 1 << 20
+NUM_RECORDS = 16
+RECORD_BYTES = 4096
+LANE_BYTES = PAGE_BYTES
+assert NUM_RECORDS * RECORD_BYTES <= LANE_BYTES
 NOTE_BYTES = 64
 NONCE_BYTES = 16
 
@@ -83,10 +89,14 @@ class SegmentLayout:
         """The start of a rank's zone."""
         return self.common_bytes + rank * self.zone_bytes
 
+    def lane(self, sender: int, receiver: int) -> int:
+        """The start of the ring of records from one rank to another."""
+        return self.zone(self.world_size) + (sender * self.world_size + receiver) * LANE_BYTES
+
     @property
     def total_bytes(self) -> int:
         """Length of the file, nearly all of it a hole."""
-        return self.zone(self.world_size)
+        return self.lane(self.world_size, 0)
 
 
 def plan_segment(world_size: int, *, memory_bytes: int) -> SegmentLayout:

@@ -144,17 +144,22 @@ def adapt_spin(spin_s: float, waited_s: float, policy: WaitPolicy) -> float:
 
 
 def num_semaphores(world_size: int) -> int:
-    """How many semaphores the ranks of one group need: of every phase between any two, and one of each for `requests`.
+    """How many semaphores the ranks of one group need. Pure.
 
-    Pure.
+    Of every phase between any two ranks; two of every lane between them, and a doorbell for each rank (`lanes`).
     """
-    return len(Phase) * world_size * world_size + world_size
+    return (len(Phase) + 2) * world_size * world_size + world_size
 
 
-def request_semaphores(address: int, world_size: int) -> Sequence[int]:
-    """The addresses of the last of them, on which ranks await requests. Pure."""
-    first = len(Phase) * world_size * world_size
-    return [address + SEMAPHORE_BYTES * (first + rank) for rank in range(world_size)]
+def lane_semaphores(address: int, world_size: int, sender: int, receiver: int) -> tuple[int, int]:
+    """The addresses of a lane's: counts of records that were placed, and of records that were read. Pure."""
+    first = len(Phase) * world_size * world_size + 2 * (sender * world_size + receiver)
+    return address + SEMAPHORE_BYTES * first, address + SEMAPHORE_BYTES * (first + 1)
+
+
+def doorbell(address: int, world_size: int, rank: int) -> int:
+    """The address of the semaphore on which a rank sleeps that waits for messages. Pure."""
+    return address + SEMAPHORE_BYTES * ((len(Phase) + 2) * world_size * world_size + rank)
 
 
 class ProgressCounters:
@@ -171,6 +176,7 @@ class ProgressCounters:
     Attributes:
         policy: How to wait.
         known_as: The ranks' numbers in messages.
+        has_left: Whether a rank has failed, or closed its end.
     """
 
     def __init__(
@@ -187,7 +193,7 @@ class ProgressCounters:
         self.known_as: Sequence[int] = range(world_size)
         self._rank = rank
         self._watch = watch
-        self._has_left = has_left
+        self.has_left = has_left
         self._others = others = [peer for peer in range(world_size) if peer != rank]
 
         def place(phase: Phase, sender: int, receiver: int) -> int:
@@ -308,7 +314,7 @@ class ProgressCounters:
                 continue
             if meanwhile is not None:
                 meanwhile()
-            if self._has_left(self._rank):  # another thread has closed this transport, and waits for this one
+            if self.has_left(self._rank):  # another thread has closed this transport, and waits for this one
                 raise PeerLostError(f"{self._named(self._rank)} has closed its end in {what()}.")
             self._check_missing(phase, count, what)
         return True
@@ -321,20 +327,33 @@ class ProgressCounters:
         """Raise if a rank that has not yet passed `phase` so often is lost, or has been waited for too long."""
         waited_s = time.monotonic() - self._waits_since
         missing = self._missing(phase, count)
+        self.check(missing, what, waited_s, lambda: self.all_here(phase, count))
+        if not self._has_reported and waited_s > self.policy.report_stopped_after_s:
+            self._has_reported = self.report(missing, what, waited_s)
+
+    def check(
+        self, missing: Sequence[int], what: Callable[[], str], waited_s: float, are_here: Callable[[], bool]
+    ) -> None:
+        """Raise if one of these ranks is lost, or has been waited for too long.
+
+        Args:
+            missing: The ranks.
+            what: Describes what waits for them, for errors.
+            waited_s: For so long.
+            are_here: Whether they have come meanwhile, looked at again before anything is raised: they may have
+                signalled their part just before they ended.
+        """
         lost = self._lost(missing)
-        # It may have signalled its part just before it ended: then nothing is lost yet.
-        if lost and not self.all_here(phase, count):
+        if lost and not are_here():
             raise PeerLostError(
                 f"{self._named(self._rank)} lost {lost} in {what()}. Its own error, if it had one, is elsewhere."
             )
         if waited_s > self.policy.timeout_s:
             patience_s = self._patience(missing)
-            if waited_s > patience_s and not self.all_here(phase, count):
-                raise CollectiveTimeoutError(self.too_late(phase, count, what(), waited_s, patience_s))
-        if not self._has_reported and waited_s > self.policy.report_stopped_after_s:
-            self._has_reported = self._report(missing, what, waited_s)
+            if waited_s > patience_s and not are_here():
+                raise CollectiveTimeoutError(self.late(missing, what(), waited_s, patience_s))
 
-    def _patience(self, missing: list[int]) -> float:
+    def _patience(self, missing: Sequence[int]) -> float:
         """How long to wait for ranks that evaluate, compile or save, as their heartbeat pages show."""
         timeouts = PhaseTimeouts.of_this_run(self.policy.timeout_s)
         pages = [self._watch.seen(rank) for rank in missing]
@@ -342,9 +361,9 @@ class ProgressCounters:
         known = (self.policy.timeout_s if p is None or p.is_waiting else timeouts.of(p) for p in pages)
         return min(known, default=0.0)
 
-    def _lost(self, ranks: list[int]) -> str:
+    def _lost(self, ranks: Sequence[int]) -> str:
         """Which of these ranks are lost, in words; "" if none is."""
-        left = [r for r in ranks if self._has_left(r)]
+        left = [r for r in ranks if self.has_left(r)]
         # A rank that has given up had a reason, perhaps the death of a rank that isn't missing here.
         dead = [r for r in (self._others if left else ranks) if self._watch.is_gone(r)]
         how = "whose process has ended" if dead else "which has given up or closed its end"
@@ -352,7 +371,10 @@ class ProgressCounters:
 
     def too_late(self, phase: Phase, count: int, what: str, waited_s: float, timeout_s: float) -> str:
         """The message for who has waited too long for ranks that have not passed `phase` so often."""
-        missing = self._missing(phase, count)
+        return self.late(self._missing(phase, count), what, waited_s, timeout_s)
+
+    def late(self, missing: Sequence[int], what: str, waited_s: float, timeout_s: float) -> str:
+        """The message for who has waited too long for some ranks."""
         names = ", ".join(
             f"{self._named(r)} ({self._pid(r)}{', stopped' if self._watch.is_stopped(r) else ''}{self._where(r)})"
             for r in missing
@@ -373,7 +395,7 @@ class ProgressCounters:
         seen = self._watch.seen(rank)
         return "" if seen is None else f", {describe(seen)}"
 
-    def _report(self, missing: list[int], what: Callable[[], str], waited_s: float) -> bool:
+    def report(self, missing: Sequence[int], what: Callable[[], str], waited_s: float) -> bool:
         """Report who is missing, if it is time; return whether it was."""
         stopped = [rank for rank in missing if self._watch.is_stopped(rank)]
         pages = [self._watch.seen(rank) for rank in missing]

@@ -10,15 +10,15 @@ from torch import Tensor
 from evenstep.transport.base import Collective
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import is_carried
+from evenstep.transport.shm.lanes import Lanes
 from evenstep.transport.shm.peers import PeerProcess
-from evenstep.transport.shm.queue import CallQueue, SharedWork
-from evenstep.transport.shm.requests import Requests
+from evenstep.transport.shm.queue import SharedWork
 from evenstep.transport.shm.segment import EAGER_BYTES, Segment
-from evenstep.transport.shm.sync import WaitPolicy, request_semaphores
+from evenstep.transport.shm.sync import WaitPolicy
 
 
-class SharedMemoryTransport(CallQueue):
-    """Collectives of the ranks of one node. Made by `connect_shared_memory`, not by calling the class.
+class SharedMemoryTransport(Lanes):
+    """Collectives and messages of the ranks of one node. Made by `connect_shared_memory`, not by calling the class.
 
     Args:
         segment: The shared segment, in which all ranks have signed.
@@ -39,7 +39,6 @@ class SharedMemoryTransport(CallQueue):
     ) -> None:
         super().__init__(segment, processes, rank=rank, policy=policy)
         self._split_by = split_by
-        self._requests: Requests | None = None
 
     _carries = staticmethod(is_carried)
 
@@ -78,7 +77,7 @@ class SharedMemoryTransport(CallQueue):
     def name_ranks(self, known_as: Sequence[int]) -> None:
         """See `Transport.name_ranks`."""
         super().name_ranks(known_as)
-        self.counters.known_as = known_as
+        self.counters.known_as = self.known_as_all = known_as
 
     def compare_as(self, number: int, name: str, packed: bytes) -> None:
         """See `Transport.compare_as`."""
@@ -88,30 +87,6 @@ class SharedMemoryTransport(CallQueue):
     def split(self) -> Transport:
         """See `Transport.split`: a segment of its own."""
         return self._split_by(self)
-
-    # ------------------------------------------------------------------ requests
-
-    def serve_requests(self, serve: Callable[[], object]) -> None:
-        """Call `serve` in a thread as soon as another rank calls `request`; once. It never raises."""
-        segment = self._segment
-        semaphores = request_semaphores(segment.common.address + segment.layout.semaphores, self.world_size)
-        self._requests = Requests(semaphores, self.rank, serve, keep=segment)
-
-    def request(self) -> None:
-        """Have all other ranks call what they gave to `serve_requests`, whatever they are doing. Waits for none."""
-        if self._requests is not None and not self._is_closed:
-            self._requests.send()
-
-    def close(self) -> None:
-        """See `CallQueue.close`."""
-        if self._requests is not None and not self._is_closed:
-            self._requests.stop()
-        super().close()
-
-    def disown(self) -> None:
-        """See `CallQueue.disown`."""
-        self._requests = None
-        super().disown()
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "failed" if self._failure else f"{len(self._queue)} in flight"

@@ -1,0 +1,626 @@
+"""Messages between two ranks: each ordered pair has a lane of its own, beside the queue of collectives.
+
+A lane is a ring of records, numbered from 0, which the sender writes and the receiver reads in order. A record is a
+message, or the answer to one that came on the lane of the other direction.
+
+    send       A short message travels in its record. A long one is copied into the sender's zone, unless it lies there
+               already, and the record has its place. If the ring is full, the record waits in `_outbox`.
+    receive    The receiver takes all records that have come, and keeps messages that no `receive` has asked for
+               (`_unread`): so messages are received by source and tag, in any order.
+    answer     The receiver copies a long message to its tensor and answers TAKEN; then the sender's memory is free. It
+               answers REFUSED, with the text of an error, where dtype or number of elements differ.
+
+A short message is sent once its record is in the ring, a long one once it is taken: so nobody's memory grows without
+bound. All of this happens in moments, in whichever thread calls or waits, or in the process's one thread (`progress`),
+and nothing in the queue of collectives waits for it.
+
+[Note: signals of a lane]
+
+Each lane has two semaphores: records written, and records read. Both are taken and counted under `_messages`, the lock
+of all lanes of this rank, so that no thread takes what another one counts. A rank that has nothing to do sleeps on its
+doorbell, which every other rank rings after each record that it has written or read. A ring says only that something
+has happened: it is never counted, so it doesn't matter which thread it wakes. Whoever leaves by an exception in the
+middle of that may leave a signal uncounted, or a record half written, and so fails the transport, on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from evenstep.console import say
+from evenstep.errors import CollectiveTimeoutError, EvenstepError, MismatchError, PeerLostError
+from evenstep.ground.compat.torch_distributed import outside_transforms
+from evenstep.ground.health import heartbeat
+from evenstep.transport.core.codec import to_bytes, to_tensor
+from evenstep.transport.core.header import DTYPES, unpack_text
+from evenstep.transport.core.last_calls import describe_last_calls
+from evenstep.transport.core.validation import Arguments
+from evenstep.transport.shm.allocator import Views
+from evenstep.transport.shm.peers import PeerProcess
+from evenstep.transport.shm.progress import background
+from evenstep.transport.shm.queue import CallQueue
+from evenstep.transport.shm.segment import (
+    LANE_BYTES,
+    NUM_RECORDS,
+    RECORD_BYTES,
+    Mapping,
+    Segment,
+    allocate_range,
+)
+from evenstep.transport.shm.sync import (
+    ProgressCounters,
+    WaitPolicy,
+    adapt_spin,
+    doorbell,
+    lane_semaphores,
+    sem_post,
+    sem_trywait,
+    take,
+)
+
+_RECORD = struct.Struct("<QqQQBB")  # its number, tag, number of elements, place, kind, dtype; behind that its data
+_DATA_OFFSET = 64
+SHORT_BYTES = RECORD_BYTES - _DATA_OFFSET
+_IN_RECORD = (1 << 64) - 1  # the place of a short message
+_MESSAGE, _TAKEN, _REFUSED = range(3)
+_NUM_NAMED = 4
+_SPARE_BYTES = 64 << 20  # to allocate memory for a message takes longer than to copy it
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+_memmove = ctypes.memmove
+_Result = TypeVar("_Result")
+
+
+class _Arrived(NamedTuple):
+    """A message that has come.
+
+    Attributes:
+        sender: The rank that has sent it.
+        number: Of its record.
+        tag: Its tag.
+        place: Where in the sender's zone it lies, or `_IN_RECORD`.
+        data: [numel]: itself, there, or in the record, or a copy of it.
+    """
+
+    sender: int
+    number: int
+    tag: int
+    place: int
+    data: Tensor
+
+
+@dataclass(eq=False)
+class Message:
+    """A message of this rank's, from its start to its end; see `base.Work`.
+
+    Attributes:
+        transport: Carries it.
+        flat: [numel], contiguous: what is sent, or where it goes.
+        peer: The other rank; None: whichever sends first.
+        tag: By which it is matched.
+        is_sent: This rank sends it.
+        source: The rank that has sent it, when it is there.
+        is_done: It is sent, or there.
+        callback: Called once at its end, with the error if there was one.
+        memory: Holds the copy of a long message that is sent.
+        waits_since: When somebody began to wait for it.
+        is_reported: That it has taken long.
+    """
+
+    transport: Lanes
+    flat: Tensor
+    peer: int | None
+    tag: int
+    is_sent: bool
+    source: int = -1
+    is_done: bool = False
+    callback: Callable[[EvenstepError | None], object] | None = None
+    memory: Tensor | None = None
+    waits_since: float | None = None
+    is_reported: bool = False
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """See `base.Work.wait`; no longer than `timeout_s`, after which the message goes on all the same."""
+        if not self.is_done:
+            self.transport._finish_message(self, timeout_s)
+
+    def is_completed(self) -> bool:
+        """See `base.Work.is_completed`; takes what has come."""
+        return self.is_done or self.transport._poll_message(self)
+
+    def add_done_callback(self, callback: Callable[[EvenstepError | None], object]) -> None:
+        """Call `callback` once, with the error if there was one: at once, or in the thread that ends the message."""
+        self.transport._listen(self, callback)
+
+    def __str__(self) -> str:
+        peer = "any rank" if self.peer is None else f"rank {self.transport.known_as_all[self.peer]}"
+        what, way = ("send", "to") if self.is_sent else ("recv", "from")
+        return f"{what} of {_shown(self.flat)} {way} {peer}, tag {self.tag}"
+
+    def __repr__(self) -> str:
+        return f"<Message {self}: {'done' if self.is_done else 'under way'}>"
+
+
+class Lanes(CallQueue):
+    """A `CallQueue` that has lanes, too.
+
+    Args:
+        segment: The shared segment, in which all ranks have signed.
+        processes: The rank processes, in order of rank.
+        rank: This rank.
+        policy: How to wait for peers, and until when.
+
+    Attributes:
+        known_as_all: All ranks' numbers in messages.
+    """
+
+    def __init__(self, segment: Segment, processes: Sequence[PeerProcess], *, rank: int, policy: WaitPolicy) -> None:
+        super().__init__(segment, processes, rank=rank, policy=policy)
+        size = self.world_size
+        self.known_as_all: Sequence[int] = range(size)
+        first = segment.common.address + segment.layout.semaphores
+        self._peers = [peer for peer in range(size) if peer != rank]
+        self._written_out, self._read_out = zip(
+            *(lane_semaphores(first, size, rank, r) for r in range(size)), strict=True
+        )
+        self._written_in, self._read_in = zip(
+            *(lane_semaphores(first, size, r, rank) for r in range(size)), strict=True
+        )
+        self._doorbells = [doorbell(first, size, r) for r in range(size)]
+        self._num_written = [0] * size  # records to each rank
+        self._num_freed = [0] * size  # of those, known to be read
+        self._num_read = [0] * size  # records from each rank
+        # What there was no room for: by rank, what `_write` takes.
+        self._outbox: dict[int, deque[tuple[Any, ...]]] = {peer: deque() for peer in self._peers}
+        self._not_taken: dict[tuple[int, int], Message] = {}  # long ones that are sent: by receiver and number
+        self._receives: list[weakref.ref[Message]] = []  # in order; who drops one doesn't want it any more
+        self._unread: list[_Arrived] = []  # messages that no `receive` has asked for, in order
+        self._listened: set[Message] = set()  # those that have a callback
+        self._spare: list[Tensor] = []  # [bytes]: memory of long messages that have been taken, for the next ones
+        self._mapped: dict[tuple[int, int], Mapping] = {}
+        self._views: Views | None = Views(segment)
+        self._own_arguments = Arguments(self.name, rank, size)  # whose refusals concern no other rank
+        self._messages = threading.RLock()
+        self._moved = threading.Condition(self._messages)
+        self._is_moving = False
+        self._is_asleep = False
+        self._spin_message_s = policy.spin_s
+
+    # ------------------------------------------------------------------ starting
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> Message:
+        """Send a tensor to a rank, which receives as many elements of the same dtype.
+
+        Raises:
+            ConfigurationError: There isn't enough memory for a copy; nothing was sent.
+        """
+        flat, _ = self._own_arguments.flatten(tensor)
+        message = Message(self, flat, dst, tag, is_sent=True)
+        place = self._stage(message) if flat.nbytes > SHORT_BYTES else _IN_RECORD
+        self._guarded(self._send, dst, message, place)
+        return self._started(message)
+
+    def receive(self, tensor: Tensor, src: int | None, tag: int = 0) -> tuple[Message, list[tuple[Tensor, Tensor]]]:
+        """Receive a tensor from a rank, or, None, from whichever sends first.
+
+        Returns:
+            The message, and the copies (to, from) to make when it is there.
+        """
+        flat, back = self._own_arguments.flatten(tensor)
+        if back is not None:
+            self._own_arguments.check_written("recv", tensor)
+        message = Message(self, flat, src, tag, is_sent=False)
+        self._guarded(self._receive, message)
+        return self._started(message), [] if back is None else [back]
+
+    def _started(self, message: Message) -> Message:
+        if self._callbacks:
+            self._run_callbacks()
+        if not message.is_done and (background.is_asleep or background.ident == get_ident()):
+            background.wake()
+        return message
+
+    def _stage(self, message: Message) -> int:
+        """The place of a long message in this rank's zone, to which it is copied unless it lies there."""
+        address, num_bytes = message.flat.data_ptr(), message.flat.nbytes
+        with self._messages, self._lock:
+            if self._failure is not None:
+                raise self._failure
+            arena = self._context.arena
+            place = arena.locate(address, num_bytes)
+            if place is not None:
+                return place
+            fitting = (each for each, spare in enumerate(self._spare) if num_bytes <= spare.nbytes <= 4 * num_bytes)
+            index = next(fitting, None)
+            memory = arena.allocate(num_bytes, torch.uint8) if index is None else self._spare.pop(index)
+            message.memory, place = memory, arena.locate(memory.data_ptr(), num_bytes)
+        assert place is not None
+        _memmove(memory.data_ptr(), address, num_bytes)
+        return place
+
+    def _send(self, peer: int, message: Message, place: int) -> None:
+        if self._segment.has_left(peer):
+            raise PeerLostError(
+                f"rank {self.known_as} can't {message}, which has given up, or closed its end of the group."
+            )
+        self._outbox[peer].append((_MESSAGE, message.tag, message.flat, place, message))
+        self._advance_lanes()
+
+    def _receive(self, message: Message) -> None:
+        self._advance_lanes()
+        arrived = next((each for each in self._unread if _fits(each, message)), None)
+        if arrived is None:
+            self._receives.append(weakref.ref(message))
+        else:
+            self._unread.remove(arrived)
+            self._deliver(arrived, message)
+
+    # ------------------------------------------------------------------ moving, under the lock
+
+    def _guarded(self, action: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Run what moves records, under the lock. Whatever leaves it by an exception fails all calls and messages."""
+        with self._messages, outside_transforms():
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                if self._is_moving:
+                    raise PeerLostError(f"rank {self.known_as}: a message was sent or received inside another one.")
+                self._is_moving = True
+                return action(*arguments)
+            except BaseException as error:
+                if self._failure is None:
+                    self._fail(error)
+                raise
+            finally:
+                self._is_moving = False
+
+    def _is_over(self, message: Message) -> bool:
+        return message.is_done or (self._advance_lanes() and message.is_done)
+
+    def _advance_lanes(self) -> bool:
+        """Read all records that have come, and write those that have room; return whether there were any."""
+        has_moved = False
+        for peer in self._peers:
+            while sem_trywait(self._written_in[peer]) == 0:
+                self._read(peer)
+                has_moved = True
+            has_moved = self._write_all(peer) or has_moved
+        if has_moved:
+            self._moved.notify_all()
+        return has_moved
+
+    def _write_all(self, peer: int) -> bool:
+        """Write records to a rank as far as there is room; return whether any was written."""
+        outbox, num_before = self._outbox[peer], self._num_written[peer]
+        while outbox:
+            while self._num_written[peer] - self._num_freed[peer] >= NUM_RECORDS:
+                if sem_trywait(self._read_out[peer]) != 0:
+                    return self._num_written[peer] > num_before
+                self._num_freed[peer] += 1
+            self._write(peer, *outbox.popleft())
+        return self._num_written[peer] > num_before
+
+    def _write(self, peer: int, kind: int, tag: int, data: Tensor, place: int, message: Message | None) -> None:
+        """Write the next record to a rank.
+
+        Args:
+            peer: The rank.
+            kind: What it is.
+            tag: Of a message.
+            data: [numel]: the message, or the text of a refusal.
+            place: Of a message: where in the zone it lies, or `_IN_RECORD`. Of an answer: the message's number.
+            message: Whose record it is, if it is no answer.
+        """
+        number, is_short = self._num_written[peer], kind != _MESSAGE or place == _IN_RECORD
+        lane, offset = self._lane(self.rank, peer), number % NUM_RECORDS * RECORD_BYTES
+        dtype = DTYPES.index(data.dtype)
+        _RECORD.pack_into(lane.raw, offset, number, tag, data.numel(), place, kind, dtype)
+        if is_short and data.nbytes:
+            _memmove(lane.address + offset + _DATA_OFFSET, data.data_ptr(), data.nbytes)
+        self._num_written[peer] = number + 1
+        sem_post(self._written_out[peer])
+        sem_post(self._doorbells[peer])
+        if message is not None and is_short:
+            self._end_message(message)
+        elif message is not None:
+            self._not_taken[peer, number] = message
+
+    def _read(self, peer: int) -> None:
+        """Read the next record of a rank, whose signal has been taken."""
+        expected = self._num_read[peer]
+        lane, offset = self._lane(peer, self.rank), expected % NUM_RECORDS * RECORD_BYTES
+        number, tag, numel, place, kind, dtype = _RECORD.unpack_from(lane.raw, offset)
+        if number != expected:
+            raise PeerLostError(
+                f"rank {self.known_as} and rank {self.known_as_all[peer]} count their messages differently: an "
+                f"exception interrupted one of them. Start again."
+            )
+        if kind == _TAKEN:
+            self._end_message(self._not_taken.pop((peer, place)))
+        elif kind == _MESSAGE and place != _IN_RECORD:
+            assert self._views is not None
+            self._arrive_at(_Arrived(peer, number, tag, place, self._views.zone(peer, place, DTYPES[dtype], numel)))
+        else:
+            data = lane.tensor(offset + _DATA_OFFSET, DTYPES[dtype], numel)
+            if kind == _REFUSED:
+                raise MismatchError(unpack_text(to_bytes(data)))
+            self._arrive_at(_Arrived(peer, number, tag, place, data))
+        self._num_read[peer] = expected + 1
+        sem_post(self._read_in[peer])
+        sem_post(self._doorbells[peer])
+
+    def _arrive_at(self, arrived: _Arrived) -> None:
+        """Deliver a message to the first that asks for it, or keep it."""
+        receives = [each for ref in self._receives if (each := ref()) is not None]
+        message = next((each for each in receives if _fits(arrived, each)), None)
+        if message is not None:
+            self._receives = [weakref.ref(each) for each in receives if each is not message]
+            self._deliver(arrived, message)
+        elif arrived.place == _IN_RECORD:  # where the next record of the ring will be
+            self._unread.append(arrived._replace(data=arrived.data.clone()))
+        else:
+            self._unread.append(arrived)
+
+    def _deliver(self, arrived: _Arrived, message: Message) -> None:
+        """Copy a message to where it goes."""
+        flat, data, me, sender = message.flat, arrived.data, self.known_as, self.known_as_all[arrived.sender]
+        if (data.dtype, data.numel()) != (flat.dtype, flat.numel()):
+            text = (
+                f"rank {sender} sends {_shown(data)} to rank {me}, tag {arrived.tag}, which receives {_shown(flat)}. "
+                f"Both have the same number of elements and dtype."
+            )
+            self._answer(arrived, _REFUSED, to_tensor(text.encode()))
+            raise MismatchError(text)
+        _memmove(flat.data_ptr(), data.data_ptr(), flat.nbytes)
+        if arrived.place != _IN_RECORD:
+            if self._segment.has_left(arrived.sender):  # and given its memory back, perhaps before it was read
+                raise PeerLostError(
+                    f"rank {me} lost rank {sender}, which has given up or closed its end, in {message}."
+                )
+            self._answer(arrived, _TAKEN, _NOTHING)
+        message.source = arrived.sender
+        self._end_message(message)
+
+    def _answer(self, arrived: _Arrived, kind: int, data: Tensor) -> None:
+        self._outbox[arrived.sender].append((kind, 0, data, arrived.number, None))
+        self._write_all(arrived.sender)
+
+    def _end_message(self, message: Message) -> None:
+        message.is_done = True
+        if message.memory is not None:
+            self._spare.append(message.memory)
+            while sum(spare.nbytes for spare in self._spare) > _SPARE_BYTES:
+                self._spare.pop(0)
+            message.memory = None
+        if message.callback is not None:
+            self._callbacks.append(functools.partial(message.callback, None))
+            message.callback = None
+            self._listened.discard(message)
+
+    def _lane(self, sender: int, receiver: int) -> Mapping:
+        """The ring of a lane, mapped with the first record, which its sender writes."""
+        lane = self._mapped.get((sender, receiver))
+        if lane is None:
+            fd, offset = self._segment.fd, self._segment.layout.lane(sender, receiver)
+            if sender == self.rank:
+                allocate_range(fd, offset, LANE_BYTES, what=f"messages to rank {self.known_as_all[receiver]}")
+            lane = self._mapped[sender, receiver] = Mapping(fd, offset=offset, num_bytes=LANE_BYTES)
+        return lane
+
+    # ------------------------------------------------------------------ waiting
+
+    def _finish_message(self, message: Message, timeout_s: float | None) -> None:
+        """Take what comes, until this message is done."""
+        try:
+            counters = self._guarded(lambda: self.counters)  # held: they keep the memory mapped
+            policy = counters.policy
+            began = now = looked_at = time.monotonic()
+            until = None if timeout_s is None else began + timeout_s
+            message.waits_since = message.waits_since or began
+            num_tries = 0
+            while not self._guarded(self._is_over, message):
+                num_tries += 1
+                now = time.monotonic()
+                if until is not None and now >= until:
+                    late = counters.late(self._missing(message, counters), str(message), now - began, now - began)
+                    raise CollectiveTimeoutError(late + describe_last_calls())
+                if now < began + self._spin_message_s:
+                    if num_tries > policy.num_tries_before_yield:
+                        os.sched_yield()
+                    continue
+                longest = policy.check_every_s
+                self._sleep(message, longest if until is None else min(longest, until - now))
+                if now > looked_at + longest:
+                    looked_at = now
+                    self._check(message, counters)
+            self._spin_message_s = adapt_spin(self._spin_message_s, now - began, policy)
+        except EvenstepError:
+            raise
+        except BaseException as error:  # an interrupt: who calls again must not get what this one waited for
+            if self._failure is None:
+                self._fail(error)
+            raise
+        finally:
+            if self._callbacks:
+                self._run_callbacks()
+
+    def _sleep(self, message: Message, timeout_s: float) -> None:
+        """Sleep until something happens, or this message is done: one thread on the doorbell, the others behind it."""
+        with self._messages:
+            if message.is_done or self._failure is not None:
+                return
+            if self._is_asleep:
+                self._moved.wait(timeout_s)
+                return
+            self._is_asleep = True
+        bell = self._doorbells[self.rank]
+        heartbeat.mark_waiting(True)
+        try:
+            while sem_trywait(bell) == 0:
+                pass
+            if not self._guarded(self._is_over, message):  # it may have rung for this
+                take(bell, timeout_s)
+        finally:
+            heartbeat.mark_waiting(False)
+            with self._messages:
+                self._is_asleep = False
+                self._moved.notify_all()
+
+    def _missing(self, message: Message, counters: ProgressCounters) -> list[int]:
+        """The ranks that a message waits for; of those that it may come from, the ones that can still send it."""
+        if message.peer is not None:
+            return [message.peer]
+        return [peer for peer in self._peers if not counters.has_left(peer)] or self._peers
+
+    def _check(self, message: Message, counters: ProgressCounters) -> None:
+        """Raise if the other rank is lost, or has been waited for too long: all calls and messages have failed then."""
+        assert message.waits_since is not None
+        waited_s = time.monotonic() - message.waits_since
+        missing = self._missing(message, counters)
+        try:
+            counters.check(missing, message.__str__, waited_s, lambda: self._guarded(self._is_over, message))
+        except EvenstepError as error:
+            if self._failure is None:
+                self._fail(error)
+            raise
+        if not message.is_reported and waited_s > counters.policy.report_stopped_after_s:
+            message.is_reported = counters.report(missing, message.__str__, waited_s)
+
+    def _poll_message(self, message: Message) -> bool:
+        """Take what has come; return whether the message is done, or has failed."""
+        try:
+            return self._guarded(self._is_over, message)
+        except EvenstepError:
+            return True
+        finally:
+            self._run_callbacks()
+
+    def _listen(self, message: Message, callback: Callable[[EvenstepError | None], object]) -> None:
+        with self._messages:
+            is_open = not message.is_done and self._failure is None
+            if is_open:
+                message.callback = callback
+                message.waits_since = time.monotonic()
+                self._listened.add(message)
+        if is_open:
+            background.wake()
+        else:
+            self._callbacks.append(functools.partial(callback, None if message.is_done else self._failure))
+        self._run_callbacks()
+
+    # ------------------------------------------------------------------ as the process's one thread sees it
+
+    @property
+    def has_callbacks(self) -> bool:
+        """See `Attended`."""
+        return bool(self._listened) or super().has_callbacks
+
+    def help(self, seconds: float) -> tuple[bool, bool]:
+        """See `Attended`."""
+        with self._messages:
+            listened = list(self._listened)
+            has_receives = any(ref() is not None for ref in self._receives)
+            is_in_flight = has_receives or bool(self._not_taken) or any(self._outbox.values())
+        if not is_in_flight:
+            return super().help(seconds)
+        has_calls, has_moved = super().help(0.0 if listened else seconds)
+        with contextlib.suppress(EvenstepError):  # all have failed, and their waits raise the error
+            counters = self._guarded(lambda: self.counters)
+            has_moved = self._guarded(self._advance_lanes) or has_moved
+            if listened and seconds and not has_calls:
+                self._sleep(listened[0], seconds)
+            elif not seconds:
+                for message in listened:
+                    self._check(message, counters)
+        self._run_callbacks()
+        return True, has_moved
+
+    # ------------------------------------------------------------------ failing and closing
+
+    def _fail(self, error: BaseException) -> None:
+        """See `CallQueue._fail`; all messages fail, too."""
+        if isinstance(error, PeerLostError) and self._failure is None and not self._is_moving and not self._is_closed:
+            try:
+                self._guarded(self._advance_lanes)
+            except MismatchError as refusal:  # the other rank has left because of it
+                error.args = (f"{error} {refusal}",)
+            except EvenstepError:
+                pass
+        super()._fail(error)
+        with self._messages:
+            self._callbacks += [
+                functools.partial(each.callback, self._failure) for each in self._listened if each.callback
+            ]
+            self._listened.clear()
+            self._not_taken.clear()
+            self._receives.clear()
+            for outbox in self._outbox.values():
+                outbox.clear()
+            self._moved.notify_all()
+        if self._is_asleep:
+            sem_post(self._doorbells[self.rank])
+
+    def close(self) -> None:
+        """See `CallQueue.close`. Names the messages that nobody has received."""
+        if self._is_closed:
+            return
+        try:
+            self._guarded(self._advance_lanes)
+            self._name_unread()
+        except MismatchError as refusal:
+            say(f"evenstep: {refusal}")
+        except EvenstepError:  # the calls and messages have failed: there is more to say than that
+            pass
+        super().close()
+        with self._messages:
+            self._views = None
+            self._mapped.clear()
+            self._unread.clear()
+            self._spare.clear()
+
+    def _name_unread(self) -> None:
+        """Name what was sent to this rank and not received, and what this rank couldn't send: nobody will."""
+        known_as = self.known_as_all
+        named = [(each.tag, each.data, known_as[each.sender], self.known_as) for each in self._unread]
+        for to, outbox in self._outbox.items():
+            named += [(tag, data, self.known_as, known_as[to]) for kind, tag, data, *_ in outbox if kind == _MESSAGE]
+        if not named:
+            return
+        texts = [
+            f"{_shown(data)} from rank {sender} to rank {receiver}, tag {tag}"
+            for tag, data, sender, receiver in named[:_NUM_NAMED]
+        ]
+        more = f"; and {len(named) - _NUM_NAMED} more" if len(named) > _NUM_NAMED else ""
+        say(f"evenstep: group {self.recorded.name} ends, and nobody has received {'; '.join(texts)}{more}.")
+
+    def disown(self) -> None:
+        """See `CallQueue.disown`."""
+        super().disown()
+        self._messages = threading.RLock()
+        self._moved = threading.Condition(self._messages)
+        self._is_moving = self._is_asleep = False
+        self._receives = []
+        self._listened = set()
+
+
+def _fits(arrived: _Arrived, message: Message) -> bool:
+    return arrived.tag == message.tag and message.peer in (None, arrived.sender)
+
+
+def _shown(flat: Tensor) -> str:
+    return f"{flat.numel()} {str(flat.dtype)[6:]}"

@@ -1,0 +1,591 @@
+"""Messages between two ranks of the backend "evenstep": in lanes of shared memory, beside the collectives."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import evenstep
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError, EvenstepError, MismatchError, PeerLostError
+from evenstep.testing import RankPool
+from evenstep.transport import fallback
+from evenstep.transport.shm import lanes
+from evenstep.transport.shm.lanes import SHORT_BYTES
+from evenstep.transport.shm.segment import NUM_RECORDS
+from tests.sockets import listening
+
+SHORT, LONG = 3, 300_000
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int16, torch.uint8)
+
+
+def make_group(members: list[int] | None = None, timeout_s: float = 60) -> Any:
+    evenstep.init(quiet=True)
+    fallback.reset()
+    return dist.new_group(members, backend="evenstep", timeout=timedelta(seconds=timeout_s))
+
+
+def end_group(group: Any) -> None:
+    dist.barrier(group)
+    assert fallback.counts() == {}
+    dist.destroy_process_group(group)
+
+
+def beside_a_collective(numel: int, members: list[int]) -> None:
+    """A message whose receiver, or whose sender, is at a collective first."""
+    group = make_group(members)
+    if not isinstance(group, int):  # what torch gives ranks that aren't in the group
+        for sender_first in (False, True) if numel == SHORT else (False,):
+            total, got = torch.ones(1), torch.zeros(numel)
+            if group.rank() == 0:
+                arriving = dist.irecv(got, group=group, group_src=1)
+                dist.all_reduce(total, group=group)
+                assert arriving is not None
+                arriving.wait()
+                assert got.eq(7).all()
+            elif sender_first:  # a long one is sent once it is received, and nobody has to wait for that
+                dist.send(torch.full((numel,), 7.0), group=group, group_dst=0)
+                dist.all_reduce(total, group=group)
+            else:
+                dist.all_reduce(total, group=group)
+                dist.send(torch.full((numel,), 7.0), group=group, group_dst=0)
+            assert total.item() == 2
+        # The receiver waits for a collective, and takes the message meanwhile.
+        total = torch.ones(1)
+        if group.rank() == 0:
+            arriving = dist.irecv(got := torch.zeros(numel), group=group, group_src=1)
+            dist.all_reduce(total, group=group)
+            assert arriving is not None
+            arriving.wait()
+            assert got.eq(3).all()
+        else:
+            dist.send(torch.full((numel,), 3.0), group=group, group_dst=0)
+            dist.all_reduce(total, group=group)
+        end_group(group)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("numel", [SHORT, LONG])
+@pytest.mark.parametrize("members", [[0, 1], [2, 1]])
+def test_a_message_blocks_no_collective_and_none_blocks_it(ranks: RankPool, numel: int, members: list[int]) -> None:
+    """`irecv`, `all_reduce`, `wait` against `all_reduce`, `send` and `send`, `all_reduce`; on sub-groups."""
+    ranks.run(beside_a_collective, 3, numel, members)
+
+
+def later_tag_first() -> None:
+    """Tag 2 is received before tag 1, of which a megabyte isn't read: as one message, and as many short ones."""
+    group = make_group()
+    count = 1_000_000 // SHORT_BYTES + 1
+    if group.rank() == 0:
+        long = dist.isend(torch.full((250_000,), 1.0), group=group, group_dst=1, tag=1)
+        short = [
+            dist.isend(torch.full((SHORT_BYTES // 4,), float(each)), group=group, group_dst=1, tag=1)
+            for each in range(count)
+        ]
+        dist.send(torch.full((3,), 2.0), group=group, group_dst=1, tag=2)
+        for work in (*short, long):
+            assert work is not None
+            work.wait()
+    else:
+        tensor = torch.zeros(3)
+        dist.recv(tensor, group=group, group_src=0, tag=2)
+        assert tensor.eq(2).all()
+        dist.recv(long_tensor := torch.zeros(250_000), group=group, group_src=0, tag=1)
+        assert long_tensor.eq(1).all()
+        for each in range(count):
+            dist.recv(tensor := torch.zeros(SHORT_BYTES // 4), group=group, group_src=0, tag=1)
+            assert tensor.eq(each).all()
+    end_group(group)
+
+
+def test_a_later_tag_is_received_before_a_megabyte_of_an_earlier_one(ranks: RankPool) -> None:
+    """Messages are matched by tag, and not by the order in which they were sent."""
+    ranks.run(later_tag_first, 2)
+
+
+def from_any_rank() -> None:
+    group = make_group()
+    rank, size = group.rank(), group.size()
+    for numel in (SHORT, LONG):
+        if rank == 0:
+            found = []
+            for _ in range(2 * (size - 1)):
+                tensor = torch.zeros(numel)
+                source = dist.recv(tensor, group=group, tag=5)
+                found.append((source, tensor.unique().tolist()))
+            assert sorted(found) == [(each, [float(each)]) for each in range(1, size) for _ in range(2)]
+        else:
+            for _ in range(2):
+                dist.send(torch.full((numel,), float(rank)), group=group, group_dst=0, tag=5)
+        dist.barrier(group)
+    end_group(group)
+
+
+def test_a_message_is_received_from_whichever_rank_sends(ranks: RankPool) -> None:
+    """`recv` without a source says which rank it was."""
+    ranks.run(from_any_rank, 3)
+
+
+def around_a_ring() -> None:
+    """64 MiB from each to the next at once, batches, and lists of objects; no port is opened."""
+    evenstep.init(quiet=True)
+    before = listening()
+    group = make_group()
+    rank, size = group.rank(), group.size()
+    after, behind = (rank + 1) % size, (rank - 1) % size
+    numel = 16 << 20
+    sent = dist.isend(torch.full((numel,), float(rank)), group=group, group_dst=after)
+    dist.recv(tensor := torch.zeros(numel), group=group, group_src=behind)
+    assert sent is not None
+    sent.wait()
+    assert tensor.eq(behind).all()
+    outs = [torch.zeros(each) for each in (0, 2, 5_000)]
+    operations = [dist.P2POp(dist.irecv, out, group=group, group_peer=behind, tag=out.numel()) for out in outs]
+    operations += [
+        dist.P2POp(dist.isend, torch.full_like(out, rank), group=group, group_peer=after, tag=out.numel())
+        for out in reversed(outs)
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    for out in outs:
+        assert out.eq(behind).all()
+    objects: list[Any] = [None, None]
+    if rank == 0:
+        dist.send_object_list([{"a": "x" * 10_000}, 3], group=group, group_dst=1)
+    elif rank == 1:
+        dist.recv_object_list(objects, group=group, group_src=0)
+        assert objects == [{"a": "x" * 10_000}, 3]
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=30))
+    assert not listening() - before
+    end_group(group)
+
+
+def test_messages_of_all_sizes_go_around_a_ring_without_a_port(ranks: RankPool) -> None:
+    """Large ones in both directions at once, `batch_isend_irecv`, `send_object_list`."""
+    ranks.run(around_a_ring, 2)
+
+
+# ---------------------------------------------------------------------- random messages
+
+
+def draw_message(rng: random.Random) -> tuple[Tensor, bool]:
+    """A tensor, and whether it has gaps."""
+    numel = rng.choice([0, 1, 2, SHORT_BYTES // 8, SHORT_BYTES // 2, SHORT_BYTES, 20_000, rng.randrange(100_000)])
+    dtype = rng.choice(DTYPES)
+    generator = torch.Generator().manual_seed(rng.randrange(2**32))
+    return torch.randint(0, 2 if dtype is torch.bool else 100, (numel,), generator=generator).to(
+        dtype
+    ), rng.random() < 0.3
+
+
+def with_gaps(tensor: Tensor) -> Tensor:
+    wide = torch.zeros((*tensor.shape, 3), dtype=tensor.dtype)
+    wide[..., 1] = tensor
+    return wide[..., 1]
+
+
+def random_messages(seed: int, count: int) -> int:
+    """All ranks draw the same messages; each starts its own in the order of its own, beside collectives."""
+    group = make_group()
+    rank, size, world = group.rank(), group.size(), evenstep.init(quiet=True)
+    shared, own = random.Random(seed), random.Random(seed * 10 + world.rank)
+    num_mine = 0
+    for _ in range(count):
+        works, expected = [], []
+        # (source, receiver, tag): messages that are alike keep their order.
+        for _ in range(shared.randrange(12)):
+            source, to = shared.sample(range(size), 2)
+            tag = shared.randrange(3)
+            tensor, has_gaps = draw_message(shared)
+            num_mine += rank in (source, to)
+            if rank == source:
+                mine = with_gaps(tensor) if has_gaps else tensor
+                works.append(dist.isend(mine, group=group, group_dst=to, tag=tag))
+            elif rank == to:
+                out = (
+                    with_gaps(torch.zeros_like(tensor))
+                    if not has_gaps and own.random() < 0.3
+                    else torch.zeros_like(tensor)
+                )
+                works.append(dist.irecv(out, group=group, group_src=source, tag=tag))
+                expected.append((out, tensor))
+            if shared.random() < 0.2:
+                total = torch.full((shared.choice([1, 50_000]),), 1.0)
+                works.append(dist.all_reduce(total, group=group, async_op=True))
+                expected.append((total, torch.full_like(total, size)))
+        own.shuffle(works)
+        for work in works:
+            way = own.randrange(3)
+            if way == 0:
+                work.wait()
+            elif way == 1:
+                work.get_future().wait()
+            else:
+                while not work.is_completed():
+                    time.sleep(0)
+        for out, tensor in expected:
+            assert torch.equal(out, tensor), (seed, out, tensor)
+    end_group(group)
+    return num_mine
+
+
+def test_random_messages_are_what_was_sent(ranks: RankPool, fresh_seed: int) -> None:
+    """Of all dtypes and sizes, with gaps, waited for in any order and in any way, beside collectives."""
+    assert sum(ranks.run(random_messages, 4, fresh_seed, 40, timeout_s=150)) > 100
+
+
+def in_threads() -> None:
+    """Several threads of a rank wait for a message each, which come in another order."""
+    group = make_group()
+    tags = list(range(6))
+    if group.rank() == 0:
+        got: dict[int, float] = {}
+
+        def receive(tag: int) -> None:
+            dist.recv(tensor := torch.zeros(2), group=group, group_src=1, tag=tag)
+            got[tag] = float(tensor[0])
+
+        threads = [threading.Thread(target=receive, args=(tag,)) for tag in tags]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert got == {tag: float(tag) for tag in tags}
+    else:
+        for tag in reversed(tags):
+            time.sleep(0.02)
+            dist.send(torch.full((2,), float(tag)), group=group, group_dst=0, tag=tag)
+    end_group(group)
+
+
+def test_threads_wait_for_a_message_each(ranks: RankPool) -> None:
+    """One of them sleeps on the doorbell, and wakes the others."""
+    ranks.run(in_threads, 2)
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def that_differ(numel: int, dtype: torch.dtype) -> str:
+    """What a rank is told of a message whose receiver expects something else."""
+    group = make_group()
+
+    def exchange() -> None:
+        if group.rank() == 0:
+            dist.send(torch.ones(numel), group=group, group_dst=1)
+            dist.recv(torch.zeros(1), group=group, group_src=1)  # a short message is sent before it is received
+        else:
+            dist.recv(torch.zeros(4, dtype=dtype), group=group, group_src=0)
+
+    with pytest.raises(MismatchError) as raised:
+        exchange()
+    told = str(raised.value)
+    with pytest.raises(EvenstepError):
+        dist.all_reduce(torch.ones(1), group=group)
+    dist.destroy_process_group(group)
+    return told
+
+
+@pytest.mark.parametrize("numel", [SHORT, 5_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_message_whose_receiver_expects_another_one_is_an_error_on_both(
+    ranks: RankPool, numel: int, dtype: torch.dtype
+) -> None:
+    """Number of elements, or dtype and that: both ranks raise the same text."""
+    first, second = ranks.run(that_differ, 2, numel, dtype)
+    assert first == second
+    expected = f"rank 0 sends {numel} float32 to rank 1, tag 0, which receives 4 {str(dtype)[6:]}."
+    assert first.startswith(expected)
+
+
+def refused_and_a_collective() -> str:
+    """Rank 0 has sent its message, which rank 1 refuses, and is at a collective."""
+    group = make_group()
+
+    def exchange() -> None:
+        if group.rank() == 0:
+            dist.send(torch.ones(3), group=group, group_dst=1)
+            dist.all_reduce(torch.ones(1), group=group)
+        else:
+            dist.recv(torch.zeros(4), group=group, group_src=0)
+
+    with pytest.raises(EvenstepError) as raised:
+        exchange()
+    dist.destroy_process_group(group)
+    return str(raised.value)
+
+
+def test_a_collective_names_the_message_that_the_other_rank_has_refused(ranks: RankPool) -> None:
+    """The sender of a short message learns of it in whatever it calls next."""
+    for told in ranks.run(refused_and_a_collective, 2):
+        assert "rank 0 sends 3 float32 to rank 1, tag 0, which receives 4 float32" in told
+
+
+def refused_alone() -> list[str]:
+    """What one rank calls and shared memory doesn't carry; afterwards the group works."""
+    group = make_group()
+    told = []
+    other = 1 - group.rank()
+    calls: list[Callable[[], object]] = [
+        lambda: dist.send(torch.eye(2).to_sparse(), group=group, group_dst=1),
+        lambda: dist.recv(torch.eye(2).to_sparse(), group=group, group_src=1),
+        lambda: dist.recv(torch.eye(2).to_sparse(), group=group),
+        lambda: group.send([torch.ones(1)], 0, 0),
+        lambda: group.send([torch.ones(1)], 1, -1),
+        lambda: group.recv([torch.zeros(1).expand(3)], 1, 0),
+    ]
+    if group.rank() == 0:
+        for call in calls:
+            with pytest.raises(ConfigurationError) as raised:
+                call()
+            told.append(str(raised.value))
+    sent = dist.isend(torch.ones(2), group=group, group_dst=other)
+    dist.recv(tensor := torch.zeros(2), group=group, group_src=other)
+    assert sent is not None
+    sent.wait()
+    assert tensor.eq(1).all()
+    end_group(group)
+    return told
+
+
+def test_what_one_rank_alone_calls_and_needs_gloo_is_refused_by_name(ranks: RankPool) -> None:
+    """Gloo is made by all ranks of a group, and the others know nothing of a message."""
+    told, _ = ranks.run(refused_alone, 2)
+    for each, what in zip(told[:3], ("send", "recv", "recv"), strict=True):
+        assert each.startswith(f"{what}: messages between ranks that share memory are dense CPU tensors, and on rank 0")
+        assert "a sparse_coo float32 Tensor on cpu" in each
+    assert told[3].startswith("send: rank 0 has no message for itself")
+    assert told[4].startswith("send: tag=-1 on rank 0")
+    assert told[5].startswith("recv on rank 0: float32 [3] with strides [0] has elements that share memory")
+
+
+def late() -> str:
+    """Nobody sends: what the receiver is told, after its own deadline and after the group's."""
+    group = make_group(timeout_s=0.6)
+    told = ""
+    if group.rank() == 0:
+        arriving = dist.irecv(torch.zeros(2), group=group, group_src=1, tag=4)
+        assert arriving is not None
+        with pytest.raises(CollectiveTimeoutError):
+            arriving.wait(timedelta(seconds=0.1))
+        with pytest.raises(CollectiveTimeoutError) as raised:
+            arriving.wait()
+        told = str(raised.value)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return told
+
+
+def test_a_message_that_does_not_come_is_an_error_at_the_deadline(ranks: RankPool) -> None:
+    """It names the ranks, and what was waited for."""
+    told, _ = ranks.run(late, 2)
+    assert "recv of 2 float32 from rank 1, tag 4" in told
+    assert "Missing: rank 1" in told
+    assert "timeout_s=0.6" in told
+
+
+def departed(numel: int, by_future: bool) -> str:
+    """Rank 1 ends its group, while rank 0 sends to it and then receives from it."""
+    group = make_group()
+    if group.rank() == 1:
+        dist.destroy_process_group(group)
+        return ""
+    work = group.recv([torch.zeros(numel)], 1, 0)
+    with pytest.raises(RuntimeError) as raised:
+        (work.get_future() if by_future else work).wait()
+    with pytest.raises(PeerLostError):
+        dist.send(torch.zeros(numel), group=group, group_dst=1)
+    dist.destroy_process_group(group)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("by_future", [False, True])
+def test_a_rank_that_has_left_is_noticed_at_once(ranks: RankPool, by_future: bool) -> None:
+    """By `wait` and by a future, long before the deadline."""
+    told, _ = ranks.run(departed, 2, SHORT, by_future)
+    assert "lost rank 1" in told
+    assert "closed its end" in told
+
+
+KILLED = """
+import os, signal, sys, time
+import torch, torch.distributed as dist, evenstep
+rank, way = int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("evenstep", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+dist.send(torch.ones(2), 1 - rank) if rank else dist.recv(torch.zeros(2), 1)
+if rank == 1:
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+began = time.monotonic()
+try:
+    if way == "recv":
+        dist.recv(torch.zeros(2), 1)
+    elif way == "any":
+        dist.recv(torch.zeros(2))
+    else:
+        dist.send(torch.zeros(1_000_000), 1)
+except evenstep.errors.PeerLostError as error:
+    print(f"after {time.monotonic() - began:.1f} s: {error}")
+    sys.stdout.flush()
+    os._exit(5)
+"""
+
+
+@pytest.mark.parametrize("way", ["recv", "any", "send"])
+def test_a_killed_rank_is_named_at_once(tmp_path: Path, way: str) -> None:
+    """The other rank waits for its message, for a message of any rank, or for it to take one."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path / "store"), str(rank), way],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=60)[0] for process in started]
+    assert started[1].returncode == -signal.SIGKILL
+    assert started[0].returncode == 5, told
+    assert (
+        f"lost rank 1 (pid {started[1].pid}), whose process has ended in {'send' if way == 'send' else 'recv'}"
+        in told[0]
+    )
+
+
+def never_received() -> list[str]:
+    """What the ranks say at the end of a group of messages that nobody has received."""
+    group = make_group()
+    said: list[str] = []
+    say, lanes.say = lanes.say, said.append
+    try:
+        if group.rank() == 0:
+            dist.send(torch.ones(3), group=group, group_dst=1, tag=6)
+            work = dist.isend(torch.ones(100_000), group=group, group_dst=1, tag=7)
+            dist.send(torch.ones(1), group=group, group_dst=1, tag=8)
+            assert work is not None
+        else:
+            dist.recv(torch.ones(1), group=group, group_src=0, tag=8)
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+    finally:
+        lanes.say = say
+    return said
+
+
+def test_messages_that_nobody_has_received_are_named_as_the_group_ends(ranks: RankPool) -> None:
+    """By the rank that they were for: the sender can't know whether somebody still comes for them."""
+    first, second = ranks.run(never_received, 2)
+    assert first == []
+    (line,) = second
+    assert (
+        "nobody has received 3 float32 from rank 0 to rank 1, tag 6; 100000 float32 from rank 0 to rank 1, tag 7"
+        in line
+    )
+
+
+def full_ring() -> None:
+    """More short messages than the ring has records: each is sent once it is in the ring, and no collective waits."""
+    group = make_group()
+    count = 3 * NUM_RECORDS
+    if group.rank() == 0:
+        works = [dist.isend(torch.full((1,), float(each)), group=group, group_dst=1) for each in range(count)]
+        done = [work.is_completed() for work in works if work is not None]
+        assert done[:NUM_RECORDS] == [True] * NUM_RECORDS
+        assert not done[-1]
+        dist.all_reduce(torch.ones(1), group=group)
+        for work in works:
+            assert work is not None
+            work.wait()
+    else:
+        dist.all_reduce(torch.ones(1), group=group)
+        for each in range(count):
+            dist.recv(tensor := torch.zeros(1), group=group, group_src=0)
+            assert tensor.item() == each
+    end_group(group)
+
+
+def test_a_full_ring_blocks_nobody_but_who_waits_for_its_message(ranks: RankPool) -> None:
+    """`isend` returns, and the record follows when there is room."""
+    ranks.run(full_ring, 2)
+
+
+# ---------------------------------------------------------------------- interrupts
+
+
+class Interrupted(Exception):
+    """What a handler of the user's raises."""
+
+
+def exchange_until_an_error(group: Any, rng: random.Random, count: int) -> bool:
+    """Send numbered messages back and forth, also after an `Interrupted`. Whether it ended in an error.
+
+    Wrong values raise. The number that is sent says how many have arrived, so that who was interrupted goes on there.
+    """
+    rank, number = group.rank(), 0
+    while number < count:
+        numel = rng.choice([2, 2_000])
+        sends = number % 2 == rank
+        mine = torch.full((numel,), float(number))
+        try:
+            if sends:
+                dist.send(mine, group=group, group_dst=1 - rank, tag=number)
+            else:
+                dist.recv(got := torch.full((numel,), -1.0), group=group, group_src=1 - rank, tag=number)
+        except EvenstepError:
+            return True
+        if not sends:
+            assert got.eq(number).all(), (number, got)
+        number += 1
+    return False
+
+
+def interrupted(seed: int, count: int) -> int:
+    """How many interrupts ended in an error; rank 1 is interrupted."""
+
+    def handle(*_: object) -> None:
+        raise Interrupted
+
+    num_errors = 0
+    for each in range(count):
+        group = make_group(timeout_s=10)
+        rng = random.Random(seed + each)
+        after_s = random.Random(seed - each).uniform(1e-5, 5e-3)
+        before = signal.signal(signal.SIGALRM, handle)
+        try:
+            if group.rank() == 1:
+                signal.setitimer(signal.ITIMER_REAL, after_s)
+            num_errors += exchange_until_an_error(group, rng, 40)
+        except Interrupted:
+            num_errors += 1
+            group.abort()  # what a program does that ends by it
+        finally:
+            while True:
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                    signal.signal(signal.SIGALRM, before)
+                    break
+                except Interrupted:
+                    continue
+        evenstep.init(quiet=True).barrier()
+        dist.destroy_process_group(group)
+    return num_errors
+
+
+def test_an_exception_at_any_moment_gives_right_messages_or_an_error(ranks: RankPool, fresh_seed: int) -> None:
+    """A handler that raises fails the group on both ranks, or the message is right."""
+    first, second = ranks.run(interrupted, 2, fresh_seed, 40, timeout_s=150)
+    assert (first == second) or second > first  # behind the last message nobody waits for anything

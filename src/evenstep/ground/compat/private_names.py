@@ -169,6 +169,11 @@ NAMES = (
         PrivateName(f"torch.distributed.rpc:{name}", "lets processes join and leave one by one", _NO_SERVERS)
         for name in ("api._get_current_rpc_agent", "TensorPipeAgent._update_group_membership")
     ),
+    PrivateName(
+        "torch.distributed.rendezvous:_create_c10d_store",
+        "the store of env:// and tcp://",
+        "torch's own groups meet at a port of loopback under evenstep run, too",
+    ),
     PrivateName(f"{_C10D}:_get_default_store", "the store of the default group"),
     PrivateName(f"{_C10D}:_abort_process_group", "ends all groups without waiting"),
     PrivateName(

@@ -19,7 +19,7 @@ import importlib
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +40,25 @@ default_store = distributed_c10d._get_default_store
 
 # Ends every process group at once. `destroy_process_group` would wait for ranks that may be gone.
 abort_process_groups = distributed_c10d._abort_process_group
+
+
+_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+_create_store = getattr(_rendezvous, "_create_c10d_store", None)
+
+
+def open_stores_by(open_store: Callable[[str, int, int], dist.Store | None]) -> None:
+    """Have `env://` and `tcp://` meet in another store than one that rank 0 opens at an address and a port.
+
+    Args:
+        open_store: Gets address, port and number of ranks; None: torch opens its own. The last one counts.
+    """
+
+    def create(hostname: str, port: int, rank: int, world_size: int, *more: Any, **named: Any) -> Any:
+        assert _create_store is not None
+        return open_store(hostname, port, world_size) or _create_store(hostname, port, rank, world_size, *more, **named)
+
+    if _create_store is not None:
+        _rendezvous._create_c10d_store = create
 
 
 def reset_group_count() -> None:

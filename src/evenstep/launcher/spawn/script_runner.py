@@ -25,6 +25,7 @@ from importlib.abc import InspectLoader
 from pathlib import Path
 
 from evenstep.errors import ConfigurationError
+from evenstep.ground.coordination.rendezvous_store import meet_without_port
 from evenstep.ground.environment import current_placement, faults_to_inject, is_set, rehearsal_file, verification_file
 from evenstep.ground.health import excepthook, heartbeat
 from evenstep.ground.health.heartbeat import Note
@@ -49,6 +50,7 @@ def main(arguments: list[str]) -> None:
         # The kernel's promise to end this process with its parent survives this.
         os.execvp(target, [target, *rest])
     faulthandler.enable()
+    meet_without_port(placement)
     if is_set("EVENSTEP_STAMP_LINES") and all(_is_own_log(descriptor, placement.rank) for descriptor in (1, 2)):
         stamp_lines(placement.rank)
     if page is not None:

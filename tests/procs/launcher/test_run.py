@@ -95,7 +95,8 @@ def test_lines_of_other_ranks_appear_while_they_run(tmp_path: Path) -> None:
 def test_threads_and_device_reach_the_ranks(tmp_path: Path) -> None:
     script = """
         import os
-        print(os.environ["OMP_NUM_THREADS"], os.environ["EVENSTEP_DEVICE"], os.environ["EVENSTEP_LAUNCHER"])
+        from evenstep.ground.environment import settings
+        print(os.environ["OMP_NUM_THREADS"], settings().device, settings().launcher)
     """
     code, command = call(
         tmp_path, ["--nproc-per-node", "1", "--device", "cpu", "script.py"], script, OMP_NUM_THREADS="3"

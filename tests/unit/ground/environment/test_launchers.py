@@ -156,7 +156,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         ({"PMI_SIZE": "4"}, "PMI_SIZE=4 look like MPICH, but PMI_RANK"),
         (without(recorded.PALS, "PMI_SIZE"), "PALS.*PMI_SIZE is not set"),
         (recorded.SRUN | {"SLURM_PROCID": "2"}, "SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=2.*contradict"),
-        (recorded.SRUN | {"SLURM_STEP_NODELIST": "node[0"}, "srun: .*brackets don't match"),
+        (recorded.SRUN | {"SLURM_STEP_NODELIST": "node[0"}, "SLURM_STEP_NODELIST: .*brackets don't match"),
         (recorded.KUBEFLOW, r"RANK=1, WORLD_SIZE=2 are set without LOCAL_RANK, .*rank of a node.*Kubeflow"),
         (without(recorded.KUBEFLOW, "RANK", "WORLD_SIZE"), "PET_NNODES=2.*one of 2 nodes.*`evenstep run`"),
         ({"PET_NNODES": "1:3"}, "one of 3 nodes"),

@@ -85,5 +85,5 @@ class Settings:
 
     def variables(self) -> dict[str, str]:
         """The variable of the run's ranks."""
-        given = {name: value for name, value in asdict(self).items() if value != getattr(Settings, name)}
-        return {VARIABLE: json.dumps(given, default=str)}
+        given = {name: value for name, value in asdict(self).items() if value}  # no default is true
+        return {VARIABLE: json.dumps(given)}

@@ -19,8 +19,10 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 class Reservation:
     """Reserves a port of the loopback interface, on which no process listens.
 
-    The socket is bound and never listens. With SO_REUSEADDR on both sides one process, the rank that hosts torch's
-    store, can still listen there; without the reservation the system could give the port to another process in between.
+    The socket is bound and never listens. With SO_REUSEADDR on both sides one process, a rank that hosts a store, can
+    still listen there; without the reservation the system could give the port to another process in between. It is
+    kept from accidents, not from another user, who may listen there first: so torch's own groups of all ranks meet
+    elsewhere (`rendezvous_store.meet_without_port`).
     """
 
     def __init__(self) -> None:

@@ -44,9 +44,8 @@ def digest(run: Training) -> dict[str, object]:
 
 def train(directory: Path, meeting: Path, rank: int, last_step: int) -> None:
     """One rank: says where it resumed, trains with a save per step, says what it ended with."""
-    variables = environment.rank_variables(rank=rank, world_size=NUM_RANKS, device="cpu")
-    variables["EVENSTEP_STORE"] = str(meeting / "store")
-    environment.export(variables)
+    store = str(meeting / "store")
+    environment.export(environment.rank_variables(rank=rank, world_size=NUM_RANKS, device="cpu", store=store))
     torch.set_num_threads(1)
     with evenstep.init(quiet=True) as world:
         run = Training(directory, world, every_steps=1, every_minutes=None, keep=2)

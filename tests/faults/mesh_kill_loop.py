@@ -42,8 +42,8 @@ def train(directory: Path, meeting: Path, layout: str, rank: int, last_step: int
     """One rank: train with a save per step, and write down samples, steps and how it ended."""
     if num_ranks(layout) > 1:
         size = num_ranks(layout)
-        variables = environment.rank_variables(rank=rank, world_size=size, device="cpu")
-        environment.export({**variables, "EVENSTEP_STORE": str(meeting / "store")})
+        store = str(meeting / "store")
+        environment.export(environment.rank_variables(rank=rank, world_size=size, device="cpu", store=store))
     torch.set_num_threads(1)
     with evenstep.init(quiet=True, seed=5, mesh=LAYOUTS[layout] or None) as world:
         model = evenstep.attach(divided(Model().double(), world.mesh), world)

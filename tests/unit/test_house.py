@@ -169,7 +169,7 @@ ORDER: dict[str, list[str]] = {
         "hangs",
         "events",
     ],
-    "ground.environment": ["detect", "measuring", "inheritance", "placement", "foreign", "hosts", "values"],
+    "ground.environment": ["detect", "inheritance", "placement", "launchers", "hosts", "values", "run_settings"],
     "ground.health": [
         "telemetry",
         "steps",

@@ -26,7 +26,7 @@ from evenstep.data.sources.source import Source
 from evenstep.data.sources.streams import StreamSource
 from evenstep.errors import ConfigurationError, EvenstepError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
-from evenstep.ground.environment import measurement
+from evenstep.ground.environment import settings
 from evenstep.randomness import mix
 from evenstep.world import World
 
@@ -527,7 +527,7 @@ def _plain(value: Any) -> Any:
 
 def _as_measured(global_batch_size: Any, max_tokens: Any) -> tuple[Any, Any]:
     """Both as the script gives them; as `evenstep bench` sets them under its runs."""
-    measured = measurement()
+    measured = settings().measurement
     if measured is None:
         return global_batch_size, max_tokens
     if global_batch_size is not None and measured.global_batch_size is not None:

@@ -152,16 +152,16 @@ class _Run:
             num_nodes=num_nodes,
             device=args.device,
             announced=announced,
-            faults=args.inject,
-            timeouts=str(self._timeouts),
-            stamps_lines=args.log_dir is not None,
+            inject=args.inject,
+            phase_timeouts=str(self._timeouts) or None,
+            stamps_lines=args.log_dir is not None or None,
             servers=args.servers,
         ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
 
     def execute(self) -> int:
         """Start the ranks and stay until they have ended."""
         try:
-            with environment.exported({**environment.inherited_settings(), **self._variables}), _quiet_torchelastic():
+            with environment.exported(self._variables), _quiet_torchelastic():
                 self._launch()
         except ChildFailedError as error:
             return self._status_of(error)

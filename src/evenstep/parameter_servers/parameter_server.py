@@ -204,7 +204,7 @@ class ParameterServer:
                     f"collectives would wait for servers. Leave it out: parameter_server connects workers and servers "
                     f"itself."
                 )
-            if environment.measurement() is not None:
+            if environment.settings().measurement is not None:
                 raise ConfigurationError(
                     f"{WHO}evenstep bench measures ranks that all train, and can't compare numbers of servers. Start "
                     f"the script with `evenstep run --servers N` and look at ps.traffic(), which evenstep.Logger "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from evenstep.checks import counted
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.ground.environment import openmp_threads, with_verification
+from evenstep.ground.environment import openmp_threads, with_settings
 from evenstep.launcher.options.resources import count_cores
 from evenstep.observe.rehearsal import RehearsalPlan
 from evenstep.observe.thresholds import COARSE
@@ -177,7 +177,7 @@ def _launcher(
         command += ["--cold-start"] if number == most_ranks else []
         done = subprocess.run(
             [*command, script, *arguments],
-            env=with_verification(plan, rehearsal),
+            env=with_settings(verification=str(plan), rehearsal=str(rehearsal)) | {"TORCHDYNAMO_DISABLE": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 from evenstep.checkpoint.storage.directory import steps_in
 from evenstep.checkpoint.storage.storage import LocalDirectory
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.ground.environment import with_rehearsal
+from evenstep.ground.environment import with_settings
 from evenstep.observe.rehearsal import RehearsalPlan
 from evenstep.temporary import private_directory
 from evenstep.verify.traces import first_difference, read_trace
@@ -52,7 +52,7 @@ def verify_resume(
             plan.write(root / "plan.json")
             done = subprocess.run(
                 command,
-                env=with_rehearsal(root / "plan.json"),
+                env=with_settings(rehearsal=str(root / "plan.json")),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

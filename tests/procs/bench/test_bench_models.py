@@ -18,6 +18,7 @@ import evenstep
 from evenstep.bench.measure.gpu import covered, is_of_the_script
 from evenstep.bench.measure.models import ModelWatch, facts_of
 from evenstep.bench.measure.records import COLLECTIVE, RankRecord, sorted_marks, steps_in_parts
+from evenstep.ground.environment import Measurement, changed_settings
 from evenstep.ground.health.telemetry import BACKWARD, FORWARD, OPTIMIZER_END, REDUCED, WAITING
 from evenstep.observe.loaders import LoaderWatch, replace_batch_sizes
 from evenstep.observe.models import num_rows, trained_by
@@ -257,16 +258,16 @@ def test_a_checkpointer_does_nothing(tmp_path: Path, patches: Patches) -> None:
 def test_the_loader_obeys(monkeypatch: pytest.MonkeyPatch) -> None:
     data = TensorDataset(torch.arange(64.0))
     world = evenstep.World.alone()
-    monkeypatch.setenv("EVENSTEP_BENCH_DIR", "/tmp")
+
+    def measure(**changes: int) -> None:
+        monkeypatch.setenv(*changed_settings(measurement=Measurement("/tmp", **changes)).popitem())
+
+    measure()
     assert evenstep.DataLoader(data, global_batch_size=8, world=world).global_batch_size == 8
-    monkeypatch.setenv("EVENSTEP_BENCH_BATCH", "16")
-    monkeypatch.setenv("EVENSTEP_BENCH_GROWTH", "2")
+    measure(global_batch_size=16, growth=2)
     assert evenstep.DataLoader(data, global_batch_size=8, world=world).global_batch_size == 16
     by_tokens = evenstep.DataLoader(data, max_tokens=8, lengths=[1] * 64, world=world)
     assert len(next(iter(by_tokens))[0]) == 16
-    monkeypatch.setenv("EVENSTEP_BENCH_BATCH", "many")
-    with pytest.raises(evenstep.EvenstepError, match="EVENSTEP_BENCH_BATCH='many' is not a whole number"):
-        evenstep.DataLoader(data, global_batch_size=8, world=world)
 
 
 def test_what_a_gpu_was_busy_with_is_counted_once() -> None:

@@ -95,7 +95,8 @@ def test_lines_of_other_ranks_appear_while_they_run(tmp_path: Path) -> None:
 def test_threads_and_device_reach_the_ranks(tmp_path: Path) -> None:
     script = """
         import os
-        print(os.environ["OMP_NUM_THREADS"], os.environ["EVENSTEP_DEVICE"], os.environ["EVENSTEP_LAUNCHER"])
+        from evenstep.ground.environment import settings
+        print(os.environ["OMP_NUM_THREADS"], settings().device, settings().launcher)
     """
     code, command = call(
         tmp_path, ["--nproc-per-node", "1", "--device", "cpu", "script.py"], script, OMP_NUM_THREADS="3"
@@ -300,3 +301,36 @@ def test_in_reproducible_mode_the_threads_are_those_of_the_mode_whatever_the_lau
     launcher, mode = command.stderr.splitlines()
     assert launcher == "evenstep: 2 ranks on 1 node, cpu, 2 threads per rank"
     assert mode == "evenstep: reproducible: 2 virtual ranks, 1 thread per rank in this mode, shared memory"
+
+
+TAKEN = """
+    import os, socket, sys
+    import torch, torch.distributed as dist
+
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    if rank == 0:  # what any user of the node could do before rank 0 does
+        stranger = socket.socket()
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        stranger.bind(("127.0.0.1", port))
+        stranger.listen()
+    for turn, method in enumerate([None, f"tcp://127.0.0.1:{port}", None]):
+        given = {} if method is None else {"rank": rank, "world_size": 2}
+        dist.init_process_group("gloo", init_method=method, **given)
+        total = torch.ones(1) * (turn + rank)
+        dist.all_reduce(total)
+        assert total.item() == 2 * turn + 1
+        dist.barrier()
+        dist.destroy_process_group()
+    if rank == 0:
+        stranger.settimeout(0)
+        try:
+            stranger.accept()
+        except BlockingIOError:
+            print("nobody came")
+"""
+
+
+def test_who_listens_on_the_reserved_port_first_gets_no_rank(tmp_path: Path) -> None:
+    """Rank 1 connected to a stranger, and rank 0 failed."""
+    code, command = call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], TAKEN)
+    assert (code, command.stdout) == (0, "nobody came\n"), command.stderr

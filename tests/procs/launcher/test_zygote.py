@@ -29,7 +29,7 @@ DESCRIBES_ITSELF = """
         return [type(s).__name__, type(raw).__name__, s.encoding, s.errors, s.newlines, s.line_buffering,
                 s.write_through, s.fileno(), s.name, s.mode]
 
-    own = {"RANK", "LOCAL_RANK", "EVENSTEP_STORE", "EVENSTEP_PAGES", "TORCHELASTIC_RUN_ID", "MASTER_PORT",
+    own = {"RANK", "LOCAL_RANK", "EVENSTEP_SETTINGS", "TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE",
            "EVENSTEP_TEST_MARK"}
     try:
         import threadpoolctl

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import evenstep
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
+from evenstep.ground import environment
 from evenstep.parameter_servers.server.batch_queue import BatchQueue
 from evenstep.parameter_servers.server.checkpoints import loader_state, queue_state
 
@@ -102,7 +103,8 @@ def test_what_is_refused(model_fn: Any, optimizer_fn: Any, options: dict[str, An
 
 
 def test_bench_refuses_it_and_says_what_to_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("EVENSTEP_BENCH_DIR", str(tmp_path))
+    measured = environment.Measurement(str(tmp_path))
+    monkeypatch.setenv(*environment.changed_settings(measurement=measured).popitem())
     with pytest.raises(ConfigurationError, match=r"evenstep bench measures.*ps\.traffic"):
         evenstep.parameter_server(model, sgd).__enter__()
 

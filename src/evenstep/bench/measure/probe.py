@@ -14,6 +14,7 @@ import random
 import sys
 import threading
 import time
+from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
@@ -27,7 +28,7 @@ from evenstep.bench.measure.models import ModelWatch, facts_of
 from evenstep.bench.measure.records import DATA, DATA_END, Facts, RankRecord, Usage, sorted_marks, write_record
 from evenstep.control_groups import count_cpus
 from evenstep.errors import ConfigurationError
-from evenstep.ground.environment import Measurement, Placement, current_placement, measurement
+from evenstep.ground.environment import Measurement, Placement, current_placement, settings
 from evenstep.ground.health.telemetry import OPTIMIZER, OPTIMIZER_END
 from evenstep.observe.loaders import LoaderWatch, replace_batch_sizes
 from evenstep.observe.patching import Patches
@@ -57,7 +58,7 @@ class Probe:
         self._loaders = LoaderWatch(self._waited_for_data, lambda: len(self._steps_ns))
         self._models = ModelWatch(self._marks)
         self._losses = LossWatch(lambda: len(self._steps_ns))
-        self._scratch = Scratch(asked.directory)
+        self._scratch = Scratch(Path(asked.directory))
         self._inspection: Inspection | None = None
         self._began: _Clock | None = None
         self._usage = Usage()
@@ -190,7 +191,7 @@ class Probe:
 
 def record_file(asked: Measurement, rank: int) -> Any:
     """Where a rank leaves its record."""
-    return asked.directory / f"rank-{rank}.json"
+    return Path(asked.directory) / f"rank-{rank}.json"
 
 
 class _Clock:
@@ -261,7 +262,7 @@ def main(arguments: list[str]) -> None:
     Raises:
         ConfigurationError: No measurement was requested.
     """
-    asked = measurement()
+    asked = settings().measurement
     if asked is None:
         raise ConfigurationError(
             "evenstep.bench.measure.probe is started by `evenstep bench`, and is no command of its own."

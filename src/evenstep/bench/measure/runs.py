@@ -15,7 +15,7 @@ from evenstep.bench.measure.records import RankRecord, read_record
 from evenstep.bench.measure.scaling import Run, cores_elsewhere
 from evenstep.checks import counted
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.ground.environment import Measurement, with_measurement
+from evenstep.ground.environment import Measurement, with_settings
 from evenstep.observe.thresholds import MANY_ELSEWHERE
 from evenstep.temporary import private_directory
 
@@ -208,7 +208,7 @@ def run_once(setting: Setting, wish: Wish, place: Path) -> Run:
     """
     place.mkdir()
     asked = Measurement(
-        place, wish.num_warmup, wish.num_steps, setting.global_batch_size, setting.growth, wish.watches_losses
+        str(place), wish.num_warmup, wish.num_steps, setting.global_batch_size, setting.growth, wish.watches_losses
     )
     command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(setting.num_replicas)]
     command += ["--threads-per-rank", str(wish.num_threads), "--log-dir", str(place / "logs")]
@@ -218,7 +218,7 @@ def run_once(setting: Setting, wish: Wish, place: Path) -> Run:
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env=with_measurement(asked),
+            env=with_settings(measurement=asked),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

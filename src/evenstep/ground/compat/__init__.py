@@ -1,11 +1,25 @@
 """Private names of torch and of the C libraries, each in one place, with the versions that have it.
 
-- `torch_<theme>`: private names of torch, one file for each of its parts.
-- `private_names`: a list of them, with what depends on each. `import evenstep` refuses a torch that lacks one that it
-  can't do without.
+- `torch_<theme>`: private names of torch, one file for each of its parts. Those without which evenstep can't go on are
+  bound when the file is imported, here; of the others its `NAMES` says what depends on them.
+- `private_names`: what such a row is.
 - `c_library`: what python doesn't offer of C.
 """
 
-from evenstep.ground.compat.private_names import refuse_other_torch
+import importlib
 
-refuse_other_torch()  # before the modules beside this one, which would fail with less of an explanation
+import torch
+
+from evenstep.ground.compat.private_names import SEEN
+
+# All but torchelastic's, which the launcher alone needs.
+_THEMES = ("autograd", "data", "ddp", "distributed", "dynamo", "modules", "profiler", "pytree", "tensors")
+
+for theme in _THEMES:
+    try:
+        importlib.import_module(f"{__name__}.torch_{theme}")
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"torch {torch.__version__} lacks a private name on which evenstep stands: {error}. It was seen in torch "
+            f"{', '.join(SEEN)}: install one of these, or a newer evenstep."
+        ) from error

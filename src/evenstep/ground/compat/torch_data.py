@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import _utils, get_worker_info
 
+from evenstep.ground.compat.private_names import PrivateName
+
 MapDatasetFetcher = _utils.fetch._MapDatasetFetcher
 
 
@@ -51,3 +53,26 @@ def shut_down_workers(iterator: Any) -> None:
     """End the workers of a loader's iterator now."""
     if hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
+
+
+# What isn't looked for when evenstep is imported.
+_LOADER = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter"
+NAMES = (
+    PrivateName(
+        "torch.utils.data._utils.worker:_worker_info",
+        "what get_worker_info returns",
+        "a data set in a worker divides its stream twice",
+    ),
+    *(
+        PrivateName(where, "how torch watches over a loader's workers", "torch's signal handler reports dead workers")
+        for where in (
+            f"{_LOADER}.__init__~_worker_pids_set",
+            f"{_LOADER}._try_get_data",
+            "torch._C:_remove_worker_pids",
+        )
+    ),
+    PrivateName(
+        f"{_LOADER}.__init__~_workers", "a loader's worker processes", "messages on dead workers don't name processes"
+    ),
+    PrivateName(f"{_LOADER}._shutdown_workers", "ends a loader's workers", "they end with the garbage collector"),
+)

@@ -13,6 +13,9 @@ from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from evenstep.ground.compat.private_names import SEEN, PrivateName
+from evenstep.ground.compat.torch_tensors import root_mesh
+
 Future = torch._C.Future
 
 _FSDP = "torch.distributed.fsdp"  # importing it takes seconds; where nobody has, no module is sharded
@@ -42,7 +45,7 @@ def active_in_dynamo(model: DistributedDataParallel) -> Iterator[None]:
 
 def is_slice(mesh: DeviceMesh) -> bool:
     """Return whether a mesh is a dimension of a larger one."""
-    return bool(mesh._get_root_mesh() != mesh)
+    return bool(root_mesh(mesh) != mesh)
 
 
 def localise_parameters(module: nn.Module) -> None:
@@ -185,3 +188,48 @@ class ShardedParts:
             return plain(*unused)
 
         group.post_backward = post_backward
+
+
+# What isn't looked for when evenstep is imported.
+_DDP = "torch.nn.parallel"
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_NO_FSDP = "evenstep.attach and parallelize can't take what fully_shard has divided"
+_NEW = ("2.13", "2.14", "2.15")
+NAMES = (
+    PrivateName(
+        f"{_DDP}:DistributedDataParallel._active_ddp_module",
+        "the module that runs, for torch.compile",
+        "graphs aren't split at buckets, so nothing overlaps",
+    ),
+    PrivateName(
+        "torch.distributed.tensor.parallel.ddp:_pre_dp_module_transform",
+        "local parts of DTensor parameters",
+        "an ImportError with device_mesh and tensor parallelism",
+    ),
+    *(
+        PrivateName(where, what, _NO_FSDP)
+        for where, what in (
+            ("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "what fully_shard has made of a module"),
+            (f"{_FSDP}._fsdp_state:FSDPState.__init__~_state_ctx", "the state that all sharded parts of a model share"),
+            (f"{_FSDP}._fsdp_state:FSDPState._root_post_backward_final_callback", "ends their backward pass"),
+            (f"{_FSDP}._fsdp_param:FSDPParam.__init__~_module_info", "which module has a parameter"),
+            (f"{_FSDP}._fsdp_param_group:FSDPParamGroup.post_backward", "adds their gradients over ranks"),
+            (f"{_FSDP}._fsdp_param:FSDPParam.init_unsharded_param~_unsharded_param", "a parameter while it is whole"),
+        )
+    ),
+    *(
+        # Until 2.14 an attribute that the constructor sets, then a property.
+        PrivateName(
+            f"{_FSDP}._fsdp_param:FSDPParam.{where}", "the gradient of a parameter while it is whole", _NO_FSDP, seen
+        )
+        for where, seen in (
+            ("__init__~unsharded_accumulated_grad", SEEN[:-1]),
+            ("unsharded_accumulated_grad", SEEN[-1:]),
+        )
+    ),
+    *(
+        # Until 2.12 an attribute of objects, for which one can't look in the class.
+        PrivateName(f"{_FSDP}._fsdp_state:FSDPState.{where}", "parameters that travel as one", _NO_FSDP, _NEW)
+        for where in ("_fsdp_param_group", "__init__~_fsdp_param_groups")
+    ),
+)

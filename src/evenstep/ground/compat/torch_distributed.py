@@ -19,13 +19,15 @@ import importlib
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, distributed_c10d
+
+from evenstep.ground.compat.private_names import NOTHING, SEEN, PrivateName
 
 _RPC_SCHEME = "evenstep-rpc"
 _MOST_JOINS = 10_000
@@ -40,6 +42,25 @@ default_store = distributed_c10d._get_default_store
 
 # Ends every process group at once. `destroy_process_group` would wait for ranks that may be gone.
 abort_process_groups = distributed_c10d._abort_process_group
+
+
+_rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+_create_store = getattr(_rendezvous, "_create_c10d_store", None)
+
+
+def open_stores_by(open_store: Callable[[str, int, int], dist.Store | None]) -> None:
+    """Have `env://` and `tcp://` meet in another store than one that rank 0 opens at an address and a port.
+
+    Args:
+        open_store: Gets address, port and number of ranks; None: torch opens its own. The last one counts.
+    """
+
+    def create(hostname: str, port: int, rank: int, world_size: int, *more: Any, **named: Any) -> Any:
+        assert _create_store is not None
+        return open_store(hostname, port, world_size) or _create_store(hostname, port, rank, world_size, *more, **named)
+
+    if _create_store is not None:
+        _rendezvous._create_c10d_store = create
 
 
 def reset_group_count() -> None:
@@ -199,3 +220,51 @@ def _rpc_rendezvous(url: str, timeout: object = None, **_: object) -> Iterator[t
     """torch's handler of our scheme."""
     assert _rpc_store is not None
     yield _rpc_store, 0, 1
+
+
+# What isn't looked for when evenstep is imported.
+_C10D = "torch.distributed.distributed_c10d"
+_GROUP = "torch.distributed:ProcessGroup"
+_GROUPS_FAIL = "no process group can be made"
+_NO_SERVERS = "evenstep.parameter_server can't connect"
+NAMES = (
+    *(
+        PrivateName(f"torch.distributed.rpc:{name}", "lets processes join and leave one by one", _NO_SERVERS)
+        for name in ("api._get_current_rpc_agent", "TensorPipeAgent._update_group_membership")
+    ),
+    PrivateName(
+        "torch.distributed.rendezvous:_create_c10d_store",
+        "the store of env:// and tcp://",
+        "torch's own groups meet at a port of loopback under evenstep run, too",
+    ),
+    PrivateName(
+        "torch._C._distributed_c10d:HealthCheckHook",
+        "tells a torch that visits the backends of a new group",
+        "no process group can be made, if torch still visits them",
+        seen=("2.15",),
+    ),
+    PrivateName(
+        f"{_C10D}:_world.group_count", "how many groups torch has named", "an AttributeError after a failed rendezvous"
+    ),
+    PrivateName(
+        f"{_C10D}:_world.pg_map", "the groups that torch has named", "a forked child may hang or crash at its end"
+    ),
+    PrivateName(f"{_GROUP}._set_sequence_number_for_group", "lets Gloo count its calls", NOTHING, SEEN[:3]),
+    PrivateName(f"{_GROUP}._register_backend", "lets a backend carry some devices' tensors", _GROUPS_FAIL),
+    PrivateName(f"{_GROUP}._set_default_backend", "lets a backend carry what has no device", _GROUPS_FAIL),
+    *(
+        PrivateName(f"torch.distributed:ProcessGroupGloo.{name}", "Gloo between ranks of one host", "no Gloo beside it")
+        for name in ("_Options", "_Options._devices", "_Options._timeout", "create_device")
+    ),
+    *(
+        PrivateName(where, "changes the deadline of Gloo's calls", "an AttributeError when a deadline is changed")
+        for where in (f"{_GROUP}._get_backend", "torch.distributed:ProcessGroupGloo._set_default_timeout")
+    ),
+    *(
+        PrivateName(where, "tensors outside torch.func's transforms", "an AttributeError in every collective")
+        for where in (
+            "torch._C._functorch:peek_interpreter_stack",
+            "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
+        )
+    ),
+)

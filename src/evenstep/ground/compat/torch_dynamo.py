@@ -10,8 +10,11 @@ from typing import TypeVar
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._compile import _disable_dynamo as outside_graphs
 
+from evenstep.ground.compat.private_names import PrivateName
+
 __all__ = ["any_compiled", "compiled_backends", "keep_out_of_graphs", "outside_graphs", "uncompiled", "untraced"]
 
+_SKIPPED = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 _Class = TypeVar("_Class", bound=type)
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -23,10 +26,9 @@ def uncompiled(kind: _Class) -> _Class:
     has a reducer that does). Dynamo would look into them, and fail: to it a group is a closed box. To say so on each
     function (`torch.compiler.disable`) imports dynamo: seconds, in every rank.
     """
-    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     for member in vars(kind).values():
         if isinstance(member, types.FunctionType):
-            set_code_exec_strategy(member.__code__, strategy)
+            set_code_exec_strategy(member.__code__, _SKIPPED)
     return kind
 
 
@@ -64,3 +66,23 @@ def any_compiled() -> bool:
     if not _state["has_compiled"]:
         _state["has_compiled"] = any(compiled_backends().values())
     return _state["has_compiled"]
+
+
+# What isn't looked for when evenstep is imported.
+NAMES = (
+    PrivateName(
+        "torch._dynamo.trace_rules:add",
+        "keeps torch.compile out of a package",
+        "an AttributeError with torch.compile",
+    ),
+    PrivateName(
+        "torch._dynamo.eval_frame:cached_backends",
+        "whether anything was compiled",
+        "an AttributeError as soon as an optimizer was made",
+    ),
+    PrivateName(
+        "torch._dynamo.symbolic_convert:InliningInstructionTranslator.check_inlineable~_torchdynamo_disable",
+        "marks a function that isn't traced",
+        "torch.compile traces it, and recompiles more often",
+    ),
+)

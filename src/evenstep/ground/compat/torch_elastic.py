@@ -18,6 +18,8 @@ from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.launcher import api
 
+from evenstep.ground.compat.private_names import PrivateName
+
 StartProcess = Callable[[Sequence[str], Mapping[str, str], Sequence[int]], Any]
 """(command, variables, [stdin, stdout, stderr]) to a process as `subprocess.Popen`; None: torchelastic starts it."""
 
@@ -143,3 +145,47 @@ def fresh_store(handler: Any, open_store: Callable[..., Any]) -> Iterator[None]:
 def is_stop_handler(handler: Any) -> bool:
     """Whether a signal handler is the one by which torchelastic stops a run."""
     return getattr(handler, "__name__", "") == "_terminate_process_handler"
+
+
+# What isn't looked for when evenstep is imported.
+_ELASTIC = "torch.distributed.elastic"
+_AGENT = f"{_ELASTIC}.agent.server.local_elastic_agent:LocalElasticAgent"
+_RENDEZVOUS = f"{_ELASTIC}.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler"
+_NO_RUN = "evenstep run can't start ranks"
+_NO_RESTART = "evenstep run can't restart ranks"
+NAMES = (
+    *(
+        PrivateName(f"{_AGENT}.{name}", "a method of torchelastic's agent that ours extends", _NO_RUN)
+        for name in (
+            "_rendezvous",
+            "_start_workers",
+            "_monitor_workers",
+            "_restart_workers",
+            "_stop_workers",
+            "__init__~_pcontext",
+        )
+    ),
+    PrivateName(
+        f"{_ELASTIC}.agent.server.api:SimpleElasticAgent.__init__~_remaining_restarts", "restarts left", _NO_RESTART
+    ),
+    PrivateName("torch.distributed.launcher.api:launch_agent~LocalElasticAgent", "the agent that is started", _NO_RUN),
+    PrivateName(
+        f"{_ELASTIC}.multiprocessing.api:get_subprocess_handler",
+        "starts a rank's process",
+        "ranks are new pythons, and start in seconds",
+    ),
+    PrivateName(f"{_ELASTIC}.multiprocessing.subprocess_handler:SubprocessHandler._popen", "starts a process", _NO_RUN),
+    PrivateName(
+        f"{_ELASTIC}.multiprocessing.api:_terminate_process_handler",
+        "how torchelastic stops a run on a signal",
+        "its handler isn't told from a script's own",
+    ),
+    *(
+        PrivateName(where, "the store of a rendezvous", "a restart on several nodes meets in the old store")
+        for where in (
+            f"{_RENDEZVOUS}.__init__~_bootstrap_store_info",
+            f"{_RENDEZVOUS}.__init__~_shared_tcp_store_server",
+            f"{_RENDEZVOUS}._create_tcp_store_server",
+        )
+    ),
+)

@@ -6,6 +6,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase
 
+from evenstep.ground.compat.private_names import PrivateName
+
 __all__ = ["BatchNorm", "compiled_module", "loads_by_copy"]
 
 # These do nothing with a tensor that is the module's own already.
@@ -26,3 +28,18 @@ def loads_by_copy(model: nn.Module) -> bool:
         and not {"load_state_dict", "_load_from_state_dict"} & vars(module).keys()
         for module in model.modules()
     )
+
+
+# What isn't looked for when evenstep is imported.
+NAMES = (
+    PrivateName(
+        "torch.nn:Module.__init__~_load_state_dict_pre_hooks",
+        "hooks of a module's load_state_dict",
+        "an AttributeError when a checkpoint is loaded",
+    ),
+    PrivateName(
+        "torch._dynamo.eval_frame:OptimizedModule.__init__~_orig_mod",
+        "the module inside a compiled one",
+        "compiled modules are saved under other names",
+    ),
+)

@@ -13,6 +13,8 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from evenstep.ground.compat.private_names import NOTHING, PrivateName
+
 _COMM_MODE = "torch.distributed.tensor.debug._comm_mode"  # imported by those who use it
 
 
@@ -76,3 +78,19 @@ class _Counted:
 
     def __repr__(self) -> str:
         return str(self._overloadpacket)
+
+
+# What isn't looked for when evenstep is imported.
+NAMES = (
+    PrivateName(
+        "torch.autograd.profiler:_is_profiler_enabled", "whether a profiler runs", "an AttributeError in every step"
+    ),
+    PrivateName(
+        "torch._ops:OpOverload.__init__~_overloadpacket",
+        "what CommDebugMode counts an operation as",
+        "it counts none of ours",
+    ),
+    PrivateName(
+        "torch.distributed.tensor.debug._comm_mode:CommDebugMode.__torch_dispatch__", "counts collectives", NOTHING
+    ),
+)

@@ -11,6 +11,8 @@ from torch._utils import _flatten_dense_tensors as flatten_dense
 from torch._utils import _unflatten_dense_tensors as unflatten_dense
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from evenstep.ground.compat.private_names import PrivateName
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -19,6 +21,7 @@ has_storage = torch._C._has_storage
 disabled_dispatch = torch._C._disabled_torch_dispatch_impl
 disabled_function = torch._C._disabled_torch_function_impl
 make_wrapper_subclass = Tensor._make_wrapper_subclass
+_free_weak_ref = UntypedStorage._free_weak_ref
 unscale = torch._amp_foreach_non_finite_check_and_unscale_
 
 
@@ -29,7 +32,7 @@ def weak_storage(storage: UntypedStorage) -> StorageWeakRef:
     a traceback that had nothing to do with the failure.
     """
     reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-    reference._free_weak_ref = UntypedStorage._free_weak_ref
+    reference._free_weak_ref = _free_weak_ref
     return reference
 
 
@@ -116,3 +119,22 @@ __all__ = [
     "weak_storage",
     "wrapped_like",
 ]
+
+# What isn't looked for when evenstep is imported.
+NAMES = (
+    PrivateName(
+        "torch.distributed.device_mesh:DeviceMesh._get_root_mesh",
+        "the mesh that a mesh is a slice of",
+        "an AttributeError with device_mesh",
+    ),
+    PrivateName(
+        "torch.distributed.tensor:DTensor.to_local~_local_tensor",
+        "what a rank has of a DTensor",
+        "an AttributeError where a model has DTensors",
+    ),
+    PrivateName(
+        "torch.distributed.tensor.placement_types:_StridedShard",
+        "how FSDP2 divides what tensor parallelism has divided",
+        "an ImportError when a DTensor is saved",
+    ),
+)

@@ -2,7 +2,7 @@
 
 | started by | store |
 | --- | --- |
-| `evenstep run`, `evenstep.launch` on one node | a file without a name, made by the launcher |
+| `evenstep run`, `evenstep.launch` on one node | a file without a name, made by the launcher; torch's own groups, too |
 | `torchrun`, `evenstep run` on several nodes | torch's own, at `MASTER_ADDR` |
 | mpiexec, srun | rank 0 listens at an address and a port that every rank derives from the launcher's variables |
 
@@ -13,6 +13,7 @@ whether the store is its job's, whether the world has its size, and whether anot
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
 import threading
@@ -23,7 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from evenstep import network
 from evenstep.errors import ConfigurationError
-from evenstep.ground.environment import Placement, export, is_set, node_identity
+from evenstep.ground.compat.torch_distributed import open_stores_by
+from evenstep.ground.environment import Placement, claim_rank, export, is_set, meeting_point, node_identity
 from evenstep.processes import state_and_start
 
 _ANSWER_S = 1.0  # for a store that was found in the last moment
@@ -68,6 +70,28 @@ def open_store(placement: Placement, timeout_s: float) -> Store:
         _compare(joined, placement)
     _claim_rank(joined, placement)
     return joined
+
+
+def meet_without_port(placement: Placement) -> None:
+    """Have process groups of all ranks, that the script makes with torch's own means, meet in the run's file, too.
+
+    Nobody listens on a port that a launcher has reserved until rank 0 of the script does, so another user of the node
+    may do so first, and the other ranks would take what it sends for rank 0's.
+
+    Args:
+        placement: Of this rank, as its launcher has placed it. Without a file nothing changes.
+    """
+    file, place, numbers = placement.rendezvous_file, meeting_point(), itertools.count()
+
+    def open_store(address: str, port: int, world_size: int) -> Store | None:
+        is_theirs = (address, str(port)) == (place.get("MASTER_ADDR"), place.get("MASTER_PORT"))
+        if file is None or not is_theirs or world_size != placement.world_size:
+            return None
+        claim_rank()
+        # Another name for each: what an earlier group has left must not be read again.
+        return PrefixStore(f"torch-{next(numbers)}", FileStore(str(file)))
+
+    open_stores_by(open_store)
 
 
 def choose_gloo_interface(placement: Placement) -> None:

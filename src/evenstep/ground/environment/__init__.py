@@ -5,33 +5,21 @@ needs and never reads `os.environ` itself.
 
 Reading order:
 
-    placement.py   where a rank stands among the others: the result
-    detect.py      from variables to a placement; refuses variables that contradict each other
-    foreign.py     one function for each MPI launcher and scheduler
-    hosts.py       the lists of hosts that they write
-    values.py      reads and shows single variables
-    measuring.py   what `evenstep bench` passes to the ranks it measures
-    inheritance.py whether the variables are this process's own: [Note: a rank's children]
+    placement.py     where a rank stands among the others: the result
+    detect.py        from variables to a placement; refuses variables that contradict each other
+    launchers.py     MPI launchers and schedulers: one table, a row for each
+    hosts.py         the lists of hosts that they write
+    values.py        reads and shows single variables
+    run_settings.py  what evenstep's commands hand on to ranks
+    inheritance.py   whether the variables are this process's own: [Note: a rank's children]
 
-Below are the functions that touch `os.environ`: they gather the surroundings, build the variables of new ranks, and
-read what evenstep's commands pass to them.
+Below are the functions that touch `os.environ`: they gather the surroundings and build the variables of new ranks.
 
-Variables that evenstep itself sets for the ranks it starts (no user needs to set them):
+Variables of evenstep's own:
 
-    EVENSTEP_PAGES       where the heartbeat pages of the node's ranks can be opened, by local rank
-    EVENSTEP_STORE       where the file can be opened in which the ranks of one node meet
-    EVENSTEP_LAUNCHER    "run" or "launch": which of ours started this rank
-    EVENSTEP_DEVICE      what `evenstep run --device` said; an argument of `evenstep.init` beats it
-    EVENSTEP_INJECT      faults of `evenstep run --inject`
-    EVENSTEP_SERVERS     how many of the ranks, the last ones, are parameter servers; users of other launchers set it
-    EVENSTEP_PHASE_TIMEOUTS     how long the phases may take that `evenstep run --phase-timeout` named
-    EVENSTEP_STAMP_LINES set if lines of log files begin with time, rank and step
-    EVENSTEP_RENDEZVOUS  name of this rendezvous of several nodes: another one after a restart
-    EVENSTEP_ANNOUNCED   the line that the launcher printed at start, so that rank 0 doesn't repeat it
-    EVENSTEP_REHEARSAL   file that says how a resume is rehearsed; set by `evenstep verify --resume`
-    EVENSTEP_VERIFY      file that says what a rank records of its steps; set by `evenstep verify`
-    EVENSTEP_BENCH_...   how a run is measured, see `measuring.py`; set by `evenstep bench`
+    EVENSTEP_SETTINGS      what commands hand on to ranks: JSON, see `run_settings.py`
     EVENSTEP_RANK_PROCESS  the process that is the rank; set by `evenstep.init`
+    EVENSTEP_SERVERS       how many of the ranks, the last ones, are parameter servers; users of other launchers set it
 """
 
 from __future__ import annotations
@@ -42,6 +30,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import replace as replaced
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -49,66 +38,65 @@ from evenstep import checks
 from evenstep.checks import counted
 from evenstep.errors import ConfigurationError
 from evenstep.ground.environment.detect import detect, node_of_task, refuse_independent_runs
-from evenstep.ground.environment.foreign import Surroundings
 from evenstep.ground.environment.inheritance import RankProcess, identity, is_inherited
-from evenstep.ground.environment.measuring import Measurement
+from evenstep.ground.environment.launchers import Surroundings
 from evenstep.ground.environment.placement import Placement, placement_from_nodes
+from evenstep.ground.environment.run_settings import Measurement, Settings
 from evenstep.processes import PARENT_PID, START_TICKS, stat_fields
 
 __all__ = [
     "Measurement",
     "Placement",
+    "Settings",
     "Surroundings",
     "announcement",
+    "changed_settings",
     "claim_rank",
     "current_placement",
     "detect",
     "export",
     "exported",
-    "faults_to_inject",
-    "inherited_settings",
     "is_set",
-    "measurement",
     "meeting_point",
     "node_identity",
     "node_of_task",
     "num_servers",
     "openmp_threads",
-    "phase_timeouts_of_run",
     "placement_from_nodes",
     "rank_variables",
     "refuse_independent_runs",
-    "rehearsal_file",
     "replace",
     "rpc_variables",
     "run_variables",
+    "settings",
     "surroundings",
     "telling_variables",
     "under_watch",
-    "verification_file",
-    "with_measurement",
-    "with_rehearsal",
-    "with_verification",
+    "value",
+    "with_settings",
 ]
 
-
 _RANK_PROCESS = "EVENSTEP_RANK_PROCESS"
-# What launchers and commands of ours set for the ranks of one run, but for its device.
-_OF_ONE_RUN = (
-    "EVENSTEP_PAGES",
-    "EVENSTEP_STORE",
-    "EVENSTEP_LAUNCHER",
-    "EVENSTEP_INJECT",
-    "EVENSTEP_SERVERS",
-    "EVENSTEP_PHASE_TIMEOUTS",
-    "EVENSTEP_STAMP_LINES",
-    "EVENSTEP_RENDEZVOUS",
-    "EVENSTEP_ANNOUNCED",
-    "EVENSTEP_REHEARSAL",
-    "EVENSTEP_VERIFY",
-    "EVENSTEP_BENCH_",
-    _RANK_PROCESS,
-)
+_SERVERS = "EVENSTEP_SERVERS"
+
+
+def settings() -> Settings:
+    """What the command that started this process has handed on.
+
+    Raises:
+        ConfigurationError: Something else has written it.
+    """
+    return Settings.parse(os.environ)
+
+
+def changed_settings(**changes: Any) -> dict[str, str]:
+    """The variable that hands on this process's settings with some changed."""
+    return replaced(settings(), **changes).variables()
+
+
+def with_settings(**changes: Any) -> dict[str, str]:
+    """This process's environment, for a run with some settings changed."""
+    return {**os.environ, **changed_settings(**changes)}
 
 
 def surroundings() -> Surroundings:
@@ -144,13 +132,6 @@ def claim_rank() -> None:
         os.environ[_RANK_PROCESS] = str(claim)
 
 
-def inherited_settings() -> dict[str, str | None]:
-    """What a launcher that a rank has started must not pass on to its own ranks, for `exported`."""
-    if _rank_inherited_from() is None:
-        return {}
-    return {name: None for name in os.environ if name.startswith(_OF_ONE_RUN)}
-
-
 def _rank_inherited_from() -> RankProcess | None:
     """The process of the rank whose variables this process has inherited; None if they are its own."""
     owner = RankProcess.parse(os.environ.get(_RANK_PROCESS, ""))
@@ -183,7 +164,7 @@ def _this_process() -> tuple[int, int]:
 
 
 def _variables_without_ranks() -> Surroundings:
-    return Surroundings({name: value for name, value in os.environ.items() if name == "EVENSTEP_DEVICE"})
+    return Surroundings(Settings(device=settings().device).variables())
 
 
 def _whole_surroundings() -> Surroundings:
@@ -198,12 +179,12 @@ def rank_variables(
     rank: int,
     world_size: int,
     device: str | None = None,
-    announced: str | None = None,
     restart_count: int = 0,
     servers: int = 0,
-) -> dict[str, str]:
-    """The variables of a rank that `evenstep.launch` starts on this node: what `detect` reads back. Pure."""
-    variables = {
+    **given: Any,
+) -> dict[str, str | None]:
+    """The variables of a rank that `evenstep.launch` starts on this node: what `detect` reads back."""
+    return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
@@ -211,39 +192,32 @@ def rank_variables(
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "TORCHELASTIC_RESTART_COUNT": str(restart_count),
+        **run_variables("launch", device=device, servers=servers, **given),
     }
-    return variables | run_variables("launch", device=device, announced=announced, servers=servers)
 
 
-def run_variables(
-    launcher: str,
-    *,
-    num_nodes: int = 1,
-    device: str | None = None,
-    announced: str | None = None,
-    faults: str | None = None,
-    stamps_lines: bool = False,
-    timeouts: str = "",
-    servers: int = 0,
-) -> dict[str, str]:
-    """The variables that a launcher of ours ("run", "launch") sets for all its ranks. Pure."""
-    variables = {"EVENSTEP_LAUNCHER": launcher}
+def run_variables(launcher: str, *, num_nodes: int = 1, servers: int = 0, **given: Any) -> dict[str, str | None]:
+    """The variables that a launcher of ours ("run", "launch") sets for all its ranks; None: they have none.
+
+    A child of a rank that is a launcher hands on the device alone of what the rank was given.
+
+    Args:
+        launcher: Which.
+        num_nodes: Nodes of the run.
+        servers: How many of the ranks are parameter servers.
+        given: Other settings; None: as this process's own.
+    """
+    is_child = _rank_inherited_from() is not None
+    own = Settings(device=settings().device) if is_child else settings()
+    given = {name: value for name, value in given.items() if value is not None}
+    variables = replaced(own, launcher=launcher, **given).variables()
+    found: dict[str, str | None] = {**variables, _RANK_PROCESS: None}
     if num_nodes == 1:
         # Gloo otherwise resolves the host's name and listens on whatever address that gives.
-        variables["GLOO_SOCKET_IFNAME"] = "lo"
-    if device is not None:
-        variables["EVENSTEP_DEVICE"] = device
-    if announced is not None:
-        variables["EVENSTEP_ANNOUNCED"] = announced
-    if timeouts:
-        variables["EVENSTEP_PHASE_TIMEOUTS"] = timeouts
-    if stamps_lines:
-        variables["EVENSTEP_STAMP_LINES"] = "1"
-    if faults is not None:
-        variables["EVENSTEP_INJECT"] = faults
-    if servers:
-        variables["EVENSTEP_SERVERS"] = str(servers)
-    return variables
+        found["GLOO_SOCKET_IFNAME"] = "lo"
+    if servers or is_child:
+        found[_SERVERS] = str(servers) if servers else None
+    return found
 
 
 def node_identity() -> str:
@@ -277,19 +251,14 @@ def announcement(
     return line if transport is None else f"{line}, {transport}"
 
 
-def faults_to_inject() -> str:
-    """The value of `evenstep run --inject`; "" without it."""
-    return os.environ.get("EVENSTEP_INJECT", "")
-
-
 def num_servers() -> int:
     """How many of the ranks, the last ones, are parameter servers; 0 when unset.
 
     Raises:
         ConfigurationError: The variable is no whole number.
     """
-    text = os.environ.get("EVENSTEP_SERVERS", "").strip() or "0"
-    return checks.whole("EVENSTEP_SERVERS", int(text) if text.isdigit() else text, least=0)
+    text = os.environ.get(_SERVERS, "").strip() or "0"
+    return checks.whole(_SERVERS, int(text) if text.isdigit() else text, least=0)
 
 
 def rpc_variables(interface: str | None) -> dict[str, str]:
@@ -312,46 +281,10 @@ def rpc_variables(interface: str | None) -> dict[str, str]:
     return {"TP_SOCKET_IFNAME": chosen, "GLOO_SOCKET_IFNAME": interface or os.environ.get("GLOO_SOCKET_IFNAME", chosen)}
 
 
-def phase_timeouts_of_run() -> str:
-    """The value of `evenstep run --phase-timeout`; "" without it."""
-    return os.environ.get("EVENSTEP_PHASE_TIMEOUTS", "")
-
-
 def openmp_threads() -> int | None:
     """The value of `OMP_NUM_THREADS`; None when unset or no positive number."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdigit() and int(text) > 0 else None
-
-
-def elastic_shutdown_timeout() -> str | None:
-    """torchelastic's variable for how long ranks may take to end, as written; None when unset."""
-    return os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or None
-
-
-def rehearsal_file() -> Path | None:
-    """The file that describes this run's rehearsal of a resume; None in every other run."""
-    text = os.environ.get("EVENSTEP_REHEARSAL")
-    return Path(text) if text else None
-
-
-def with_rehearsal(file: Path) -> dict[str, str]:
-    """This process's environment, for a run that rehearses a resume."""
-    return {**os.environ, "EVENSTEP_REHEARSAL": str(file)}
-
-
-def verification_file() -> Path | None:
-    """The file with `evenstep verify`'s settings for this rank; None in other runs."""
-    text = os.environ.get("EVENSTEP_VERIFY")
-    return Path(text) if text else None
-
-
-def with_verification(file: Path, rehearsal: Path) -> dict[str, str]:
-    """This process's environment, for a run that `evenstep verify` records.
-
-    It isn't compiled, and its checkpoints go elsewhere.
-    """
-    recorded = {"EVENSTEP_VERIFY": str(file), "EVENSTEP_REHEARSAL": str(rehearsal), "TORCHDYNAMO_DISABLE": "1"}
-    return {**os.environ, **recorded}
 
 
 def meeting_point() -> dict[str, str]:
@@ -375,16 +308,6 @@ def under_watch(directory: Path, *, on_cpu: bool) -> dict[str, str]:
     return {**os.environ, **_WITHOUT_TRACKERS, **apart, **cpu}
 
 
-def measurement() -> Measurement | None:
-    """The measurement that `evenstep bench` makes of this run; None in other runs."""
-    return Measurement.from_variables(os.environ)
-
-
-def with_measurement(measured: Measurement) -> dict[str, str]:
-    """This process's environment, for a run that is measured."""
-    return {**os.environ, **measured.variables()}
-
-
 # Values of other variables might be secrets, and are never shown.
 _TELLING = (
     "OMP_",
@@ -398,32 +321,42 @@ _TELLING = (
     "MASTER_",
     "PET_",
     "EVENSTEP_",
+    "TORCH_",
+    "PYTORCH_",
+    "TORCHELASTIC_RESTART",
+    "TORCHINDUCTOR_",
+    "TP_SOCKET",
 )
-_TELLING_TORCH = ("TORCH_", "PYTORCH_", "TORCHELASTIC_RESTART", "TORCHINDUCTOR_", "TP_SOCKET")
 
 
 def telling_variables() -> dict[str, str]:
     """The variables that torch's and evenstep's behaviour depends on, sorted."""
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_TELLING + _TELLING_TORCH)}
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_TELLING)}
+
+
+def value(name: str) -> str | None:
+    """A variable's value; None if it has none, or an empty one."""
+    return os.environ.get(name) or None
 
 
 def is_set(name: str) -> bool:
     """Whether a variable has a value that isn't empty."""
-    return bool(os.environ.get(name))
+    return value(name) is not None
 
 
 @contextlib.contextmanager
 def exported(variables: Mapping[str, str | None]) -> Iterator[None]:
     """Set variables (None: unset them) for the processes started inside, and restore what was there before."""
     before = {name: os.environ.get(name) for name in variables}
-    _set(variables)
+    export(variables)
     try:
         yield
     finally:
-        _set(before)
+        export(before)
 
 
-def _set(variables: Mapping[str, str | None]) -> None:
+def export(variables: Mapping[str, str | None]) -> None:
+    """Set variables (None: unset them) for good: for a process that exists only to be one rank."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -431,15 +364,9 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def export(variables: Mapping[str, str]) -> None:
-    """Set variables for good: for a process that exists only to be one rank."""
-    os.environ.update(variables)
-
-
 def replace(variables: Mapping[str, str]) -> None:
     """Have these variables and no others: for a process forked from one with its own."""
-    for name in [name for name in os.environ if name not in variables]:
-        del os.environ[name]
+    os.environ.clear()
     os.environ.update(variables)
 
 

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from evenstep.errors import ConfigurationError
-from evenstep.ground.environment.foreign import Claim, Surroundings, recognise
 from evenstep.ground.environment.hosts import hosts_of_node_file
+from evenstep.ground.environment.launchers import Claim, Surroundings, recognise
 from evenstep.ground.environment.placement import Placement
+from evenstep.ground.environment.run_settings import Settings
 from evenstep.ground.environment.values import REMEDY, first_set, integer, shown
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -35,19 +36,19 @@ def detect(variables: Mapping[str, str], *, node_file: Sequence[str] = (), ances
             process, or would make independent jobs of one; the message shows them.
     """
     given = Surroundings(variables, node_file, ancestors)
-    claim = recognise(given)
+    claim, settings = recognise(given), Settings.parse(variables)
     if "RANK" in variables or "WORLD_SIZE" in variables:
-        is_by_agent = "TORCHELASTIC_RUN_ID" in variables or "EVENSTEP_LAUNCHER" in variables
+        is_by_agent = "TORCHELASTIC_RUN_ID" in variables or bool(settings.launcher)
         if claim is None or is_by_agent:
-            placement = _from_torchrun(variables)
-            if claim is not None and "EVENSTEP_LAUNCHER" not in variables:  # ours looks before it starts ranks
+            placement = _from_torchrun(variables, settings)
+            if claim is not None and not settings.launcher:  # ours looks before it starts ranks
                 _refuse_one_world_per_task(claim, placement, variables)
             return placement
         _check_same(claim, variables)
     if claim is not None:
-        return _from_claim(claim, variables)
+        return _from_claim(claim, variables, settings)
     _refuse_kubeflow_without_torchrun(variables)
-    return Placement(device=variables.get("EVENSTEP_DEVICE"), remark=_remark(given))
+    return Placement(device=settings.device, remark=_remark(given))
 
 
 def node_of_task(given: Surroundings, *, num_nodes: int) -> tuple[int, str, int] | None:
@@ -95,7 +96,7 @@ def port_of_job(job: str) -> int:
     return _FIRST_PORT + int.from_bytes(digest[:8], "big") % _NUM_PORTS
 
 
-def _from_torchrun(variables: Mapping[str, str]) -> Placement:
+def _from_torchrun(variables: Mapping[str, str], settings: Settings) -> Placement:
     for name in ("RANK", "WORLD_SIZE"):
         if name not in variables:
             raise ConfigurationError(f"{shown(variables, _TORCHRUN)} are set, but {name} is not. {REMEDY}")
@@ -109,9 +110,8 @@ def _from_torchrun(variables: Mapping[str, str]) -> Placement:
     local_world_size = integer(variables, "LOCAL_WORLD_SIZE", default=world_size)
     num_nodes = integer(variables, "GROUP_WORLD_SIZE", default=max(1, world_size // max(1, local_world_size)))
     restart_count = integer(variables, "TORCHELASTIC_RESTART_COUNT", default=0)
-    ours = {"run": "evenstep run", "launch": "evenstep.launch"}.get(variables.get("EVENSTEP_LAUNCHER", ""))
     # A file instead of a TCP store: that one would listen on every interface (FAULTS.md, Security).
-    store = variables.get("EVENSTEP_STORE") if ours is not None and num_nodes == 1 else None
+    store = settings.store if num_nodes == 1 else None
     return Placement(
         rank=integer(variables, "RANK"),
         world_size=world_size,
@@ -119,20 +119,20 @@ def _from_torchrun(variables: Mapping[str, str]) -> Placement:
         local_world_size=local_world_size,
         node_rank=integer(variables, "GROUP_RANK", default=0),
         num_nodes=num_nodes,
-        launcher=ours or "torchrun",
+        launcher={"run": "evenstep run", "launch": "evenstep.launch"}.get(settings.launcher, "torchrun"),
         rendezvous_file=None if store is None else Path(store),
         master_address=variables.get("MASTER_ADDR"),
         master_port=integer(variables, "MASTER_PORT", default=0) or None,
         restart_count=restart_count,
-        rendezvous_id=variables.get("EVENSTEP_RENDEZVOUS", "") if ours is not None else "",
-        pages=tuple(variables.get("EVENSTEP_PAGES", "").split()) if ours is not None else (),
-        device=variables.get("EVENSTEP_DEVICE"),
-        announced=variables.get("EVENSTEP_ANNOUNCED"),
+        rendezvous_id=settings.rendezvous,
+        pages=tuple(settings.pages),
+        device=settings.device,
+        announced=settings.announced,
         why=shown(variables, _TORCHRUN),
     )
 
 
-def _from_claim(claim: Claim, variables: Mapping[str, str]) -> Placement:
+def _from_claim(claim: Claim, variables: Mapping[str, str], settings: Settings) -> Placement:
     address, port = claim.address, port_of_job(claim.job)
     if claim.world_size > 1:
         address = variables.get("MASTER_ADDR") or address
@@ -155,7 +155,7 @@ def _from_claim(claim: Claim, variables: Mapping[str, str]) -> Placement:
         master_port=port if claim.world_size > 1 else None,
         makes_store=claim.world_size > 1,
         job=claim.job,
-        device=variables.get("EVENSTEP_DEVICE"),
+        device=settings.device,
         has_one_gpu_of_its_own=bool(visible) and "," not in visible and claim.local_world_size > 1,
         why=shown(variables, claim.names),
     )

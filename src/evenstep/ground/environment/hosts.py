@@ -15,7 +15,10 @@ def expand_slurm_hosts(text: str) -> list[str]:
     Raises:
         ValueError: It can't be understood.
     """
-    return [host for part in _split_outside_brackets(text) for host in _expand(part)]
+    if not re.fullmatch(r"(?:[^][]|\[[^][]*\])*", text):
+        raise ValueError(f"{text!r}: brackets don't match")
+    parts = re.split(r",(?![^[]*\])", text)  # at commas outside of brackets
+    return [host for part in parts if part for host in _expand(part)]
 
 
 def expand_slurm_counts(text: str) -> list[int]:
@@ -62,21 +65,6 @@ def control_of_hydra(command_lines: Sequence[str]) -> str | None:
     return None
 
 
-def _split_outside_brackets(text: str) -> list[str]:
-    parts, depth = [""], 0
-    for character in text:
-        depth += {"[": 1, "]": -1}.get(character, 0)
-        if depth not in (0, 1):
-            raise ValueError(f"{text!r}: brackets don't match")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    if depth:
-        raise ValueError(f"{text!r}: brackets don't match")
-    return [part for part in parts if part]
-
-
 def _expand(part: str) -> list[str]:
     before, bracket, rest = part.partition("[")
     if not bracket:
@@ -90,8 +78,4 @@ def _expand(part: str) -> list[str]:
         first, last = found[1], found[2] or found[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     # A name may have more than one pair of brackets: rack[1-2]-node[1-4].
-    return (
-        [f"{before}{number}{tail}" for number in numbers for tail in _expand(after) or [""]]
-        if after
-        else [f"{before}{number}" for number in numbers]
-    )
+    return [f"{before}{number}{tail}" for number in numbers for tail in _expand(after)]

@@ -2,7 +2,7 @@
 
 | started by | who makes a rank's page | how ranks find it |
 | --- | --- | --- |
-| `evenstep run`, `evenstep.launch` | the launcher, before the rank starts | a variable names its descriptors |
+| `evenstep run`, `evenstep.launch` | the launcher, before the rank starts | `EVENSTEP_SETTINGS` names its descriptors |
 | torchrun, mpiexec, srun | `init` in the rank | ranks exchange their processes and descriptors |
 
 Pages are opened once, through /proc/PID/fd of their maker. Nothing is left behind, however a rank ends, and whoever
@@ -38,7 +38,7 @@ class NodePages:
     Attributes:
         pages: By local rank.
         files: By local rank, where each can be opened, and the rank's stacks be read.
-        variables: By which the ranks find them.
+        settings: By which the ranks find them: `Settings`.
 
     Raises:
         OSError: There is no memory for them.
@@ -54,7 +54,7 @@ class NodePages:
             self.close()
             raise
         store, *self.files = (f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds)
-        self.variables = {"EVENSTEP_STORE": store, "EVENSTEP_PAGES": " ".join(self.files)}
+        self.settings: dict[str, Any] = {"store": store, "pages": self.files}
 
     def read(self, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
         """What the pages say now, by rank. `ranks`: by local rank."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from evenstep.errors import ConfigurationError
-from evenstep.ground.environment import phase_timeouts_of_run
+from evenstep.ground.environment import settings
 from evenstep.ground.health.heartbeat import WORDS, Heartbeat, Phase
 
 DEFAULT_STEP_S = 600.0
@@ -72,7 +72,7 @@ class PhaseTimeouts:
     @classmethod
     def of_this_run(cls, step_s: float) -> PhaseTimeouts:
         """What `evenstep run --phase-timeout` said, and else multiples of a collective's deadline."""
-        return cls.parse(phase_timeouts_of_run(), step_s=step_s)
+        return cls.parse(settings().phase_timeouts, step_s=step_s)
 
     def __str__(self) -> str:
         return ",".join(f"{name}={seconds:g}" for name, seconds in self.given.items())

@@ -110,7 +110,7 @@ class RankAgent(ElasticAgent):
             # Every node counts restarts by itself; the store is one of this rendezvous alone.
             session = worker_group.store.compare_set("evenstep/session", "", uuid.uuid4().hex).decode()
         pages = NodePages(len(worker_group.workers))
-        with environment.exported(pages.variables | ({"EVENSTEP_RENDEZVOUS": session} if session else {})):
+        with environment.exported(environment.changed_settings(rendezvous=session, **pages.settings)):
             pids = super().start_processes(worker_group)
         _merge_repeated_requests()
         ranks = [worker.global_rank for worker in worker_group.workers]

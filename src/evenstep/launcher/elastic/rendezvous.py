@@ -61,8 +61,8 @@ class OneNodeRendezvous(RendezvousHandler):
         port: `MASTER_PORT` of scripts; 0: a free port, another one for every attempt.
 
     torchelastic needs a rendezvous also where there is only one node. Its own opens a store that listens on every
-    interface. This one holds a dictionary, and reserves a port on which rank 0 of a script that calls torch's own
-    `init_process_group` may listen. `evenstep.init` needs no port: it meets through a file of the launcher's.
+    interface. This one holds a dictionary, and reserves a port on which a script may open a store of its own.
+    `evenstep.init` and torch's `init_process_group` need no port: they meet through a file of the launcher's.
     """
 
     def __init__(self, run_id: str, port: int = 0) -> None:

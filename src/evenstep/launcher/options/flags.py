@@ -15,7 +15,7 @@ from torch.distributed.argparse_util import check_env, env
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError
-from evenstep.ground.environment import elastic_shutdown_timeout, is_set
+from evenstep.ground.environment import is_set, value
 
 _DESCRIPTION = """\
 Start a training script on several ranks: on this host, or, with --nnodes, on several.
@@ -308,7 +308,7 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
         "--shutdown-timeout",
         action=env,
         type=int,
-        default=elastic_shutdown_timeout() or 5,
+        default=value("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or 5,
         metavar="S",
         help="Seconds a rank gets to end after the first signal, before SIGKILL (default: 5).",
     )

@@ -12,6 +12,8 @@ from multiprocessing.connection import Connection
 import torch
 
 from evenstep.errors import EvenstepError
+from evenstep.ground.coordination.rendezvous_store import meet_without_port
+from evenstep.ground.environment import current_placement
 from evenstep.ground.health.excepthook import describe
 from evenstep.ground.health.first_failure import CrashReport
 from evenstep.launcher.pool.remote import pack_exception, pack_result, unpack_call
@@ -62,6 +64,7 @@ def serve(connection: Connection, setup: Setup) -> None:
     multiprocessing.set_start_method(None, force=True)
     faulthandler.enable()
     torch.set_num_threads(setup.num_threads)
+    meet_without_port(current_placement())
     with open(setup.stack_file, "ab") as stack_file:
         # The parent asks where a rank is that doesn't finish in time.
         faulthandler.register(STACK_SIGNAL, file=stack_file)

@@ -213,6 +213,7 @@ class RankGroup:
             world_size=self.num_ranks,
             device=device,
             servers=self._servers,
+            **self._pages.settings,
         )
         variables |= {
             "OMP_NUM_THREADS": str(num_threads),
@@ -220,8 +221,7 @@ class RankGroup:
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(self._port.port),
         }
-        variables |= self._pages.variables
-        with environment.exported({**environment.inherited_settings(), **variables}):
+        with environment.exported(variables):
             process.start()
         # Ours must be the only copy of the other end that is left, or its end would never be seen.
         theirs.close()

@@ -25,7 +25,8 @@ from importlib.abc import InspectLoader
 from pathlib import Path
 
 from evenstep.errors import ConfigurationError
-from evenstep.ground.environment import current_placement, faults_to_inject, is_set, rehearsal_file, verification_file
+from evenstep.ground.coordination.rendezvous_store import meet_without_port
+from evenstep.ground.environment import current_placement, is_set, settings
 from evenstep.ground.health import excepthook, heartbeat
 from evenstep.ground.health.heartbeat import Note
 from evenstep.ground.health.peer_heartbeats import own_page, write_page
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> None:
     """Prepare this process and run the target in it."""
     kind, target, *rest = arguments
     _share_one_file()
-    placement = current_placement()
+    placement, given = current_placement(), settings()
     page = own_page(placement)
     if page is not None:
         page.words[Note.IS_READY] = 1
@@ -49,7 +50,8 @@ def main(arguments: list[str]) -> None:
         # The kernel's promise to end this process with its parent survives this.
         os.execvp(target, [target, *rest])
     faulthandler.enable()
-    if is_set("EVENSTEP_STAMP_LINES") and all(_is_own_log(descriptor, placement.rank) for descriptor in (1, 2)):
+    meet_without_port(placement)
+    if given.stamps_lines and all(_is_own_log(descriptor, placement.rank) for descriptor in (1, 2)):
         stamp_lines(placement.rank)
     if page is not None:
         write_page(placement)
@@ -57,18 +59,17 @@ def main(arguments: list[str]) -> None:
         register_stacks(os.open(placement.pages[placement.local_rank], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
         page.words[Note.WRITES_STACKS] = 1
         count_optimizer_steps()
-    faults = faults_to_inject()
-    if faults:
+    if given.inject:
         # By name: nothing of evenstep stands on what is meant for tests.
-        importlib.import_module("evenstep.testing.faults").install(faults, rank=placement.rank)
+        importlib.import_module("evenstep.testing.faults").install(given.inject, rank=placement.rank)
     with contextlib.ExitStack() as observed:
         # By name: the launcher stands below the rooms that observe runs.
-        if (verification := verification_file()) is not None:
+        if given.verification is not None:
             recorder = importlib.import_module("evenstep.verify.recorder")
-            observed.enter_context(recorder.recording(verification, rank=placement.rank))
-        if (plan := rehearsal_file()) is not None:
+            observed.enter_context(recorder.recording(Path(given.verification), rank=placement.rank))
+        if given.rehearsal is not None:
             rehearsal = importlib.import_module("evenstep.observe.rehearsal")
-            observed.enter_context(rehearsal.rehearsing(plan, rank=placement.rank))
+            observed.enter_context(rehearsal.rehearsing(Path(given.rehearsal), rank=placement.rank))
         excepthook.install(placement)
         # What was imported so far stays to the end, and collections needn't look through it.
         atexit.register(end_quickly, os.getpid(), has_frozen_types=_reports_leaks())

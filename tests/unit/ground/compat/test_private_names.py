@@ -1,23 +1,50 @@
-"""The private names of torch: each is seen in the versions of which the list says so, and the list is whole."""
+"""The private names of torch: each is seen in the versions that its row says, and the rows are whole."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import evenstep
 from evenstep.ground.compat import private_names
-from evenstep.ground.compat.private_names import NAMES, PrivateName, is_there, refuse_other_torch
+from evenstep.ground.compat.private_names import PrivateName
 from tests.unit.test_house import private_torch
 
 COMPAT = Path(evenstep.__file__).parent / "ground" / "compat"
+THEMES = {
+    file: importlib.import_module(f"evenstep.ground.compat.{file.stem}") for file in sorted(COMPAT.glob("torch_*.py"))
+}
+NAMES: list[PrivateName] = [name for theme in THEMES.values() for name in getattr(theme, "NAMES", ())]
 VERSION = ".".join(torch.__version__.split(".")[:2])
-MADE_UP = PrivateName("torch._C:_made_up", "for this test")
+MADE_UP = PrivateName("torch._C:_made_up", "for this test", "an error")
+
+
+def shown(name: PrivateName) -> str:
+    return name.where.replace(":", ".").replace("~", ": ")
+
+
+def is_there(name: PrivateName) -> bool:
+    """Whether this torch has it. Imports the module that it is in: for parts of torch.compile, seconds."""
+    module, _, rest = name.where.partition(":")
+    attributes, _, used = rest.partition("~")
+    try:
+        found: Any = importlib.import_module(module)
+        for attribute in attributes.split("."):
+            found = getattr(found, attribute)
+        code = inspect.unwrap(found).__code__ if used else None
+    except (ImportError, AttributeError):
+        return False
+    return code is None or used in (*code.co_names, *code.co_consts)
 
 
 def is_needed(name: PrivateName, torch_version: str) -> bool:
@@ -28,7 +55,7 @@ def is_needed(name: PrivateName, torch_version: str) -> bool:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(each, marks=[pytest.mark.extended] * ("_dynamo" in each.where), id=each.name) for each in NAMES],
+    [pytest.param(each, marks=[pytest.mark.extended] * ("_dynamo" in each.where), id=shown(each)) for each in NAMES],
 )
 def test_seen_in_the_versions_that_the_list_names(name: PrivateName):
     """In a torch that was never looked at, those fail that are missing."""
@@ -36,24 +63,33 @@ def test_seen_in_the_versions_that_the_list_names(name: PrivateName):
     assert is_there(name) == is_expected, f"torch {VERSION}: {name.without}; listed: {', '.join(name.seen)}"
 
 
-def test_the_list_is_whole():
-    """Whatever begins with an underscore in `compat/torch_*.py` and isn't the file's own."""
-    listed = {part for each in NAMES for part in re.split(r"[.:~]", each.where)}
-    for file in sorted(COMPAT.glob("torch_*.py")):
-        tree = ast.parse(file.read_text())
-        own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-        own |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        own |= {"_start", "_stdout", "_stderr"} if file.stem == "torch_elastic" else set()
-        used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-        used |= {str(n.value) for n in ast.walk(tree) if isinstance(n, ast.Constant)}
-        used |= {part for found in private_torch(tree) for part in found.split(": ")[1].split(".")}
-        private = {each for each in used if re.fullmatch(r"_[A-Za-z]\w*", each)} - own - {"_C"}
-        assert private <= listed, f"{file.name}: {private - listed}"
+def private_parts(tree: ast.AST) -> set[str]:
+    used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+    used |= {str(n.value) for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+    used |= {n.name for n in ast.walk(tree) if isinstance(n, ast.alias)}
+    return {each for each in used if re.fullmatch(r"_[A-Za-z]\w*", each)}
+
+
+@pytest.mark.parametrize("file", THEMES, ids=lambda file: file.stem)
+def test_a_theme_names_what_its_import_does_not_look_for(file: Path):
+    """Whatever begins with an underscore, is torch's, and is used only inside functions; and nothing else."""
+    tree = ast.parse(file.read_text())
+    listed = {part for each in getattr(THEMES[file], "NAMES", ()) for part in re.split(r"[.:~]", each.where)}
+    inside = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    own = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    own |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    own |= {"_start", "_stdout", "_stderr"} if file.stem == "torch_elastic" else set()
+    used = {part for function in inside for part in private_parts(function)}
+    bound = {part for n in tree.body if not isinstance(n, ast.FunctionDef | ast.ClassDef) for part in private_parts(n)}
+    bound |= {part for found in private_torch(tree) for part in found.split(": ")[1].split(".") if part in bound}
+    assert used - own - {"_C"} <= listed | bound, used - own - listed - bound
 
 
 def test_nothing_is_listed_that_is_used_no_longer():
-    used = " ".join(file.read_text() for file in COMPAT.glob("torch_*.py"))
-    assert not [each.name for each in NAMES if re.split(r"[.:~]", each.where)[-1] not in used]
+    for file, theme in THEMES.items():
+        used, _, _ = file.read_text().partition("\nNAMES = ")
+        listed = {re.split(r"[.:~]", each.where)[-1] for each in getattr(theme, "NAMES", ())}
+        assert not {name for name in listed if name not in used}, file.name
 
 
 @pytest.mark.parametrize(
@@ -82,15 +118,17 @@ def test_a_torch_needs_what_its_version_was_seen_with(version: str, without: str
     ],
 )
 def test_looking_for_a_name(where: str, is_found: bool):
-    assert is_there(PrivateName(where, "")) == is_found
+    assert is_there(PrivateName(where, "", "")) == is_found
 
 
-def test_a_torch_without_a_name_that_import_needs_is_refused():
-    needed = PrivateName("torch._C:_set_grad_enabled", "the switch", seen=("2.11",))
-    refuse_other_torch([needed, replace(MADE_UP, without="an AttributeError")])
-    with pytest.raises(ImportError) as raised:
-        refuse_other_torch([needed, replace(MADE_UP, seen=("2.11", "2.13"))])
-    assert str(raised.value) == (
-        f"torch {torch.__version__} lacks private names on which evenstep stands: torch._C._made_up (for this test). "
-        f"They were seen in torch 2.11, 2.13: install one of these, or a newer evenstep."
+@pytest.mark.parametrize(
+    ("owner", "name"), [("torch._C", "_will_engine_execute_node"), ("torch.distributed.algorithms.join", "_JoinConfig")]
+)
+def test_a_torch_without_a_name_that_import_needs_is_refused(owner: str, name: str):
+    script = f"import importlib\ndelattr(importlib.import_module({owner!r}), {name!r})\nimport evenstep"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    lacks = (
+        rf"ImportError: torch {re.escape(torch.__version__)} lacks a private name on which evenstep stands: .*{name}"
     )
+    seen = "It was seen in torch 2.11, 2.12, 2.13, 2.14, 2.15: install one of these, or a newer evenstep."
+    assert re.fullmatch(rf"{lacks}.* {re.escape(seen)}", done.stderr.splitlines()[-1]), done.stderr

@@ -7,7 +7,7 @@ import pytest
 
 from evenstep.errors import ConfigurationError
 from evenstep.ground import environment
-from evenstep.ground.environment import Placement, detect, placement_from_nodes, rank_variables
+from evenstep.ground.environment import Measurement, Placement, Settings, detect, placement_from_nodes, rank_variables
 from tests.unit.ground.environment.recorded_environments import TORCHRUN
 
 ON_TWO_HOSTS = Placement(
@@ -26,7 +26,7 @@ ON_TWO_HOSTS = Placement(
     ("variables", "expected"),
     [
         ({}, Placement()),
-        ({"EVENSTEP_DEVICE": "cpu"}, Placement(device="cpu")),
+        (Settings(device="cpu").variables(), Placement(device="cpu")),
         (TORCHRUN, ON_TWO_HOSTS),
     ],
 )
@@ -53,9 +53,9 @@ def test_contradictions_are_refused(changed: dict[str, str | None], message: str
 
 
 def test_what_launch_sets_is_what_detect_reads() -> None:
-    variables = rank_variables(rank=1, world_size=3, device="cpu", restart_count=2)
-    variables |= {"EVENSTEP_STORE": "/proc/7/fd/3", "EVENSTEP_PAGES": "/proc/7/fd/4 /proc/7/fd/5"}
-    placement = detect({**TORCHRUN, **variables})
+    mapped = {"store": "/proc/7/fd/3", "pages": ["/proc/7/fd/4", "/proc/7/fd/5"]}
+    variables = rank_variables(rank=1, world_size=3, device="cpu", restart_count=2, **mapped)
+    placement = detect({**TORCHRUN, **{name: value for name, value in variables.items() if value is not None}})
     assert placement == Placement(
         rank=1,
         world_size=3,
@@ -70,7 +70,8 @@ def test_what_launch_sets_is_what_detect_reads() -> None:
 
 
 def test_ranks_of_several_hosts_meet_over_the_network() -> None:
-    variables = TORCHRUN | environment.run_variables("run", num_nodes=2) | {"EVENSTEP_STORE": "/proc/7/fd/3"}
+    given = environment.run_variables("run", num_nodes=2, store="/proc/7/fd/3")
+    variables = TORCHRUN | {name: value for name, value in given.items() if value is not None}
     placement = detect(variables)
     assert placement.launcher == "evenstep run"
     assert placement.rendezvous_file is None
@@ -101,3 +102,52 @@ def test_exported_restores_what_was_there(monkeypatch: pytest.MonkeyPatch) -> No
 def test_openmp_threads(monkeypatch: pytest.MonkeyPatch, text: str, expected: int | None) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", text)
     assert environment.openmp_threads() == expected
+
+
+def test_settings_travel_in_one_variable() -> None:
+    measured = Measurement("/place", 2, 5, global_batch_size=16, growth=2, watches_losses=True)
+    given = Settings(
+        "run",
+        "/proc/7/fd/3",
+        ("/proc/7/fd/4",),
+        "cpu",
+        "said",
+        "id",
+        "kill:rank=1,step=1",
+        "step=3",
+        True,
+        "plan",
+        "file",
+        measured,
+    )
+    assert Settings.parse(given.variables()) == given
+    assert Settings.parse({}) == Settings.parse({"EVENSTEP_SETTINGS": ""}) == Settings()
+    assert Settings().variables() == {"EVENSTEP_SETTINGS": "{}"}
+
+
+@pytest.mark.parametrize("text", ["cpu", "[]", '{"colour": 1}', '{"measurement": 3}', '{"measurement": {"steps": 3}}'])
+def test_settings_of_somebody_else_are_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"EVENSTEP_SETTINGS=.* was not written by this version"):
+        detect({"EVENSTEP_SETTINGS": text})
+
+
+def test_a_launcher_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`evenstep bench` and `verify` set it for `evenstep run`, which adds its own."""
+    monkeypatch.setenv("EVENSTEP_SETTINGS", Settings(rehearsal="plan", device="cuda").variables()["EVENSTEP_SETTINGS"])
+    monkeypatch.setenv("EVENSTEP_SERVERS", "1")
+    found = environment.run_variables("run", store="/run", device="cpu", announced=None, servers=0)
+    assert Settings.parse({"EVENSTEP_SETTINGS": found["EVENSTEP_SETTINGS"] or ""}) == Settings(
+        launcher="run", store="/run", rehearsal="plan", device="cpu"
+    )
+    assert "EVENSTEP_SERVERS" not in found, "what the user has set stays"
+    assert environment.run_variables("run", servers=2)["EVENSTEP_SERVERS"] == "2"
+    assert environment.with_settings(verification="file")["EVENSTEP_SERVERS"] == "1"
+
+
+def test_replaced_variables_are_the_only_ones() -> None:
+    before = dict(os.environ)
+    try:
+        environment.replace({"EVENSTEP_TEST_NEW": "1"})
+        assert dict(os.environ) == {"EVENSTEP_TEST_NEW": "1"}
+    finally:
+        environment.replace(before)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from evenstep.ground import environment
-from evenstep.ground.environment import Placement
+from evenstep.ground.environment import Placement, Settings
 from evenstep.ground.environment.inheritance import RankProcess, identity, is_inherited
 
 RANK = Placement(rank=1, world_size=2, local_rank=1, local_world_size=2, launcher="torchrun", master_port=29500)
@@ -47,8 +47,9 @@ ASKS = """
 import json, os, sys
 from evenstep.ground import environment
 p = environment.current_placement()
-around, settings = environment.surroundings().variables, sorted(environment.inherited_settings())
-print(json.dumps([p.world_size, p.launcher, str(p.rendezvous_file), p.device, p.remark, len(around), settings]))
+around = sorted(environment.surroundings().variables)
+given = environment.run_variables("run", store="/new")
+print(json.dumps([p.world_size, p.launcher, str(p.rendezvous_file), p.device, p.remark, around, given]))
 """
 
 
@@ -62,21 +63,27 @@ def asks(**variables: str) -> list[object]:
 @pytest.mark.extended
 def test_a_child_of_a_rank_is_a_world_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Until the rank claims its variables, a child may be the rank: a script may do its work in one."""
-    variables = environment.rank_variables(rank=1, world_size=2, device="cpu")
-    variables |= {"EVENSTEP_INJECT": "kill:rank=1,step=1", "EVENSTEP_STORE": str(tmp_path / "store")}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    variables = environment.rank_variables(rank=1, world_size=2, store=str(tmp_path / "store"), device="cpu")
+    for name, value in {**variables, "EVENSTEP_SERVERS": "1"}.items():
+        monkeypatch.setenv(name, value or "")
+    monkeypatch.setenv("EVENSTEP_SETTINGS", environment.changed_settings(inject="kill")["EVENSTEP_SETTINGS"])
     assert asks()[:2] == [2, "evenstep.launch"]
-    monkeypatch.setenv("EVENSTEP_RANK_PROCESS", "")
     environment.claim_rank()
     assert environment.current_placement().world_size == 2, "this process is the rank"
-    assert environment.inherited_settings() == {}
-    world_size, launcher, store, device, remark, num_around, settings = asks()
-    assert (world_size, launcher, store, device, num_around) == (1, "none", "None", "cpu", 1)
+    world_size, launcher, store, device, remark, around, given = asks()
+    assert (world_size, launcher, store, device, around) == (1, "none", "None", "cpu", ["EVENSTEP_SETTINGS"])
     assert f"rank 1 of 2 is pid {os.getpid()}" in str(remark)
-    assert {"EVENSTEP_INJECT", "EVENSTEP_STORE", "EVENSTEP_RANK_PROCESS"} <= set(settings)  # type: ignore[call-overload]
-    other = environment.rank_variables(rank=0, world_size=3) | {"EVENSTEP_STORE": str(tmp_path / "other")}
-    assert asks(**other)[:2] == [3, "evenstep.launch"], "a launcher of the child's own"
+    settings = Settings(launcher="run", store="/new", device="cpu")
+    assert given == {
+        **settings.variables(),
+        "EVENSTEP_RANK_PROCESS": None,
+        "EVENSTEP_SERVERS": None,
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    other = environment.rank_variables(rank=0, world_size=3, store=str(tmp_path / "other"))
+    assert asks(**{name: value or "" for name, value in other.items()})[:2] == [3, "evenstep.launch"], (
+        "a launcher of the child's own"
+    )
 
 
 def test_variables_that_say_nothing_are_inherited_too() -> None:

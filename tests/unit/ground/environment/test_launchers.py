@@ -22,6 +22,11 @@ from tests.unit.ground.environment import recorded_environments as recorded
 TABLE: dict[str, tuple[dict[str, str], dict[str, Sequence[str]], tuple[object, ...]]] = {
     "Open MPI": (recorded.OPEN_MPI, {}, (1, 2, 1, 2, 0, 1, "Open MPI", "127.0.0.1")),
     "Open MPI on two hosts": (recorded.OPEN_MPI_ON_TWO_HOSTS, {}, (3, 4, 1, 2, 1, 2, "Open MPI", "10.0.0.1")),
+    "Open MPI on three hosts, unevenly": (
+        recorded.OPEN_MPI_ON_TWO_HOSTS | {"OMPI_MCA_orte_num_nodes": "3"},
+        {},
+        (3, 4, 1, 2, 1, 3, "Open MPI", "10.0.0.1"),
+    ),
     "Open MPI on two hosts of PBS": (
         recorded.OPEN_MPI_ON_TWO_HOSTS,
         {"node_file": recorded.PBS_NODE_FILE},
@@ -47,6 +52,11 @@ TABLE: dict[str, tuple[dict[str, str], dict[str, Sequence[str]], tuple[object, .
     "PALS": (recorded.PALS, {"node_file": recorded.PBS_NODE_FILE}, (3, 4, 1, 2, 1, 2, "PALS", "x1000c0s0")),
     "srun": (recorded.SRUN, {}, (1, 2, 1, 2, 0, 1, "srun", "127.0.0.1")),
     "srun on three hosts": (recorded.SRUN_ON_THREE_HOSTS, {}, (5, 7, 2, 3, 1, 3, "srun", "gpu07")),
+    "srun on three hosts, unevenly": (
+        recorded.SRUN_ON_THREE_HOSTS | {"SLURM_STEP_TASKS_PER_NODE": "4,2,1", "SLURM_LOCALID": "1"},
+        {},
+        (5, 7, 1, 2, 1, 3, "srun", "gpu07"),
+    ),
     "srun --mpi=pmi2": (recorded.SRUN_WITH_PMI2, {}, (1, 2, 1, 2, 0, 1, "srun", "127.0.0.1")),
     "body of sbatch": (recorded.SBATCH_BODY, {}, (0, 1, 0, 1, 0, 1, "none", None)),
     "shell of salloc": ({"SLURM_JOB_ID": "3", "SLURM_NTASKS": "8"}, {}, (0, 1, 0, 1, 0, 1, "none", None)),
@@ -155,8 +165,9 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "MPI_LOCALRANKID, MPI_LOCALNRANKS are not set"),
         ({"PMI_SIZE": "4"}, "PMI_SIZE=4 look like MPICH, but PMI_RANK"),
         (without(recorded.PALS, "PMI_SIZE"), "PALS.*PMI_SIZE is not set"),
+        (recorded.OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK=0.*contradict"),
         (recorded.SRUN | {"SLURM_PROCID": "2"}, "SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=2.*contradict"),
-        (recorded.SRUN | {"SLURM_STEP_NODELIST": "node[0"}, "srun: .*brackets don't match"),
+        (recorded.SRUN | {"SLURM_STEP_NODELIST": "node[0"}, "SLURM_STEP_NODELIST: .*brackets don't match"),
         (recorded.KUBEFLOW, r"RANK=1, WORLD_SIZE=2 are set without LOCAL_RANK, .*rank of a node.*Kubeflow"),
         (without(recorded.KUBEFLOW, "RANK", "WORLD_SIZE"), "PET_NNODES=2.*one of 2 nodes.*`evenstep run`"),
         ({"PET_NNODES": "1:3"}, "one of 3 nodes"),

@@ -1,0 +1,62 @@
+"""What single themes make of torch's private parts, where nothing else would notice on one process."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed.elastic.multiprocessing import api as multiprocessing
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.flop_counter import FlopCounterMode
+
+from evenstep.ground.compat import torch_data, torch_distributed, torch_elastic, torch_profiler, torch_tensors
+
+
+def test_groups_are_counted_from_0_again() -> None:
+    before = distributed_c10d._world.group_count
+    try:
+        distributed_c10d._world.group_count = 3
+        torch_distributed.reset_group_count()
+        assert distributed_c10d._world.group_count == 0
+    finally:
+        distributed_c10d._world.group_count = before
+
+
+class WorkerIds(Dataset[int]):
+    """Samples say what a worker sees inside the block, and behind it."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> tuple[bool, bool, bool]:  # type: ignore[override]
+        with torch_data.without_worker_info() as worker:
+            inside = get_worker_info() is None
+        return inside, worker is not None, get_worker_info() is worker
+
+
+def test_a_worker_is_none_inside_the_block_and_one_again_behind_it() -> None:
+    loader: DataLoader[int] = DataLoader(WorkerIds(), batch_size=None, num_workers=1)
+    assert [list(sample) for sample in loader] == [[True, True, True]]  # type: ignore[call-overload]
+
+
+def test_how_placements_divide() -> None:
+    assert torch_tensors.split_of(Shard(1)) == (1, 1)
+    assert torch_tensors.split_of(Replicate()) == (None, 1)
+    assert torch_tensors.split_of(Partial()) is None
+
+
+def test_torchelastic_starts_processes_in_another_way_only_inside() -> None:
+    before = multiprocessing.get_subprocess_handler
+    with torch_elastic.processes_started_by(None):
+        assert multiprocessing.get_subprocess_handler is before
+    with torch_elastic.processes_started_by(lambda *_: None):
+        assert multiprocessing.get_subprocess_handler is not before
+    assert multiprocessing.get_subprocess_handler is before
+
+
+def test_one_mode_is_enough_to_be_watched() -> None:
+    assert not torch_profiler.is_watched()
+    with FlopCounterMode(display=False):
+        assert torch_profiler.is_watched()
+        torch.ones(1)
+    assert not torch_profiler.is_watched()

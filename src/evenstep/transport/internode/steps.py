@@ -128,9 +128,7 @@ class InternodeSteps:
         self._inter_node.all_to_all(parts, of_group).wait()
         self._add(into, list(parts.view(self._num_nodes, numel).unbind()), op)
 
-    def _reduce_chunk(
-        self, chunk: Tensor, op: Op, compared: Callable[[], object] | None
-    ) -> Iterator[Sequence[Work]]:
+    def _reduce_chunk(self, chunk: Tensor, op: Op, compared: Callable[[], object] | None) -> Iterator[Sequence[Work]]:
         whole, mine = self._sliced(chunk)
         self._intra_node.reduce_scatter(mine, whole, _undivided(op)).wait()
         if compared is not None:  # while the node's ranks added, the messages were on their way

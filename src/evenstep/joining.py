@@ -224,12 +224,15 @@ def _join(
     shared: SharedMemoryTransport | None = None
     try:
         store = open_store(placement, timeout_s)
-        if chosen.type == "cpu" and transport != "gloo" and placement.num_nodes == 1:
+        is_ours = chosen.type == "cpu" and transport != "gloo"
+        if is_ours and placement.num_nodes == 1:
             shared = open_shared_memory(store, placement.rank, placement.world_size, timeout_s=timeout_s)
-        # torch's own Gloo would listen on a port from now on: see [Note: late Gloo] in `transport.backend`.
+            is_ours = shared is not None
+        # torch's own Gloo would listen on a port from now on: see [Note: late Gloo] in `transport.backend`. Between
+        # nodes it would end the process where ranks call with different sizes.
         usual = "cpu:gloo,cuda:nccl" if speaks_nccl else "gloo"
         dist.init_process_group(
-            backend=usual if shared is None else backend.NAME,
+            backend=backend.NAME if is_ours else usual,
             store=store,
             rank=placement.rank,
             world_size=placement.world_size,

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from evenstep.transport.core.header import REPORT_BYTES
+from evenstep.transport.internode.negotiation import PAYLOAD_AT, plan_payload_bytes
 from evenstep.transport.internode.plan import NodePlan, plan_nodes
 
 
@@ -13,16 +15,26 @@ def seen(boot: str, **changed: Any) -> dict[str, Any]:
 
 
 def test_ranks_that_say_the_same_share_a_host() -> None:
-    plan = plan_nodes([seen("a"), seen("b"), seen("a"), seen("a", user=1), seen("b"), seen("a", namespaces=["x", "y"])])
-    assert plan.nodes == ((0, 2), (1, 4), (3,), (5,))
-    assert plan.num_inter_node_groups == 1
-    assert plan.inter_node_group(0) == [0, 1, 3, 5]
-    assert [plan.has_idle_ranks(node) for node in range(4)] == [True, True, False, False]
+    """Two nodes of three ranks; the groups between them have one rank of each."""
+    plan = plan_nodes([seen(boot) for boot in "abaabb"])
+    assert plan.nodes == ((0, 2, 3), (1, 4, 5))
+    assert [plan.inter_node_group(number) for number in range(3)] == [[0, 1], [2, 4], [3, 5]]
+
+
+@pytest.mark.parametrize("changed", [{"boot": "b"}, {"user": 1}, {"namespaces": ["x", "y"]}, {"machine": "n"}])
+def test_ranks_that_say_something_else_share_none(changed: dict[str, Any]) -> None:
+    """Of two ranks."""
+    assert plan_nodes([seen("a"), seen("a") | changed]).nodes == ((0,), (1,))
+
+
+def test_where_nodes_have_different_numbers_of_ranks_every_rank_is_a_node() -> None:
+    """Every rank carries a slice then."""
+    assert plan_nodes([seen(boot) for boot in "aab"]).nodes == ((0,), (1,), (2,))
 
 
 def test_a_rank_without_memfd_is_alone() -> None:
     problem = {"problem": "Darwin has no memfd"}
-    assert plan_nodes([problem, seen("a"), problem, seen("a")]).nodes == ((0,), (1, 3), (2,))
+    assert plan_nodes([problem, seen("a"), problem]).nodes == ((0,), (1,), (2,))
 
 
 @pytest.mark.parametrize(
@@ -33,16 +45,25 @@ def test_regular_are_nodes_of_equally_many_consecutive_ranks(nodes: Any, is_regu
     assert NodePlan(nodes).is_regular is is_regular
 
 
-def test_every_rank_has_one_place_and_lanes_have_one_rank_per_host(fresh_seed: int) -> None:
+def test_every_rank_has_one_place_and_groups_have_one_rank_per_node(fresh_seed: int) -> None:
+    """Random worlds, of which most have nodes of different sizes."""
     random.seed(fresh_seed)
     for _ in range(50):
-        num_nodes = random.randint(1, 5)
-        plan = plan_nodes([seen(str(random.randrange(num_nodes))) for _ in range(random.randint(1, 12))])
-        places = [plan.place_of(rank) for rank in range(plan.world_size)]
+        num_nodes, num_ranks = random.randint(1, 5), random.randint(1, 12)
+        plan = plan_nodes([seen(str(random.randrange(num_nodes))) for _ in range(num_ranks)])
+        places = [plan.place_of(rank) for rank in range(num_ranks)]
         assert sorted(places) == [(h, i) for h, ranks in enumerate(plan.nodes) for i in range(len(ranks))]
-        for number in range(plan.num_inter_node_groups):
+        assert plan.is_even
+        for number in range(len(plan.nodes[0])):
             assert [plan.place_of(rank) for rank in plan.inter_node_group(number)] == [
                 (h, number) for h in range(len(plan.nodes))
             ]
     with pytest.raises(ValueError, match="rank 99"):
         plan.place_of(99)
+
+
+@pytest.mark.parametrize("num_nodes", range(2, 20))
+def test_messages_hold_a_report_and_can_be_viewed_as_numbers_of_any_dtype(num_nodes: int) -> None:
+    """A row of a message begins where a complex number may."""
+    assert plan_payload_bytes(num_nodes) >= REPORT_BYTES
+    assert plan_payload_bytes(num_nodes) % 16 == PAYLOAD_AT % 16 == 0

@@ -33,9 +33,10 @@ from evenstep.transport.core.header import (
     text_bytes,
     unpack_text,
 )
+from evenstep.transport.core.reduction import round_up
 from evenstep.transport.core.transport import Transport
 
-PAYLOAD_AT = 128  # behind the fingerprint
+PAYLOAD_AT = 128  # behind the fingerprint; messages are as long as several, so that their data can be viewed as numbers
 _LEAST_PAYLOAD_BYTES, _MOST_PAYLOAD_BYTES = 4 << 10, 16 << 10
 _REPORT = Fingerprint(REPORT, None, torch.uint8, (REPORT_BYTES,)).pack()
 
@@ -45,7 +46,7 @@ def plan_payload_bytes(num_nodes: int) -> int:
 
     Every call sends it to every other node, also a barrier; larger data costs one more exchange.
     """
-    return max(_LEAST_PAYLOAD_BYTES, _MOST_PAYLOAD_BYTES // (num_nodes - 1))
+    return round_up(max(_LEAST_PAYLOAD_BYTES, _MOST_PAYLOAD_BYTES // (num_nodes - 1)), PAYLOAD_AT)
 
 
 class Negotiation:

@@ -354,12 +354,12 @@ def messages() -> Iterator[tuple[str, Call]]:
 
     def from_anyone(ranks: Ranks) -> Any:
         if ranks.rank > 0:
-            dist.send(torch.full((2,), float(ranks.rank)), group=ranks.group, group_dst=0)
+            dist.send(torch.full((2,), float(ranks.rank)), group=ranks.group, group_dst=0, tag=4)
             return None
-        got = {}
+        got = {}  # by a tag of its own: a rank that is done sends for the next case already
         for _ in range(ranks.size - 1):
             tensor = torch.zeros(2)
-            got[dist.recv(tensor, group=ranks.group)] = tensor
+            got[dist.recv(tensor, group=ranks.group, tag=4)] = tensor
         return sorted((source, tensor.tolist()) for source, tensor in got.items())
 
     def in_a_batch(ranks: Ranks) -> Any:

@@ -255,11 +255,11 @@ ORDER: dict[str, list[str]] = {
     "transport.shm": [
         "handshake",
         "transport",
+        "lanes",
         "queue",
         "collectives",
         "allocator",
         "segment",
-        "requests",
         "progress",
         "sync",
         "peers",

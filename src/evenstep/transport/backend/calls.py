@@ -364,8 +364,8 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             reason = f"{name}={peer} on rank {rank}; ranks of the group are 0 to {size - 1}"
         elif peer == rank or size == 1:
             reason = f"rank {rank} has no message for itself: {name} is another rank of the group"
-        elif tag < 0:
-            reason = f"tag={tag} on rank {rank}; it is 0 or more"
+        elif not 0 <= tag < 1 << 31:
+            reason = f"tag={tag} on rank {rank}; it is a number of 31 bits, as for Gloo"
         elif isinstance(self._shared, Lanes) and (len(tensors) != 1 or not self._carries(*tensors)):
             kinds = ", ".join(
                 f"{str(t.layout)[6:]} {str(t.dtype)[6:]} {type(t).__name__} on {t.device}" for t in tensors

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -61,20 +61,17 @@ class FullDuplex:
         me, size = group.rank(), group.size()
         steps = range(1, size)
         tag = _FIRST_TAG + number % _NUM_TAGS
-        self._timeout = timedelta(seconds=timeout_s)
-        self._lock = threading.Lock()
-        self._waiter: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._works: list[Any] = [
+        works: list[Any] = [
             group.recv([received[peer]], peer, tag) for peer in ((me - step) % size for step in steps)
             if received[peer].numel()
         ]  # fmt: skip
-        self._works += [
+        works += [
             group.send([sent[peer]], peer, tag) for peer in ((me + step) % size for step in steps)
             if sent[peer].numel()
         ]  # fmt: skip
         received[me].copy_(sent[me])
-        weakref.finalize(self, _wait_for_dropped, self._works, self._timeout).atexit = False
+        self._parts = _Parts(works, timedelta(seconds=timeout_s))
+        weakref.finalize(self, self._parts.wait_in_thread).atexit = False
 
     def wait(self) -> None:
         """Return when all have arrived.
@@ -82,50 +79,51 @@ class FullDuplex:
         Raises:
             RuntimeError: A part didn't come in time, or will never come.
         """
-        with self._lock:
-            if self._error is not None:
-                raise self._error
-            try:
-                while self._works:  # each is waited for once: Gloo would wait for another message
-                    self._works[0].wait(self._timeout)
-                    del self._works[0]
-            except RuntimeError as error:
-                self._error = error
-                raise
+        self._parts.wait()
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once. Gloo can't say: from the first query on, a thread waits."""
-        if self._waiter is None and self._works:
-            self._waiter = _start_thread(self._wait_quietly)
-        return not self._works or self._error is not None
+        self._parts.wait_in_thread()
+        return not self._parts.works or self._parts.error is not None
+
+
+class _Parts:
+    """The works of the parts under way."""
+
+    def __init__(self, works: list[Any], timeout: timedelta) -> None:
+        self.works = works
+        self.error: RuntimeError | None = None
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def wait(self) -> None:
+        with self._lock:
+            if self.error is not None:
+                raise self.error
+            try:
+                while self.works:  # each is waited for once: Gloo would wait for another message
+                    self.works[0].wait(self._timeout)
+                    del self.works[0]
+            except RuntimeError as error:
+                self.error = error
+                raise
+
+    def wait_in_thread(self) -> None:
+        if self._thread is None and self.works and self.error is None:
+            self._thread = threading.Thread(target=self._wait_quietly, name="evenstep full duplex", daemon=True)
+            _threads.add(self._thread)
+            self._thread.start()
 
     def _wait_quietly(self) -> None:
         with contextlib.suppress(RuntimeError):  # kept for `wait`
             self.wait()
 
 
-def _wait_for_dropped(works: list[Any], timeout: timedelta) -> None:
-    if works:
-        _start_thread(_wait_in_turn, works, timeout)
-
-
-def _wait_in_turn(works: list[Any], timeout: timedelta) -> None:
-    with contextlib.suppress(RuntimeError):
-        for work in works:
-            work.wait(timeout)
-
-
-def _start_thread(target: Callable[..., object], *args: Any) -> threading.Thread:
-    thread = threading.Thread(target=target, args=args, name="evenstep full duplex", daemon=True)
-    _threads.add(thread)
-    thread.start()
-    return thread
-
-
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def join_threads() -> None:
-    """Wait for the threads that wait, when their calls have been ended: inside Gloo they would outlast python."""
+    """Wait for the threads that wait, when their calls have been ended: one inside Gloo must not outlast python."""
     for thread in list(_threads):
         thread.join(_LONGEST_END_S)

@@ -63,6 +63,25 @@ def open_stores_by(open_store: Callable[[str, int, int], dist.Store | None]) -> 
         _rendezvous._create_c10d_store = create
 
 
+def open_debug_stores_by(open_store: Callable[[str], dist.Store]) -> None:
+    """Have torch's debug server look for ranks in another store than one at `MASTER_PORT`, where nobody may listen.
+
+    Args:
+        open_store: Gets a prefix.
+    """
+
+    def client(prefix: str = "debug_server") -> dist.Store:
+        return open_store(prefix)
+
+    with contextlib.suppress(ImportError):  # a torch without it
+        for module in ("torch.distributed.debug", "torch.distributed.debug._store"):
+            found: Any = importlib.import_module(module)
+            found.tcpstore_client = client
+        # C++ has a reference to it, too, and aborts if that is the last one when python has ended.
+        handlers: Any = importlib.import_module("torch.distributed.debug._handlers")
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(handlers._torch_profile))
+
+
 def reset_group_count() -> None:
     """Forget the groups that torch has counted.
 
@@ -236,6 +255,14 @@ NAMES = (
         "torch.distributed.rendezvous:_create_c10d_store",
         "the store of env:// and tcp://",
         "torch's own groups meet at a port of loopback under evenstep run, too",
+    ),
+    PrivateName(
+        "torch.distributed.debug._store:tcpstore_client",
+        "the store in which its debug server finds ranks",
+        "under evenstep run it looks for one at a port where nobody listens",
+    ),
+    PrivateName(
+        "torch.distributed.debug._handlers:_torch_profile", "a handler", "under evenstep run ranks can't start"
     ),
     PrivateName(
         "torch._C._distributed_c10d:HealthCheckHook",

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from evenstep import network
 from evenstep.errors import ConfigurationError
-from evenstep.ground.compat.torch_distributed import open_stores_by
+from evenstep.ground.compat.torch_distributed import open_debug_stores_by, open_stores_by
 from evenstep.ground.environment import Placement, claim_rank, export, is_set, meeting_point, node_identity
 from evenstep.processes import state_and_start
 
@@ -73,7 +73,7 @@ def open_store(placement: Placement, timeout_s: float) -> Store:
 
 
 def meet_without_port(placement: Placement) -> None:
-    """Have process groups of all ranks, that the script makes with torch's own means, meet in the run's file, too.
+    """Have process groups of all ranks that the script makes by torch's own means, and its debug server, use the file.
 
     Nobody listens on a port that a launcher has reserved until rank 0 of the script does, so another user of the node
     may do so first, and the other ranks would take what it sends for rank 0's.
@@ -82,16 +82,19 @@ def meet_without_port(placement: Placement) -> None:
         placement: Of this rank, as its launcher has placed it. Without a file nothing changes.
     """
     file, place, numbers = placement.rendezvous_file, meeting_point(), itertools.count()
+    if file is None:
+        return
 
     def open_store(address: str, port: int, world_size: int) -> Store | None:
         is_theirs = (address, str(port)) == (place.get("MASTER_ADDR"), place.get("MASTER_PORT"))
-        if file is None or not is_theirs or world_size != placement.world_size:
+        if not is_theirs or world_size != placement.world_size:
             return None
         claim_rank()
         # Another name for each: what an earlier group has left must not be read again.
         return PrefixStore(f"torch-{next(numbers)}", FileStore(str(file)))
 
     open_stores_by(open_store)
+    open_debug_stores_by(lambda prefix: PrefixStore(f"torch-debug-{prefix}", FileStore(str(file))))
 
 
 def choose_gloo_interface(placement: Placement) -> None:

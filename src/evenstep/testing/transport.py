@@ -266,7 +266,9 @@ class _Checker:
         ):
             row = None if rows is None else rows[t.rank]
             answers = f"of {values[0].dtype} {list(values[0].shape)} with rows {rows}, plain {plain}"
-            numbers = [torch.tensor([shared.random() for _ in range(size)], dtype=torch.float64) for _ in values]
+            numbers = [
+                torch.tensor([shared.random() for _ in range(size)], dtype=torch.float64, device="cpu") for _ in values
+            ]
             mine, beside = values[t.rank].clone(), numbers[t.rank].clone()
             t.run(Collective("all_reduce", mine, mine, "sum", beside=beside, row=row, plain=plain)).wait()
             self._close(mine, reference(values, "sum") / (divisor if t.divides else 1.0), f"all_reduce {answers}")

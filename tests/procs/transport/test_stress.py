@@ -37,7 +37,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8
 
 def expected_sum(values, op):
     out = torch.empty_like(values[0])
-    reduce_into([out], values, plan_arithmetic(op, out.dtype), Scratch())
+    divisor = len(values) if op == "mean" else None
+    reduce_into([out], values, plan_arithmetic(op, out.dtype), Scratch(), divisor=divisor)
     return out
 
 

@@ -226,7 +226,7 @@ def _join(
         store = open_store(placement, timeout_s)
         if chosen.type == "cpu" and transport != "gloo" and placement.num_nodes == 1:
             shared = open_shared_memory(store, placement.rank, placement.world_size, timeout_s=timeout_s)
-        # torch's own Gloo would listen on a port from now on: see [Note: late Gloo] in `transport.backend`.
+        # torch's own Gloo would listen on a port from now on: see [Note: the whole group] in `transport.backend`.
         usual = "cpu:gloo,cuda:nccl" if speaks_nccl else "gloo"
         dist.init_process_group(
             backend=usual if shared is None else backend.NAME,

@@ -420,6 +420,38 @@ def test_a_rank_that_has_left_is_noticed_at_once(ranks: RankPool, by_future: boo
     assert "closed its end" in told
 
 
+def in_a_forked_child() -> str:
+    """What a child of a rank is told that sends over the group of its parent, which goes on."""
+    group = make_group()
+    other = 1 - group.rank()
+    arriving = dist.irecv(tensor := torch.zeros(2), group=group, group_src=other)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            dist.send(torch.ones(2), group=group, group_dst=other)
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writer)
+    told = os.read(reader, 1000).decode()
+    os.close(reader)
+    dist.send(torch.full((2,), 5.0), group=group, group_dst=other)
+    assert arriving is not None
+    arriving.wait()
+    assert tensor.eq(5).all()
+    end_group(group)
+    return told
+
+
+def test_a_forked_child_sends_nothing(ranks: RankPool) -> None:
+    """It is refused, and the messages of the rank arrive."""
+    for told in ranks.run(in_a_forked_child, 2):
+        assert told.startswith("UsageError: this process was forked from rank")
+
+
 KILLED = """
 import os, signal, sys, time
 import torch, torch.distributed as dist, evenstep

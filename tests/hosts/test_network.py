@@ -1,48 +1,15 @@
-"""Networks of hosts: measured level by level, and taken down with whoever made them."""
+"""Networks of hosts: taken down with whoever made them."""
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 
 import pytest
 
 from tests import namespaces
-from tests.hosts.conftest import Hosts
-
-MEASURES = """
-    from evenstep.cli.main import main
-
-    flags = ["--min-size", "4K", "--max-size", "256K", "--repeats", "2", "--collectives", "all_reduce,broadcast"]
-    raise SystemExit(main(["bench", "network", *flags, "--json", "network.json"]))
-"""
-
-
-def test_levels_of_two_hosts_of_two_ranks(make_hosts: Callable[[int], Hosts]) -> None:
-    hosts = make_hosts(2)
-    first, second = (hosts.start(host, MEASURES, ["--nproc-per-node", "2"]) for host in range(2))
-    assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
-    report = json.loads((first.directory / "network.json").read_text())
-    assert report["transport"] == "shared memory + gloo"
-    assert report["topology"] == {"num_nodes": 2, "ranks_per_node": 2}
-    seen = {(each["level"], each["collective"], each["num_ranks"]) for each in report["figures"]}
-    assert seen == {
-        ("all", "all_reduce", 4),
-        ("all", "broadcast", 4),
-        ("intra_node", "all_reduce", 2),
-        ("inter_node", "all_reduce", 2),
-    }
-    intra_node, inter_node = (report["levels"][name] for name in ("intra_node", "inter_node"))
-    assert intra_node["algorithm"] == inter_node["algorithm"] == "hierarchical"
-    assert intra_node["link"]["latency_s"] < inter_node["link"]["latency_s"]
-    assert not (second.directory / "network.json").exists()
-    assert "between nodes: " in first.stdout
-    assert second.stdout == ""
-
 
 MAKES_NAMESPACES = """
     import time

@@ -356,6 +356,26 @@ def test_a_forked_child_does_not_wait_for_the_thread(ranks: RankPool) -> None:
         assert said == "this process was forked from a rank; only ranks can call collectives."
 
 
+def close_in_a_call() -> str:
+    """Node a calls, and closes while its thread waits for node b, which comes later. The error of this rank."""
+    transport = new_transport("aabb")
+    world = evenstep.init(quiet=True)
+    work = transport.all_reduce(torch.ones(3)) if transport.rank < 2 else None
+    world.barrier()
+    if work is not None:
+        transport.close()
+    world.barrier()
+    with pytest.raises(EvenstepError) as caught:
+        (work or transport.all_reduce(torch.ones(3))).wait(10)
+    transport.close()
+    return type(caught.value).__name__
+
+
+def test_a_node_that_closes_in_a_call_ends_it_on_all_nodes(ranks: RankPool) -> None:
+    """By the connections, and not by the deadline: a thread inside Gloo kept them open."""
+    assert ranks.run(close_in_a_call, 4) == ["PeerLostError"] * 4
+
+
 ENDS = """
 import os, pathlib, sys, time
 from unittest import mock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 
 from evenstep.errors import EvenstepError, PeerLostError
@@ -46,3 +47,23 @@ def test_results_are_copied_to_tensors_of_both_modes() -> None:
     assert GroupWork([], [ordinary, other], copies).wait()
     assert ordinary.tolist() == [1.0, 1.0]
     assert other.tolist() == [2.0, 2.0]
+
+
+def test_a_callback_that_raises_is_logged_and_stops_neither_others_nor_later_calls(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The thread ended with it, and later calls never did."""
+    thread = WorkerThread("evenstep test", on_close=lambda: None)
+    go_on, heard = threading.Event(), threading.Event()
+
+    def fail(error: EvenstepError | None) -> None:
+        raise ValueError("in a callback")
+
+    first = thread.submit("a call", lambda number: lambda: go_on.wait(20))
+    first.add_done_callback(fail)
+    first.add_done_callback(lambda error: heard.set())
+    go_on.set()
+    thread.submit("a call", lambda number: lambda: None).wait(20)
+    assert heard.is_set()
+    assert "in a callback" in caplog.text
+    thread.close(PeerLostError("closed"))

@@ -135,7 +135,7 @@ class WorkerThread:
             except Exception as raised:  # the caller waits for the end of the call, whatever has happened
                 error = PeerLostError(f"{work!r} failed: {raised}")
             if error is not None:
-                self.failure = self.failure or error
+                self.failure = error = self.failure or error  # one of closing, which may have ended this call
                 self._on_close()
         work.ended.set_result(error)
 

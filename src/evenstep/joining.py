@@ -22,6 +22,7 @@ from evenstep.console import quieten, say
 from evenstep.device import choose_device
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, MismatchError, UsageError
 from evenstep.ground.compat.torch_distributed import abort_process_groups, default_store, keep_groups, reset_group_count
+from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.coordination.mesh import validate_mesh
 from evenstep.ground.coordination.rendezvous_store import choose_gloo_interface, open_store
 from evenstep.ground.environment import (
@@ -49,6 +50,10 @@ from evenstep.transport.shm.transport import SharedMemoryTransport
 from evenstep.transport.tree_order import in_tree_order
 from evenstep.virtual_ranks import DEFAULT_VIRTUAL_RANKS, VirtualRanks, disagreements, validate_division, validate_mode
 from evenstep.world import DEFAULT_TIMEOUT_S, LONGEST_TIMEOUT_S, World
+
+_SAME_ARGUMENTS = (
+    "Every rank passes the same; numbers of its own for each rank come from the seed without further doing."
+)
 
 
 def init(
@@ -165,7 +170,16 @@ def init(
     claim_rank()
     if not (log_on_all_ranks or world.is_main or current_placement().launcher == "evenstep run"):
         world._on_close.append(quieten())
-    _check_same_arguments(world, {name: value for name, value in arguments.items() if name != "device"})
+    try:
+        validate_on_all_ranks(
+            world,
+            "evenstep.init",
+            lambda: {name: value for name, value in arguments.items() if name != "device"},
+            advice=_SAME_ARGUMENTS,
+        )
+    except MismatchError:
+        world.close()
+        raise
     world._init_arguments = arguments
     if mesh is not None:
         try:
@@ -293,22 +307,6 @@ def _complete(placement: Placement, transports: Transports, device: torch.device
             )
     by_node = placement_from_nodes([each["node"] for each in seen], placement.rank)
     return replace(placement, node_rank=by_node.node_rank, num_nodes=by_node.num_nodes)
-
-
-def _check_same_arguments(world: World, mine: dict[str, object]) -> None:
-    """Check that all ranks passed the same arguments.
-
-    Collective. Else the world is closed, and every rank raises a MismatchError.
-    """
-    first, *others = world.exchange(mine)
-    for rank, other in enumerate(others, start=1):
-        for name, value in first.items():
-            if other[name] != value:
-                world.close()
-                raise MismatchError(
-                    f"evenstep.init: {name}={value!r} on rank 0, but {other[name]!r} on rank {rank}. Every rank passes "
-                    f"the same; numbers of its own for each rank come from the seed without further doing."
-                )
 
 
 def make_reproducible(

@@ -9,6 +9,7 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
@@ -141,36 +142,28 @@ def address_towards(host: str, port: int) -> str | None:
 def interface_of(address: str) -> str | None:
     """The name of the interface with an address of this host; None without one. Linux."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
-    if wanted.version == 6:
-        table = Path("/proc/net/if_inet6")
-        for line in table.read_text().splitlines() if table.exists() else ():
-            fields = line.split()
-            if int(fields[0], 16) == int(wanted):
-                return fields[5]
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            with contextlib.suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                if answer[20:24] == wanted.packed:
-                    return name
     # Every address of 127.0.0.0/8 is the loopback interface's, which reports only its first.
-    return "lo" if wanted.is_loopback else None
+    otherwise = "lo" if wanted.version == 4 and wanted.is_loopback else None
+    return next((name for name, own in _interfaces() if own == wanted), otherwise)
 
 
 def addresses() -> dict[str, list[str]]:
     """The IPv4 and IPv6 addresses of every interface that has one, link-local ones aside. Linux."""
     found: dict[str, list[str]] = {}
+    for name, address in _interfaces():
+        if address.version == 4 or not address.is_link_local:
+            found.setdefault(name, []).append(str(address))
+    return found
+
+
+def _interfaces() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    """Interfaces with their addresses: the first IPv4 one of each, and all IPv6 ones."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                found.setdefault(name, []).append(socket.inet_ntoa(answer[20:24]))
+                yield name, ipaddress.IPv4Address(answer[20:24])
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else ():
         fields = line.split()
-        address = ipaddress.IPv6Address(int(fields[0], 16))
-        if not address.is_link_local:
-            found.setdefault(fields[5], []).append(str(address))
-    return found
+        yield fields[5], ipaddress.IPv6Address(int(fields[0], 16))

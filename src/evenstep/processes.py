@@ -9,6 +9,12 @@ from pathlib import Path
 STATE, PARENT_PID, USER_TICKS, START_TICKS, RESIDENT_PAGES = 0, 1, 11, 19, 21
 
 
+def boot_id() -> str:
+    """What only processes under this kernel know, since it was started; "" elsewhere than on Linux."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
 def stat_fields(pid: int | str) -> list[str]:
     """The fields of /proc/PID/stat behind the program's name; empty if there is no such process.
 

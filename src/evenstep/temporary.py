@@ -20,10 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evenstep.errors import ConfigurationError
+from evenstep.processes import boot_id
 
 _PREFIX = "evenstep-"
 _OWNER = "owner"
 _LEAST_BYTES = 1 << 20
+_KERNEL = boot_id().encode() or b"?"
 _REMEDY = "Make room there, or set TMPDIR to a directory on another disk."
 
 
@@ -37,31 +39,25 @@ def private_directory(purpose: str) -> Iterator[Path]:
     Raises:
         ConfigurationError: The disk is full, now or later in the block.
     """
-    directory = make_directory(purpose)
-    try:
-        yield directory
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ConfigurationError(f"{error.filename or directory}: {error.strerror}. {_REMEDY}") from None
-    finally:
-        remove_directory(directory)
-
-
-_locks: dict[Path, int] = {}  # open files, by directory
-
-
-def make_directory(purpose: str) -> Path:
-    """As `private_directory`, for callers without a block; `remove_directory` ends it."""
     root = temporary_root()
     sweep(root)
-    directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-", dir=root))
-    with contextlib.suppress(OSError):  # a file system without locks: then it isn't swept
-        lock = os.open(directory / _OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        _locks[directory] = lock
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(lock, _kernel())
-    return directory
+    with contextlib.ExitStack() as held:
+        directory = Path(
+            held.enter_context(
+                tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-", dir=root, ignore_cleanup_errors=True)
+            )
+        )
+        with contextlib.suppress(OSError):  # a file system without locks: then it isn't swept
+            lock = os.open(directory / _OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            held.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(lock, _KERNEL)
+        try:
+            yield directory
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise ConfigurationError(f"{error.filename or directory}: {error.strerror}. {_REMEDY}") from None
 
 
 def temporary_root() -> Path:
@@ -82,14 +78,6 @@ def temporary_root() -> Path:
     return root
 
 
-def remove_directory(directory: Path) -> None:
-    """Remove a directory of `make_directory`, as far as that is possible. Twice is once."""
-    shutil.rmtree(directory, ignore_errors=True)
-    lock = _locks.pop(directory, None)
-    if lock is not None:
-        os.close(lock)
-
-
 def sweep(root: Path) -> None:
     """Remove this user's directories that a killed process has left, directly in `root`."""
     with contextlib.suppress(OSError), os.scandir(root) as entries:
@@ -102,16 +90,8 @@ def sweep(root: Path) -> None:
 def _remove_if_left(directory: Path) -> None:
     lock = os.open(directory / _OWNER, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        if os.fstat(lock).st_uid == os.geteuid() and os.read(lock, 100) == _kernel():
+        if os.fstat(lock).st_uid == os.geteuid() and os.read(lock, 100) == _KERNEL:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(directory, ignore_errors=True)
     finally:
         os.close(lock)
-
-
-def _kernel() -> bytes:
-    """What only processes under this kernel know; b"?" elsewhere than on Linux."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
-    except OSError:
-        return b"?"

@@ -176,6 +176,7 @@ ORDER: dict[str, list[str]] = {
         "excepthook",
         "peer_heartbeats",
         "first_failure",
+        "users_code",
         "phase_timeouts",
         "heartbeat",
     ],

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.temporary import make_directory, private_directory, remove_directory, sweep
+from evenstep.temporary import private_directory, sweep
 
 STAYS = """
-import sys, time
-from evenstep.temporary import make_directory
-directory = make_directory("run")
-(directory / "rendezvous").write_text("...")
-print(directory, flush=True)
-sys.stdin.read()
+import os, sys
+from evenstep.temporary import private_directory
+with private_directory("run") as directory:
+    (directory / "rendezvous").write_text("...")
+    print(directory, flush=True)
+    sys.stdin.read()
+    os._exit(0)
 """
 
 
@@ -53,10 +54,8 @@ def test_what_a_killed_process_has_left_goes_when_the_next_one_comes(root: Path,
         else:
             process.communicate(b"")  # it ends without having removed it
     assert left.is_dir()
-    mine = make_directory("run")
-    assert [path for path in root.iterdir() if path.is_dir()] == [mine]
-    remove_directory(mine)
-    remove_directory(mine)
+    with private_directory("run") as mine:
+        assert [path for path in root.iterdir() if path.is_dir()] == [mine]
 
 
 def test_what_is_not_known_to_be_left_stays(root: Path) -> None:

@@ -198,7 +198,7 @@ def test_every_rank_is_told_what_is_wrong(ranks):
     ranks.run(warm_up, 2)
     same = {"seed": 1, "reproducible": True, "virtual_ranks": 4}
     for told in ranks.run(told_error, 2, [same, {**same, "virtual_ranks": 8}]):
-        assert told.startswith("MismatchError: evenstep.init: virtual_ranks=4 on rank 0, but 8 on rank 1")
+        assert told.startswith("MismatchError: evenstep.init: virtual_ranks is 4 on rank 0 and 8 on rank 1")
     ranks.run(warm_up, 2)
     for told in ranks.run(told_error, 2, [{**same, "virtual_ranks": 1}] * 2):
         assert told.startswith("ConfigurationError: evenstep.init: virtual_ranks=1 can't be divided over 2 ranks")

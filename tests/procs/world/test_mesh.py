@@ -142,7 +142,7 @@ def refused(arguments, differs):
         ({"mesh": {"shard": 3}}, False, ConfigurationError, "shard 3 is a mesh of 3 ranks, but there are 2 ranks"),
         ({"mesh": {"data": 2}}, False, ConfigurationError, "the dimension='data'"),
         ({"mesh": {"shard": 2}, "reproducible": True, "seed": 0}, False, ConfigurationError, "exclude each other"),
-        ({"mesh": {"tensor": 2}}, True, MismatchError, "mesh={'shard': 2} on rank 0, but {'tensor': 2} on rank 1"),
+        ({"mesh": {"tensor": 2}}, True, MismatchError, "mesh is {'shard': 2} on rank 0 and {'tensor': 2} on rank 1"),
     ],
 )
 def test_a_wrong_mesh_is_one_error_on_all_ranks(ranks, arguments, differs, kind, told):

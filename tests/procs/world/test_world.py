@@ -168,7 +168,7 @@ def init_again():
         evenstep.init(timeout_s=float("nan"))
     world.close()
     for name, value in (("seed", world.rank), ("timeout_s", 10.0 + world.rank)):
-        with pytest.raises(MismatchError, match=rf"{name}=.* on rank 0, but .* on rank 1"):
+        with pytest.raises(MismatchError, match=rf"{name} is .* on rank 0 and .* on rank 1"):
             evenstep.init(quiet=True, **{name: value})
     assert not dist.is_initialized()
     evenstep.init(quiet=True)

@@ -17,7 +17,10 @@ import itertools
 import os
 import socket
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
@@ -29,6 +32,8 @@ from evenstep.ground.environment import Placement, claim_rank, export, is_set, m
 from evenstep.processes import state_and_start
 
 _ANSWER_S = 1.0  # for a store that was found in the last moment
+
+_Answer = TypeVar("_Answer")
 
 _num_joins = 0
 _stores: dict[tuple[str, int], Store] = {}
@@ -143,26 +148,36 @@ def _connect(placement: Placement, address: str, port: int, timeout: timedelta) 
     In a thread of its own: torch keeps to the timeout while no process listens, but waits for ever for one that listens
     and says nothing, as a stranger on that port may.
     """
-    found: list[Store] = []
-    problems: list[str] = []
-
-    def connect() -> None:
+    call = call_within(
+        timeout.total_seconds() + _ANSWER_S,
+        lambda: TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False),
+    )
+    why = "another process listens there, and does not answer as rank 0 would"
+    if call.done():
         try:
-            found.append(TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False))
+            return call.result()
         except RuntimeError as error:  # torch's DistNetworkError among them
-            problems.append((str(error).splitlines() or [type(error).__name__])[0])
-
-    thread = threading.Thread(target=connect, name="evenstep rendezvous", daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds() + _ANSWER_S)
-    if found:
-        return found[0]
-    why = problems[0] if problems else "another process listens there, and does not answer as rank 0 would"
+            why = (str(error).splitlines() or [type(error).__name__])[0]
     raise ConfigurationError(
         f"rank {placement.rank} of {placement.world_size} (started by {placement.launcher}) did not find rank 0 at "
         f"{address}:{port} within {timeout.total_seconds():g} s: {why}. See what rank 0 says; if it is elsewhere, set "
         f"MASTER_ADDR to its node's address on every rank."
     )
+
+
+def call_within(timeout_s: float, function: Callable[[], _Answer]) -> Future[_Answer]:
+    """Call a function in a thread, and await its answer for a while only: the future of it, done or not."""
+    call: Future[_Answer] = Future()
+
+    def answer() -> None:
+        try:
+            call.set_result(function())
+        except BaseException as error:
+            call.set_exception(error)
+
+    threading.Thread(target=answer, name="evenstep rendezvous", daemon=True).start()
+    wait([call], timeout_s)
+    return call
 
 
 def _listen(placement: Placement, address: str, port: int) -> socket.socket:

@@ -42,7 +42,7 @@ from evenstep.ground.environment.inheritance import RankProcess, identity, is_in
 from evenstep.ground.environment.launchers import Surroundings
 from evenstep.ground.environment.placement import Placement, placement_from_nodes
 from evenstep.ground.environment.run_settings import Measurement, Settings
-from evenstep.processes import PARENT_PID, START_TICKS, stat_fields
+from evenstep.processes import PARENT_PID, boot_id, stat_fields, state_and_start
 
 __all__ = [
     "Measurement",
@@ -127,17 +127,17 @@ def claim_rank() -> None:
     """Note for children that this process is the rank that its variables describe: [Note: a rank's children]."""
     placement, described = current_placement(), _described()
     if _rank_inherited_from() is None and (placement.launcher != "none" or isinstance(described, str)):
-        pid, start_ticks = _this_process()
-        claim = RankProcess(pid, start_ticks, placement.rank, placement.world_size, identity(described))
+        pid = os.getpid()
+        claim = RankProcess(pid, state_and_start(pid)[1], placement.rank, placement.world_size, identity(described))
         os.environ[_RANK_PROCESS] = str(claim)
 
 
 def _rank_inherited_from() -> RankProcess | None:
     """The process of the rank whose variables this process has inherited; None if they are its own."""
     owner = RankProcess.parse(os.environ.get(_RANK_PROCESS, ""))
-    pid, start_ticks = _this_process()
-    is_childs = owner is not None and is_inherited(owner, _described(), pid=pid, start_ticks=start_ticks)
-    return owner if is_childs else None
+    pid = os.getpid()
+    start_ticks = state_and_start(pid)[1]
+    return owner if owner is not None and is_inherited(owner, _described(), pid=pid, start_ticks=start_ticks) else None
 
 
 def _described() -> Placement | str:
@@ -155,12 +155,6 @@ def _placement_of_child(owner: RankProcess) -> Placement:
     return replaced(
         detect(given.variables), remark=remark + "launcher's variables: it is no rank itself, and a world of its own"
     )
-
-
-def _this_process() -> tuple[int, int]:
-    """(pid, when it started in the kernel's ticks)."""
-    fields = stat_fields("self")
-    return os.getpid(), int(fields[START_TICKS]) if fields else 0
 
 
 def _variables_without_ranks() -> Surroundings:
@@ -222,8 +216,7 @@ def run_variables(launcher: str, *, num_nodes: int = 1, servers: int = 0, **give
 
 def node_identity() -> str:
     """A text that two processes share exactly when they run on one node."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    return f"{socket.gethostname()} {boot_id()}"
 
 
 def announcement(
@@ -232,7 +225,6 @@ def announcement(
     num_nodes: int,
     device: str,
     num_threads: int,
-    transport: str | None = None,
     fewest_nodes: int | None = None,
 ) -> str:
     """The one line that says at start what runs where. Pure; launcher and ranks both write it with this.
@@ -240,15 +232,13 @@ def announcement(
     Args:
         device: "cpu" or "cuda", without an index.
         num_threads: Threads of one rank's CPU operations.
-        transport: Name of what carries the gradients; None: the launcher, which can't know what the script uses.
         fewest_nodes: With how many nodes the run begins; None: with all.
     """
 
     ranks = f"{counted(world_size, 'rank')} on {counted(num_nodes, 'node')}"
     if fewest_nodes not in (None, num_nodes):
         ranks = f"{counted(world_size // num_nodes, 'rank')} on each of {fewest_nodes} to {num_nodes} nodes"
-    line = f"evenstep: {ranks}, {device}, {counted(num_threads, 'thread')} per rank"
-    return line if transport is None else f"{line}, {transport}"
+    return f"evenstep: {ranks}, {device}, {counted(num_threads, 'thread')} per rank"
 
 
 def num_servers() -> int:

@@ -11,12 +11,10 @@ import contextlib
 import io
 import os
 import sys
-import sysconfig
 import traceback
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -24,15 +22,13 @@ from evenstep.errors import EvenstepError
 from evenstep.ground.environment import Placement, current_placement
 from evenstep.ground.health.first_failure import CrashReport, is_consequence
 from evenstep.ground.health.peer_heartbeats import own_page
+from evenstep.ground.health.users_code import PACKAGE, is_users
 
-_PACKAGE = Path(__file__).resolve().parents[2]
-_MACHINERY = (str(_PACKAGE / "launcher"), "<frozen runpy>", "runpy.py")
-_PYTHONS_OWN = sysconfig.get_path("stdlib") + "/"  # such as contextlib, behind whose frames a `with` of ours raises
-_WORKER = str(_PACKAGE / "launcher" / "spawn" / "script_runner.py")
+_MACHINERY = (f"{PACKAGE}launcher", "<frozen runpy>", "runpy.py")
+_WORKER = f"{PACKAGE}launcher/spawn/script_runner.py"
 
 
-class _Hook(Protocol):
-    def __call__(self, kind: type[BaseException], error: BaseException, tb: TracebackType | None, /) -> object: ...
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def describe(error: BaseException) -> str:
@@ -49,7 +45,7 @@ def describe(error: BaseException) -> str:
     shown = traceback.TracebackException(type(error), error, tb)
     if isinstance(error, EvenstepError) and error.is_consequence:
         # Another rank failed: where this one waited is of interest, and not how.
-        inner = [f.filename.startswith(str(_PACKAGE)) or f.filename == contextlib.__file__ for f in shown.stack]
+        inner = [f.filename.startswith(PACKAGE) or f.filename == contextlib.__file__ for f in shown.stack]
         if not all(inner):
             num_outer = len(inner) - inner[::-1].index(False)
             shown.stack = traceback.StackSummary.from_list(shown.stack[:num_outer])
@@ -61,7 +57,7 @@ def traceback_in_users_code(error: BaseException | None) -> str:
     """Of an error that code of the user raised when evenstep called it: from that code on; "" for any other."""
     if error is None or isinstance(error, EvenstepError):
         return ""
-    first = next((step for step in _steps(error.__traceback__) if _is_users(step.tb_frame.f_code.co_filename)), None)
+    first = next((step for step in _steps(error.__traceback__) if is_users(step.tb_frame.f_code.co_filename)), None)
     if first is None:
         return ""
     return "".join(traceback.TracebackException(type(error), error, first).format(chain=False)).rstrip()
@@ -166,11 +162,6 @@ def _where_the_user_called(tb: TracebackType | None) -> str:
     """The innermost frame that belongs neither to evenstep nor to an installed package or python itself."""
     where = ""
     for frame in traceback.extract_tb(_without_machinery(tb)):
-        if _is_users(frame.filename):
+        if is_users(frame.filename):
             where = f"{frame.filename}, line {frame.lineno}, in {frame.name}"
     return where
-
-
-def _is_users(path: str) -> bool:
-    """Whether a file belongs neither to evenstep nor to an installed package or python itself."""
-    return not (str(_PACKAGE) in path or "site-packages" in path or path.startswith(("<", _PYTHONS_OWN)))

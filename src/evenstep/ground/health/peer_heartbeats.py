@@ -12,19 +12,16 @@ empties the temporary directory takes no page away. The store in which the ranks
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from evenstep.ground.environment import Placement, node_identity
 from evenstep.ground.health import heartbeat
 from evenstep.ground.health.heartbeat import Heartbeat, Page, make_page
+from evenstep.ground.health.users_code import user_site
 
 _SITES_S = 1.0
-_PACKAGE = Path(__file__).resolve().parents[2]
-_MACHINERY = (f"site-packages{os.sep}torch{os.sep}", "contextlib.py", "threading.py")
 
 _pages: list[Page] = []  # of this node's ranks
 
@@ -151,17 +148,6 @@ def exchange_sites(key: str, pids: Mapping[int, int]) -> str:
 def _said_of(key: str, page: Page) -> str | None:
     texts = (text.partition("\n") for text in page.sites())
     return next((where for about, _, where in texts if about == key), None)
-
-
-def user_site() -> str:
-    """The innermost line of this thread's stack that belongs neither to evenstep nor to torch."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((str(_PACKAGE), "<")) and not any(part in name for part in _MACHINERY):
-            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "nowhere in a script"
 
 
 os.register_at_fork(after_in_child=_pages.clear)

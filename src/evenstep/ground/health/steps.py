@@ -11,8 +11,8 @@ import statistics
 import sys
 import time
 import weakref
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -24,30 +24,20 @@ _LOOK_EVERY_STEPS = 16
 WINDOW_S = 10.0
 
 
-class StepListener(Protocol):
-    """What notes when optimizers step, whichever models they are for."""
-
-    def optimizer_begins(self) -> None:
-        """A step begins."""
-
-    def optimizer_ended(self) -> None:
-        """It has ended."""
-
-
 _is_watching = _is_told_of_compiling = False
-_listeners: list[weakref.ref[StepListener]] = []
+_listeners: list[weakref.WeakMethod[Callable[[bool], None]]] = []
 _counts: dict[int, int] = {}  # steps of each optimizer that exists, by id: weak keys take as long as all else here
 
 
-def count_optimizer_steps(listener: StepListener | None = None) -> None:
+def count_optimizer_steps(listener: Callable[[bool], None] | None = None) -> None:
     """From now on the page says when an optimizer steps, and how often the busiest of them has. Twice is once.
 
     Args:
-        listener: Is told, too, as long as it lives.
+        listener: A method that is called, too, as long as its object lives, with whether the step has ended.
     """
     global _is_watching
     if listener is not None:
-        _listeners[:] = [each for each in _listeners if each() is not None] + [weakref.ref(listener)]
+        _listeners[:] = [each for each in _listeners if each() is not None] + [weakref.WeakMethod(listener)]
     if not _is_watching:
         _is_watching = True
         register_optimizer_step_pre_hook(_optimizer_begins)
@@ -56,15 +46,11 @@ def count_optimizer_steps(listener: StepListener | None = None) -> None:
 
 def _optimizer_begins(*_: object) -> None:
     mark(Phase.OPTIMIZER)
-    for each in _listeners:
-        if (listener := each()) is not None:
-            listener.optimizer_begins()
+    _call_listeners(False)
 
 
 def _optimizer_ended(optimizer: Any, *_: object) -> None:
-    for each in _listeners:
-        if (listener := each()) is not None:
-            listener.optimizer_ended()
+    _call_listeners(True)
     if heartbeat.current is None:
         return
     key = id(optimizer)
@@ -77,6 +63,12 @@ def _optimizer_ended(optimizer: Any, *_: object) -> None:
     if most % _LOOK_EVERY_STEPS == 0:
         mark_compilations()
         _watch.look(time.monotonic())
+
+
+def _call_listeners(has_ended: bool) -> None:
+    for each in _listeners:
+        if (listener := each()) is not None:
+            listener(has_ended)
 
 
 def mark_compilations() -> None:

@@ -163,18 +163,11 @@ class Recorder:
         self._is_over = True
         mark_phase(Phase.BETWEEN_STEPS)
 
-    def optimizer_begins(self) -> None:
-        """See `StepListener`."""
-        self._mark_optimizer(OPTIMIZER)
-
-    def optimizer_ended(self) -> None:
-        """See `StepListener`."""
-        self._mark_optimizer(OPTIMIZER_END)
-
-    def _mark_optimizer(self, what: int) -> None:
+    def mark_optimizer(self, has_ended: bool) -> None:
+        """An optimizer's step begins or has ended, whichever model it is for."""
         marks = self._steps[-1]
         if 0 < len(marks) < _MOST_PER_STEP:
-            marks.extend((what, perf_counter_ns()))
+            marks.extend((OPTIMIZER_END if has_ended else OPTIMIZER, perf_counter_ns()))
             self._is_over = True
 
     def has_buckets(self, num_bytes: int) -> None:
@@ -229,7 +222,7 @@ class Telemetry:
         """A recorder for one more model."""
         recorder = Recorder()
         self._recorders.append(weakref.ref(recorder))
-        count_optimizer_steps(recorder)
+        count_optimizer_steps(recorder.mark_optimizer)
         return recorder
 
     def steps(self, model: int = 0) -> list[StepTimes]:

@@ -7,10 +7,9 @@ change (`--nnodes 1:4`) is left to torch's own "c10d" rendezvous.
 from __future__ import annotations
 
 import errno
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 from evenstep import network
 from evenstep.console import say
 from evenstep.errors import ConfigurationError
+from evenstep.ground.coordination.rendezvous_store import call_within
 from evenstep.launcher.options.flags import FIXED_NODES, ONE_NODE
 
 _TIMEOUT_S = 600.0
@@ -271,18 +271,11 @@ class _Bounded:
 
     def __call__(self) -> Any:
         """The answer, or the error; `otherwise` without an answer in time, or if an earlier call still runs."""
-        if self._call is not None and not self._call.done():
-            return self._otherwise
-        self._call = Future()
-        threading.Thread(target=self._answer, args=(self._call,), name="evenstep rendezvous", daemon=True).start()
-        wait([self._call], _ANSWER_S)
-        return self._call.result() if self._call.done() else self._otherwise
-
-    def _answer(self, call: Future[Any]) -> None:
-        try:
-            call.set_result(self._function())
-        except BaseException as error:
-            call.set_exception(error)
+        if self._call is None or self._call.done():
+            self._call = call_within(_ANSWER_S, self._function)
+            if self._call.done():
+                return self._call.result()
+        return self._otherwise
 
 
 def register() -> None:

@@ -11,16 +11,11 @@ import itertools
 import linecache
 import os
 import re
-import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
+from evenstep.ground.health.users_code import PACKAGE, TORCH, is_users
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 _THREAD = re.compile(r"^(?:Current thread 0x[0-9a-f]+|Thread 0x[0-9a-f]+|Stack \(most recent).*:$")
 
@@ -56,13 +51,7 @@ class Frame:
 
     def in_torch(self) -> str:
         """Its file inside torch's folder; "" if it lies elsewhere."""
-        return self.file.removeprefix(_TORCH).replace(os.sep, "/") if self.file.startswith(_TORCH) else ""
-
-    @property
-    def is_users(self) -> bool:
-        """Whether it belongs neither to an installed package, nor to python or evenstep."""
-        installed = ("site-packages" in self.file) or ("dist-packages" in self.file)
-        return not (installed or self.file.startswith(("<", _STANDARD_LIBRARY, _PACKAGE, _TORCH)))
+        return self.file.removeprefix(TORCH).replace(os.sep, "/") if self.file.startswith(TORCH) else ""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} in {self.function}"
@@ -124,10 +113,12 @@ def place_of(
     if frames[0].function == _ENGINE:
         # A GPU's part of the backward pass has a thread of its own, which python has not started. A hook that hangs
         # there is not what others do that wait.
-        hooks = [each for each in threads[:-1] if each[-1].function != "_bootstrap" and any(f.is_users for f in each)]
+        hooks = [
+            each for each in threads[:-1] if each[-1].function != "_bootstrap" and any(is_users(f.file) for f in each)
+        ]
         if hooks:
             frames = [*hooks[0], *frames]
-    users = next((frame for frame in frames if frame.is_users), None)
+    users = next((frame for frame in frames if is_users(frame.file)), None)
     text = "" if users is None else source(users.file, users.line).strip()
     phase, patience = _phase(frames)
     call, is_for_device = _call(frames, text if frames[0] is users else "", is_idle=is_idle, has_gpu=has_gpu)
@@ -143,14 +134,14 @@ def place_in_worker(
     A worker that was forked has what its rank did at that time below its own frames.
     """
     frames = [*itertools.takewhile(lambda frame: frame.function != "_bootstrap", threads[-1])] if threads else []
-    if not any(frame.is_users for frame in frames):
+    if not any(is_users(frame.file) for frame in frames):
         return None
     return place_of([frames], is_idle=False, source=source)
 
 
 def without_machinery(frames: Sequence[Frame]) -> list[Frame]:
     """Without what has started the script: evenstep's launcher, and what stands below it."""
-    ends = [number for number, each in enumerate(frames) if each.file.startswith(f"{_PACKAGE}launcher{os.sep}")]
+    ends = [number for number, each in enumerate(frames) if each.file.startswith(f"{PACKAGE}launcher{os.sep}")]
     return list(frames[: ends[0]] if ends else frames)
 
 
@@ -203,6 +194,6 @@ def _shown(frames: Sequence[Frame], source: Callable[[str, int], str], *, most: 
             lines += ["  ..."] if number == most // 2 else []
             continue
         lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
-        text = source(frame.file, frame.line).strip() if frame.is_users else ""
+        text = source(frame.file, frame.line).strip() if is_users(frame.file) else ""
         lines += [f"    {text}"] if text else []
     return "\n".join(lines)

@@ -84,8 +84,8 @@ def test_placement_from_nodes_that_alternate() -> None:
 
 
 def test_announcement_counts_in_plain_words() -> None:
-    line = environment.announcement(world_size=2, num_nodes=1, device="cpu", num_threads=1, transport="gloo")
-    assert line == "evenstep: 2 ranks on 1 node, cpu, 1 thread per rank, gloo"
+    line = environment.announcement(world_size=2, num_nodes=1, device="cpu", num_threads=1)
+    assert line == "evenstep: 2 ranks on 1 node, cpu, 1 thread per rank"
     line = environment.announcement(world_size=6, num_nodes=3, device="cuda", num_threads=4, fewest_nodes=2)
     assert line == "evenstep: 2 ranks on each of 2 to 3 nodes, cuda, 4 threads per rank"
 

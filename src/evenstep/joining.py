@@ -241,13 +241,9 @@ def _join(
         is_ours = chosen.type == "cpu" and transport != "gloo"
         if is_ours and placement.num_nodes == 1:
             shared = open_shared_memory(store, placement.rank, placement.world_size, timeout_s=timeout_s)
-<<<<<<< HEAD
             is_ours = shared is not None
-        # torch's own Gloo would listen on a port from now on: see [Note: late Gloo] in `transport.backend`. Between
-        # nodes it would end the process where ranks call with different sizes.
-=======
         # torch's own Gloo would listen on a port from now on: see [Note: the whole group] in `transport.backend`.
->>>>>>> lanes
+        # Between nodes it would end the process where ranks call with different sizes.
         usual = "cpu:gloo,cuda:nccl" if speaks_nccl else "gloo"
         dist.init_process_group(
             backend=backend.NAME if is_ours else usual,

@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from evenstep.transport.core.reduction import Arithmetic
 
 # "mean" is of all numbers but unsigned ones of more than 8 bits, and that of integers is rounded towards zero, as NCCL
 # does; "max" and "min" are of ordered ones, the last three of integers and bool. Of bool, "sum" and "max" are "or",
 # "product" and "min" are "and".
 Op = Literal["sum", "max", "min", "mean", "product", "band", "bor", "bxor"]
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How values of one dtype are combined by one op.
+
+    Attributes:
+        function: Combines two tensors; takes `out`.
+        dtype: Of the tensors.
+        carrier: The dtype as which tensors are viewed.
+        accumulator: The dtype to compute in, where it isn't the carrier.
+        flip: XORed before and after, so that signed comparison orders unsigned numbers.
+    """
+
+    function: Callable[..., Any]
+    dtype: torch.dtype
+    carrier: torch.dtype
+    accumulator: torch.dtype | None = None
+    flip: int | None = None
+
+    @functools.cached_property
+    def is_direct(self) -> bool:
+        """Whether values can be combined without conversion."""
+        return self.accumulator is None and self.flip is None
+
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """Whether the function combines two tensors as they are."""
+        return self.is_direct and self.carrier is self.dtype
+
+    @functools.cached_property
+    def itemsize(self) -> int:
+        """Bytes of an element as it is combined."""
+        return (self.accumulator or self.carrier).itemsize
 
 
 class Row(NamedTuple):

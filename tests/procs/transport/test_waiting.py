@@ -220,7 +220,7 @@ def keep_descriptors() -> tuple[int, Any]:
 
 @pytest.mark.parametrize("nproc", [2, 4])
 def test_a_transport_keeps_one_descriptor_and_looks_before_it_uses_it(ranks: RankPool, nproc: int) -> None:
-    assert ranks.run(keep_descriptors, nproc) == [(1, [nproc])] * nproc
+    assert ranks.run(keep_descriptors, nproc) == [(1, [float(nproc)])] * nproc
 
 
 def count_memory() -> tuple[int, int, int]:

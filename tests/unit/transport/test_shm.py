@@ -22,18 +22,15 @@ from evenstep.transport.shm import segment as segment_module
 from evenstep.transport.shm.allocator import Arena, FreeList, Views
 from evenstep.transport.shm.handshake import count_cores, describe_this_process, why_not_together
 from evenstep.transport.shm.peers import PeerProcess, PeerWatch, this_process
-<<<<<<< HEAD
-from evenstep.transport.shm.segment import HEADER_BYTES, ROW_OFFSET, Segment, host_memory_bytes, plan_segment
-=======
 from evenstep.transport.shm.segment import (
     HEADER_BYTES,
     NUM_RECORDS,
     RECORD_BYTES,
+    ROW_OFFSET,
     Segment,
     host_memory_bytes,
     plan_segment,
 )
->>>>>>> lanes
 from evenstep.transport.shm.sync import (
     SEMAPHORE_BYTES,
     WaitPolicy,
@@ -74,10 +71,6 @@ def test_the_layout_has_no_overlap(world_size):
     assert layout.eager_slot(world_size - 1, segment_module.NUM_SLOTS) == layout.chunks
     assert layout.chunk(world_size - 1, segment_module.NUM_CHUNKS) <= layout.zone(0) == layout.common_bytes
     assert layout.zone(1) - layout.zone(0) >= (1 << 30) + 5
-<<<<<<< HEAD
-    assert layout.header(0, 1) - layout.header(0, 0) == HEADER_BYTES >= ROW_OFFSET + 8 * len(Row())
-    assert ROW_OFFSET >= NUMBER_OFFSET + 8
-=======
     assert layout.lane(0, 0) == layout.zone(world_size)
     assert layout.lane(0, 1) - layout.lane(0, 0) >= NUM_RECORDS * RECORD_BYTES
     assert layout.lane(world_size - 1, world_size - 1) < layout.total_bytes == layout.lane(world_size, 0)
@@ -87,8 +80,8 @@ def test_the_layout_has_no_overlap(world_size):
     semaphores |= {doorbell(0, world_size, rank) for rank in range(world_size)}
     assert len(semaphores) == 2 * world_size**2 + world_size, "each is one of its own"
     assert max(semaphores) == (num_semaphores(world_size) - 1) * SEMAPHORE_BYTES
-    assert layout.header(0, 1) - layout.header(0, 0) == HEADER_BYTES >= HEADER_USED_BYTES
->>>>>>> lanes
+    assert layout.header(0, 1) - layout.header(0, 0) == HEADER_BYTES >= ROW_OFFSET + 8 * len(Row())
+    assert ROW_OFFSET >= NUMBER_OFFSET + 8
 
 
 def make_segment(world_size: int = 2) -> Segment:
@@ -98,7 +91,7 @@ def make_segment(world_size: int = 2) -> Segment:
 def test_lanes_cost_nothing_before_the_first_message():
     """Only what collectives use is allocated."""
     segment = make_segment(4)
-    assert os.fstat(segment.fd).st_blocks * 512 == segment.layout.common_bytes
+    assert os.fstat(segment.fd).st_blocks * 512 == segment.layout.chunks
 
 
 def test_a_segment_is_private_anonymous_and_attached_by_another_descriptor():

@@ -15,14 +15,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError
-from evenstep.transport.base import Op, Row
+from evenstep.transport.base import Arithmetic, Op, Row
 from evenstep.transport.core.nonfinite_monitor import SumMonitor, check_sum
 
 # A block of every rank's vector and of the result fit a core's cache together, so that what was read for the sum is
@@ -70,40 +68,6 @@ def plan_tree(num_ranks: int) -> tuple[tuple[int, int], ...]:
         steps += [(a, a + distance) for a in range(0, num_ranks - distance, 2 * distance)]
         distance *= 2
     return tuple(steps)
-
-
-@dataclass(frozen=True)
-class Arithmetic:
-    """How values of one dtype are combined by one op.
-
-    Attributes:
-        function: Combines two tensors; takes `out`.
-        dtype: Of the tensors.
-        carrier: The dtype as which tensors are viewed.
-        accumulator: The dtype to compute in, where it isn't the carrier.
-        flip: XORed before and after, so that signed comparison orders unsigned numbers.
-    """
-
-    function: Callable[..., Any]
-    dtype: torch.dtype
-    carrier: torch.dtype
-    accumulator: torch.dtype | None = None
-    flip: int | None = None
-
-    @functools.cached_property
-    def is_direct(self) -> bool:
-        """Whether values can be combined without conversion."""
-        return self.accumulator is None and self.flip is None
-
-    @functools.cached_property
-    def is_plain(self) -> bool:
-        """Whether the function combines two tensors as they are."""
-        return self.is_direct and self.carrier is self.dtype
-
-    @functools.cached_property
-    def block_numel(self) -> int:
-        """How many elements are combined at a time."""
-        return _BLOCK_BYTES // (self.accumulator or self.carrier).itemsize
 
 
 @functools.cache
@@ -163,7 +127,7 @@ def reduce_into(
         divisor: Divides the result before it is rounded to the tensors' dtype; None: nothing does.
     """
     numel = inputs[0].numel()
-    block = arithmetic.block_numel
+    block = _BLOCK_BYTES // arithmetic.itemsize
     if len(inputs) == 2 and 0 < numel <= block and arithmetic.is_plain:
         # The short cut of the most frequent case. The code below has the same result, but takes longer.
         result = outputs[0]

@@ -13,9 +13,9 @@ from torch import Tensor
 from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.torch_tensors import disabled_dispatch
-from evenstep.transport.base import Collective
+from evenstep.transport.base import Arithmetic, Collective
 from evenstep.transport.core.header import DTYPES, Fingerprint
-from evenstep.transport.core.reduction import Arithmetic, plan_arithmetic
+from evenstep.transport.core.reduction import plan_arithmetic
 
 _CARRIED = frozenset(DTYPES)
 _MAX_FINGERPRINTS = 4096

@@ -9,6 +9,7 @@ exact integers, what the collective must give.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import zlib
@@ -215,6 +216,16 @@ class _Checker:
         out = torch.zeros_like(expected)
         t.all_to_all(out, values[t.rank].clone(), [each.numel() for each in received], splits[t.rank]).wait()
         self._same(out, expected, f"uneven all_to_all {answers} with {splits}")
+        # In place each rank gets as much from another as it sends there.
+        most = values[0].numel() // t.world_size
+        sent = [[0] * t.world_size for _ in values]
+        for one, two in itertools.combinations_with_replacement(range(t.world_size), 2):
+            sent[one][two] = sent[two][one] = shared.randint(0, most)
+        mine = sent[t.rank]
+        given = [value.split([*each, value.numel() - sum(each)]) for value, each in zip(values, sent, strict=True)]
+        out = values[t.rank][: sum(mine)].clone()
+        t.all_to_all(out, out, mine, mine).wait()
+        self._same(out, torch.cat([each[t.rank] for each in given]), f"all_to_all {answers} in place with {sent}")
 
     def check_barrier(self) -> None:
         work = self._transport.barrier()

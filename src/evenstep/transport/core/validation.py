@@ -89,7 +89,7 @@ class Arguments:
         kind = call.kind
         if kind in _ROOTS:
             self.check_rank(kind, _ROOTS[kind], call.root)
-        if call.inputs is call.outputs and call.inputs is not None:
+        if call.inputs is call.outputs and call.inputs is not None and kind != "all_to_all":
             compared = call.inputs
             call.flat, call.back = self.flatten(compared)
             call.out = call.flat
@@ -111,6 +111,8 @@ class Arguments:
         if inputs is not None and outputs is not None:
             if kind == "all_to_all":
                 self.check_all_to_all(outputs, inputs, *(call.splits or (None, None)))
+                if inputs is outputs:  # a part would be overwritten before it is sent
+                    inputs = inputs.detach().clone()
             elif kind in ("all_gather", "gather"):
                 self.check_sizes(kind, "out", outputs, "tensor", inputs)
             else:

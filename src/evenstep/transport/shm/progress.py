@@ -49,7 +49,9 @@ class Background:
         self.is_asleep = True
         self.ident: int | None = None
         self._attended: weakref.WeakSet[Attended] = weakref.WeakSet()
-        self._lock = threading.Lock()
+        self._lock = (
+            threading.RLock()
+        )  # a signal's handler may close a transport, or start a call, in the midst of this
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._end = threading.Event()
@@ -80,11 +82,11 @@ class Background:
                 self._end.set()
             if is_in_callback or self._thread is None or not self._thread.is_alive():
                 self._end, self._wake = threading.Event(), threading.Event()
-                self._thread = threading.Thread(
+                self._thread = thread = threading.Thread(
                     target=self._run, args=(self._end, self._wake), name="evenstep progress", daemon=True
                 )
-                self._thread.start()
-                self.ident = self._thread.ident
+                thread.start()
+                self.ident = thread.ident
             self._wake.set()
 
     def disown(self) -> None:

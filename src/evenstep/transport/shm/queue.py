@@ -35,6 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from threading import get_ident
+from typing import NoReturn
 
 import torch
 
@@ -76,8 +77,14 @@ class SharedWork(Call):
 
     def wait(self, timeout_s: float | None = None) -> None:
         """See `base.Work.wait`; no longer than `timeout_s`, after which the call goes on all the same."""
-        if not self.is_done:
-            self.transport._finish(self, timeout_s)
+        try:
+            if not self.is_done:
+                self.transport._finish(self, timeout_s)
+        except EvenstepError:
+            raise
+        except BaseException as error:  # who catches an interrupt and calls again would get what this call gives
+            self.transport._fail(error)
+            raise
 
     def is_completed(self) -> bool:
         """See `base.Work.is_completed`; advances the call as far as it needs no waiting."""
@@ -129,6 +136,7 @@ class CallQueue(Transport):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._driver = _NOBODY
+        self._is_arriving = False
         self._num_waiting = 0  # threads that wait for `_changed`
         self._queue: collections.deque[SharedWork] = collections.deque()
         self._unarrived: collections.deque[SharedWork] = collections.deque()  # the last of them
@@ -158,15 +166,14 @@ class CallQueue(Transport):
                 self._arrive(takes=self._driver == _NOBODY)
             if len(self._queue) > 1:
                 self._drive()
+            if self._callbacks:
+                self._run_callbacks()
+            if background.is_asleep or background.ident == get_ident():
+                background.wake()
         except BaseException as error:
             # An interrupt, perhaps between two signals of one arrival: to go on would send the first one twice.
-            if self._failure is None:
-                self._fail(error)
+            self._fail(error)
             raise
-        if self._callbacks:
-            self._run_callbacks()
-        if background.is_asleep or background.ident == get_ident():
-            background.wake()
         return works[-1]
 
     def _arrive(self, *, takes: bool) -> None:
@@ -175,14 +182,23 @@ class CallQueue(Transport):
         Args:
             takes: Take their signals, to know that there are. Only the driver may, or anybody where there is none.
         """
-        while self._unarrived:
-            work = self._unarrived[0]
-            if not self._context.has_slot(work.number, takes=takes):
-                return
-            self._context.arrive(work, is_next=work is self._queue[0])
-            work.has_arrived = True
-            self.recorded.num_started = work.number + 1
-            self._unarrived.popleft()
+        if self._is_arriving:  # a signal's handler: it would show a call twice
+            self._refuse_inside()
+        self._is_arriving = True
+        try:
+            while self._unarrived:
+                work = self._unarrived[0]
+                if not self._context.has_slot(work.number, takes=takes):
+                    return
+                self._context.arrive(work, is_next=work is self._queue[0])
+                work.has_arrived = True
+                self.recorded.num_started = work.number + 1
+                self._unarrived.popleft()
+        finally:
+            self._is_arriving = False
+
+    def _refuse_inside(self) -> NoReturn:
+        raise PeerLostError(f"rank {self.known_as}: a collective over {self.name} was called inside another one.")
 
     # ------------------------------------------------------------------ driving
 
@@ -198,7 +214,7 @@ class CallQueue(Transport):
         """
         me = get_ident()
         if self._driver == me:  # a signal's handler, in the midst of a step
-            raise PeerLostError(f"rank {self.known_as}: a collective over {self.name} was called inside another one.")
+            self._refuse_inside()
         try:
             with self._lock:
                 if self._driver == _NOBODY:
@@ -207,8 +223,8 @@ class CallQueue(Transport):
                 return None
             if work is None:
                 return self._advance(until)
-            while not work.is_done and self._failure is None:
-                if not self._step(self._queue[0], blocking=True, until=until):
+            while not work.is_done and (first := self._first()) is not None:
+                if not self._step(first, blocking=True, until=until):
                     return False
             return True
         finally:
@@ -216,18 +232,26 @@ class CallQueue(Transport):
                 self._driver = _NOBODY
                 self._tell_waiting()
 
+    def _first(self) -> SharedWork | None:
+        """The first call in the queue; None: there is none, or all have failed, perhaps this moment."""
+        try:
+            return self._queue[0]
+        except IndexError:
+            return None
+
     def _tell_waiting(self) -> None:
         if self._num_waiting:
             with self._lock:
                 self._changed.notify_all()
 
-    def _wait_for_change(self, timeout_s: float | None) -> bool:
-        """Under the lock; return whether something has changed in time."""
-        self._num_waiting += 1
-        try:
-            return self._changed.wait(timeout_s)
-        finally:
-            self._num_waiting -= 1
+    def _wait_for_change(self, is_over: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Return whether something is over, or has changed in time."""
+        with self._lock:
+            self._num_waiting += 1  # before the look: the driver looks at this after it has left
+            try:
+                return is_over() or self._changed.wait(timeout_s)
+            finally:
+                self._num_waiting -= 1
 
     def _finish(self, work: SharedWork, timeout_s: float | None) -> None:
         """Drive, or wait for the driver, until this call is done."""
@@ -238,19 +262,15 @@ class CallQueue(Transport):
                     raise self._failure
                 is_there = self._drive(work, until)
                 if is_there is None:
-                    is_there = self._await_driver(work, until)
+                    is_there = self._wait_for_change(
+                        lambda: self._driver == _NOBODY or work.is_done or self._failure is not None,
+                        None if until is None else until - time.monotonic(),
+                    )
                 if not is_there:
                     self._give_up(work, timeout_s)
         finally:
             if self._callbacks:
                 self._run_callbacks()
-
-    def _await_driver(self, work: SharedWork, until: float | None) -> bool:
-        """Return whether something has changed by that time."""
-        with self._lock:
-            if self._driver == _NOBODY or work.is_done or self._failure is not None:
-                return True
-            return self._wait_for_change(None if until is None else until - time.monotonic())
 
     def _give_up(self, work: SharedWork, timeout_s: float | None) -> None:
         """Raise in this thread alone, unless the call has ended in the last moment, or all calls have failed."""
@@ -258,7 +278,10 @@ class CallQueue(Transport):
         with self._lock:
             if work.is_done or self._failure is not None:
                 return
-            first = self._queue[0].waits_for
+            blocked = self._queue[0]
+            first = blocked.waits_for
+            if not blocked.has_arrived:
+                first = Phase.FINISHED, self._context.count_to_arrive(blocked.number)
         text = self.counters.too_late(*first, f"{self.name} collective {work}", timeout_s, timeout_s)
         raise CollectiveTimeoutError(text + describe_last_calls())
 
@@ -272,9 +295,10 @@ class CallQueue(Transport):
     def _advance(self, until: float | None) -> bool:
         """Advance; return whether anything could be done. Waits only for the first step, until then at the latest."""
         any_step = False
-        if until is not None and self._queue and self._failure is None:
-            any_step = self._step(self._queue[0], blocking=True, until=until)
-        while self._queue and self._failure is None and self._step(self._queue[0], blocking=False):
+        first = self._first()
+        if until is not None and first is not None:
+            any_step = self._step(first, blocking=True, until=until)
+        while (first := self._first()) is not None and self._step(first, blocking=False):
             any_step = True
         return any_step
 
@@ -298,10 +322,12 @@ class CallQueue(Transport):
                 if not work.has_arrived:
                     return False
             phase, count = work.waits_for
-            if not context.counters.all_here(phase, count) and not (
-                blocking and self._is_past(work, phase, count, until)
-            ):
-                return False
+            if not context.counters.all_here(phase, count):
+                if not blocking:
+                    context.counters.look_for_lost(phase, count, lambda: f"{self.name} collective {work}")
+                    return False
+                if not self._is_past(work, phase, count, until):
+                    return False
             following = None
             if work.is_eager:
                 context.run_eager(work)
@@ -393,8 +419,7 @@ class CallQueue(Transport):
             with contextlib.suppress(Exception):  # the calls have failed, and their waits raise the error
                 drove = self._drive(until=time.monotonic() + seconds if seconds else None)
                 if drove is None and seconds:
-                    with self._lock:
-                        self._wait_for_change(seconds)
+                    self._wait_for_change(lambda: self._driver == _NOBODY, seconds)
                 moved = bool(drove)
         self._run_callbacks()  # also those of calls that a thread has ended which now waits for a later one
         return bool(self._queue), moved
@@ -414,7 +439,7 @@ class CallQueue(Transport):
                 f"the ranks are no longer in step. Start again."
             )
         with self._lock:
-            self._failure = failure
+            self._failure = failure = self._failure or failure  # the first says what has happened
             self._callbacks += [functools.partial(each.callback, failure) for each in self._queue if each.callback]
             self._queue.clear()
             self._unarrived.clear()
@@ -428,9 +453,8 @@ class CallQueue(Transport):
         background.forget(self)
         self._fail(PeerLostError(f"rank {self.known_as}: this {self.name} transport has been closed."))
         me = get_ident()
-        with self._lock:
-            while self._driver not in (_NOBODY, me):  # it sees within some hundredths of a second that this rank left
-                self._wait_for_change(None)
+        while self._driver not in (_NOBODY, me):  # it sees within some hundredths of a second that this rank left
+            self._wait_for_change(lambda: self._driver in (_NOBODY, me), None)
         if self._driver == _NOBODY:  # else a handler closes this in the midst of a step
             del self._context, self._segment, self.counters
         self._run_callbacks()

@@ -207,6 +207,7 @@ class ProgressCounters:
         self._waits_for: tuple[Phase, int] | None = None  # what was last waited for, and since when
         self._waits_since = 0.0
         self._has_reported = False
+        self._next_look = 0.0
 
     def pid(self, rank: int) -> int:
         """The process of a rank, also of this one."""
@@ -294,6 +295,20 @@ class ProgressCounters:
             now = time.monotonic()
         self._spin_s = adapt_spin(self._spin_s, now - started, self.policy)
         return True
+
+    def look_for_lost(self, phase: Phase, count: int, what: Callable[[], str]) -> None:
+        """Raise if a rank that has not passed `phase` so often is lost. Looks forty times a second at most.
+
+        For who doesn't wait: a deadline begins with a wait.
+
+        Raises:
+            PeerLostError: A missing rank has died or left.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + self.policy.check_every_s
+        self.check(self._missing(phase, count), what, 0.0, lambda: self.all_here(phase, count))
 
     def _sleep(
         self,

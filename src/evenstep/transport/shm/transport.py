@@ -63,16 +63,20 @@ class SharedMemoryTransport(Lanes):
 
         Raises:
             ConfigurationError: There isn't enough memory; the message has the bytes needed and available.
+            PeerLostError: This transport has been closed.
         """
         if device.type != "cpu" or numel * dtype.itemsize <= EAGER_BYTES:  # an eager call needs no shared tensors
             return torch.zeros(numel, dtype=dtype, device=device)
         with self._lock:
+            if self._is_closed and self._failure is not None:
+                raise self._failure
             return self._context.arena.allocate(numel, dtype)
 
     def set_timeout(self, timeout_s: float) -> None:
         """See `Transport.set_timeout`."""
         super().set_timeout(timeout_s)
-        self.counters.set_timeout(timeout_s)
+        if not self._is_closed:
+            self.counters.set_timeout(timeout_s)
 
     def name_ranks(self, known_as: Sequence[int]) -> None:
         """See `Transport.name_ranks`."""

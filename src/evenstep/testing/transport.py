@@ -222,7 +222,9 @@ class _Checker:
         for one, two in itertools.combinations_with_replacement(range(t.world_size), 2):
             sent[one][two] = sent[two][one] = shared.randint(0, most)
         mine = sent[t.rank]
-        given = [value.split([*each, value.numel() - sum(each)]) for value, each in zip(values, sent, strict=True)]
+        given = [
+            torch.split(value, [*each, value.numel() - sum(each)]) for value, each in zip(values, sent, strict=True)
+        ]
         out = values[t.rank][: sum(mine)].clone()
         t.all_to_all(out, out, mine, mine).wait()
         self._same(out, torch.cat([each[t.rank] for each in given]), f"all_to_all {answers} in place with {sent}")

@@ -132,8 +132,9 @@ def end_in_the_last_moment() -> list[float]:
             other.join(15)
             return False
 
-        transport._await_driver = come_too_late  # type: ignore[method-assign]
+        transport._wait_for_change = come_too_late  # type: ignore[method-assign]
         work.wait(0.3)
+        del transport._wait_for_change
         assert not errors, errors
     else:
         told.barrier().wait()

@@ -2,10 +2,12 @@
 
 An all-reduce, in reading order:
 
-1. `transport`: `SharedMemoryTransport.all_reduce` checks the tensor, makes it flat, and launches a call.
-2. `queue`: `_launch` queues the call and shows its header to the other ranks; `Work.wait` calls `_finish`, which runs
-   the programs of the queue until the call has ended. `progress` has the threads that advance calls for which no thread
-   waits.
+1. `core.transport`: `Transport.run`, as of all transports, checks the call and makes its tensors flat. `transport`:
+   `SharedMemoryTransport._start` makes a `SharedWork` of it. The class is `Lanes` (messages, below), which is a
+   `CallQueue`, which is a `Transport`.
+2. `queue`: `_start_all` queues the call and shows its header to the other ranks; `Work.wait` calls `_finish`, which
+   runs the programs of the queue until the call has ended. `progress` has the thread that advances calls for which no
+   other thread waits.
 3. `collectives`: `ProgramContext` compares the call headers of all ranks. A short tensor is in its rank's slot
    already, and `_eager_all_reduce` adds all of it. A long one has a program, a generator that stops where it needs the
    other ranks: `_all_reduce` reduces one slice of all ranks' tensors (`core.reduction`), and writes it to all.

@@ -1,10 +1,10 @@
 """The calls of one rank over shared memory: started in order, advanced by one thread at a time, ended or failed.
 
-    _start    queues a call, and shows it to the other ranks as soon as there is a slot (`_arrive`)
-    _advance  takes steps of the first call in the queue, as far as the other ranks have come
-    _finish   the same, and waits where a step needs ranks that have not come so far (`Work.wait`)
-    _step     runs the program of a call (`collectives`) to its next sync point, or to its end
-    _fail     ends all calls with an error, for the ranks may be at different points
+    _start_all   queues calls, and shows them to the other ranks as soon as there is a slot (`_arrive`)
+    _advance     takes steps of the first call in the queue, as far as the other ranks have come
+    _finish      the same, and waits where a step needs ranks that have not come so far (`Work.wait`)
+    _step        runs the program of a call (`collectives`) to its next sync point, or to its end
+    _fail        ends all calls with an error, for the ranks may be at different points
 
 [Note: who does the work]
 

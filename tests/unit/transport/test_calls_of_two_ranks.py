@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -160,3 +162,35 @@ def test_a_handler_may_close_a_transport_while_the_thread_is_being_woken(pair: l
     thread.start()
     thread.join(10.0)
     assert closed == [os.getpid()]
+
+
+PROGRAM = """
+import threading, time
+import torch
+import torch.distributed as dist
+from evenstep.transport.core.store_gather import StoreGather
+from evenstep.transport.shm.handshake import connect_shared_memory
+
+store, made, has_begun = dist.HashStore(), {}, threading.Event()
+
+def connect(rank):
+    made[rank] = connect_shared_memory(StoreGather(store, rank, 2, timeout_s=20), timeout_s=20)
+
+threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+
+def call_back(error):
+    has_begun.set()
+    time.sleep(0.3)
+    print("ended", error, flush=True)
+
+made[0].all_reduce(torch.ones(3)).add_done_callback(call_back)
+made[1].all_reduce(torch.ones(3))
+has_begun.wait(20)
+"""
+
+
+def test_a_callback_that_runs_as_the_process_ends_is_finished() -> None:
+    """Python ends threads wherever they are; inside C++, as in a future's callback, that is std::terminate."""
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "ended None\n"), ended.stderr

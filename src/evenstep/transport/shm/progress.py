@@ -9,6 +9,7 @@ pass, takes its future, and waits for that in C++, where no code of ours runs.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -65,13 +66,18 @@ class Background:
         """Stop advancing the calls of a transport, which is being closed."""
         with self._lock:
             self._attended.discard(transport)
-            thread = self._thread
-            if self._attended or thread is None or thread is threading.current_thread():
+            if self._attended:
                 return
-            self._thread = None
+        self.stop()
+
+    def stop(self) -> None:
+        """End the thread behind what it does, also as the process ends: inside C++ python would abort the process."""
+        with self._lock:
+            thread, self._thread = self._thread, None
             self._end.set()
             self._wake.set()
-        thread.join(timeout=1.0)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout=1.0)
 
     def wake(self) -> None:
         """Have the thread look at once: a call is in flight, or has a callback."""
@@ -133,4 +139,5 @@ class Background:
 
 
 background = Background()
+atexit.register(lambda: background.stop())
 os.register_at_fork(after_in_child=background.disown)

@@ -498,6 +498,44 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path, way: str) -> None:
     )
 
 
+ONE_OF_THREE_KILLED = """
+import os, signal, sys, time
+import torch, torch.distributed as dist, evenstep
+rank, numel, by_future = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "True"
+dist.init_process_group("evenstep", store=dist.FileStore(sys.argv[1], 3), rank=rank, world_size=3)
+dist.barrier()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 2:
+    time.sleep(0.5)  # meanwhile rank 0 looks several times which ranks can still send
+    dist.send(torch.full((numel,), 2.0), 0)
+else:
+    work = dist.group.WORLD.recv([tensor := torch.zeros(numel)], None, 0)
+    (work.get_future() if by_future else work).wait()
+    print(f"got {tensor.unique().tolist()} from rank {work._source_rank()}", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("by_future", [False, True])
+@pytest.mark.parametrize("numel", [SHORT, LONG])
+def test_a_message_of_any_rank_comes_from_those_that_live(tmp_path: Path, numel: int, by_future: bool) -> None:
+    """A killed rank can't send any more; another rank does, while the receiver waits."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", ONE_OF_THREE_KILLED, str(tmp_path / "store"), str(rank), str(numel), str(by_future)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(3)
+    ]
+    told = [process.communicate(timeout=60)[0] for process in started]
+    assert [each.returncode for each in started] == [0, -signal.SIGKILL, 0], told
+    assert told[0] == "got [2.0] from rank 2\n"
+
+
 def never_received() -> list[str]:
     """What the ranks say at the end of a group of messages that nobody has received."""
     group = make_group()

@@ -51,7 +51,7 @@ from evenstep.transport.core.header import DTYPES, unpack_text
 from evenstep.transport.core.last_calls import describe_last_calls
 from evenstep.transport.core.validation import Arguments
 from evenstep.transport.shm.allocator import Views
-from evenstep.transport.shm.peers import PeerProcess
+from evenstep.transport.shm.peers import PeerProcess, PeerWatch
 from evenstep.transport.shm.progress import background
 from evenstep.transport.shm.queue import CallQueue
 from evenstep.transport.shm.segment import (
@@ -175,6 +175,7 @@ class Lanes(CallQueue):
         self.known_as_all: Sequence[int] = range(size)
         first = segment.common.address + segment.layout.semaphores
         self._peers = [peer for peer in range(size) if peer != rank]
+        self._watch = PeerWatch([each for each in processes if each.rank != rank])
         self._written_out, self._read_out = zip(
             *(lane_semaphores(first, size, rank, r) for r in range(size)), strict=True
         )
@@ -485,7 +486,10 @@ class Lanes(CallQueue):
         """The ranks that a message waits for; of those that it may come from, the ones that can still send it."""
         if message.peer is not None:
             return [message.peer]
-        return [peer for peer in self._peers if not counters.has_left(peer)] or self._peers
+        return [peer for peer in self._peers if not self._is_lost(peer, counters)] or self._peers
+
+    def _is_lost(self, peer: int, counters: ProgressCounters) -> bool:
+        return counters.has_left(peer) or self._watch.is_gone(peer)
 
     def _check(self, message: Message, counters: ProgressCounters) -> None:
         """Raise if the other rank is lost, or has been waited for too long: all calls and messages have failed then."""

@@ -593,6 +593,53 @@ def test_a_full_ring_blocks_nobody_but_who_waits_for_its_message(ranks: RankPool
     ranks.run(full_ring, 2)
 
 
+def taken_while_the_ring_is_full(refuses: bool) -> str:
+    """Rank 1 fills its ring to rank 0, takes or refuses its long message, and leaves; what rank 0 is told."""
+    group = make_group()
+    told = ""
+    if group.rank() == 0:
+        long = dist.isend(torch.full((LONG,), 2.0), group=group, group_dst=1)
+        assert long is not None
+        with group._shared._messages:  # as in a long call that keeps the interpreter: nobody reads the ring meanwhile
+            dist.barrier()
+            dist.barrier()
+            time.sleep(0.3)
+        try:
+            long.wait()
+            for each in range(NUM_RECORDS):
+                dist.recv(tensor := torch.zeros(1), group=group, group_src=1, tag=7)
+                assert tensor.item() == each
+        except EvenstepError as error:
+            told = str(error)
+    else:
+        dist.barrier()
+        for each in range(NUM_RECORDS):
+            dist.send(torch.full((1,), float(each)), group=group, group_dst=0, tag=7)
+        dist.barrier()
+        tensor = torch.zeros(LONG - refuses)
+        if refuses:
+            with pytest.raises(MismatchError):
+                dist.recv(tensor, group=group, group_src=0)
+        else:
+            dist.recv(tensor, group=group, group_src=0)
+            assert tensor.eq(2).all()
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if group.rank() == 0:
+        dist.destroy_process_group(group)
+    return told
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_an_answer_for_which_the_ring_has_no_room_is_not_lost_as_a_rank_leaves(ranks: RankPool, refuses: bool) -> None:
+    """The sender of a long message learns that it was received, or why not."""
+    told, _ = ranks.run(taken_while_the_ring_is_full, 2, refuses)
+    if refuses:
+        assert f"rank 0 sends {LONG} float32 to rank 1, tag 0, which receives {LONG - 1} float32" in told
+    else:
+        assert told == ""
+
+
 # ---------------------------------------------------------------------- interrupts
 
 

@@ -8,7 +8,8 @@ message, or the answer to one that came on the lane of the other direction.
     receive    The receiver takes all records that have come, and keeps messages that no `receive` has asked for
                (`_unread`): so messages are received by source and tag, in any order.
     answer     The receiver copies a long message to its tensor and answers TAKEN; then the sender's memory is free. It
-               answers REFUSED, with the text of an error, where dtype or number of elements differ.
+               answers REFUSED, with the text of an error, where dtype or number of elements differ. Before it leaves,
+               it waits some seconds for room in the ring for its answers.
 
 A short message is sent once its record is in the ring, a long one once it is taken: so nobody's memory grows without
 bound. All of this happens in moments, in whichever thread calls or waits, or in the process's one thread (`progress`),
@@ -79,6 +80,8 @@ SHORT_BYTES = RECORD_BYTES - _DATA_OFFSET
 _IN_RECORD = (1 << 64) - 1  # the place of a short message
 _MESSAGE, _TAKEN, _REFUSED = range(3)
 _NUM_NAMED = 4
+_LONGEST_FLUSH_S = 5.0
+_FLUSH_EVERY_S = 0.005
 _SPARE_BYTES = 64 << 20  # to allocate memory for a message takes longer than to copy it
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -386,6 +389,7 @@ class Lanes(CallQueue):
                 f"Both have the same number of elements and dtype."
             )
             self._answer(arrived, _REFUSED, to_tensor(text.encode()))
+            self._flush_answers(lambda: self._write_all(arrived.sender))
             raise MismatchError(text)
         _memmove(flat.data_ptr(), data.data_ptr(), flat.nbytes)
         if arrived.place != _IN_RECORD:
@@ -400,6 +404,21 @@ class Lanes(CallQueue):
     def _answer(self, arrived: _Arrived, kind: int, data: Tensor) -> None:
         self._outbox[arrived.sender].append((kind, 0, data, arrived.number, None))
         self._write_all(arrived.sender)
+
+    def _flush_answers(self, advance: Callable[[], object]) -> None:
+        """Write the answers that wait for room, for at most some seconds: else their receivers lose this rank."""
+        until = time.monotonic() + _LONGEST_FLUSH_S
+        while self._has_answers() and time.monotonic() < until:
+            advance()
+            time.sleep(_FLUSH_EVERY_S)
+
+    def _has_answers(self) -> bool:
+        """Whether an answer waits for room in the ring of a rank that can still read it."""
+        with self._messages:
+            return any(
+                any(kind != _MESSAGE for kind, *_ in outbox) and not self._is_lost(peer, self.counters)
+                for peer, outbox in self._outbox.items()
+            )
 
     def _end_message(self, message: Message) -> None:
         message.is_done = True
@@ -585,6 +604,7 @@ class Lanes(CallQueue):
             return
         try:
             self._guarded(self._advance_lanes)
+            self._flush_answers(lambda: self._guarded(self._advance_lanes))
             self._name_unread()
         except MismatchError as refusal:
             say(f"evenstep: {refusal}")

@@ -23,7 +23,7 @@ import evenstep
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, EvenstepError, MismatchError, PeerLostError
 from evenstep.testing import RankPool
 from evenstep.transport import fallback
-from evenstep.transport.shm import lanes
+from evenstep.transport.shm import lanes, progress
 from evenstep.transport.shm.lanes import SHORT_BYTES
 from evenstep.transport.shm.segment import NUM_RECORDS
 from tests.sockets import listening
@@ -638,6 +638,38 @@ def test_an_answer_for_which_the_ring_has_no_room_is_not_lost_as_a_rank_leaves(r
         assert f"rank 0 sends {LONG} float32 to rank 1, tag 0, which receives {LONG - 1} float32" in told
     else:
         assert told == ""
+
+
+def broken_in_the_background() -> None:
+    """The process's thread can't map a ring, and goes on."""
+    group = make_group()
+    if group.rank() == 0:
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(12, "no memory, says the test")
+
+        mapping, lanes.Mapping = lanes.Mapping, refuse  # type: ignore[misc,assignment]
+        try:
+            future = group.recv([torch.zeros(3)], 1, 0).get_future()
+            dist.barrier()
+            with pytest.raises(RuntimeError, match="interrupted by OSError"):
+                future.wait()
+        finally:
+            lanes.Mapping = mapping  # type: ignore[misc]
+        time.sleep(0.1)
+        thread = progress.background._thread
+        assert thread is not None
+        assert thread.is_alive()
+    else:
+        dist.barrier()
+        dist.send(torch.ones(3), group=group, group_dst=0)
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def test_an_error_of_the_system_does_not_end_the_thread_of_the_process(ranks: RankPool) -> None:
+    """It advances the calls of all other groups, too."""
+    ranks.run(broken_in_the_background, 2)
 
 
 # ---------------------------------------------------------------------- interrupts

@@ -562,7 +562,7 @@ class Lanes(CallQueue):
         if not is_in_flight:
             return super().help(seconds)
         has_calls, has_moved = super().help(0.0 if listened else seconds)
-        with contextlib.suppress(EvenstepError):  # all have failed, and their waits raise the error
+        with contextlib.suppress(Exception):  # all have failed, and their waits raise the error
             counters = self._guarded(lambda: self.counters)
             has_moved = self._guarded(self._advance_lanes) or has_moved
             if listened and seconds and not has_calls:
@@ -620,9 +620,12 @@ class Lanes(CallQueue):
     def _name_unread(self) -> None:
         """Name what was sent to this rank and not received, and what this rank couldn't send: nobody will."""
         known_as = self.known_as_all
-        named = [(each.tag, each.data, known_as[each.sender], self.known_as) for each in self._unread]
-        for to, outbox in self._outbox.items():
-            named += [(tag, data, self.known_as, known_as[to]) for kind, tag, data, *_ in outbox if kind == _MESSAGE]
+        with self._messages:
+            named = [(each.tag, each.data, known_as[each.sender], self.known_as) for each in self._unread]
+            for to, outbox in self._outbox.items():
+                named += [
+                    (tag, data, self.known_as, known_as[to]) for kind, tag, data, *_ in outbox if kind == _MESSAGE
+                ]
         if not named:
             return
         texts = [

@@ -672,6 +672,38 @@ def test_an_error_of_the_system_does_not_end_the_thread_of_the_process(ranks: Ra
     ranks.run(broken_in_the_background, 2)
 
 
+def polled(is_killed: bool) -> str:
+    """What ends a loop that polls a receive: the peer's end, or the deadline."""
+    group = make_group(timeout_s=60 if is_killed else 0.5)
+    told = ""
+    dist.barrier()
+    if group.rank() == 0:
+        arriving = dist.irecv(torch.zeros(3), group=group, group_src=1)
+        assert arriving is not None
+        if is_killed:
+            group._shared.counters._watch.is_gone = lambda rank: True
+        until = time.monotonic() + 20
+        while not arriving.is_completed():
+            assert time.monotonic() < until, "the loop doesn't end"
+            time.sleep(0.005)
+        told = f"{type(arriving.exception()).__name__}: {arriving.exception()}"
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if group.rank() == 1:
+        dist.destroy_process_group(group)
+    return told
+
+
+def test_a_loop_that_polls_ends_with_the_error(ranks: RankPool) -> None:
+    """`is_completed` becomes true when the other rank has died, and at the deadline; `exception` is the error."""
+    told, _ = ranks.run(polled, 2, True)
+    assert told.startswith("PeerLostError: rank 0 lost rank 1")
+    assert "whose process has ended" in told
+    told, _ = ranks.run(polled, 2, False)
+    assert told.startswith("CollectiveTimeoutError: rank 0 waited")
+    assert "Missing: rank 1" in told
+
+
 # ---------------------------------------------------------------------- interrupts
 
 

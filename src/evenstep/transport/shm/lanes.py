@@ -121,7 +121,8 @@ class Message:
         is_done: It is sent, or there.
         callback: Called once at its end, with the error if there was one.
         memory: Holds the copy of a long message that is sent.
-        waits_since: When somebody began to wait for it.
+        waits_since: When somebody first looked whether the other rank is still there.
+        checked_at: When somebody last did.
         is_reported: That it has taken long.
     """
 
@@ -135,6 +136,7 @@ class Message:
     callback: Callable[[EvenstepError | None], object] | None = None
     memory: Tensor | None = None
     waits_since: float | None = None
+    checked_at: float = 0.0
     is_reported: bool = False
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -449,9 +451,8 @@ class Lanes(CallQueue):
         try:
             counters = self._guarded(lambda: self.counters)  # held: they keep the memory mapped
             policy = counters.policy
-            began = now = looked_at = time.monotonic()
+            began = now = time.monotonic()
             until = None if timeout_s is None else began + timeout_s
-            message.waits_since = message.waits_since or began
             num_tries = 0
             while not self._guarded(self._is_over, message):
                 num_tries += 1
@@ -465,9 +466,7 @@ class Lanes(CallQueue):
                     continue
                 longest = policy.check_every_s
                 self._sleep(message, longest if until is None else min(longest, until - now))
-                if now > looked_at + longest:
-                    looked_at = now
-                    self._check(message, counters)
+                self._check(message, counters)
             self._spin_message_s = adapt_spin(self._spin_message_s, now - began, policy)
         except EvenstepError:
             raise
@@ -511,9 +510,17 @@ class Lanes(CallQueue):
         return counters.has_left(peer) or self._watch.is_gone(peer)
 
     def _check(self, message: Message, counters: ProgressCounters) -> None:
-        """Raise if the other rank is lost, or has been waited for too long: all calls and messages have failed then."""
-        assert message.waits_since is not None
-        waited_s = time.monotonic() - message.waits_since
+        """Raise if the other rank is lost, or has been waited for too long: all calls and messages have failed then.
+
+        Looks at it every `check_every_s`, however often this is called.
+        """
+        now = time.monotonic()
+        if message.waits_since is None:
+            message.waits_since = message.checked_at = now
+        if now < message.checked_at + counters.policy.check_every_s:
+            return
+        message.checked_at = now
+        waited_s = now - message.waits_since
         missing = self._missing(message, counters)
         try:
             counters.check(missing, message.__str__, waited_s, lambda: self._guarded(self._is_over, message))
@@ -527,7 +534,10 @@ class Lanes(CallQueue):
     def _poll_message(self, message: Message) -> bool:
         """Take what has come; return whether the message is done, or has failed."""
         try:
-            return self._guarded(self._is_over, message)
+            if self._guarded(self._is_over, message):
+                return True
+            self._check(message, self._guarded(lambda: self.counters))
+            return False
         except EvenstepError:
             return True
         finally:
@@ -538,7 +548,6 @@ class Lanes(CallQueue):
             is_open = not message.is_done and self._failure is None
             if is_open:
                 message.callback = callback
-                message.waits_since = time.monotonic()
                 self._listened.add(message)
         if is_open:
             background.wake()

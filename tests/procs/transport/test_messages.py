@@ -704,6 +704,48 @@ def test_a_loop_that_polls_ends_with_the_error(ranks: RankPool) -> None:
     assert "Missing: rank 1" in told
 
 
+def beside_a_future(both: bool) -> None:
+    """A receive with a callback and an all-reduce are in flight: the thread sleeps, and ends both."""
+    group = make_group()
+    if group.rank() == 0:
+        num_slept, take = 0, lanes.take
+
+        def count(*arguments: Any) -> bool:
+            nonlocal num_slept
+            num_slept += 1
+            return take(*arguments)
+
+        lanes.take = count
+        try:
+            arriving = group.recv([tensor := torch.zeros(3)], 1, 0).get_future()
+            total = torch.ones(1)
+            work = dist.all_reduce(total, group=group, async_op=True)
+            assert work is not None
+            future = work.get_future() if both else None
+            num_slept, until = 0, time.monotonic() + 20
+            while num_slept < 3:
+                assert time.monotonic() < until, "the thread doesn't sleep"
+                time.sleep(0.005)
+        finally:
+            lanes.take = take
+        dist.barrier()
+        arriving.wait()
+        (future or work).wait()
+        assert tensor.eq(1).all()
+        assert total.item() == 2
+    else:
+        dist.barrier()
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.send(torch.ones(3), group=group, group_dst=0)
+    end_group(group)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_the_thread_sleeps_while_a_message_and_a_collective_are_in_flight(ranks: RankPool, both: bool) -> None:
+    """It looked at both without a pause, and took the core from the thread that computes."""
+    ranks.run(beside_a_future, 2, both)
+
+
 # ---------------------------------------------------------------------- interrupts
 
 

@@ -82,6 +82,7 @@ _MESSAGE, _TAKEN, _REFUSED = range(3)
 _NUM_NAMED = 4
 _LONGEST_FLUSH_S = 5.0
 _FLUSH_EVERY_S = 0.005
+_TURN_S = 0.001  # of messages and of collectives, where both have callbacks
 _SPARE_BYTES = 64 << 20  # to allocate memory for a message takes longer than to copy it
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -570,12 +571,14 @@ class Lanes(CallQueue):
             is_in_flight = has_receives or bool(self._not_taken) or any(self._outbox.values())
         if not is_in_flight:
             return super().help(seconds)
-        has_calls, has_moved = super().help(0.0 if listened else seconds)
+        is_shared = bool(listened) and super().has_callbacks
+        turn_s = min(seconds, _TURN_S) if is_shared else seconds
+        has_moved = super().help(turn_s if is_shared or not listened else 0.0)[1]
         with contextlib.suppress(Exception):  # all have failed, and their waits raise the error
             counters = self._guarded(lambda: self.counters)
             has_moved = self._guarded(self._advance_lanes) or has_moved
-            if listened and seconds and not has_calls:
-                self._sleep(listened[0], seconds)
+            if listened and seconds:
+                self._sleep(listened[0], turn_s)
             elif not seconds:
                 for message in listened:
                     self._check(message, counters)

@@ -11,8 +11,9 @@ message, or the answer to one that came on the lane of the other direction.
                answers REFUSED, with the text of an error, where dtype or number of elements differ. Before it leaves,
                it waits some seconds for room in the ring for its answers.
 
-A short message is sent once its record is in the ring, a long one once it is taken: so nobody's memory grows without
-bound. All of this happens in moments, in whichever thread calls or waits, or in the process's one thread (`progress`),
+A short message is sent once its record is in the ring, a long one once it is taken. Short ones that nobody has asked for
+stay in the receiver's memory, without bound: it has to read on, for an answer to a message of its own may lie behind
+them. A long one stays in its sender's zone. All of this happens in moments, in whichever thread calls or waits, or in the process's one thread (`progress`),
 and nothing in the queue of collectives waits for it.
 
 [Note: signals of a lane]

@@ -216,11 +216,16 @@ class Lanes(CallQueue):
 
         Raises:
             ConfigurationError: There isn't enough memory for a copy; nothing was sent.
+            PeerLostError: The rank has left; nothing was sent. Or all calls and messages have failed.
         """
         flat, _ = self._own_arguments.flatten(tensor)
         message = Message(self, flat, dst, tag, is_sent=True)
         place = self._stage(message) if flat.nbytes > SHORT_BYTES else _IN_RECORD
-        self._guarded(self._send, dst, message, place)
+        if not self._guarded(self._send, dst, message, place):
+            peer = self.known_as_all[dst]
+            raise PeerLostError(
+                f"rank {self.known_as} can't start a {message}: rank {peer} has given up, or closed its end of the group."
+            )
         return self._started(message)
 
     def receive(self, tensor: Tensor, src: int | None, tag: int = 0) -> tuple[Message, list[tuple[Tensor, Tensor]]]:
@@ -261,13 +266,13 @@ class Lanes(CallQueue):
         _memmove(memory.data_ptr(), address, num_bytes)
         return place
 
-    def _send(self, peer: int, message: Message, place: int) -> None:
-        if self._segment.has_left(peer):
-            raise PeerLostError(
-                f"rank {self.known_as} can't {message}, which has given up, or closed its end of the group."
-            )
-        self._outbox[peer].append((_MESSAGE, message.tag, message.flat, place, message))
-        self._advance_lanes()
+    def _send(self, peer: int, message: Message, place: int) -> bool:
+        """Whether the rank is there to read the message."""
+        is_there = not self._segment.has_left(peer)
+        if is_there:
+            self._outbox[peer].append((_MESSAGE, message.tag, message.flat, place, message))
+        self._advance_lanes()  # also where it has left: perhaps because it refused a message
+        return is_there
 
     def _receive(self, message: Message) -> None:
         self._advance_lanes()

@@ -11,10 +11,11 @@ message, or the answer to one that came on the lane of the other direction.
                answers REFUSED, with the text of an error, where dtype or number of elements differ. Before it leaves,
                it waits some seconds for room in the ring for its answers.
 
-A short message is sent once its record is in the ring, a long one once it is taken. Short ones that nobody has asked for
-stay in the receiver's memory, without bound: it has to read on, for an answer to a message of its own may lie behind
-them. A long one stays in its sender's zone. All of this happens in moments, in whichever thread calls or waits, or in the process's one thread (`progress`),
-and nothing in the queue of collectives waits for it.
+A short message is sent once its record is in the ring, a long one once it is taken. Short messages that no `receive`
+has asked for stay in the receiver's memory, however many there are: the receiver has to read on, because an answer to
+its own long message may lie behind them. A long message stays in its sender's zone. All of this happens in moments, in
+whichever thread calls or waits, or in the process's one thread (`progress`), and nothing in the queue of collectives
+waits for it.
 
 [Note: signals of a lane]
 
@@ -222,9 +223,9 @@ class Lanes(CallQueue):
         message = Message(self, flat, dst, tag, is_sent=True)
         place = self._stage(message) if flat.nbytes > SHORT_BYTES else _IN_RECORD
         if not self._guarded(self._send, dst, message, place):
-            peer = self.known_as_all[dst]
             raise PeerLostError(
-                f"rank {self.known_as} can't start a {message}: rank {peer} has given up, or closed its end of the group."
+                f"rank {self.known_as} can't start a {message}: rank {self.known_as_all[dst]} has given up, or closed "
+                f"its end of the group."
             )
         return self._started(message)
 

@@ -399,7 +399,7 @@ class Lanes(CallQueue):
                 f"Both have the same number of elements and dtype."
             )
             self._answer(arrived, _REFUSED, to_tensor(text.encode()))
-            self._flush_answers(lambda: self._write_all(arrived.sender))
+            self._flush_answers(lambda: [self._write_all(peer) for peer in self._peers])
             raise MismatchError(text)
         _memmove(flat.data_ptr(), data.data_ptr(), flat.nbytes)
         if arrived.place != _IN_RECORD:
@@ -584,7 +584,7 @@ class Lanes(CallQueue):
         with contextlib.suppress(Exception):  # all have failed, and their waits raise the error
             counters = self._guarded(lambda: self.counters)
             has_moved = self._guarded(self._advance_lanes) or has_moved
-            if listened and seconds:
+            if listened and seconds and not has_moved:
                 self._sleep(listened[0], turn_s)
             elif not seconds:
                 for message in listened:

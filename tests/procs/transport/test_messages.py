@@ -600,7 +600,7 @@ def taken_while_the_ring_is_full(refuses: bool) -> str:
     if group.rank() == 0:
         long = dist.isend(torch.full((LONG,), 2.0), group=group, group_dst=1)
         assert long is not None
-        with group._shared._messages:  # as in a long call that keeps the interpreter: nobody reads the ring meanwhile
+        with group._shared._lanes_lock:  # as in a long call that keeps the interpreter: nobody reads the ring
             dist.barrier()
             dist.barrier()
             time.sleep(0.3)

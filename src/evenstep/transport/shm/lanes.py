@@ -19,11 +19,11 @@ waits for it.
 
 [Note: signals of a lane]
 
-Each lane has two semaphores: records written, and records read. Both are taken and counted under `_messages`, the lock
-of all lanes of this rank, so that no thread takes what another one counts. A rank that has nothing to do sleeps on its
-doorbell, which every other rank rings after each record that it has written or read. A ring says only that something
-has happened: it is never counted, so it doesn't matter which thread it wakes. Whoever leaves by an exception in the
-middle of that may leave a signal uncounted, or a record half written, and so fails the transport, on all ranks.
+Each lane has two semaphores: records written, and records read. Both are taken and counted under `_lanes_lock`, the
+lock of all lanes of this rank, so that no thread takes what another one counts. A rank that has nothing to do sleeps on
+its doorbell, which every other rank rings after each record that it has written or read. A ring says only that
+something has happened: it is never counted, so it doesn't matter which thread it wakes. Whoever leaves by an exception
+in the middle of that may leave a signal uncounted, or a record half written, and so fails the transport, on all ranks.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _memmove = ctypes.memmove
 _Result = TypeVar("_Result")
 
 
-class _Arrived(NamedTuple):
+class _Incoming(NamedTuple):
     """A message that has come.
 
     Attributes:
@@ -198,14 +198,14 @@ class Lanes(CallQueue):
         self._outbox: dict[int, deque[tuple[Any, ...]]] = {peer: deque() for peer in self._peers}
         self._not_taken: dict[tuple[int, int], Message] = {}  # long ones that are sent: by receiver and number
         self._receives: list[weakref.ref[Message]] = []  # in order; who drops one doesn't want it any more
-        self._unread: list[_Arrived] = []  # messages that no `receive` has asked for, in order
+        self._unread: list[_Incoming] = []  # messages that no `receive` has asked for, in order
         self._listened: set[Message] = set()  # those that have a callback
         self._spare: list[Tensor] = []  # [bytes]: memory of long messages that have been taken, for the next ones
         self._mapped: dict[tuple[int, int], Mapping] = {}
         self._views: Views | None = Views(segment)
         self._own_arguments = Arguments(self.name, rank, size)  # whose refusals concern no other rank
-        self._messages = threading.RLock()
-        self._moved = threading.Condition(self._messages)
+        self._lanes_lock = threading.RLock()
+        self._lanes_changed = threading.Condition(self._lanes_lock)
         self._is_moving = False
         self._is_asleep = False
         self._spin_message_s = policy.spin_s
@@ -252,7 +252,7 @@ class Lanes(CallQueue):
     def _stage(self, message: Message) -> int:
         """The place of a long message in this rank's zone, to which it is copied unless it lies there."""
         address, num_bytes = message.flat.data_ptr(), message.flat.nbytes
-        with self._messages, self._lock:
+        with self._lanes_lock, self._lock:
             if self._failure is not None:
                 raise self._failure
             arena = self._context.arena
@@ -288,7 +288,7 @@ class Lanes(CallQueue):
 
     def _guarded(self, action: Callable[..., _Result], *arguments: Any) -> _Result:
         """Run what moves records, under the lock. Whatever leaves it by an exception fails all calls and messages."""
-        with self._messages, outside_transforms():
+        with self._lanes_lock, outside_transforms():
             try:
                 if self._failure is not None:
                     raise self._failure
@@ -315,7 +315,7 @@ class Lanes(CallQueue):
                 has_moved = True
             has_moved = self._write_all(peer) or has_moved
         if has_moved:
-            self._moved.notify_all()
+            self._lanes_changed.notify_all()
         return has_moved
 
     def _write_all(self, peer: int) -> bool:
@@ -368,17 +368,17 @@ class Lanes(CallQueue):
             self._end_message(self._not_taken.pop((peer, place)))
         elif kind == _MESSAGE and place != _IN_RECORD:
             assert self._views is not None
-            self._arrive_at(_Arrived(peer, number, tag, place, self._views.zone(peer, place, DTYPES[dtype], numel)))
+            self._accept(_Incoming(peer, number, tag, place, self._views.zone(peer, place, DTYPES[dtype], numel)))
         else:
             data = lane.tensor(offset + _DATA_OFFSET, DTYPES[dtype], numel)
             if kind == _REFUSED:
                 raise MismatchError(unpack_text(to_bytes(data)))
-            self._arrive_at(_Arrived(peer, number, tag, place, data))
+            self._accept(_Incoming(peer, number, tag, place, data))
         self._num_read[peer] = expected + 1
         sem_post(self._read_in[peer])
         sem_post(self._doorbells[peer])
 
-    def _arrive_at(self, arrived: _Arrived) -> None:
+    def _accept(self, arrived: _Incoming) -> None:
         """Deliver a message to the first that asks for it, or keep it."""
         receives = [each for ref in self._receives if (each := ref()) is not None]
         message = next((each for each in receives if _fits(arrived, each)), None)
@@ -390,7 +390,7 @@ class Lanes(CallQueue):
         else:
             self._unread.append(arrived)
 
-    def _deliver(self, arrived: _Arrived, message: Message) -> None:
+    def _deliver(self, arrived: _Incoming, message: Message) -> None:
         """Copy a message to where it goes."""
         flat, data, me, sender = message.flat, arrived.data, self.known_as, self.known_as_all[arrived.sender]
         if (data.dtype, data.numel()) != (flat.dtype, flat.numel()):
@@ -411,7 +411,7 @@ class Lanes(CallQueue):
         message.source = arrived.sender
         self._end_message(message)
 
-    def _answer(self, arrived: _Arrived, kind: int, data: Tensor) -> None:
+    def _answer(self, arrived: _Incoming, kind: int, data: Tensor) -> None:
         self._outbox[arrived.sender].append((kind, 0, data, arrived.number, None))
         self._write_all(arrived.sender)
 
@@ -424,7 +424,7 @@ class Lanes(CallQueue):
 
     def _has_answers(self) -> bool:
         """Whether an answer waits for room in the ring of a rank that can still read it."""
-        with self._messages:
+        with self._lanes_lock:
             return any(
                 any(kind != _MESSAGE for kind, *_ in outbox) and not self._is_lost(peer, self.counters)
                 for peer, outbox in self._outbox.items()
@@ -488,11 +488,11 @@ class Lanes(CallQueue):
 
     def _sleep(self, message: Message, timeout_s: float) -> None:
         """Sleep until something happens, or this message is done: one thread on the doorbell, the others behind it."""
-        with self._messages:
+        with self._lanes_lock:
             if message.is_done or self._failure is not None:
                 return
             if self._is_asleep:
-                self._moved.wait(timeout_s)
+                self._lanes_changed.wait(timeout_s)
                 return
             self._is_asleep = True
         bell = self._doorbells[self.rank]
@@ -504,9 +504,9 @@ class Lanes(CallQueue):
                 take(bell, timeout_s)
         finally:
             heartbeat.mark_waiting(False)
-            with self._messages:
+            with self._lanes_lock:
                 self._is_asleep = False
-                self._moved.notify_all()
+                self._lanes_changed.notify_all()
 
     def _missing(self, message: Message, counters: ProgressCounters) -> list[int]:
         """The ranks that a message waits for; of those that it may come from, the ones that can still send it."""
@@ -552,7 +552,7 @@ class Lanes(CallQueue):
             self._run_callbacks()
 
     def _listen(self, message: Message, callback: Callable[[EvenstepError | None], object]) -> None:
-        with self._messages:
+        with self._lanes_lock:
             is_open = not message.is_done and self._failure is None
             if is_open:
                 message.callback = callback
@@ -572,7 +572,7 @@ class Lanes(CallQueue):
 
     def help(self, seconds: float) -> tuple[bool, bool]:
         """See `Attended`."""
-        with self._messages:
+        with self._lanes_lock:
             listened = list(self._listened)
             has_receives = any(ref() is not None for ref in self._receives)
             is_in_flight = has_receives or bool(self._not_taken) or any(self._outbox.values())
@@ -604,7 +604,7 @@ class Lanes(CallQueue):
             except EvenstepError:
                 pass
         super()._fail(error)
-        with self._messages:
+        with self._lanes_lock:
             self._callbacks += [
                 functools.partial(each.callback, self._failure) for each in self._listened if each.callback
             ]
@@ -613,7 +613,7 @@ class Lanes(CallQueue):
             self._receives.clear()
             for outbox in self._outbox.values():
                 outbox.clear()
-            self._moved.notify_all()
+            self._lanes_changed.notify_all()
         if self._is_asleep:
             sem_post(self._doorbells[self.rank])
 
@@ -630,7 +630,7 @@ class Lanes(CallQueue):
         except EvenstepError:  # the calls and messages have failed: there is more to say than that
             pass
         super().close()
-        with self._messages:
+        with self._lanes_lock:
             self._views = None
             self._mapped.clear()
             self._unread.clear()
@@ -639,7 +639,7 @@ class Lanes(CallQueue):
     def _name_unread(self) -> None:
         """Name what was sent to this rank and not received, and what this rank couldn't send: nobody will."""
         known_as = self.known_as_all
-        with self._messages:
+        with self._lanes_lock:
             named = [(each.tag, each.data, known_as[each.sender], self.known_as) for each in self._unread]
             for to, outbox in self._outbox.items():
                 named += [
@@ -657,14 +657,14 @@ class Lanes(CallQueue):
     def disown(self) -> None:
         """See `CallQueue.disown`."""
         super().disown()
-        self._messages = threading.RLock()
-        self._moved = threading.Condition(self._messages)
+        self._lanes_lock = threading.RLock()
+        self._lanes_changed = threading.Condition(self._lanes_lock)
         self._is_moving = self._is_asleep = False
         self._receives = []
         self._listened = set()
 
 
-def _fits(arrived: _Arrived, message: Message) -> bool:
+def _fits(arrived: _Incoming, message: Message) -> bool:
     return arrived.tag == message.tag and message.peer in (None, arrived.sender)
 
 

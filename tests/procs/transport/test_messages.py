@@ -23,7 +23,7 @@ import evenstep
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, EvenstepError, MismatchError, PeerLostError
 from evenstep.testing import RankPool
 from evenstep.transport import fallback
-from evenstep.transport.shm import lanes
+from evenstep.transport.shm import lanes, progress
 from evenstep.transport.shm.lanes import SHORT_BYTES
 from evenstep.transport.shm.segment import NUM_RECORDS
 from tests.sockets import listening
@@ -498,6 +498,44 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path, way: str) -> None:
     )
 
 
+ONE_OF_THREE_KILLED = """
+import os, signal, sys, time
+import torch, torch.distributed as dist, evenstep
+rank, numel, by_future = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "True"
+dist.init_process_group("evenstep", store=dist.FileStore(sys.argv[1], 3), rank=rank, world_size=3)
+dist.barrier()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 2:
+    time.sleep(0.5)  # meanwhile rank 0 looks several times which ranks can still send
+    dist.send(torch.full((numel,), 2.0), 0)
+else:
+    work = dist.group.WORLD.recv([tensor := torch.zeros(numel)], None, 0)
+    (work.get_future() if by_future else work).wait()
+    print(f"got {tensor.unique().tolist()} from rank {work._source_rank()}", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("by_future", [False, True])
+@pytest.mark.parametrize("numel", [SHORT, LONG])
+def test_a_message_of_any_rank_comes_from_those_that_live(tmp_path: Path, numel: int, by_future: bool) -> None:
+    """A killed rank can't send any more; another rank does, while the receiver waits."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", ONE_OF_THREE_KILLED, str(tmp_path / "store"), str(rank), str(numel), str(by_future)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(3)
+    ]
+    told = [process.communicate(timeout=60)[0] for process in started]
+    assert [each.returncode for each in started] == [0, -signal.SIGKILL, 0], told
+    assert told[0] == "got [2.0] from rank 2\n"
+
+
 def never_received() -> list[str]:
     """What the ranks say at the end of a group of messages that nobody has received."""
     group = make_group()
@@ -553,6 +591,191 @@ def full_ring() -> None:
 def test_a_full_ring_blocks_nobody_but_who_waits_for_its_message(ranks: RankPool) -> None:
     """`isend` returns, and the record follows when there is room."""
     ranks.run(full_ring, 2)
+
+
+def taken_while_the_ring_is_full(refuses: bool) -> str:
+    """Rank 1 fills its ring to rank 0, takes or refuses its long message, and leaves; what rank 0 is told."""
+    group = make_group()
+    told = ""
+    if group.rank() == 0:
+        long = dist.isend(torch.full((LONG,), 2.0), group=group, group_dst=1)
+        assert long is not None
+        with group._shared._lanes_lock:  # as in a long call that keeps the interpreter: nobody reads the ring
+            dist.barrier()
+            dist.barrier()
+            time.sleep(0.3)
+        try:
+            long.wait()
+            for each in range(NUM_RECORDS):
+                dist.recv(tensor := torch.zeros(1), group=group, group_src=1, tag=7)
+                assert tensor.item() == each
+        except EvenstepError as error:
+            told = str(error)
+    else:
+        dist.barrier()
+        for each in range(NUM_RECORDS):
+            dist.send(torch.full((1,), float(each)), group=group, group_dst=0, tag=7)
+        dist.barrier()
+        tensor = torch.zeros(LONG - refuses)
+        if refuses:
+            with pytest.raises(MismatchError):
+                dist.recv(tensor, group=group, group_src=0)
+        else:
+            dist.recv(tensor, group=group, group_src=0)
+            assert tensor.eq(2).all()
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if group.rank() == 0:
+        dist.destroy_process_group(group)
+    return told
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_an_answer_for_which_the_ring_has_no_room_is_not_lost_as_a_rank_leaves(ranks: RankPool, refuses: bool) -> None:
+    """The sender of a long message learns that it was received, or why not."""
+    told, _ = ranks.run(taken_while_the_ring_is_full, 2, refuses)
+    if refuses:
+        assert f"rank 0 sends {LONG} float32 to rank 1, tag 0, which receives {LONG - 1} float32" in told
+    else:
+        assert told == ""
+
+
+def broken_in_the_background() -> None:
+    """The process's thread can't map a ring, and goes on."""
+    group = make_group()
+    if group.rank() == 0:
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(12, "no memory, says the test")
+
+        mapping, lanes.Mapping = lanes.Mapping, refuse  # type: ignore[misc,assignment]
+        try:
+            future = group.recv([torch.zeros(3)], 1, 0).get_future()
+            dist.barrier()
+            with pytest.raises(RuntimeError, match="interrupted by OSError"):
+                future.wait()
+        finally:
+            lanes.Mapping = mapping  # type: ignore[misc]
+        time.sleep(0.1)
+        thread = progress.background._thread
+        assert thread is not None
+        assert thread.is_alive()
+    else:
+        dist.barrier()
+        dist.send(torch.ones(3), group=group, group_dst=0)
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def test_an_error_of_the_system_does_not_end_the_thread_of_the_process(ranks: RankPool) -> None:
+    """It advances the calls of all other groups, too."""
+    ranks.run(broken_in_the_background, 2)
+
+
+def polled(is_killed: bool) -> str:
+    """What ends a loop that polls a receive: the peer's end, or the deadline."""
+    group = make_group(timeout_s=60 if is_killed else 0.5)
+    told = ""
+    dist.barrier()
+    if group.rank() == 0:
+        arriving = dist.irecv(torch.zeros(3), group=group, group_src=1)
+        assert arriving is not None
+        if is_killed:
+            group._shared.counters._watch.is_gone = lambda rank: True
+        until = time.monotonic() + 20
+        while not arriving.is_completed():
+            assert time.monotonic() < until, "the loop doesn't end"
+            time.sleep(0.005)
+        told = f"{type(arriving.exception()).__name__}: {arriving.exception()}"
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if group.rank() == 1:
+        dist.destroy_process_group(group)
+    return told
+
+
+def test_a_loop_that_polls_ends_with_the_error(ranks: RankPool) -> None:
+    """`is_completed` becomes true when the other rank has died, and at the deadline; `exception` is the error."""
+    told, _ = ranks.run(polled, 2, True)
+    assert told.startswith("PeerLostError: rank 0 lost rank 1")
+    assert "whose process has ended" in told
+    told, _ = ranks.run(polled, 2, False)
+    assert told.startswith("CollectiveTimeoutError: rank 0 waited")
+    assert "Missing: rank 1" in told
+
+
+def beside_a_future(both: bool) -> None:
+    """A receive with a callback and an all-reduce are in flight: the thread sleeps, and ends both."""
+    group = make_group()
+    if group.rank() == 0:
+        num_slept, take = 0, lanes.take
+
+        def count(*arguments: Any) -> bool:
+            nonlocal num_slept
+            num_slept += 1
+            return take(*arguments)
+
+        lanes.take = count
+        try:
+            arriving = group.recv([tensor := torch.zeros(3)], 1, 0).get_future()
+            total = torch.ones(1)
+            work = dist.all_reduce(total, group=group, async_op=True)
+            assert work is not None
+            future = work.get_future() if both else None
+            num_slept, until = 0, time.monotonic() + 20
+            while num_slept < 3:
+                assert time.monotonic() < until, "the thread doesn't sleep"
+                time.sleep(0.005)
+        finally:
+            lanes.take = take
+        dist.barrier()
+        arriving.wait()
+        (future or work).wait()
+        assert tensor.eq(1).all()
+        assert total.item() == 2
+    else:
+        dist.barrier()
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.send(torch.ones(3), group=group, group_dst=0)
+    end_group(group)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_the_thread_sleeps_while_a_message_and_a_collective_are_in_flight(ranks: RankPool, both: bool) -> None:
+    """It looked at both without a pause, and took the core from the thread that computes."""
+    ranks.run(beside_a_future, 2, both)
+
+
+def to_one_that_has_left(numel: int) -> str:
+    """Rank 1 leaves; what rank 0 is told that sends to it, and whose messages with rank 2 go on."""
+    group = make_group()
+    told = ""
+    if group.rank() == 1:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if group.rank() == 0:
+        for _ in range(2):
+            with pytest.raises(PeerLostError) as raised:
+                dist.send(torch.ones(numel), group=group, group_dst=1)
+            told = str(raised.value)
+        dist.send(torch.full((numel,), 3.0), group=group, group_dst=2)
+    if group.rank() == 2:
+        dist.recv(tensor := torch.zeros(numel), group=group, group_src=0)
+        assert tensor.eq(3).all()
+    dist.barrier()
+    if group.rank() != 1:
+        dist.destroy_process_group(group)
+    return told
+
+
+@pytest.mark.parametrize("numel", [SHORT, LONG])
+def test_a_send_to_a_rank_that_has_left_fails_alone(ranks: RankPool, numel: int) -> None:
+    """Nothing was sent, so messages between the others go on."""
+    told, *_ = ranks.run(to_one_that_has_left, 3, numel)
+    assert told == (
+        f"rank 0 can't start a send of {numel} float32 to rank 1, tag 0: rank 1 has given up, or closed its end of the "
+        f"group."
+    )
 
 
 # ---------------------------------------------------------------------- interrupts

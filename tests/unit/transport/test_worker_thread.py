@@ -67,3 +67,28 @@ def test_a_callback_that_raises_is_logged_and_stops_neither_others_nor_later_cal
     assert heard.is_set()
     assert "in a callback" in caplog.text
     thread.close(PeerLostError("closed"))
+
+
+@pytest.mark.parametrize("error", [ValueError("in a call"), SystemExit(3), KeyboardInterrupt()])
+def test_every_call_ends_whatever_it_and_closing_raise(error: BaseException) -> None:
+    """Whoever waited for one hung: the thread had ended, and nobody ended the calls."""
+
+    def run() -> None:
+        assert go_on.wait(20)
+        raise error
+
+    def close() -> None:
+        raise OSError("in closing")
+
+    thread = WorkerThread("evenstep test", on_close=close)
+    go_on = threading.Event()
+    works = [thread.submit("a call", lambda number: run), thread.submit("a call", lambda number: lambda: None)]
+    go_on.set()
+    for work in works:
+        with pytest.raises(PeerLostError) as raised:
+            work.wait(20)
+        assert "a call number 1 queued" in str(raised.value)
+        assert type(error).__name__ in str(raised.value)
+        assert "in closing" in str(raised.value)
+    with pytest.raises(OSError, match="in closing"):
+        thread.close(PeerLostError("closed"))

@@ -7,9 +7,9 @@ torch 2.13 renamed some methods (`_allgather_base` is `all_gather_single` there)
 
 [Note: one table]
 
-A collective is a `Row`: torch's names, and how its arguments are read. `_method` makes a method of it: read the
-arguments, join lists of parts, run the transport's collective; or, where shared memory doesn't carry it, call Gloo's
-method of the first of these names that it has. Only `allreduce` is written out, for it is the most frequent.
+A collective is a `TorchMethod`: torch's names, and how its arguments are read. `_method` makes a method of it: read
+the arguments, join lists of parts, run the transport's collective; or, where shared memory doesn't carry it, call
+Gloo's method of the first of these names that it has. Only `allreduce` is written out, for it is the most frequent.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def several(tensors: Any) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Row:
+class TorchMethod:
     """A collective of torch's process groups.
 
     Attributes:
@@ -99,25 +99,25 @@ class Row:
         return next((name for name in self.names if hasattr(ProcessGroup, name)), None)
 
 
-ALL_REDUCE = Row("all_reduce", ("allreduce",), "allreduce_", None, one, has_op=True)
-GATHER = Row("gather", ("gather",), "gather_", parts, one, has_root=True)
-GATHER_SINGLE = Row("gather", ("gather_single", "gather_into_tensor"), "gather_", one, one, has_root=True)
-ROWS = (
+ALL_REDUCE = TorchMethod("all_reduce", ("allreduce",), "allreduce_", None, one, has_op=True)
+GATHER = TorchMethod("gather", ("gather",), "gather_", parts, one, has_root=True)
+GATHER_SINGLE = TorchMethod("gather", ("gather_single", "gather_into_tensor"), "gather_", one, one, has_root=True)
+METHODS = (
     ALL_REDUCE,
-    Row("all_reduce", ("allreduce_coalesced",), "allreduce_coalesced_", None, several, has_op=True),
-    Row("broadcast", ("broadcast",), "broadcast_", None, one, has_root=True),
-    Row("reduce", ("reduce",), "reduce_", None, one, has_op=True, has_root=True),
-    Row("all_gather", ("allgather",), "allgather_", parts, one),
-    Row("all_gather", ("all_gather_single", "_allgather_base"), "_allgather_base_", one, one),
-    Row(
+    TorchMethod("all_reduce", ("allreduce_coalesced",), "allreduce_coalesced_", None, several, has_op=True),
+    TorchMethod("broadcast", ("broadcast",), "broadcast_", None, one, has_root=True),
+    TorchMethod("reduce", ("reduce",), "reduce_", None, one, has_op=True, has_root=True),
+    TorchMethod("all_gather", ("allgather",), "allgather_", parts, one),
+    TorchMethod("all_gather", ("all_gather_single", "_allgather_base"), "_allgather_base_", one, one),
+    TorchMethod(
         "all_gather",
         ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
         "allgather_into_tensor_coalesced_",
         several,
         several,
     ),
-    Row("reduce_scatter", ("reduce_scatter",), "reduce_scatter_", one, parts, has_op=True),
-    Row(
+    TorchMethod("reduce_scatter", ("reduce_scatter",), "reduce_scatter_", one, parts, has_op=True),
+    TorchMethod(
         "reduce_scatter",
         ("reduce_scatter_single", "_reduce_scatter_base"),
         "_reduce_scatter_base_",
@@ -125,7 +125,7 @@ ROWS = (
         one,
         has_op=True,
     ),
-    Row(
+    TorchMethod(
         "reduce_scatter",
         ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
         "reduce_scatter_tensor_coalesced_",
@@ -135,9 +135,9 @@ ROWS = (
     ),
     GATHER,
     GATHER_SINGLE,
-    Row("scatter", ("scatter",), "scatter_", one, parts, has_root=True),
-    Row("all_to_all", ("all_to_all_single", "alltoall_base"), "alltoall_base_", one, one, has_splits=True),
-    Row("all_to_all", ("alltoall",), "alltoall_", parts, parts),
+    TorchMethod("scatter", ("scatter",), "scatter_", one, parts, has_root=True),
+    TorchMethod("all_to_all", ("all_to_all_single", "alltoall_base"), "alltoall_base_", one, one, has_splits=True),
+    TorchMethod("all_to_all", ("alltoall",), "alltoall_", parts, parts),
 )
 
 
@@ -248,37 +248,37 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             return self._fall_back(ALL_REDUCE, given, (tensors, opts, timeout), options, deadline)
         return self._made([self._shared.run(Collective("all_reduce", given[0], given[0], how))], given, deadline)
 
-    def _run(self, row: Row, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """A call of a row's method."""
-        num_tensors = 1 if row.outputs is None else 4 if row.has_splits else 2
+    def _run(self, method: TorchMethod, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Run a call of one of torch's methods."""
+        num_tensors = 1 if method.outputs is None else 4 if method.has_splits else 2
         op, root, timeout = read_options(args[num_tensors:], **options)
-        given = row.inputs(args[0 if row.outputs is None else 1])
-        outs = given if row.outputs is None else row.outputs(args[0])
-        sides = ((row.outputs, outs), (row.inputs, given))
+        given = method.inputs(args[0 if method.outputs is None else 1])
+        outs = given if method.outputs is None else method.outputs(args[0])
+        sides = ((method.outputs, outs), (method.inputs, given))
         is_one = all(len(tensors) == 1 for form, tensors in sides if form is one)
-        if not is_one or (row.has_op and op is None) or not self._carries(*outs, *given):
-            return self._fall_back(row, [*outs, *given], args, options, timeout)
-        kind, arguments = row.kind, self._arguments
+        if not is_one or (method.has_op and op is None) or not self._carries(*outs, *given):
+            return self._fall_back(method, [*outs, *given], args, options, timeout)
+        kind, arguments = method.kind, self._arguments
         copies: list[tuple[Tensor, Tensor]] = []
         splits: tuple[list[int], list[int]] | None = None
         to: Sequence[Tensor | None] = outs
         of: Sequence[Tensor | None] = given
-        if row.has_splits:
+        if method.has_splits:
             splits = self._splits(outs[0], given[0], args[2], args[3])
-        elif row.outputs is several:
+        elif method.outputs is several:
             arguments.check_pairs(kind, outs, given)
-        if row.outputs is parts:  # of a rank that isn't the root there are none
-            if outs or not row.has_root:
-                arguments.check_parts(kind, "outputs", outs, given[0] if row.inputs is one else None)
+        if method.outputs is parts:  # of a rank that isn't the root there are none
+            if outs or not method.has_root:
+                arguments.check_parts(kind, "outputs", outs, given[0] if method.inputs is one else None)
                 joined, copies = joined_outputs(kind, outs, arguments)
             to = [joined if outs else None]
-        if row.inputs is parts:
-            if given or not row.has_root:
-                arguments.check_parts(kind, "inputs", given, outs[0] if row.outputs is one else None)
+        if method.inputs is parts:
+            if given or not method.has_root:
+                arguments.check_parts(kind, "inputs", given, outs[0] if method.outputs is one else None)
             of = [joined_input(given) if given else None]
-            if row.outputs is parts:
+            if method.outputs is parts:
                 splits = [each.numel() for each in outs], [each.numel() for each in given]
-        how, root = op if row.has_op else None, root if row.has_root else -1
+        how, root = op if method.has_op else None, root if method.has_root else -1
         calls = [Collective(kind, each, out, how, root, splits) for out, each in zip(to, of, strict=True)]
         return self._made([self._shared.run(each) for each in calls], outs, timeout, copies)
 
@@ -324,8 +324,8 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Any:
         """Gloo's."""
-        row = Row("all_gather", ("allgather_coalesced",), "allgather_coalesced_", parts, parts)
-        return self._fall_back(row, flat_list(inputs), (outputs, inputs, *args), {}, None)
+        method = TorchMethod("all_gather", ("allgather_coalesced",), "allgather_coalesced_", parts, parts)
+        return self._fall_back(method, flat_list(inputs), (outputs, inputs, *args), {}, None)
 
     # ------------------------------------------------------------------ messages
 
@@ -388,20 +388,20 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             self._shared.refuse(reason)
 
     def _fall_back(
-        self, row: Row, tensors: Sequence[Tensor], args: Sequence[Any], options: dict[str, Any], timeout: Any
+        self, method: TorchMethod, tensors: Sequence[Tensor], args: Sequence[Any], options: dict[str, Any], timeout: Any
     ) -> Any:
         """Call Gloo's or NCCL's method; the ranks compare over shared memory that all do."""
-        if row is GATHER_SINGLE and row.gloos is None:
+        if method is GATHER_SINGLE and method.gloos is None:
             output, given, *rest = args
             is_root = self.rank() == read_options(rest, **options)[1]
             outs = list(output.view(self.size(), *given.shape).unbind()) if is_root else None
             return self.gather([outs] if outs else [], [given], *rest, **options)
-        assert row.gloos is not None
-        compared = f"{row.kind} {OVER_GLOO}"
+        assert method.gloos is not None
+        compared = f"{method.kind} {OVER_GLOO}"
         if self._shared is None or not self._shared.compares or any(each.device.type != "cpu" for each in tensors):
-            return self._leave_to_gloo(row.gloos, tensors, args, options, compared, timeout)
+            return self._leave_to_gloo(method.gloos, tensors, args, options, compared, timeout)
         try:
-            gloos = self._leave_to_gloo(row.gloos, tensors, args, options, compared, timeout)
+            gloos = self._leave_to_gloo(method.gloos, tensors, args, options, compared, timeout)
         except EvenstepError:
             raise
         except Exception as error:  # of any kind: the other ranks may be at a call that can be made
@@ -469,15 +469,16 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         return work
 
 
-def _method(row: Row) -> Callable[..., Any]:
+def _method(described: TorchMethod) -> Callable[..., Any]:
     def method(self: GroupCalls, *args: Any, **options: Any) -> Any:
-        return self._run(row, args, options)
+        return self._run(described, args, options)
 
-    return observed(row.names[0].replace(row.kind.replace("_", ""), row.kind), row.operation)(method)
+    name = described.names[0].replace(described.kind.replace("_", ""), described.kind)
+    return observed(name, described.operation)(method)
 
 
-for _row in ROWS:
-    for _name in _row.names:
-        if _row is not ALL_REDUCE:
-            setattr(GroupCalls, _name, _method(_row))
+for _torch_method in METHODS:
+    for _name in _torch_method.names:
+        if _torch_method is not ALL_REDUCE:
+            setattr(GroupCalls, _name, _method(_torch_method))
 uncompiled(GroupCalls)

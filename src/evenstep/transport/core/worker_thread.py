@@ -132,11 +132,14 @@ class WorkerThread:
                     run()
             except EvenstepError as raised:
                 error = raised
-            except Exception as raised:  # the caller waits for the end of the call, whatever has happened
-                error = PeerLostError(f"{work!r} failed: {raised}")
+            except BaseException as raised:  # the caller waits for the end of the call, whatever has happened
+                error = PeerLostError(f"{work!r} failed: {type(raised).__name__}: {raised}")
             if error is not None:
                 self.failure = error = self.failure or error  # one of closing, which may have ended this call
-                self._on_close()
+                try:
+                    self._on_close()
+                except Exception as raised:
+                    error.args = (f"{error} Closing failed, too: {raised}",)
         work.ended.set_result(error)
 
 

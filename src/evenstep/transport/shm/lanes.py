@@ -8,19 +8,22 @@ message, or the answer to one that came on the lane of the other direction.
     receive    The receiver takes all records that have come, and keeps messages that no `receive` has asked for
                (`_unread`): so messages are received by source and tag, in any order.
     answer     The receiver copies a long message to its tensor and answers TAKEN; then the sender's memory is free. It
-               answers REFUSED, with the text of an error, where dtype or number of elements differ.
+               answers REFUSED, with the text of an error, where dtype or number of elements differ. Before it leaves,
+               it waits some seconds for room in the ring for its answers.
 
-A short message is sent once its record is in the ring, a long one once it is taken: so nobody's memory grows without
-bound. All of this happens in moments, in whichever thread calls or waits, or in the process's one thread (`progress`),
-and nothing in the queue of collectives waits for it.
+A short message is sent once its record is in the ring, a long one once it is taken. Short messages that no `receive`
+has asked for stay in the receiver's memory, however many there are: the receiver has to read on, because an answer to
+its own long message may lie behind them. A long message stays in its sender's zone. All of this happens in moments, in
+whichever thread calls or waits, or in the process's one thread (`progress`), and nothing in the queue of collectives
+waits for it.
 
 [Note: signals of a lane]
 
-Each lane has two semaphores: records written, and records read. Both are taken and counted under `_messages`, the lock
-of all lanes of this rank, so that no thread takes what another one counts. A rank that has nothing to do sleeps on its
-doorbell, which every other rank rings after each record that it has written or read. A ring says only that something
-has happened: it is never counted, so it doesn't matter which thread it wakes. Whoever leaves by an exception in the
-middle of that may leave a signal uncounted, or a record half written, and so fails the transport, on all ranks.
+Each lane has two semaphores: records written, and records read. Both are taken and counted under `_lanes_lock`, the
+lock of all lanes of this rank, so that no thread takes what another one counts. A rank that has nothing to do sleeps on
+its doorbell, which every other rank rings after each record that it has written or read. A ring says only that
+something has happened: it is never counted, so it doesn't matter which thread it wakes. Whoever leaves by an exception
+in the middle of that may leave a signal uncounted, or a record half written, and so fails the transport, on all ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ from evenstep.transport.core.header import DTYPES, unpack_text
 from evenstep.transport.core.last_calls import describe_last_calls
 from evenstep.transport.core.validation import Arguments
 from evenstep.transport.shm.allocator import Views
-from evenstep.transport.shm.peers import PeerProcess
+from evenstep.transport.shm.peers import PeerProcess, PeerWatch
 from evenstep.transport.shm.progress import background
 from evenstep.transport.shm.queue import CallQueue
 from evenstep.transport.shm.segment import (
@@ -79,6 +82,9 @@ SHORT_BYTES = RECORD_BYTES - _DATA_OFFSET
 _IN_RECORD = (1 << 64) - 1  # the place of a short message
 _MESSAGE, _TAKEN, _REFUSED = range(3)
 _NUM_NAMED = 4
+_LONGEST_FLUSH_S = 5.0
+_FLUSH_EVERY_S = 0.005
+_TURN_S = 0.001  # of messages and of collectives, where both have callbacks
 _SPARE_BYTES = 64 << 20  # to allocate memory for a message takes longer than to copy it
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -86,7 +92,7 @@ _memmove = ctypes.memmove
 _Result = TypeVar("_Result")
 
 
-class _Arrived(NamedTuple):
+class _Incoming(NamedTuple):
     """A message that has come.
 
     Attributes:
@@ -118,7 +124,8 @@ class Message:
         is_done: It is sent, or there.
         callback: Called once at its end, with the error if there was one.
         memory: Holds the copy of a long message that is sent.
-        waits_since: When somebody began to wait for it.
+        waits_since: When somebody first looked whether the other rank is still there.
+        checked_at: When somebody last did.
         is_reported: That it has taken long.
     """
 
@@ -132,6 +139,7 @@ class Message:
     callback: Callable[[EvenstepError | None], object] | None = None
     memory: Tensor | None = None
     waits_since: float | None = None
+    checked_at: float = 0.0
     is_reported: bool = False
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -175,6 +183,7 @@ class Lanes(CallQueue):
         self.known_as_all: Sequence[int] = range(size)
         first = segment.common.address + segment.layout.semaphores
         self._peers = [peer for peer in range(size) if peer != rank]
+        self._watch = PeerWatch([each for each in processes if each.rank != rank])
         self._written_out, self._read_out = zip(
             *(lane_semaphores(first, size, rank, r) for r in range(size)), strict=True
         )
@@ -189,14 +198,14 @@ class Lanes(CallQueue):
         self._outbox: dict[int, deque[tuple[Any, ...]]] = {peer: deque() for peer in self._peers}
         self._not_taken: dict[tuple[int, int], Message] = {}  # long ones that are sent: by receiver and number
         self._receives: list[weakref.ref[Message]] = []  # in order; who drops one doesn't want it any more
-        self._unread: list[_Arrived] = []  # messages that no `receive` has asked for, in order
+        self._unread: list[_Incoming] = []  # messages that no `receive` has asked for, in order
         self._listened: set[Message] = set()  # those that have a callback
         self._spare: list[Tensor] = []  # [bytes]: memory of long messages that have been taken, for the next ones
         self._mapped: dict[tuple[int, int], Mapping] = {}
         self._views: Views | None = Views(segment)
         self._own_arguments = Arguments(self.name, rank, size)  # whose refusals concern no other rank
-        self._messages = threading.RLock()
-        self._moved = threading.Condition(self._messages)
+        self._lanes_lock = threading.RLock()
+        self._lanes_changed = threading.Condition(self._lanes_lock)
         self._is_moving = False
         self._is_asleep = False
         self._spin_message_s = policy.spin_s
@@ -208,11 +217,16 @@ class Lanes(CallQueue):
 
         Raises:
             ConfigurationError: There isn't enough memory for a copy; nothing was sent.
+            PeerLostError: The rank has left; nothing was sent. Or all calls and messages have failed.
         """
         flat, _ = self._own_arguments.flatten(tensor)
         message = Message(self, flat, dst, tag, is_sent=True)
         place = self._stage(message) if flat.nbytes > SHORT_BYTES else _IN_RECORD
-        self._guarded(self._send, dst, message, place)
+        if not self._guarded(self._send, dst, message, place):
+            raise PeerLostError(
+                f"rank {self.known_as} can't start a {message}: rank {self.known_as_all[dst]} has given up, or closed "
+                f"its end of the group."
+            )
         return self._started(message)
 
     def receive(self, tensor: Tensor, src: int | None, tag: int = 0) -> tuple[Message, list[tuple[Tensor, Tensor]]]:
@@ -238,7 +252,7 @@ class Lanes(CallQueue):
     def _stage(self, message: Message) -> int:
         """The place of a long message in this rank's zone, to which it is copied unless it lies there."""
         address, num_bytes = message.flat.data_ptr(), message.flat.nbytes
-        with self._messages, self._lock:
+        with self._lanes_lock, self._lock:
             if self._failure is not None:
                 raise self._failure
             arena = self._context.arena
@@ -253,13 +267,13 @@ class Lanes(CallQueue):
         _memmove(memory.data_ptr(), address, num_bytes)
         return place
 
-    def _send(self, peer: int, message: Message, place: int) -> None:
-        if self._segment.has_left(peer):
-            raise PeerLostError(
-                f"rank {self.known_as} can't {message}, which has given up, or closed its end of the group."
-            )
-        self._outbox[peer].append((_MESSAGE, message.tag, message.flat, place, message))
-        self._advance_lanes()
+    def _send(self, peer: int, message: Message, place: int) -> bool:
+        """Whether the rank is there to read the message."""
+        is_there = not self._segment.has_left(peer)
+        if is_there:
+            self._outbox[peer].append((_MESSAGE, message.tag, message.flat, place, message))
+        self._advance_lanes()  # also where it has left: perhaps because it refused a message
+        return is_there
 
     def _receive(self, message: Message) -> None:
         self._advance_lanes()
@@ -274,7 +288,7 @@ class Lanes(CallQueue):
 
     def _guarded(self, action: Callable[..., _Result], *arguments: Any) -> _Result:
         """Run what moves records, under the lock. Whatever leaves it by an exception fails all calls and messages."""
-        with self._messages, outside_transforms():
+        with self._lanes_lock, outside_transforms():
             try:
                 if self._failure is not None:
                     raise self._failure
@@ -301,7 +315,7 @@ class Lanes(CallQueue):
                 has_moved = True
             has_moved = self._write_all(peer) or has_moved
         if has_moved:
-            self._moved.notify_all()
+            self._lanes_changed.notify_all()
         return has_moved
 
     def _write_all(self, peer: int) -> bool:
@@ -354,17 +368,17 @@ class Lanes(CallQueue):
             self._end_message(self._not_taken.pop((peer, place)))
         elif kind == _MESSAGE and place != _IN_RECORD:
             assert self._views is not None
-            self._arrive_at(_Arrived(peer, number, tag, place, self._views.zone(peer, place, DTYPES[dtype], numel)))
+            self._accept(_Incoming(peer, number, tag, place, self._views.zone(peer, place, DTYPES[dtype], numel)))
         else:
             data = lane.tensor(offset + _DATA_OFFSET, DTYPES[dtype], numel)
             if kind == _REFUSED:
                 raise MismatchError(unpack_text(to_bytes(data)))
-            self._arrive_at(_Arrived(peer, number, tag, place, data))
+            self._accept(_Incoming(peer, number, tag, place, data))
         self._num_read[peer] = expected + 1
         sem_post(self._read_in[peer])
         sem_post(self._doorbells[peer])
 
-    def _arrive_at(self, arrived: _Arrived) -> None:
+    def _accept(self, arrived: _Incoming) -> None:
         """Deliver a message to the first that asks for it, or keep it."""
         receives = [each for ref in self._receives if (each := ref()) is not None]
         message = next((each for each in receives if _fits(arrived, each)), None)
@@ -376,7 +390,7 @@ class Lanes(CallQueue):
         else:
             self._unread.append(arrived)
 
-    def _deliver(self, arrived: _Arrived, message: Message) -> None:
+    def _deliver(self, arrived: _Incoming, message: Message) -> None:
         """Copy a message to where it goes."""
         flat, data, me, sender = message.flat, arrived.data, self.known_as, self.known_as_all[arrived.sender]
         if (data.dtype, data.numel()) != (flat.dtype, flat.numel()):
@@ -385,6 +399,7 @@ class Lanes(CallQueue):
                 f"Both have the same number of elements and dtype."
             )
             self._answer(arrived, _REFUSED, to_tensor(text.encode()))
+            self._flush_answers(lambda: [self._write_all(peer) for peer in self._peers])
             raise MismatchError(text)
         _memmove(flat.data_ptr(), data.data_ptr(), flat.nbytes)
         if arrived.place != _IN_RECORD:
@@ -396,9 +411,24 @@ class Lanes(CallQueue):
         message.source = arrived.sender
         self._end_message(message)
 
-    def _answer(self, arrived: _Arrived, kind: int, data: Tensor) -> None:
+    def _answer(self, arrived: _Incoming, kind: int, data: Tensor) -> None:
         self._outbox[arrived.sender].append((kind, 0, data, arrived.number, None))
         self._write_all(arrived.sender)
+
+    def _flush_answers(self, advance: Callable[[], object]) -> None:
+        """Write the answers that wait for room, for at most some seconds: else their receivers lose this rank."""
+        until = time.monotonic() + _LONGEST_FLUSH_S
+        while self._has_answers() and time.monotonic() < until:
+            advance()
+            time.sleep(_FLUSH_EVERY_S)
+
+    def _has_answers(self) -> bool:
+        """Whether an answer waits for room in the ring of a rank that can still read it."""
+        with self._lanes_lock:
+            return any(
+                any(kind != _MESSAGE for kind, *_ in outbox) and not self._is_lost(peer, self.counters)
+                for peer, outbox in self._outbox.items()
+            )
 
     def _end_message(self, message: Message) -> None:
         message.is_done = True
@@ -429,9 +459,8 @@ class Lanes(CallQueue):
         try:
             counters = self._guarded(lambda: self.counters)  # held: they keep the memory mapped
             policy = counters.policy
-            began = now = looked_at = time.monotonic()
+            began = now = time.monotonic()
             until = None if timeout_s is None else began + timeout_s
-            message.waits_since = message.waits_since or began
             num_tries = 0
             while not self._guarded(self._is_over, message):
                 num_tries += 1
@@ -445,9 +474,7 @@ class Lanes(CallQueue):
                     continue
                 longest = policy.check_every_s
                 self._sleep(message, longest if until is None else min(longest, until - now))
-                if now > looked_at + longest:
-                    looked_at = now
-                    self._check(message, counters)
+                self._check(message, counters)
             self._spin_message_s = adapt_spin(self._spin_message_s, now - began, policy)
         except EvenstepError:
             raise
@@ -461,11 +488,11 @@ class Lanes(CallQueue):
 
     def _sleep(self, message: Message, timeout_s: float) -> None:
         """Sleep until something happens, or this message is done: one thread on the doorbell, the others behind it."""
-        with self._messages:
+        with self._lanes_lock:
             if message.is_done or self._failure is not None:
                 return
             if self._is_asleep:
-                self._moved.wait(timeout_s)
+                self._lanes_changed.wait(timeout_s)
                 return
             self._is_asleep = True
         bell = self._doorbells[self.rank]
@@ -477,20 +504,31 @@ class Lanes(CallQueue):
                 take(bell, timeout_s)
         finally:
             heartbeat.mark_waiting(False)
-            with self._messages:
+            with self._lanes_lock:
                 self._is_asleep = False
-                self._moved.notify_all()
+                self._lanes_changed.notify_all()
 
     def _missing(self, message: Message, counters: ProgressCounters) -> list[int]:
         """The ranks that a message waits for; of those that it may come from, the ones that can still send it."""
         if message.peer is not None:
             return [message.peer]
-        return [peer for peer in self._peers if not counters.has_left(peer)] or self._peers
+        return [peer for peer in self._peers if not self._is_lost(peer, counters)] or self._peers
+
+    def _is_lost(self, peer: int, counters: ProgressCounters) -> bool:
+        return counters.has_left(peer) or self._watch.is_gone(peer)
 
     def _check(self, message: Message, counters: ProgressCounters) -> None:
-        """Raise if the other rank is lost, or has been waited for too long: all calls and messages have failed then."""
-        assert message.waits_since is not None
-        waited_s = time.monotonic() - message.waits_since
+        """Raise if the other rank is lost, or has been waited for too long: all calls and messages have failed then.
+
+        Looks at it every `check_every_s`, however often this is called.
+        """
+        now = time.monotonic()
+        if message.waits_since is None:
+            message.waits_since = message.checked_at = now
+        if now < message.checked_at + counters.policy.check_every_s:
+            return
+        message.checked_at = now
+        waited_s = now - message.waits_since
         missing = self._missing(message, counters)
         try:
             counters.check(missing, message.__str__, waited_s, lambda: self._guarded(self._is_over, message))
@@ -504,18 +542,20 @@ class Lanes(CallQueue):
     def _poll_message(self, message: Message) -> bool:
         """Take what has come; return whether the message is done, or has failed."""
         try:
-            return self._guarded(self._is_over, message)
+            if self._guarded(self._is_over, message):
+                return True
+            self._check(message, self._guarded(lambda: self.counters))
+            return False
         except EvenstepError:
             return True
         finally:
             self._run_callbacks()
 
     def _listen(self, message: Message, callback: Callable[[EvenstepError | None], object]) -> None:
-        with self._messages:
+        with self._lanes_lock:
             is_open = not message.is_done and self._failure is None
             if is_open:
                 message.callback = callback
-                message.waits_since = time.monotonic()
                 self._listened.add(message)
         if is_open:
             background.wake()
@@ -532,18 +572,20 @@ class Lanes(CallQueue):
 
     def help(self, seconds: float) -> tuple[bool, bool]:
         """See `Attended`."""
-        with self._messages:
+        with self._lanes_lock:
             listened = list(self._listened)
             has_receives = any(ref() is not None for ref in self._receives)
             is_in_flight = has_receives or bool(self._not_taken) or any(self._outbox.values())
         if not is_in_flight:
             return super().help(seconds)
-        has_calls, has_moved = super().help(0.0 if listened else seconds)
-        with contextlib.suppress(EvenstepError):  # all have failed, and their waits raise the error
+        is_shared = bool(listened) and super().has_callbacks
+        turn_s = min(seconds, _TURN_S) if is_shared else seconds
+        has_moved = super().help(turn_s if is_shared or not listened else 0.0)[1]
+        with contextlib.suppress(Exception):  # all have failed, and their waits raise the error
             counters = self._guarded(lambda: self.counters)
             has_moved = self._guarded(self._advance_lanes) or has_moved
-            if listened and seconds and not has_calls:
-                self._sleep(listened[0], seconds)
+            if listened and seconds and not has_moved:
+                self._sleep(listened[0], turn_s)
             elif not seconds:
                 for message in listened:
                     self._check(message, counters)
@@ -562,7 +604,7 @@ class Lanes(CallQueue):
             except EvenstepError:
                 pass
         super()._fail(error)
-        with self._messages:
+        with self._lanes_lock:
             self._callbacks += [
                 functools.partial(each.callback, self._failure) for each in self._listened if each.callback
             ]
@@ -571,7 +613,7 @@ class Lanes(CallQueue):
             self._receives.clear()
             for outbox in self._outbox.values():
                 outbox.clear()
-            self._moved.notify_all()
+            self._lanes_changed.notify_all()
         if self._is_asleep:
             sem_post(self._doorbells[self.rank])
 
@@ -581,13 +623,14 @@ class Lanes(CallQueue):
             return
         try:
             self._guarded(self._advance_lanes)
+            self._flush_answers(lambda: self._guarded(self._advance_lanes))
             self._name_unread()
         except MismatchError as refusal:
             say(f"evenstep: {refusal}")
         except EvenstepError:  # the calls and messages have failed: there is more to say than that
             pass
         super().close()
-        with self._messages:
+        with self._lanes_lock:
             self._views = None
             self._mapped.clear()
             self._unread.clear()
@@ -596,9 +639,12 @@ class Lanes(CallQueue):
     def _name_unread(self) -> None:
         """Name what was sent to this rank and not received, and what this rank couldn't send: nobody will."""
         known_as = self.known_as_all
-        named = [(each.tag, each.data, known_as[each.sender], self.known_as) for each in self._unread]
-        for to, outbox in self._outbox.items():
-            named += [(tag, data, self.known_as, known_as[to]) for kind, tag, data, *_ in outbox if kind == _MESSAGE]
+        with self._lanes_lock:
+            named = [(each.tag, each.data, known_as[each.sender], self.known_as) for each in self._unread]
+            for to, outbox in self._outbox.items():
+                named += [
+                    (tag, data, self.known_as, known_as[to]) for kind, tag, data, *_ in outbox if kind == _MESSAGE
+                ]
         if not named:
             return
         texts = [
@@ -611,14 +657,14 @@ class Lanes(CallQueue):
     def disown(self) -> None:
         """See `CallQueue.disown`."""
         super().disown()
-        self._messages = threading.RLock()
-        self._moved = threading.Condition(self._messages)
+        self._lanes_lock = threading.RLock()
+        self._lanes_changed = threading.Condition(self._lanes_lock)
         self._is_moving = self._is_asleep = False
         self._receives = []
         self._listened = set()
 
 
-def _fits(arrived: _Arrived, message: Message) -> bool:
+def _fits(arrived: _Incoming, message: Message) -> bool:
     return arrived.tag == message.tag and message.peer in (None, arrived.sender)
 
 

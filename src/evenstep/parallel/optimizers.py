@@ -65,7 +65,9 @@ def _refuse(who: str, is_too_early: Callable[[optim.Optimizer], bool]) -> None:
 
 
 def _optimizers() -> list[optim.Optimizer]:
-    return [each for each in gc.get_objects() if issubclass(type(each), optim.Optimizer)]
+    """All of this process, but for those whose constructors have raised: an exception may hold these."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), optim.Optimizer)]
+    return [each for each in found if hasattr(each, "param_groups")]
 
 
 def _parameters_of(optimizer: optim.Optimizer) -> list[nn.Parameter]:

@@ -83,7 +83,8 @@ class SharedWork(Call):
         except EvenstepError:
             raise
         except BaseException as error:  # who catches an interrupt and calls again would get what this call gives
-            self.transport._fail(error)
+            if self.transport._failure is None:
+                self.transport._fail(error)
             raise
 
     def is_completed(self) -> bool:
@@ -172,7 +173,8 @@ class CallQueue(Transport):
                 background.wake()
         except BaseException as error:
             # An interrupt, perhaps between two signals of one arrival: to go on would send the first one twice.
-            self._fail(error)
+            if self._failure is None:
+                self._fail(error)
             raise
         return works[-1]
 

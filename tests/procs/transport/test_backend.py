@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import subprocess
 import sys
@@ -580,3 +581,38 @@ def test_other_libraries(tmp_path: Path, peer: str, script: str) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     assert all(f"rank {rank} has trained" in done.stdout for rank in range(2)), done.stdout
+
+
+def held() -> tuple[int, int, int]:
+    """What this process holds: descriptors, mappings of segments, threads."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("/memfd:evenstep")
+    return len(list(Path("/proc/self/fd").iterdir())), maps, threading.active_count()
+
+
+def make_and_destroy(num_groups: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """What a rank holds before and after groups, each with long and short collectives and messages."""
+    evenstep.init(quiet=True).barrier()
+    before = (0, 0, 0)
+    for number in range(num_groups + 2):
+        if number == 2:  # what is made once is there
+            before = held()
+        group = dist.new_group(backend="evenstep")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        for numel in (3, 100_000):
+            tensor, got = torch.ones(numel), torch.zeros(numel)
+            dist.all_reduce(tensor, group=group)
+            sent = dist.isend(torch.full((numel,), float(rank)), (rank + 1) % size, group=group)
+            dist.recv(got, (rank - 1) % size, group=group)
+            assert sent is not None
+            sent.wait()
+            assert (tensor[-1].item(), got[-1].item()) == (size, (rank - 1) % size)
+        dist.destroy_process_group(group)
+        del group, sent, tensor, got
+    return before, held()
+
+
+@pytest.mark.parametrize("nproc", [3])
+def test_groups_that_are_destroyed_leave_nothing(ranks: RankPool, nproc: int) -> None:
+    for before, after in ranks.run(make_and_destroy, nproc, 10):
+        assert after == before

@@ -228,7 +228,8 @@ def _replaced(optimizer: Any) -> dict[str, int]:
         if issubclass(kind, nn.Module):
             trained |= {id(p): p for p in vars(thing).get("_parameters", {}).values() if p is not None}
         elif issubclass(kind, torch.optim.Optimizer):
-            owned |= {id(p) for group in thing.param_groups for p in group["params"]}
+            groups = getattr(thing, "param_groups", ())  # none: its constructor raised, and the exception holds it
+            owned |= {id(p) for group in groups for p in group["params"]}
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     return {
         "stale": sum(id(p) not in trained and p.grad is None for p in stepped),

@@ -153,7 +153,7 @@ Programs = Mapping[
 
 _memmove = ctypes.memmove
 _MAX_AGREED = 1024
-_SLOTS_AT_ONCE = 4  # are free again together
+SLOTS_AT_ONCE = 4  # are free again together
 _NO_PLACE = pack_place(None)
 
 
@@ -229,9 +229,9 @@ class ProgramContext:
     def count_to_arrive(self, number: int) -> int:
         """How often all ranks must signal FINISHED before a call may use its slot; 0: there is nothing to await.
 
-        Slots are free again `_SLOTS_AT_ONCE` at a time, so only the first of so many calls has to wait.
+        Slots are free again `SLOTS_AT_ONCE` at a time, so only the first of so many calls has to wait.
         """
-        return 0 if number % _SLOTS_AT_ONCE else max(0, (number - NUM_SLOTS) // _SLOTS_AT_ONCE + 1)
+        return 0 if number % SLOTS_AT_ONCE else max(0, (number - NUM_SLOTS) // SLOTS_AT_ONCE + 1)
 
     def has_slot(self, number: int, *, takes: bool) -> bool:
         """Whether all ranks, this one included, have finished the call that used the same slot before.
@@ -240,7 +240,7 @@ class ProgramContext:
             number: Of the call that needs the slot.
             takes: Take the other ranks' signals. Else only what has been taken counts.
         """
-        if number % _SLOTS_AT_ONCE or number < NUM_SLOTS:
+        if number % SLOTS_AT_ONCE:
             return True
         count = self.count_to_arrive(number)
         counters = self.counters
@@ -280,15 +280,11 @@ class ProgramContext:
         """Complete an eager call, when all ranks have arrived."""
         self._begin(call)
         self._programs[call.kind][0](self, call)
-        if (call.number + 1) % _SLOTS_AT_ONCE == 0:
-            self.counters.signal(Phase.FINISHED)
 
     def program(self, call: Call) -> Program:
         """The program of a large call, when all ranks have arrived."""
         self._begin(call)
         yield from self._programs[call.kind][1](self, call)
-        if (call.number + 1) % _SLOTS_AT_ONCE == 0:
-            self.counters.signal(Phase.FINISHED)
 
     def _begin(self, call: Call) -> None:
         """Read and compare what all ranks have shown of a call.

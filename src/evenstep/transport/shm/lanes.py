@@ -53,8 +53,7 @@ from evenstep.transport.core.codec import to_bytes, to_tensor
 from evenstep.transport.core.header import DTYPES, unpack_text
 from evenstep.transport.core.last_calls import describe_last_calls
 from evenstep.transport.core.validation import Arguments
-from evenstep.transport.shm.allocator import Views
-from evenstep.transport.shm.peers import PeerProcess, PeerWatch
+from evenstep.transport.shm.peers import PeerProcess
 from evenstep.transport.shm.progress import background
 from evenstep.transport.shm.queue import CallQueue
 from evenstep.transport.shm.segment import (
@@ -183,7 +182,6 @@ class Lanes(CallQueue):
         self.known_as_all: Sequence[int] = range(size)
         first = segment.common.address + segment.layout.semaphores
         self._peers = [peer for peer in range(size) if peer != rank]
-        self._watch = PeerWatch([each for each in processes if each.rank != rank])
         self._written_out, self._read_out = zip(
             *(lane_semaphores(first, size, rank, r) for r in range(size)), strict=True
         )
@@ -202,7 +200,6 @@ class Lanes(CallQueue):
         self._listened: set[Message] = set()  # those that have a callback
         self._spare: list[Tensor] = []  # [bytes]: memory of long messages that have been taken, for the next ones
         self._mapped: dict[tuple[int, int], Mapping] = {}
-        self._views: Views | None = Views(segment)
         self._own_arguments = Arguments(self.name, rank, size)  # whose refusals concern no other rank
         self._lanes_lock = threading.RLock()
         self._lanes_changed = threading.Condition(self._lanes_lock)
@@ -367,8 +364,8 @@ class Lanes(CallQueue):
         if kind == _TAKEN:
             self._end_message(self._not_taken.pop((peer, place)))
         elif kind == _MESSAGE and place != _IN_RECORD:
-            assert self._views is not None
-            self._accept(_Incoming(peer, number, tag, place, self._views.zone(peer, place, DTYPES[dtype], numel)))
+            data = self._context.views.zone(peer, place, DTYPES[dtype], numel)
+            self._accept(_Incoming(peer, number, tag, place, data))
         else:
             data = lane.tensor(offset + _DATA_OFFSET, DTYPES[dtype], numel)
             if kind == _REFUSED:
@@ -515,7 +512,7 @@ class Lanes(CallQueue):
         return [peer for peer in self._peers if not self._is_lost(peer, counters)] or self._peers
 
     def _is_lost(self, peer: int, counters: ProgressCounters) -> bool:
-        return counters.has_left(peer) or self._watch.is_gone(peer)
+        return counters.has_left(peer) or counters.is_gone(peer)
 
     def _check(self, message: Message, counters: ProgressCounters) -> None:
         """Raise if the other rank is lost, or has been waited for too long: all calls and messages have failed then.
@@ -631,7 +628,6 @@ class Lanes(CallQueue):
             pass
         super().close()
         with self._lanes_lock:
-            self._views = None
             self._mapped.clear()
             self._unread.clear()
             self._spare.clear()

@@ -44,7 +44,7 @@ from evenstep.ground.compat.torch_autograd import set_grad_enabled
 from evenstep.transport.core.last_calls import describe_last_calls
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import forked_error
-from evenstep.transport.shm.collectives import PROGRAMS, Call, Program, ProgramContext
+from evenstep.transport.shm.collectives import PROGRAMS, SLOTS_AT_ONCE, Call, Program, ProgramContext
 from evenstep.transport.shm.peers import PeerProcess, PeerWatch
 from evenstep.transport.shm.progress import background
 from evenstep.transport.shm.segment import EAGER_BYTES, MAX_BESIDE_BYTES, NUM_SLOTS, Segment
@@ -340,6 +340,8 @@ class CallQueue(Transport):
             if following is not None:
                 work.waits_for = following
                 return True
+            if (work.number + 1) % SLOTS_AT_ONCE == 0:
+                context.counters.signal(Phase.FINISHED)
             if work.back is not None:
                 work.back[0].copy_(work.back[1])
             self._end(work)

@@ -214,6 +214,10 @@ class ProgressCounters:
         """The process of a rank, also of this one."""
         return os.getpid() if rank == self._rank else self._watch.pid(rank)
 
+    def is_gone(self, rank: int) -> bool:
+        """Whether another rank's process has ended."""
+        return self._watch.is_gone(rank)
+
     def set_timeout(self, timeout_s: float) -> None:
         """Set the deadline of waits, also of those that have begun."""
         self.policy = dataclasses.replace(self.policy, timeout_s=timeout_s)

@@ -15,7 +15,7 @@ weights are divided by how many they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from evenstep.ground.compat.torch_ddp import ShardedParts
 from evenstep.ground.compat.torch_tensors import is_dtensor, local_part
 from evenstep.ground.health.telemetry import REDUCED, WAITING
-from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION
+from evenstep.replica.gradients.division import divide
 from evenstep.replica.gradients.exchange.across_ranks import AcrossRanks
 from evenstep.replica.gradients.exchange.base import Trained
 from evenstep.replica.gradients.window import Kind, SavedGradients, Window
@@ -50,7 +50,7 @@ class MeshExchange(AcrossRanks):
         managed = set(map(id, self._managed))
         self._others = [index for index, p in enumerate(trained.parameters) if id(p) not in managed]
         dtypes = {*sharded.dtypes, *(p.dtype for p in trained.parameters)}
-        self._scale_weights(has_half_precision=not dtypes.isdisjoint(HALF_PRECISION))
+        self._scale_weights(overflows=torch.float16 in dtypes)
 
     # ------------------------------------------------------------------ while a window runs
 
@@ -93,7 +93,7 @@ class MeshExchange(AcrossRanks):
         sent_buffers = self._module_buffers.start(0)
         self._add_others()
         self._recorder.mark(REDUCED)
-        self._divide(window)
+        self._divide()
         self._module_buffers.finish(sent_buffers)
 
     def _used_here(self) -> list[bool]:
@@ -139,26 +139,10 @@ class MeshExchange(AcrossRanks):
             pieces = torch.split(flat, [part.numel() for part in parts])
             torch._foreach_copy_(parts, [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)])
 
-    def _divide(self, window: Window) -> None:
-        divisor: float | Tensor = float(self._ending.num_shares)
-        if self._is_weighted(window):
-            divisor = self._header.divisor() / self._num_copies
-        if isinstance(divisor, float) and divisor == 1.0:
-            return
-        for same in _by_kind([local_part(p.grad) for p in self._parameters if p.grad is not None]):
-            if isinstance(divisor, Tensor):
-                torch._foreach_div_(same, divisor.to(same[0].device))
-            else:
-                torch._foreach_div_(same, divisor)
-
-
-def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Lists of tensors of one device and dtype, none of them empty."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return list(kinds.values())
+    def _divide(self) -> None:
+        num_data_ranks = self._ending.num_shares
+        divisor = self._header.divisor(num_data_ranks * self._num_copies)
+        divide([local_part(p.grad) for p in self._parameters if p.grad is not None], divisor / self._num_copies)
 
 
 def with_placements_of(parameters: Iterable[nn.Parameter]) -> None:

@@ -46,7 +46,7 @@ def test_gradients_are_cast_as_they_are_packed_and_back_as_they_are_shown(
         assert bucket.is_full is (how != "one is missing")
         for sent, grad in zip(bucket.sent_views, given, strict=True):
             assert torch.equal(sent, torch.zeros_like(sent) if grad is None else grad.to(added_in) / divide_by)
-        bucket.launch()
+        bucket.launch(None, 1.0)
         bucket.wait()
         bucket.publish(lambda index: True)
         bucket.unpack()

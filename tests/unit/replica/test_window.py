@@ -71,8 +71,9 @@ def test_the_header_carries_weights_kinds_and_used_flags():
     header = header_of((Kind.WEIGHTED, 3.0, [True, False, False]), (None, 0.0, [False, False, True]))
     header.kinds()
     assert header.used_anywhere() == [True, False, True]
-    assert float(header.divisor()) == 3.0
-    assert float(header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.WEIGHTED, 5.0, [True]), scale=2.0).divisor()) == 4.0
+    assert header.divisor(2.0) == 3.0
+    assert header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.WEIGHTED, 5.0, [True]), scale=2.0).divisor(2.0) == 4.0
+    assert header_of((Kind.PLAIN, 0.0, [True]), (None, 0.0, [False])).divisor(2.0) == 2.0
 
 
 def test_ranks_that_mean_different_things_are_told():
@@ -104,4 +105,4 @@ def test_on_a_gpu_ranks_without_a_pass_are_left_alone():
 
 def test_without_any_weight_gradients_become_zero():
     header = header_of((Kind.WEIGHTED, 0.0, [True]))
-    assert float(torch.tensor(5.0) / header.divisor()) == 0.0
+    assert 5.0 / header.divisor(1.0) == 0.0

@@ -7,8 +7,8 @@
                    bucket is complete. The exchange packs it (one batched copy, none for gradients that are views of it
                    already) and launches it, in order. The first pass only counts, and launches at its end
     its end        a parameter without a gradient was not used: its bucket travels with zeros. A header with weights and
-                   used flags follows, then rank 0's module buffers; all are awaited. The gradients are divided by the
-                   weights' sum, or were divided by the number of ranks as they were packed
+                   used flags follows, then rank 0's module buffers; all are awaited. What no transport has divided is
+                   divided now: see [Note: one division] in `division`
 
 A pass inside `no_sync`, `accumulate` or all but the last of `microbatches` only adds to `p.grad`: within a window
 `p.grad` is this rank's undivided sum. The state at backward decides, not the state at forward. `window` has how a pass
@@ -49,6 +49,7 @@ from evenstep.errors import UsageError
 from evenstep.ground.compat.torch_autograd import at_end_of_backward, graph_task_id
 from evenstep.replica.gradients.autograd_hooks import OutputHooks, Readiness
 from evenstep.replica.gradients.buckets.bucket import Bucket, late_gradient, moved_parameter
+from evenstep.replica.gradients.division import divide_alone
 from evenstep.replica.gradients.exchange.base import Exchange, Trained
 from evenstep.replica.gradients.strategies import WindowEnd
 from evenstep.replica.gradients.window import (
@@ -464,7 +465,8 @@ class Engine:
         window = self.window
         if window is None:
             return
-        self.ending.divide(self.parameters, window, self.exchange.agree_scale(0.0, opens_window=False))
+        scale = self.exchange.agree_scale(0.0, opens_window=False)
+        divide_alone(self.parameters, window, plain=self.ending.num_shares, scale=scale)
         window.saved.add_back()
         self.was_scaled, self._window = window.is_scaled, None
 

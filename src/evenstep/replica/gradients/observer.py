@@ -49,9 +49,8 @@ class Observer:
     def inspect(self, bucket: Bucket, totals: Sequence[float] | None = None) -> None:
         """Inspect a bucket that holds this rank's gradients, before it travels.
 
-        They may be scaled: divided by the number of ranks in PLAIN windows (`AllReduceExchange._divides_first`), by
-        the sum of weights for a communication hook, by the scale of 16-bit weights; in reproducible mode earlier
-        virtual ranks are added.
+        They may be smaller, as [Note: one division] in `division` says, or by the scale of float16 weights; in
+        reproducible mode earlier virtual ranks are added.
 
         Args:
             bucket: The bucket.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
-
 from evenstep.replica.gradients.buckets.bucket import Bucket
-from evenstep.replica.gradients.window import Window, divide_by_weight
+from evenstep.replica.gradients.window import Window
 
 
 class WindowEnd:
@@ -16,7 +14,7 @@ class WindowEnd:
     `LocalWindowEnd` ends windows on each rank alone, `virtual_ranks.sums.VirtualRankSums` adds up virtual ranks first.
 
     Args:
-        num_shares: The number of ranks, by which sums of PLAIN passes are divided.
+        num_shares: The number of ranks, or of virtual ranks: the divisor of PLAIN passes.
 
     Attributes:
         exchanges: Whether gradients travel to other ranks.
@@ -51,16 +49,6 @@ class WindowEnd:
             window: Of this rank.
             buckets: Of the exchange.
         """
-
-    def divide(self, parameters: Sequence[nn.Parameter], window: Window, scale: float) -> None:
-        """Divide `p.grad` by the window's weight where no other rank takes part.
-
-        Args:
-            parameters: Those that are trained.
-            window: Of this rank.
-            scale: What the weights were divided by already.
-        """
-        divide_by_weight(parameters, window, scale)
 
 
 class LocalWindowEnd(WindowEnd):

@@ -265,29 +265,6 @@ def validate_weight(weight: float | Tensor, *, rank: int) -> float | Tensor:
     return float(weight)
 
 
-def divide_by_weight(parameters: Iterable[Tensor], window: Window, scale: float) -> None:
-    """Divide the gradients of one rank by its window's weight; not those of PLAIN passes.
-
-    Args:
-        parameters: Whose gradients.
-        window: With the weight.
-        scale: What the weights were divided by already.
-    """
-    if window.kind is not Kind.WEIGHTED:
-        return
-    divisor = window.weight / scale
-    if isinstance(divisor, float) and divisor == 1.0:
-        return
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if isinstance(divisor, Tensor):
-        zero_where(divisor == 0, grads)
-        divisor = torch.where(divisor > 0, divisor, torch.inf)
-    elif divisor == 0.0:
-        divisor = float("inf")
-    for grad in grads:
-        grad.div_(divisor)
-
-
 def drop_grads(parameters: Iterable[Tensor]) -> None:
     """Set the gradients of some parameters to None."""
     for parameter in parameters:
@@ -298,10 +275,3 @@ def all_zero(parameters: Iterable[Tensor]) -> bool:
     """Whether no gradient is left, or only zeros. On a GPU this waits for the first that is left."""
     grads = (parameter.grad for parameter in parameters)
     return not any((grad._values() if grad.is_sparse else local_part(grad)).any() for grad in grads if grad is not None)
-
-
-def zero_where(condition: Tensor, grads: Iterable[Tensor]) -> None:
-    """Make gradients zero where a condition holds, without reading it."""
-    for grad in grads:
-        values = grad._values() if grad.is_sparse else grad
-        values.masked_fill_(condition.to(grad.device), 0)

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from evenstep.errors import UsageError
 from evenstep.replica.gradients.buckets.bucket import Bucket, late_gradient, view_like
-from evenstep.replica.gradients.buckets.comm_hooks import HookQueue, HookWork
+from evenstep.replica.gradients.buckets.comm_hooks import HookWork
 from evenstep.replica.gradients.buckets.layout import BucketLayout
 from evenstep.replica.gradients.window import SavedGradients
 from evenstep.replica.sharded.gradient_placeholder import GradientPlaceholder
-from evenstep.transport.base import Work
+from evenstep.transport.base import Collective, Row, Work
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.local import LocalTransport
 
@@ -166,11 +166,9 @@ class ShardedBucket(Bucket):
             torch._foreach_zero_(self._gaps)
         self._pack(self._hidden if self.hides else self.views, divide_by, totals)
 
-    def _start(self, hooks: HookQueue | None, *, is_last: bool, beside: Tensor | None) -> Work:
-        """Start adding over ranks; what this rank gets is its shard."""
-        if hooks is not None:
-            return super()._start(hooks, is_last=is_last, beside=beside)
-        return self.transport.reduce_scatter(self._sum, self.flat, beside=beside)
+    def _call(self, row: Row | None, plain: float, beside: Tensor | None) -> Collective:
+        """What this rank gets of the sum is its shard."""
+        return Collective("reduce_scatter", self.flat, self._sum, "sum", beside=beside, row=row, plain=plain)
 
     def wait(self) -> None:
         """Return when `reduced` holds this rank's part of the sum over ranks."""

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from evenstep.errors import UsageError
 from evenstep.replica.gradients.buckets.bucket import Bucket
 from evenstep.replica.gradients.strategies import WindowEnd
-from evenstep.replica.gradients.window import Kind, Window
+from evenstep.replica.gradients.window import Window
 from evenstep.virtual_ranks import VirtualRanks
 
 Sums = list[Tensor | None]  # by parameter; None: no virtual rank had a gradient of it
@@ -153,19 +153,6 @@ class VirtualRankSums(WindowEnd):
                 parameter.grad = grad
         if self.at_end is not None:
             self.at_end()
-
-    def divide(self, parameters: Sequence[nn.Parameter], window: Window, scale: float) -> None:
-        """See `WindowEnd`: by the weight of all virtual ranks, or by their number."""
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if not grads:  # no virtual rank had a sample
-            return
-        if window.kind is not Kind.WEIGHTED:
-            torch._foreach_div_(grads, float(self.num_shares))
-            return
-        for grad in grads:
-            # As `Header.divisor`: on a GPU a number would be turned into a factor, with another rounding.
-            total = torch.as_tensor(window.weight, dtype=torch.float64, device=grad.device)
-            grad.div_(torch.where(total > 0, total, torch.inf))
 
     def __repr__(self) -> str:
         return f"<VirtualRankSums {self._num_done} of {1 << self._num_levels} virtual ranks, {len(self._sums)} sums>"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -160,20 +160,22 @@ def divide(total: Tensor, divisor: float) -> None:
         total.copy_(total.to(torch.int64).div_(divisor, rounding_mode="trunc"))
 
 
-def divisor_of(rows: Iterable[Row], plain: float) -> float:
+def divisor_of(rows: Sequence[Row], plain: float) -> float:
     """By what a sum of gradients is divided. Pure, and the same on all ranks.
 
     Args:
-        rows: Every rank's.
+        rows: Every rank's, in order of rank; or one, their sum.
         plain: The divisor where no rank's window is weighted.
 
     Returns:
         The sum of weights where some rank's window is weighted, infinity if that sum is 0; else `plain`.
     """
-    weights, kinds = zip(*((row.weight, row.is_weighted) for row in rows), strict=True)
-    if not any(kinds):
+    if not any(row.is_weighted for row in rows):
         return plain
-    return math.fsum(weights) or math.inf  # exact, so that the order of ranks doesn't matter
+    weights = [row.weight for row in rows]
+    for a, b in plan_tree(len(weights)):  # as all sums: reproducible mode has the same on any number of ranks
+        weights[a] += weights[b]
+    return weights[0] or math.inf
 
 
 class Scratch:

@@ -20,7 +20,7 @@ from evenstep.errors import UsageError
 from evenstep.ground.compat.torch_profiler import begin_event, is_profiled
 from evenstep.replica.gradients.buckets.comm_hooks import HookQueue
 from evenstep.replica.gradients.buckets.layout import BucketLayout
-from evenstep.transport.base import Work
+from evenstep.transport.base import Collective, Row, Work
 from evenstep.transport.core.transport import Transport
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
@@ -88,19 +88,9 @@ class Bucket:
         return self.flat
 
     @property
-    def has_half_precision(self) -> bool:
-        """Whether what travels has 16 bits, so that sums over ranks may overflow."""
-        return self.layout.dtype in HALF_PRECISION
-
-    @property
-    def divides_first(self) -> bool:
-        """Whether unweighted gradients are divided by the number of ranks before they are added, and not after.
-
-        They are where a call for each costs no pass over memory, and where 16 bits must not overflow. Gradients that
-        are added in a wider dtype are rounded only once, so they aren't. The same on all ranks.
-        """
-        is_widened = self.layout.dtype.itemsize > self.parameters[0].dtype.itemsize
-        return not is_widened and (self._is_coarse or self.has_half_precision)
+    def overflows(self) -> bool:
+        """Whether gradients travel in float16, so that a sum over ranks may overflow."""
+        return self.layout.dtype is torch.float16
 
     @property
     def _is_coarse(self) -> bool:
@@ -177,21 +167,14 @@ class Bucket:
         """Copy gradients to where they travel from, and divide them and those that are there."""
         if (
             self._is_coarse
-            and (divide_by != 1.0 or totals is not None)
+            and divide_by == 1.0
+            and totals is not None
             and all(grad.layout is torch.strided and grad.dtype is self.flat.dtype for grad in what)
         ):
-            with torch.no_grad():
-                for view, grad in zip(into, what, strict=True):
-                    if divide_by != 1.0:
-                        torch.div(grad, divide_by, out=view)
-                    else:
-                        view.copy_(grad)
-                    if totals is not None:
-                        totals.append(total_of(view))
-                if there and divide_by != 1.0:
-                    torch._foreach_div_(there, divide_by)
-                if totals is not None:
-                    totals += map(total_of, there)
+            for view, grad in zip(into, what, strict=True):
+                view.copy_(grad)
+                totals.append(total_of(view))
+            totals += map(total_of, there)
             return
         if into:
             self._copy(into, what)
@@ -200,11 +183,28 @@ class Bucket:
         if totals is not None:
             totals.append(total_of(self.flat))
 
-    def launch(self, hooks: HookQueue | None = None, *, is_last: bool = False, beside: Tensor | None = None) -> None:
-        """Start adding the flat tensor over ranks, and `beside`; or whatever a communication hook does instead."""
+    def launch(self, row: Row | None, plain: float, beside: Tensor | None = None) -> None:
+        """Start adding the flat tensor over ranks, and dividing it where the transport `divides`.
+
+        Args:
+            row: See `Collective`.
+            plain: See there.
+            beside: See there.
+        """
+        self._begin_travel()
+        self.work = self._transport.run(self._call(row, plain, beside))
+
+    def launch_hook(self, hooks: HookQueue, *, is_last: bool) -> None:
+        """As `launch`, but a communication hook does what it does."""
+        self._begin_travel()
+        self.work = hooks.submit(self, is_last=is_last)
+
+    def _call(self, row: Row | None, plain: float, beside: Tensor | None) -> Collective:
+        return Collective("all_reduce", self.flat, self.flat, "sum", beside=beside, row=row, plain=plain)
+
+    def _begin_travel(self) -> None:
         self._version = self._versions()
         self._begin_range("bucket", self.flat)
-        self.work = self._start(hooks, is_last=is_last, beside=beside)
 
     def _begin_range(self, what: str, travels: Tensor) -> None:
         """Begin a range of the profile, if there is one: until `_end_range` something of this bucket travels."""
@@ -216,11 +216,6 @@ class Bucket:
         if self._at_end is not None:
             self._at_end()
             self._at_end = None
-
-    def _start(self, hooks: HookQueue | None, *, is_last: bool, beside: Tensor | None) -> Work:
-        if hooks is not None:
-            return hooks.submit(self, is_last=is_last)
-        return self._transport.all_reduce(self.flat, beside=beside)
 
     def wait(self) -> None:
         """Return when the flat tensor holds the sum over ranks (see `Work.wait`).

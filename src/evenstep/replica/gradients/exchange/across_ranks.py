@@ -11,7 +11,7 @@ from evenstep.errors import UsageError
 from evenstep.replica.gradients.exchange.base import Exchange, Trained
 from evenstep.replica.gradients.exchange.header import Header, LateKinds
 from evenstep.replica.gradients.exchange.weights import WeightScale, rescale
-from evenstep.replica.gradients.window import Kind, Window
+from evenstep.replica.gradients.window import Window
 
 
 class AcrossRanks(Exchange):
@@ -34,7 +34,7 @@ class AcrossRanks(Exchange):
         self._used = self._all_used = [True] * len(trained.parameters)
         self._weights: WeightScale
 
-    def _scale_weights(self, *, has_half_precision: bool) -> None:
+    def _scale_weights(self, *, overflows: bool) -> None:
         """Build the scale of weights, before the first window; ranks agree on one where gradients have 16 bits."""
         method = weakref.WeakMethod(self._rescale)  # or an exchange that is replaced would keep its buckets
 
@@ -43,7 +43,7 @@ class AcrossRanks(Exchange):
                 rescales(by)
 
         device = self._header.tensor.device
-        self._weights = WeightScale(self._transport, device, rescale_window, is_needed=has_half_precision)
+        self._weights = WeightScale(self._transport, device, rescale_window, is_needed=overflows)
 
     def _rescale(self, by: float) -> None:
         """Multiply the gradients of the window that runs."""
@@ -102,7 +102,3 @@ class AcrossRanks(Exchange):
                 "are left in p.grad and a rank's share is empty: what is left counts otherwise for the two. Call "
                 "zero_grad between them."
             )
-
-    def _is_weighted(self, window: Window) -> bool:
-        """Whether the sums are of weighted gradients. A rank without a share knows that only from the header."""
-        return window.kind is Kind.WEIGHTED or (window.kind is None and bool(self._header.tensor[1] > 0))

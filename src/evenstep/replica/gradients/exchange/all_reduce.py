@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from evenstep.ground.health.telemetry import REDUCED, WAITING
-from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION, Bucket, CastBucket
+from evenstep.replica.gradients.buckets.bucket import Bucket, CastBucket
 from evenstep.replica.gradients.buckets.comm_hooks import CommHook, HookQueue
 from evenstep.replica.gradients.buckets.launch import LaunchOrder
 from evenstep.replica.gradients.buckets.layout import BucketLayout, Layout, ParameterSpec, plan_layout
+from evenstep.replica.gradients.division import divide, row_of, zero_where
 from evenstep.replica.gradients.exchange.across_ranks import AcrossRanks
 from evenstep.replica.gradients.exchange.base import Trained
 from evenstep.replica.gradients.exchange.sparse import sum_over_ranks
-from evenstep.replica.gradients.window import Kind, Window, zero_where
+from evenstep.replica.gradients.window import Kind, Window
 from evenstep.replica.join import Uneven
-from evenstep.transport.base import Work
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.local import LocalTransport
 
@@ -42,8 +42,8 @@ class AllReduceExchange(AcrossRanks):
         self._build(self._plan(range(trained.num_dense - 1, -1, -1)))
         # Autograd multiplies weights into gradients of the parameters' dtype, whatever these are added in.
         self._scale_weights(
-            has_half_precision=any(each.dtype in HALF_PRECISION for each in trained.parameters)
-            or any(bucket.has_half_precision for bucket in self.buckets)
+            overflows=any(each.dtype is torch.float16 for each in trained.parameters)
+            or any(bucket.overflows for bucket in self.buckets)
         )
 
     def _describe(self, index: int) -> ParameterSpec:
@@ -117,7 +117,11 @@ class AllReduceExchange(AcrossRanks):
         self._recorder.mark(WAITING)
         self._used = self._used_here()
         self._header.fill(window, self._used, scale=scale)
-        header_work = self._send_header(last)
+        header_work = None
+        if last is None:
+            header_work = self._transport.all_reduce(self._header.tensor)
+        else:
+            self._send(last, window, scale, beside=self._header.tensor)
         src = 0 if self._uneven is None else self._uneven.lowest_active(self._control)
         sent_buffers = self._module_buffers.start(src)
         for bucket in self.buckets:
@@ -134,20 +138,13 @@ class AllReduceExchange(AcrossRanks):
             for parameter, is_used in list(zip(self._parameters, self._used, strict=True))[self._num_dense :]:
                 if is_used:
                     parameter.grad = sum_over_ranks(parameter.grad, parameter, self._transport, self._control)
-        self._divide(window)
+        self._divide()
         own_factor = self._own_factor(window, scale)
         for bucket in self.buckets:
             bucket.unpack(own_factor)
         self._module_buffers.finish(sent_buffers)
         if self._uneven is not None:
             self._uneven.end_window()
-
-    def _send_header(self, last: Bucket | None) -> Work | None:
-        """Beside the last bucket, if there is one; else in a call of its own, which is returned."""
-        if last is None:
-            return self._transport.all_reduce(self._header.tensor)
-        last.launch(beside=self._header.tensor)
-        return None
 
     def _own_factor(self, window: Window, scale: float) -> float | Tensor | None:
         """See `Bucket.unpack`. Virtual ranks but the last have left their sums without graphs."""
@@ -213,17 +210,30 @@ class AllReduceExchange(AcrossRanks):
                 self._uneven.announce_bucket()
             bucket = self.buckets[index]
             self._pack(bucket, window)
-            bucket.launch(self._hooks, is_last=index == len(self.buckets) - 1)
+            if self._hooks is not None:
+                bucket.launch_hook(self._hooks, is_last=index == len(self.buckets) - 1)
+            else:
+                self._send(bucket, window, self._weights.of_window)
+
+    def _send(self, bucket: Bucket, window: Window, scale: float, beside: Tensor | None = None) -> None:
+        row = row_of(window, scale) if self._sends_rows else None
+        plain = self._ending.num_shares / (self._world.world_size if bucket.overflows else 1)
+        bucket.launch(row, plain, beside)
+
+    @property
+    def _sends_rows(self) -> bool:
+        """Whether the transport divides sums: see [Note: one division]. In a `join` ranks that have left send none."""
+        return self._transport.divides and self._hooks is None and self._uneven is None
 
     def _pack(self, bucket: Bucket, window: Window) -> None:
         self._recorder.mark(bucket.layout.index)
         self._make_room(bucket)
-        divides_first = self._divides_first(bucket, is_weighted=window.kind is Kind.WEIGHTED)
         totals: list[float] | None = None
         if self._inspectors and not self._ending.sums_first:
             wanted = [each.totals_for(bucket) for each in self._inspectors]
             totals = next((each for each in wanted if each is not None), None)
-        bucket.pack(self._world.world_size if divides_first else 1.0, totals)
+        is_small = bucket.overflows and self._hooks is None and window.kind is not Kind.WEIGHTED
+        bucket.pack(self._world.world_size if is_small else 1.0, totals)
         if isinstance(window.weight_held, Tensor):
             # On a GPU a weight isn't read, so a window of weight 0 hasn't been recognised: contribute zeros.
             zero_where(window.weight_held == 0, [bucket.flat])
@@ -233,36 +243,24 @@ class AllReduceExchange(AcrossRanks):
         for observer in self._inspectors:
             observer.inspect(bucket, totals)
 
-    def _divides_first(self, bucket: Bucket, *, is_weighted: bool) -> bool:
-        """Whether every rank divides by the number of ranks before the sum.
-
-        Virtual ranks are added first and divided after, so that it doesn't matter how many a rank has.
-        """
-        return bucket.divides_first and not is_weighted and self._hooks is None and not self._ending.sums_first
-
     def _make_room(self, bucket: Bucket) -> None:
         """Prepare a bucket's memory before it is packed; where buckets share memory, take it over."""
 
-    def _divide(self, window: Window) -> None:
-        weighted = self._is_weighted(window)
-        num_ranks = float(self._world.world_size)
-        divisor: float | Tensor = float(self._ending.num_shares)
-        if weighted:
-            divisor = self._header.divisor()
-        elif self._uneven is not None and not self._uneven.divide_by_initial_world_size:
-            divisor = self._header.num_plain()
-        for bucket in self.buckets:
-            if self._hooks is not None and weighted:
-                continue  # see `_pack`
-            is_averaged = self._hooks is not None or self._divides_first(bucket, is_weighted=weighted)
-            by = divisor / num_ranks if is_averaged else divisor
-            if isinstance(by, Tensor):
-                bucket.reduced.div_(by.to(bucket.reduced.device))
-            elif by != 1.0:
-                bucket.reduced.div_(by)
-        for parameter in self._parameters[self._num_dense :]:
-            if parameter.grad is not None:
-                parameter.grad.div_(divisor)
+    def _divide(self) -> None:
+        """Divide what neither the transport nor a hook has divided: see [Note: one division]."""
+        plain: float | Tensor = float(self._ending.num_shares)
+        if self._uneven is not None and not self._uneven.divide_by_initial_world_size:
+            plain = self._header.num_plain()
+        sums = [p.grad for p in self._parameters[self._num_dense :] if p.grad is not None]
+        small = []
+        if self._hooks is not None:
+            if self._uneven is not None and not self._header.kinds()[0]:
+                divide([bucket.reduced for bucket in self.buckets], plain / self._world.world_size)
+        elif not self._sends_rows:
+            sums += [bucket.reduced for bucket in self.buckets if not bucket.overflows]
+            small = [bucket.reduced for bucket in self.buckets if bucket.overflows]
+        divide(sums, self._header.divisor(plain))
+        divide(small, self._header.divisor(plain / self._world.world_size))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self._parameters)} parameters, {self._launches!r}>"

@@ -16,6 +16,7 @@ from evenstep.ground.health.telemetry import Recorder
 from evenstep.replica.gradients.buckets.bucket import Bucket
 from evenstep.replica.gradients.buckets.comm_hooks import CommHook
 from evenstep.replica.gradients.buckets.layout import BucketPolicy, Layout
+from evenstep.replica.gradients.division import divide_alone
 from evenstep.replica.gradients.exchange.weights import rescale
 from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.strategies import WindowEnd
@@ -152,7 +153,7 @@ class Exchange:
 
     def finish(self, window: Window) -> None:
         """End the window. Collective: afterwards `p.grad` is the global mean on every rank."""
-        self._ending.divide(self._parameters, window, self._scale)
+        divide_alone(self._parameters, window, plain=self._ending.num_shares, scale=self._scale)
 
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """Lay the buckets out in the order in which rank 0's gradients were ready. Collective, once."""

@@ -15,8 +15,11 @@ from torch import Tensor
 
 from evenstep.device import Coming, arrived, start_copy
 from evenstep.errors import UsageError
+from evenstep.replica.gradients.division import divisor_on_device, row_of
 from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.window import CALLS, Kind, Window
+from evenstep.transport.base import Row
+from evenstep.transport.core.reduction import divisor_of
 
 _READ_AT_ONCE = 2  # windows
 _LATE_EVERY = 16
@@ -25,9 +28,7 @@ _LATE_EVERY = 16
 class Header:
     """The few numbers that travel with the buckets of one reduction, added over ranks.
 
-    [0]   sum of the weights, each over the scale of its rank's gradients
-    [1]   number of ranks whose window was WEIGHTED
-    [2]   number of ranks whose window was PLAIN
+    [:3]  the ranks' rows: weights over the scale of the rank's gradients, windows that were WEIGHTED, and PLAIN
     [3:]  for each parameter, on how many ranks it has a gradient; then the numbers of each observer
 
     Args:
@@ -60,7 +61,6 @@ class Header:
             used: For each parameter, whether it has a gradient.
             scale: What weights were divided by before they multiplied this rank's gradients.
         """
-        kinds = [float(window.kind is Kind.WEIGHTED), float(window.kind is Kind.PLAIN)]
         numbers_sent: list[float] = []
         tensors: list[tuple[int, int, Tensor]] = []
         for observer, begin, end in self._sections:
@@ -74,11 +74,12 @@ class Header:
             if used != self._flags or self._filled is None:
                 self._flags, self._filled = used, (ctypes.c_double * len(numbers))(0.0, 0.0, 0.0, *used)
             ctypes.memmove(numbers, self._filled, ctypes.sizeof(numbers))
-            numbers[0], numbers[1:3] = float(window.weight) / scale, kinds
+            numbers[:3] = row_of(window, scale)
             numbers[self._end_of_used :] = numbers_sent
         else:
             # Not `tensor[0] = number`: that waits for a GPU.
             weight = window.weight / scale
+            kinds = [float(window.kind is Kind.WEIGHTED), float(window.kind is Kind.PLAIN)]
             number = 0.0 if isinstance(weight, Tensor) else weight
             made = torch.tensor([number, *kinds, *map(float, used), *numbers_sent], dtype=torch.float64, device="cpu")
             self.tensor.copy_(made, non_blocking=True)
@@ -116,17 +117,19 @@ class Header:
         numbers: list[float] = self.tensor[begin:end].tolist() if self._numbers is None else self._numbers[begin:end]
         return numbers
 
-    def num_plain(self) -> Tensor:
-        """After the sum: on how many ranks the window was PLAIN. 0-dim, on the device, without waiting for it."""
-        return self.tensor[2]
+    def num_plain(self) -> float | Tensor:
+        """After the sum: on how many ranks the window was PLAIN; on a GPU 0-dim, without waiting for it."""
+        return self.tensor[2] if self._numbers is None else self._numbers[2]
 
-    def divisor(self) -> Tensor:
-        """After the sum: the total weight over the scale; infinite where that is 0, so that gradients become 0.
+    def divisor(self, plain: float | Tensor) -> float | Tensor:
+        """After the sum: by what gradients are divided; on a GPU 0-dim, without waiting for it.
 
-        0-dim, on the device, without waiting for it.
+        Args:
+            plain: The divisor of PLAIN windows.
         """
-        total = self.tensor[0]
-        return torch.where(total > 0, total, torch.inf)
+        if self._numbers is None:
+            return divisor_on_device(self.tensor[0], self.tensor[1], plain)
+        return divisor_of([Row(*self._numbers[:3])], float(plain))
 
 
 class LateKinds:

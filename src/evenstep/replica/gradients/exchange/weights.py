@@ -93,6 +93,11 @@ class WeightScale:
             self._rescale(self._of_window / scale)
         self._of_window = scale
 
+    @property
+    def of_window(self) -> float:
+        """The scale of the window that runs."""
+        return self._of_window or 1.0
+
     def start_total(self, window: Window) -> None:
         """Begin to add all ranks' weights. Collective, once per window; again in the same window: nothing.
 
@@ -103,7 +108,7 @@ class WeightScale:
             return
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if window.kind is Kind.WEIGHTED:
-            weight = window.weight / (self._of_window or 1.0)
+            weight = window.weight / self.of_window
             total += torch.as_tensor(weight, dtype=total.dtype, device=total.device)
         self._total = self._transport.all_reduce(total), total
 

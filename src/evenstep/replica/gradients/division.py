@@ -1,0 +1,95 @@
+"""Division: by what the gradients of a window are divided, and where.
+
+[Note: one division]
+
+Every rank has a row (`transport.base.Row`): the sum of its window's weights, and whether that is weighted or plain. One
+function says what the rows' sum means (`transport.core.reduction.divisor_of`). It is applied once:
+
+    shared memory        by the transport, to each part of a sum as it stores it; the rows come with the call
+    other transports     by the engine, when the window ends: the header has the sum of the rows
+    one rank, LocalSGD   by the engine: the rank's own row is all there is
+
+Two kinds of gradients are smaller before the sum, and so have less to be divided by after it:
+
+    float16, plain       divided by the number of ranks as they are packed; 64 ranks with 1,500 each would be infinite
+    a hook's             means: of a weighted window by the sum of weights (`WeightScale.divide_by_total`); the hook
+                         itself averages over ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from evenstep.replica.gradients.window import Kind, Window
+from evenstep.transport.base import Row
+from evenstep.transport.core.reduction import divisor_of
+
+
+def row_of(window: Window, scale: float) -> Row:
+    """This rank's row; reads a weight that is a tensor.
+
+    Args:
+        window: To which nothing is added any more.
+        scale: What the weights were divided by before they multiplied gradients.
+    """
+    return Row(float(window.weight) / scale, float(window.kind is Kind.WEIGHTED), float(window.kind is Kind.PLAIN))
+
+
+def divisor_on_device(weight: Tensor, num_weighted: Tensor, plain: float | Tensor) -> Tensor:
+    """`divisor_of` of a sum of rows that lies on a GPU and isn't read: 0-dim."""
+    return torch.where(num_weighted > 0, torch.where(weight > 0, weight, torch.inf), plain)
+
+
+def divide_alone(parameters: Iterable[Tensor], window: Window, *, plain: float, scale: float) -> None:
+    """Divide `p.grad` where no other rank takes part in the window.
+
+    Args:
+        parameters: Those that are trained.
+        window: This rank's.
+        plain: The divisor of a plain window.
+        scale: As in `row_of`.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if isinstance(window.weight, Tensor):
+        zero_where(window.weight == 0, grads)
+        weight = window.weight.double() / scale
+        divide(grads, divisor_on_device(weight, torch.ones_like(weight), plain))
+    else:
+        divide(grads, divisor_of([row_of(window, scale)], plain))
+
+
+def divide(gradients: Iterable[Tensor], divisor: float | Tensor) -> None:
+    """Divide gradients in place, and don't multiply by the inverse: that has other bits.
+
+    Args:
+        gradients: Dense or sparse.
+        divisor: A number, or 0-dim and not read.
+    """
+    if not isinstance(divisor, Tensor) and divisor == 1:
+        return
+    for same in by_kind(gradients):
+        device, by = same[0].device, divisor
+        if isinstance(by, Tensor):
+            by = by.to(device)
+        elif device.type != "cpu":  # a GPU would multiply by the inverse of a number
+            by = torch.full((), by, dtype=torch.float64, device=device)
+        torch._foreach_div_(same, by)
+
+
+def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Lists of tensors of one device and dtype, none of them without elements."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(kinds.values())
+
+
+def zero_where(condition: Tensor, gradients: Iterable[Tensor]) -> None:
+    """Make gradients zero where a condition holds, without reading it."""
+    for gradient in gradients:
+        values = gradient._values() if gradient.is_sparse else gradient
+        values.masked_fill_(condition.to(gradient.device), 0)

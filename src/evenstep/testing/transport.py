@@ -172,7 +172,7 @@ class _Checker:
             self.check_all_reduce(values, op)
             self.check_reduce_scatter(wide, op)
             self.num_turns += 1
-        if dtype.is_floating_point and "sum" in ops:
+        if (dtype.is_floating_point or dtype.is_complex) and "sum" in ops:
             self.check_sum_of_gradients(values, wide)
         self._compare_seen()
 

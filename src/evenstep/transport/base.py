@@ -78,8 +78,8 @@ class Collective:
         splits: Of an all_to_all: how many elements of `outputs` come from, and of `inputs` go to each rank; None, on
             all ranks: equal parts.
         beside: [n], a few numbers that are added over the ranks in the same call, in place; on all ranks or none.
-        row: Of a sum of floats: this rank's part of the divisor, on all ranks or none. The result is the sum over
-            `core.reduction.divisor_of` of all rows where the transport `divides`, else the sum.
+        row: Of a sum of real or complex floats: this rank's part of the divisor, on all ranks or none. The result is
+            the sum over `core.reduction.divisor_of` of all rows where the transport `divides`, else the sum.
         plain: The divisor where no row is weighted, the same on all ranks.
         packed: The fingerprint that ranks compare. This and what follows is filled in as the call is checked.
         flat: [numel], contiguous: the inputs; what only counts by its length where this rank gives nothing.

@@ -144,9 +144,11 @@ class Arguments:
                 how = plan_arithmetic(op, dtype)
             except ConfigurationError as error:
                 raise self._refusal(str(error)) from None
-        if rest is not None and rest[-1] is not None and not (op == "sum" and dtype.is_floating_point):
+        has_quotients = dtype.is_floating_point or dtype.is_complex
+        if rest is not None and rest[-1] is not None and not (op == "sum" and has_quotients):
             raise self._refusal(
-                f"{kind} on rank {self.rank}: a divisor is for a sum of floats, not {op} of {str(dtype)[6:]}."
+                f"{kind} on rank {self.rank}: a divisor is for a sum of real or complex floats, not {op} of "
+                f"{str(dtype)[6:]}."
             )
         if len(self._described) >= _MAX_FINGERPRINTS:
             self._described.clear()

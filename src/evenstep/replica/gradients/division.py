@@ -28,14 +28,15 @@ from evenstep.transport.base import Row
 from evenstep.transport.core.reduction import divisor_of
 
 
-def row_of(window: Window, scale: float) -> Row:
+def row_of(kind: Kind | None, weight: float | Tensor, scale: float) -> Row:
     """This rank's row; reads a weight that is a tensor.
 
     Args:
-        window: To which nothing is added any more.
+        kind: Of its window.
+        weight: The sum of the window's weights.
         scale: What the weights were divided by before they multiplied gradients.
     """
-    return Row(float(window.weight) / scale, float(window.kind is Kind.WEIGHTED), float(window.kind is Kind.PLAIN))
+    return Row(float(weight) / scale, float(kind is Kind.WEIGHTED), float(kind is Kind.PLAIN))
 
 
 def divisor_on_device(weight: Tensor, num_weighted: Tensor, plain: float | Tensor) -> Tensor:
@@ -58,7 +59,7 @@ def divide_alone(parameters: Iterable[Tensor], window: Window, *, plain: float, 
         weight = window.weight.double() / scale
         divide(grads, divisor_on_device(weight, torch.ones_like(weight), plain))
     else:
-        divide(grads, divisor_of([row_of(window, scale)], plain))
+        divide(grads, divisor_of([row_of(window.kind, window.weight, scale)], plain))
 
 
 def divide(gradients: Iterable[Tensor], divisor: float | Tensor) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from evenstep.replica.gradients.buckets.bucket import Bucket
 from evenstep.replica.gradients.window import Window
 
@@ -38,6 +40,10 @@ class WindowEnd:
         Raises:
             UsageError: `what` isn't possible now.
         """
+
+    def weight_of(self, window: Window) -> float | Tensor:
+        """This rank's weight, when the window's last pass has begun."""
+        return window.weight
 
     def add_to(self, bucket: Bucket) -> None:
         """Add what earlier parts of the window left to a packed bucket, before it travels."""

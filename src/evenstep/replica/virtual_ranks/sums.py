@@ -118,6 +118,13 @@ class VirtualRankSums(WindowEnd):
         # After zero_grad(set_to_none=False) autograd has added to views of the buckets, which are needed.
         return [grad.clone() if grad is not None and id(grad) in views else grad for grad in grads]
 
+    def weight_of(self, window: Window) -> float | Tensor:
+        """See `WindowEnd`: the weights of the virtual ranks before, and of the last."""
+        weight = _wide(window.weight)
+        for level in range(self._num_levels):
+            weight = self._weights.get(level, 0.0) + weight
+        return weight
+
     @torch.no_grad()
     def add_to(self, bucket: Bucket) -> None:
         """See `WindowEnd`: the bucket holds the last virtual rank's gradients, and those before it are added."""
@@ -143,8 +150,8 @@ class VirtualRankSums(WindowEnd):
     @torch.no_grad()
     def close(self, window: Window, buckets: Sequence[Bucket]) -> None:
         """See `WindowEnd`: the window's weight becomes this rank's, and without buckets `p.grad` its sum."""
-        for level in range(self._num_levels):
-            window.weight = self._weights.pop(level, 0.0) + _wide(window.weight)
+        window.weight = self.weight_of(window)
+        self._weights = {}
         if not buckets:
             total = [parameter.grad for parameter in self._parameters]
             for level in range(self._num_levels):

@@ -216,7 +216,7 @@ class AllReduceExchange(AcrossRanks):
                 self._send(bucket, window, self._weights.of_window)
 
     def _send(self, bucket: Bucket, window: Window, scale: float, beside: Tensor | None = None) -> None:
-        row = row_of(window, scale) if self._sends_rows else None
+        row = row_of(window.kind, self._ending.weight_of(window), scale) if self._sends_rows else None
         plain = self._ending.num_shares / (self._world.world_size if bucket.overflows else 1)
         bucket.launch(row, plain, beside)
 

@@ -74,7 +74,7 @@ class Header:
             if used != self._flags or self._filled is None:
                 self._flags, self._filled = used, (ctypes.c_double * len(numbers))(0.0, 0.0, 0.0, *used)
             ctypes.memmove(numbers, self._filled, ctypes.sizeof(numbers))
-            numbers[:3] = row_of(window, scale)
+            numbers[:3] = row_of(window.kind, window.weight, scale)
             numbers[self._end_of_used :] = numbers_sent
         else:
             # Not `tensor[0] = number`: that waits for a GPU.

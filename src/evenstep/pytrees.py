@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+
+from evenstep.ground.compat import torch_pytree
 
 Rebuild = Callable[[Sequence[Any]], Any]
 
@@ -28,6 +30,19 @@ def children_of(node: Any) -> tuple[list[Any], Rebuild] | None:
         names = [field.name for field in dataclasses.fields(node)]
         return [getattr(node, name) for name in names], lambda entries: _with_fields(node, names, entries)
     return None
+
+
+def tensors_in(outputs: Any) -> Iterator[Tensor]:
+    """The tensors of what a module returned: of any pytree that torch knows, and of dataclasses."""
+    if isinstance(outputs, Tensor):
+        yield outputs
+        return
+    for leaf in torch_pytree.tree_leaves(outputs):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in dataclasses.fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name, None))
 
 
 def flatten_tensors(tree: Any) -> tuple[list[Tensor], Rebuild]:

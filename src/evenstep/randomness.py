@@ -9,14 +9,11 @@ drawn.
 
 Whose streams are whose to reseed, when a model is first called in training:
 
-| the model's world | python's and numpy's | torch's |
-| --- | --- | --- |
-| made by `init`, or a group of its ranks | of each rank's own | of each rank's own |
-| adopted: the script never calls `init` | left alone (1) | of each rank's own, if they were shared (2) |
-| in reproducible mode | keyed by virtual rank inside the loop, shared outside | the same |
-
-(1) The script may decide by them what all ranks do. (2) Ranks had the same seed when the model was wrapped, and it
-hasn't been set since: a script that has seeded its ranks, or restored their streams, keeps what it has set.
+| the model's world | random numbers |
+| --- | --- |
+| made by `init`, or a group of its ranks | every rank draws its own |
+| adopted: the script never calls `init` | the script's: it may decide by them what all ranks do |
+| in reproducible mode | keyed by virtual rank inside the loop, shared outside |
 
 Ranks are numbered as data ranks of the model's world (`ground.coordination.mesh`). With tensor parallelism, ranks that
 have parts of one replica have the same number: they keep equal streams, which they need for what they compute twice. So
@@ -97,11 +94,6 @@ def _seed_torch(seed: int) -> None:
 def _may_use_accelerators() -> bool:
     # Whether torch was built for any: querying the device itself would start it, and forked processes couldn't use it.
     return torch.accelerator.current_accelerator() is not None
-
-
-def torch_seed(device: torch.device) -> int:
-    """The seed of torch's stream on a device, whatever has been drawn since."""
-    return torch.cuda.initial_seed() if device.type == "cuda" else torch.initial_seed()
 
 
 def diverge(rank: int, streams: Iterable[str] = STREAMS) -> None:

@@ -71,7 +71,7 @@ class World:
         telemetry: What the steps of the models wrapped in this world, or in a group of it, spent their time on.
         why_gloo: Why CPU ranks don't share memory, where they would if they could; else None.
         timeout_s: Seconds after which a collective, or a save, gives up on a missing rank.
-        has_diverged: Whether every rank draws random numbers of its own already.
+        has_diverged: Random numbers are as they stay: every rank draws its own, or an adopted script what it wants.
         virtual_ranks: In reproducible mode, the virtual ranks of the run; else None.
         stop_reason: Why this rank is to stop: "SIGTERM", "request_stop()"; None until then.
         mesh: torch's mesh of the ranks, with named dimensions; None: every rank has samples of its own.
@@ -111,7 +111,6 @@ class World:
         self.telemetry = Telemetry()
         self._of_groups: dict[dist.ProcessGroup, World] = {}
         self._part_of: World | None = None
-        self._shared_seed: int | None = None  # of torch's stream, where a lower rank has the same one
         self._init_arguments: dict[str, object] | None = None
         self.has_diverged = False
         self.virtual_ranks: virtual_ranks.VirtualRanks | None = None
@@ -319,31 +318,21 @@ class World:
 
     # ------------------------------------------------------------------ random streams: see [Note: replicas' draws]
 
-    def compare_random_streams(self) -> None:
-        """Remember whether a lower rank draws the same numbers in the model as this one.
-
-        Collective: every rank calls this, when its replica of a model is wrapped.
-        """
-        if not self.is_initialised:
-            own = randomness.torch_seed(self.device)
-            self._shared_seed = own if self.exchange(own).index(own) < self.rank else None
-
     def diverge_random_streams(self) -> None:
-        """Let every rank but 0 draw its own random numbers from now on. Happens once, and not in reproducible mode."""
+        """Let every rank but 0 draw its own random numbers from now on. Happens once, and not in reproducible mode.
+
+        In an adopted world nothing is changed: its streams are the script's.
+        """
         if self.has_diverged or self.virtual_ranks is not None:
             return
         self.has_diverged = True
-        if self._part_of is not None and self._part_of.has_diverged:
-            return
-        if self.is_initialised:
+        if self.is_initialised and not (self._part_of is not None and self._part_of.has_diverged):
             randomness.diverge(self.data_rank)
-        elif randomness.torch_seed(self.device) == self._shared_seed:
-            randomness.diverge(self.data_rank, ["torch"])
 
     @property
     def draws_its_own(self) -> bool:
         """Whether random streams have diverged, for a model of all ranks or of some; what a checkpoint remembers."""
-        return self.has_diverged or any(part.has_diverged for part in self._of_groups.values())
+        return self.is_initialised and any(each.has_diverged for each in (self, *self._of_groups.values()))
 
     @draws_its_own.setter
     def draws_its_own(self, value: bool) -> None:

@@ -43,15 +43,10 @@ class TorchsOnTheCpu(TorchDistributedDataParallel):
 
 
 class OursOnTheCpu(evenstep.DistributedDataParallel):
-    """Ours, without GPUs.
-
-    Its ranks go on drawing the same random numbers. Ours draw their own from the first training forward on
-    (docs/reference/ddp-compatibility.md), and many of the programs shuffle with numbers that they take to be the same.
-    """
+    """Ours, without GPUs."""
 
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **others: Any) -> None:
         super().__init__(module, **others)
-        self.world.has_diverged = True
 
 
 CLASSES = {"torch's": TorchsOnTheCpu, "ours": OursOnTheCpu}

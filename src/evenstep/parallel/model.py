@@ -97,7 +97,6 @@ class DividedModel(DistributedDataParallel):
         self.device_mesh = world.mesh
         self._everybody, self._data = world, world.data_parallel
         self._set_up(ranks, settings, bucket_transport(ranks, self))
-        ranks.compare_random_streams()
         self._dummy = DummyBatch(self.dim)
 
     def _build_engine(self, world: World, settings: Settings, transport: Transport) -> tuple[Engine, Monitors]:

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.ground.compat.torch_autograd import graph_task_id, will_execute
+from evenstep.pytrees import tensors_in
 from evenstep.replica.gradients.buckets.layout import Layout
 
 
@@ -121,6 +121,13 @@ class Readiness:
         self.is_counting = False
         self._set_hooks(sentinel for sentinel in self._sentinels if sentinel is not None)
         self._clear_pass()
+
+    def count(self) -> None:
+        """Count in the next pass, in which no output may tell what comes."""
+        if self._buckets and not self.is_counting:
+            self.is_counting, self.order = True, []
+            self._num_gradients = [0] * len(self._parameters)
+            self._set_hooks(range(len(self._parameters)))
 
     # ------------------------------------------------------------------ a pass
 
@@ -233,7 +240,7 @@ class Readiness:
         pending = {p for p in missing if self._parameters[p].requires_grad}
         if pending:
             self._awaited[bucket] = pending
-            for parameter in pending - self._handles.keys():
+            for parameter in pending - self._handles.keys() - self._temporary.keys():  # a second output comes here, too
                 self._temporary[parameter] = self._hook(parameter)
         return bool(pending)
 
@@ -325,17 +332,19 @@ class OutputHooks:
         self._carrier = torch.empty(0, device="cpu")
         self._carrier._backward_hooks = {0: function}
 
-    def put_on(self, outputs: Any) -> None:
-        """Have the function called once for each tensor of a pytree that a backward pass reaches."""
+    def put_on(self, outputs: Any) -> bool:
+        """Have the function called once for each tensor in the outputs that a backward pass reaches.
+
+        Returns:
+            Whether there is any that can be reached.
+        """
         mark = None
         if self._marks is not None:
             self._marks.add(mark := _Mark())
         if isinstance(outputs, Tensor):
-            self._put_on_one(outputs, mark)
-        else:
-            for leaf in pytree.tree_leaves(outputs):
-                if isinstance(leaf, Tensor):
-                    self._put_on_one(leaf, mark)
+            return self._put_on_one(outputs, mark)
+        found = [self._put_on_one(each, mark) for each in tensors_in(outputs)]
+        return True in found
 
     def are_alone_in(self, loss: Tensor, *, other: OutputHooks) -> bool:
         """Whether a loss goes through outputs with these hooks, and through none with others.
@@ -361,10 +370,12 @@ class OutputHooks:
                 pending += [before for before, _ in node.next_functions]
         return found
 
-    def _put_on_one(self, output: Tensor, mark: _Mark | None) -> None:
-        if (node := output.grad_fn) is not None:
-            cast(dict[Any, Any], node.metadata)[self] = mark
-            if output.output_nr == 0:
-                node._register_hook_dict(self._carrier)
-            else:
-                output.register_hook(self._function)  # type: ignore[no-untyped-call]
+    def _put_on_one(self, output: Tensor, mark: _Mark | None) -> bool:
+        if (node := output.grad_fn) is None:
+            return False
+        cast(dict[Any, Any], node.metadata)[self] = mark
+        if output.output_nr == 0:
+            node._register_hook_dict(self._carrier)
+        else:
+            output.register_hook(self._function)  # type: ignore[no-untyped-call]
+        return True

@@ -44,9 +44,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from evenstep.errors import UsageError
-from evenstep.ground.compat.torch_autograd import at_end_of_backward, graph_task_id
+from evenstep.ground.compat.torch_autograd import at_end_of_backward, enclosing_node, graph_task_id
 from evenstep.replica.gradients.autograd_hooks import OutputHooks, Readiness
 from evenstep.replica.gradients.buckets.bucket import Bucket, late_gradient, moved_parameter
 from evenstep.replica.gradients.division import divide_alone
@@ -79,6 +80,7 @@ class Engine:
 
     def __init__(self, trained: Trained, exchange: Exchange, ending: WindowEnd, *, label: str) -> None:
         self.names, self.parameters, self.num_dense = trained.names, trained.parameters, trained.num_dense
+        self.parameter_ids = frozenset(map(id, trained.parameters))
         self.world, self.transport, self.control = trained.world, trained.transport, trained.control
         self.recorder = trained.recorder
         self.trained, self.observers = trained, trained.observers
@@ -95,6 +97,7 @@ class Engine:
         self._window: Window | None = None
         self._pass: Pass | None = None
         self._single_pass_task = -1  # of autograd: the last pass that was a whole window
+        self._muted: list[RemovableHandle] = []  # while a dummy batch has outputs that can't be muted
         self._left_early: str | None = None
         self._broken: str | None = None
         self._label = label
@@ -116,7 +119,10 @@ class Engine:
             UsageError: An earlier backward pass failed half-way, or a loop over micro-batches was left early.
         """
         if self._pass is not None and graph_task_id() == -1:
-            self.fail()
+            if self._pass.confirmed or self.readiness.any_has_come():
+                self.fail()
+            else:
+                self._cancel_pass()  # a torch.autograd.grad that has raised
         if self._window is not None or self._left_early is not None:
             self._drop_zeroed_window()
         problem = self._broken or self._left_early
@@ -134,7 +140,11 @@ class Engine:
             over_dummy: The module ran on a dummy batch in place of an empty share.
         """
         self.is_prepared |= self.synchronise
-        (self._dummy_hooks if over_dummy else self._hooks).put_on(outputs)
+        if not (self._dummy_hooks if over_dummy else self._hooks).put_on(outputs) and graph_task_id() == -1:
+            self.readiness.count()
+            if over_dummy and not self._muted:
+                trained = [each for each in self.parameters if each.requires_grad]
+                self._muted = [each.register_hook(torch.zeros_like) for each in trained]  # type: ignore[no-untyped-call]
         self.recorder.forward(began_ns)
 
     def is_over_dummies(self, loss: Tensor) -> bool:
@@ -307,7 +317,7 @@ class Engine:
         if self._pass is None:  # the loss uses the parameter directly; perhaps the module's outputs too
             if not (self.is_prepared or self._counts_weights()):
                 return False  # see [Note: passes of the wrapper's own]
-            self._open_plain_pass(discards=False)
+            self._open_plain_pass(discards=False, is_found_late=True)
         current = self._pass
         assert current is not None
         if not current.confirmed:
@@ -337,25 +347,40 @@ class Engine:
             return
         if not current.confirmed:
             if not self.readiness.any_has_come():  # it was torch.autograd.grad: there is nothing to average
-                current.end_apart()
-                if current.opens_window:
-                    self.cancel_window()
-                self.readiness.end()
-                self._pass = None
+                self._cancel_pass()
                 return
             self._confirm()
         self._close_pass()
 
     # ------------------------------------------------------------------ passes and windows
 
-    def _open_plain_pass(self, *, discards: bool) -> None:
-        """Begin a pass of `loss.backward()`. Within autograd it ends when autograd does."""
+    def _cancel_pass(self) -> None:
+        """End a pass in which no parameter has received a gradient."""
+        assert self._pass is not None
+        self._pass.end_apart()
+        if self._pass.opens_window:
+            self.cancel_window()
+        self.readiness.end()
+        self._pass = None
+
+    def _open_plain_pass(self, *, discards: bool, is_found_late: bool = False) -> None:
+        """Begin a pass of `loss.backward()`. Within autograd it ends when autograd does.
+
+        Args:
+            discards: See `Pass`.
+            is_found_late: A gradient has come, and no output was reached before it.
+        """
         self.exchange.shares_loss = False
         self._open_pass(Pass(Kind.PLAIN, 0.0, discards, is_foreign=bool(_weighted)))
         if self.exchange.takes_every_pass:
             self._confirm()
-        if graph_task_id() != -1:
+        if graph_task_id() == -1:
+            return
+        node = enclosing_node() if is_found_late else None
+        if node is None:
             at_end_of_backward(self._autograd_ended)
+        else:  # the pass of a reentrant checkpoint ends before the one that it is in
+            node.register_hook(lambda *_: at_end_of_backward(self._autograd_ended))
 
     def _open_pass(self, opened: Pass) -> None:
         self.ending.validate_pass("a backward pass")
@@ -408,6 +433,7 @@ class Engine:
         current = self._pass
         assert current is not None
         self.is_prepared = False
+        self._unmute()
         current.end_apart()
         self.readiness.end()
         if current.ends_window:
@@ -418,6 +444,10 @@ class Engine:
             for observer in self.observers:
                 observer.end_local_pass()
         self._pass = None
+
+    def _unmute(self) -> None:
+        while self._muted:
+            self._muted.pop().remove()
 
     def _drop_zeroed_window(self) -> None:
         """Drop the open window if `zero_grad` has dropped its gradients: its weights, and what it saved, count no more.
@@ -453,6 +483,7 @@ class Engine:
             self.exchange.learn_order(self.readiness.order)
         if self.readiness.is_counting:
             self.readiness.watch(self.exchange.layout)
+        self._pass = None  # it has ended on all ranks, whatever is said of it
         if any(observer.rejects(window) for observer in self.observers):
             drop_grads(self.parameters)
         for observer in self.observers:
@@ -476,6 +507,7 @@ class Engine:
         """Note that a backward pass has raised an exception: replicas are no longer in step."""
         self._broken = "the last backward pass raised an exception, so its gradients were not averaged"
         self._pass = None
+        self._unmute()
 
     def _reset_after_error(self) -> None:
         """Drop the gradients of a failed pass, in a world of one: the model is as before it."""
@@ -512,6 +544,8 @@ def weighted_passes(
     _weighted.add(this)
     try:
         shares_loss = len(engines) > 1
+        if shares_loss:
+            _validate_disjoint(engines)
         if shares_loss and (largest := max(engines, key=_num_ranks)) is not engines[0]:
             # A group's own model is named before one of more ranks, in whose sums gradients would have each group's
             # scale. Nothing is agreed here: a rank without samples ends the first model's window before it takes part
@@ -531,6 +565,19 @@ def weighted_passes(
         _weighted.discard(this)
     for engine in engines:
         engine.end_weighted_pass()
+
+
+def _validate_disjoint(engines: Sequence[Engine]) -> None:
+    """Raise if a parameter is in two of the models: each would divide its gradient by the sum of weights. Local."""
+    seen: set[int] = set()
+    for engine in engines:
+        if not seen.isdisjoint(engine.parameter_ids):
+            name = next(name for name, p in zip(engine.names, engine.parameters, strict=True) if id(p) in seen)
+            raise UsageError(
+                f"backward on rank {engine.world.rank}: parameter {name!r} is in two of the wrapped models, whose "
+                f"gradients are averaged separately. Put the modules that share it into one module, and wrap that."
+            )
+        seen |= engine.parameter_ids
 
 
 def _num_ranks(engine: Engine) -> int:

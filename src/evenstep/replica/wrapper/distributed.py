@@ -245,7 +245,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             tensors = [*(p.data for _, p in settings.kept(module)), *(buffer for _, buffer in buffers)]
             finish_broadcast(start_broadcast(tensors, transport))
         self._set_up(world, settings, transport)
-        world.compare_random_streams()
         self._dummy = DummyBatch(self.dim)
         if self._wrapped_already() is not None and world.rank == 0:
             warnings.warn(

@@ -58,7 +58,7 @@ def buffer_at(owner: nn.Module, name: str) -> Tensor | None:
 
 
 class BufferBroadcast:
-    """Sends all buffers of a module at the end of a step, packed by device and dtype.
+    """Sends the persistent buffers of a module at the end of a step, packed by device and dtype.
 
     Args:
         module: Whose buffers; they may be replaced later, not added.
@@ -72,7 +72,11 @@ class BufferBroadcast:
     ) -> None:
         self.is_on = is_on
         self._transport = transport
-        self._places = places_of(module, ignored)
+        self._places = [
+            (owner, name)
+            for owner, name in places_of(module, ignored)
+            if name not in getattr(owner, "_non_persistent_buffers_set", ())  # caches, which grow as each rank needs
+        ]
         self._src = 0
 
     def start(self, src: int = 0) -> list[tuple[Work, Tensor, list[Tensor]]]:

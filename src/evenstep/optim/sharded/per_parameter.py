@@ -122,19 +122,19 @@ class PerParameterPartition:
         packed = self._inner.state_dict()
         mine = [parameter for group in self._inner.param_groups for parameter in group["params"]]
         number_of = {id(parameter): number for number, parameter in enumerate(mine)}
-        states = {number_of[id(self._parameters[i])]: self._without_master(i, kept[i]) for i in own if kept.get(i)}
+        states = {number_of[id(self._parameters[i])]: self._state_of(i, kept[i]) for i in own if kept.get(i)}
         if states:
             self._inner.load_state_dict({"state": states, "param_groups": packed["param_groups"]})
             for number, state in states.items():
                 _keep_as_it_was(self._inner.state[mine[number]], state, is_loaded=is_loaded)
 
-    def _without_master(self, index: int, state: State) -> State:
-        """A value that was kept in full precision becomes the parameter's: here nothing is kept beside it."""
-        master = state.get(MASTER)
+    def _state_of(self, index: int, state: State) -> State:
+        """What the inner optimizer is given. A value that was kept in full precision becomes the parameter's."""
+        parameter, master = self._parameters[index], state.get(MASTER)
         if master is not None:
             with torch.no_grad():
-                self._parameters[index].copy_(master)
-        return {key: value for key, value in state.items() if key != MASTER}
+                parameter.copy_(master)
+        return {key: _laid_out_as(parameter, value) for key, value in state.items() if key != MASTER}
 
     def _settle(self) -> None:
         """Parameters of one owner and kind lie side by side, so that few broadcasts carry them."""
@@ -201,6 +201,13 @@ class PerParameterPartition:
         """What this rank's state takes."""
         values = [value for state in self._mine().values() for value in state.values()]
         return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
+
+
+def _laid_out_as(parameter: Tensor, value: Any) -> Any:
+    """A value of the parameter's shape as the parameter lies in memory: fused steps go through both in that order."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.dim() == 0:
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
 def _keep_as_it_was(loaded: State, given: State, *, is_loaded: bool) -> None:

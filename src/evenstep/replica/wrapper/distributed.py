@@ -421,7 +421,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 f"(load_state_dict(assign=True), or an nn.Parameter put in its place); its gradient would not be "
                 f"averaged. Copy into parameters instead, or wrap the model, and make its optimizer, behind that."
             )
-        new = [name for name, _ in trained if name not in known]
+        new = [name for name, p in trained if name not in known and id(p) not in own]  # not those that pruning renames
         if new:
             raise UsageError(
                 f"parameter {new[0]!r} was added after the model was wrapped; its gradient would not be averaged. "

@@ -3,7 +3,8 @@
 [Note: one division]
 
     FSDP2's parameters      its reduce-scatter (and all-reduce, with replicas) adds `weight * gradient` over the data
-                            ranks while autograd runs, without dividing
+                            ranks while autograd runs; plain gradients it divides by their number, those of 16 bits
+                            in part before they are added
     all others              whole on each rank, or divided by tensor parallelism: their local parts are added over the
                             data ranks when the window ends
     then                    a header with the weights, as that of replicated models, and one division
@@ -58,9 +59,10 @@ class MeshExchange(AcrossRanks):
         super()._rescale(by)
         self._sharded.rescale(by)
 
-    def begin_pass(self, *, travels: bool) -> None:
+    def begin_pass(self, kind: Kind, *, travels: bool) -> None:
         """See `Exchange`."""
         self._sharded.synchronise(is_on=travels)
+        self._sharded.divide_by(self._ending.num_shares if kind is Kind.PLAIN else 1)
 
     def when_added(self, then: Callable[[], None]) -> None:
         """See `Exchange`: FSDP2 ends its part in a callback of autograd's, which may come behind ours."""
@@ -140,9 +142,11 @@ class MeshExchange(AcrossRanks):
             torch._foreach_copy_(parts, [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)])
 
     def _divide(self) -> None:
-        num_data_ranks = self._ending.num_shares
-        divisor = self._header.divisor(num_data_ranks * self._num_copies)
-        divide([local_part(p.grad) for p in self._parameters if p.grad is not None], divisor / self._num_copies)
+        managed = set(map(id, self._managed))
+        for is_managed, plain in ((True, 1), (False, self._ending.num_shares)):
+            parameters = [p for p in self._parameters if (id(p) in managed) is is_managed]
+            divisor = self._header.divisor(plain * self._num_copies) / self._num_copies
+            divide([local_part(p.grad) for p in parameters if p.grad is not None], divisor)
 
 
 def with_placements_of(parameters: Iterable[nn.Parameter]) -> None:

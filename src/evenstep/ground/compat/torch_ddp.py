@@ -72,7 +72,7 @@ class ShardedParts:
     """What `fully_shard` has made of a module: its groups of parameters, each of which travels as one.
 
     Args:
-        module: The whole model; gradients of its sharded parts are added over ranks from now on, not averaged.
+        module: The whole model; gradients of its sharded parts are added over ranks from now on (`divide_by`).
 
     Attributes:
         groups: torch's groups, by `id`.
@@ -88,7 +88,6 @@ class ShardedParts:
         self.used: set[int] = set()
         self.groups: dict[int, Any] = {}
         for each in sharded:
-            each.set_gradient_divide_factor(1.0)
             each.set_force_sum_reduction_for_comms(True)
             state = each._get_fsdp_state()
             found = getattr(state, "_fsdp_param_groups", None)
@@ -98,6 +97,8 @@ class ShardedParts:
         inner = {id(part) for each in sharded for part in each.modules() if part is not each}
         self.roots = [each for each in sharded if id(each) not in inner]
         self.synchronises = True
+        self._sharded, self._divisor = sharded, 0.0
+        self.divide_by(1.0)
         for group in self.groups.values():
             self._watch(group)
         self.states: list[Any] = [each._get_fsdp_state() for each in sharded]
@@ -132,6 +133,13 @@ class ShardedParts:
             self.synchronises = is_on
             for root in self.roots:
                 root.set_requires_gradient_sync(is_on)
+
+    def divide_by(self, divisor: float) -> None:
+        """Have torch divide the sums of the passes that follow."""
+        if divisor != self._divisor:
+            self._divisor = divisor
+            for each in self._sharded:
+                each.set_gradient_divide_factor(float(divisor))
 
     def rescale(self, by: float) -> None:
         """Multiply the gradients that passes have kept whole on this rank."""

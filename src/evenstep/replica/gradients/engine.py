@@ -60,6 +60,7 @@ from evenstep.replica.gradients.window import (
     SavedGradients,
     Window,
     all_zero,
+    as_multiplied,
     drop_grads,
     weighted_pass,
 )
@@ -167,6 +168,7 @@ class Engine:
         is_scaled: bool,
         shares_loss: bool,
         only_dummies: bool,
+        dtype: torch.dtype,
     ) -> float:
         """Begin a pass of `model.backward`; see `weighted_passes`.
 
@@ -176,6 +178,7 @@ class Engine:
             is_scaled: The loss was scaled by a GradScaler.
             shares_loss: The loss goes through other models, too.
             only_dummies: See `is_over_dummies`.
+            dtype: Of the loss.
 
         Returns:
             The scale by which the weight is divided.
@@ -194,7 +197,7 @@ class Engine:
             takes_part = self.exchange.takes_every_pass
             self._open_pass(
                 weighted_pass(
-                    weight,
+                    as_multiplied(weight, scale, dtype),
                     is_scaled=is_scaled,
                     only_dummies=only_dummies and not takes_part,
                     shares_statistics=self.shares_statistics or takes_part,
@@ -388,7 +391,7 @@ class Engine:
         opened.opens_window = self.window is None
         self._pass = opened
         opened.ends_window, opened.travels = self.synchronise, self.synchronise and self.ending.exchanges
-        self.exchange.begin_pass(travels=opened.travels)
+        self.exchange.begin_pass(opened.kind, travels=opened.travels)
         for observer in self.observers:
             observer.begin_pass()
         if opened.opens_window:
@@ -527,7 +530,12 @@ _weighted: set[object] = set()
 
 @contextlib.contextmanager
 def weighted_passes(
-    engines: Sequence[Engine], weight: float | Tensor, *, only_dummies: Sequence[bool], is_scaled: bool = False
+    engines: Sequence[Engine],
+    weight: float | Tensor,
+    *,
+    only_dummies: Sequence[bool],
+    dtype: torch.dtype,
+    is_scaled: bool = False,
 ) -> Iterator[float]:
     """Surround one backward pass that one or several models take part in; yield the scale that divides the weight.
 
@@ -538,6 +546,7 @@ def weighted_passes(
         engines: Of all wrapped models that the loss goes through, in the same order on all ranks.
         weight: Of the pass.
         only_dummies: Of each engine, what `is_over_dummies` says of the loss.
+        dtype: Of the loss.
         is_scaled: The loss was scaled by a GradScaler.
     """
     this, scale = object(), None
@@ -553,7 +562,7 @@ def weighted_passes(
             scale = largest.exchange.agree_scale(None, opens_window=not largest.is_in_window)
         for engine, is_dummy in zip(engines, only_dummies, strict=True):
             scale = engine.begin_weighted_pass(
-                weight, scale, is_scaled=is_scaled, shares_loss=shares_loss, only_dummies=is_dummy
+                weight, scale, is_scaled=is_scaled, shares_loss=shares_loss, only_dummies=is_dummy, dtype=dtype
             )
         assert scale is not None
         yield scale

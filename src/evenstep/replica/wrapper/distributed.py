@@ -881,12 +881,17 @@ def _backward(
     if scaler is not None and scaler.is_enabled() and not is_scaled(loss, scaler, rank=rank):
         loss = scaler.scale(loss)
     has_scaler = scaler is not None and scaler.is_enabled()
-    passes = weighted_passes(engines, checked, only_dummies=only_dummies, is_scaled=has_scaler)
+    passes = weighted_passes(engines, checked, only_dummies=only_dummies, dtype=loss.dtype, is_scaled=has_scaler)
     with passes as scale:
         if isinstance(checked, Tensor):
-            share = (checked.to(loss.device, torch.float64) / scale).to(loss.dtype).reshape(loss.shape)
+            share = (checked.to(loss.device) / scale).to(loss.dtype).reshape(loss.shape)
         else:
             share = loss.new_full(loss.shape, checked / scale)
+            if loss.dtype is torch.float16 and checked / scale > torch.finfo(torch.float16).max:
+                raise ConfigurationError(
+                    f"backward on rank {rank}: a float16 loss can't be multiplied by weight={checked:g}. Compute the "
+                    f"loss in float32: criterion(outputs.float(), targets)."
+                )
         torch.autograd.backward(loss, share, retain_graph=retain_graph, create_graph=create_graph)
 
 

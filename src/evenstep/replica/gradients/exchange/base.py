@@ -20,7 +20,7 @@ from evenstep.replica.gradients.division import divide_alone
 from evenstep.replica.gradients.exchange.weights import rescale
 from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.strategies import WindowEnd
-from evenstep.replica.gradients.window import SavedGradients, Window
+from evenstep.replica.gradients.window import Kind, SavedGradients, Window
 from evenstep.replica.join import Uneven
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.transport.core.transport import Transport
@@ -115,10 +115,11 @@ class Exchange:
                 rescale(self._parameters, self._scale / scale)
             self._scale = scale
 
-    def begin_pass(self, *, travels: bool) -> None:
+    def begin_pass(self, kind: Kind, *, travels: bool) -> None:
         """A pass begins.
 
         Args:
+            kind: What it means.
             travels: Its gradients are added over ranks; else they stay on this rank for now.
         """
 

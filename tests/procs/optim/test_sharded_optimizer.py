@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from unittest import mock
 
@@ -287,6 +288,35 @@ def test_a_state_goes_on_on_another_number_of_ranks_and_to_and_from_torch(ranks,
         assert all(torch.allclose(model[k], v, rtol=1e-12, atol=1e-13) for k, v in expected[0].items())
     from_torch = ranks.run(resumed, first, seed, plain(seed, None, 3), 3)
     assert_same_state(from_torch[0][1], expected[1])
+
+
+def reloaded(seed: int, elementwise: bool, kind_name: str) -> None:
+    """Ten steps of a channels_last model, its own state loaded, and ten more: as twenty."""
+    world = evenstep.init(quiet=True)
+
+    def trained(num_reloads: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        model = evenstep.DistributedDataParallel(nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last))
+        kind = getattr(torch.optim, kind_name)
+        optimizer = evenstep.ShardedOptimizer(model, kind, elementwise=elementwise, lr=0.01)
+        for step in range(20):
+            x = torch.randn(4, 8, 9, 9, generator=torch.Generator().manual_seed(seed + step))
+            x = x.chunk(world.world_size)[world.rank]
+            model.backward(model(x).square().mean(), weight=len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 9 and num_reloads:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return model.module.weight.detach().clone()
+
+    torch.testing.assert_close(trained(1), trained(0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam"])
+@pytest.mark.parametrize("elementwise", [False, True])
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_state_that_is_loaded_lies_as_its_parameters_do(ranks, fresh_seed, nproc, elementwise, kind):
+    ranks.run(reloaded, nproc, fresh_seed, elementwise, kind)
 
 
 def shards_of(seed: int, kind_name: str, channels_last: bool):

@@ -381,6 +381,27 @@ def test_what_isnt_finite_is_found_in_the_sums(ranks):
             assert {each["skipped"] for each in found} == {int(policy == "skip")}
 
 
+def large_in_float16(is_weighted):
+    """Gradients whose mean float16 can have, and whose sum it can't."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    with world_of({"shard": 4}) as world:
+        policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+        module = nn.Linear(8, 8, bias=False)
+        model = evenstep.parallelize(module, world, mp_policy=policy, compare_every=None)
+        x = torch.full((1, 8), 30000.0 + 1000 * world.rank)
+        loss = model(x).float().sum()
+        model.backward(loss, weight=100.0) if is_weighted else loss.backward()
+        (parameter,) = model.parameters()
+        return parameter.grad.full_tensor().unique().tolist()
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_mean_of_large_float16_gradients_is_finite(ranks, is_weighted):
+    for found in ranks.run(large_in_float16, 4, is_weighted):
+        assert found == pytest.approx([31500.0], rel=2e-3)
+
+
 def with_torchs_options():
     """Policies, scaler, average, rates: they go through, and training goes on."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy

@@ -653,6 +653,41 @@ def test_module_buffers_are_rank_0s(ranks):
     assert apart[1] != apart[0]
 
 
+class Caching(nn.Module):
+    """A mask that no checkpoint has, and that grows with the longest batch of its own rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("mask", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        if len(self.mask) < len(x):
+            self.mask = torch.zeros(len(x))
+        return self.layer(x) + self.mask[: len(x), None]
+
+
+def grow_and_prune():
+    from torch.nn.utils import prune
+
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Caching())
+    for step in range(3):
+        rows = 2 + world.rank + step
+        model.backward(model(torch.ones(rows, 4)).mean(), weight=rows)
+        assert len(model.module.mask) == rows
+        model.zero_grad()
+    prune.l1_unstructured(model.module.layer, "weight", amount=0.5)
+    model.backward(model(torch.full((2, 4), 1.0 + world.rank)).mean(), weight=2)
+    expected = 1.5 * model.module.layer.weight_mask
+    torch.testing.assert_close(model.module.layer.weight_orig.grad, expected)
+
+
+def test_caches_may_grow_and_parameters_be_pruned(ranks):
+    """As with torch's class: a cache is each rank's own, and a pruned parameter has another name."""
+    ranks.run(grow_and_prune, 2)
+
+
 # ---------------------------------------------------------------------- overlap, views, cost
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.replica.gradients.exchange.header import Header, LateKinds
 from evenstep.replica.gradients.exchange.weights import nearest_power_of_two
-from evenstep.replica.gradients.window import Kind, Window, validate_weight
+from evenstep.replica.gradients.window import Kind, Window, as_multiplied, validate_weight
 
 CPU = torch.device("cpu")
 
@@ -50,6 +50,15 @@ def test_the_scale_is_a_power_of_two_near_the_total(total):
 
 def test_no_weight_has_scale_one():
     assert nearest_power_of_two(0.0) == 1.0
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_a_weight_counts_as_far_as_a_loss_of_16_bits_can_be_multiplied_by_it(is_tensor):
+    weight = torch.tensor(20001.0, dtype=torch.float64) if is_tensor else 20001.0
+    assert float(as_multiplied(weight, 1.0, torch.float32)) == 20001.0
+    assert float(as_multiplied(weight, 1.0, torch.bfloat16)) == 19968.0
+    assert float(as_multiplied(weight, 16384.0, torch.bfloat16)) == 19968.0
+    assert float(as_multiplied(weight, 16384.0, torch.float16)) == 20000.0
 
 
 def header_of(*ranks, scale=1.0):

@@ -499,8 +499,7 @@ class Engine:
         window = self.window
         if window is None:
             return
-        scale = self.exchange.agree_scale(0.0, opens_window=False)
-        divide_alone(self.parameters, window, plain=self.ending.num_shares, scale=scale)
+        divide_alone(self.parameters, window, plain=self.ending.num_shares, scale=self.exchange.scale)
         window.saved.add_back()
         self.was_scaled, self._window = window.is_scaled, None
 

@@ -63,6 +63,11 @@ class AcrossRanks(Exchange):
         """See `Exchange`."""
         self._weights.use(scale, opens_window=opens_window)
 
+    @property
+    def scale(self) -> float:
+        """See `Exchange`."""
+        return self._weights.of_window
+
     def was_weighted(self) -> bool:
         """See `Exchange`."""
         return bool(self._header.kinds()[0]) if self._was_weighted is None else self._was_weighted

@@ -213,7 +213,7 @@ class AllReduceExchange(AcrossRanks):
             if self._hooks is not None:
                 bucket.launch_hook(self._hooks, is_last=index == len(self.buckets) - 1)
             else:
-                self._send(bucket, window, self._weights.of_window)
+                self._send(bucket, window, self.scale)
 
     def _send(self, bucket: Bucket, window: Window, scale: float, beside: Tensor | None = None) -> None:
         row = row_of(window.kind, self._ending.weight_of(window), scale) if self._sends_rows else None

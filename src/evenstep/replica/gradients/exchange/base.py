@@ -115,6 +115,11 @@ class Exchange:
                 rescale(self._parameters, self._scale / scale)
             self._scale = scale
 
+    @property
+    def scale(self) -> float:
+        """By which the weights of the open window are divided."""
+        return self._scale
+
     def begin_pass(self, kind: Kind, *, travels: bool) -> None:
         """A pass begins.
 
@@ -154,7 +159,7 @@ class Exchange:
 
     def finish(self, window: Window) -> None:
         """End the window. Collective: afterwards `p.grad` is the global mean on every rank."""
-        divide_alone(self._parameters, window, plain=self._ending.num_shares, scale=self._scale)
+        divide_alone(self._parameters, window, plain=self._ending.num_shares, scale=self.scale)
 
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """Lay the buckets out in the order in which rank 0's gradients were ready. Collective, once."""

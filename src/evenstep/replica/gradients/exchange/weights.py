@@ -2,11 +2,11 @@
 
 [Note: the scale of weights]
 
-*Before gradients.* Weights multiply gradients of 16 bits, which large weights would make overflow. So they are divided
-by a *scale* first: about the sum of all ranks' weights where gradients have 16 bits, else 1. It is a power of two, so
+*Before gradients.* Weights multiply gradients in float16, which large weights would make overflow. So they are divided
+by a *scale* first: about the sum of all ranks' weights where gradients are float16, else 1. It is a power of two, so
 that nothing is rounded; all ranks agree on it in the first window that has weights, and keep it. A rank without samples
-doesn't know whether the others' passes have weights, so all take part in that agreement in every window until then; if
-the first `_NUM_WINDOWS` have no weights, the scale is 1 for good. A pass through several models has one weight, so one
+doesn't know whether the others' passes have weights, so all take part in that agreement in every window until then;
+only those with weights, or without samples, wait for it. A pass through several models has one weight, so one
 scale: that of the model with the most ranks, which all ranks of the others know alike.
 
 *Before a communication hook.* A hook compresses, and that depends on the magnitude. Gradients times a large weight
@@ -28,8 +28,6 @@ from evenstep.replica.gradients.window import Kind, Window
 from evenstep.transport.base import Work
 from evenstep.transport.core.transport import Transport
 
-_NUM_WINDOWS = 16  # in which ranks look for weights
-
 
 class WeightScale:
     """The scale of a model's weights, and the sum of all ranks' weights; see [Note: the scale of weights].
@@ -40,7 +38,7 @@ class WeightScale:
         transport: Carries the agreements.
         device: Of what it carries.
         rescale: Multiplies the gradients of the window that runs.
-        is_needed: Gradients have 16 bits, or are added in 16 bits. The same on all ranks.
+        is_needed: Gradients are float16, or are added in it. The same on all ranks.
 
     Attributes:
         agreed: The scale that ranks have agreed on, or 1.
@@ -52,7 +50,7 @@ class WeightScale:
     ) -> None:
         self.agreed = 1.0
         self.is_due = is_needed
-        self._windows_left = _NUM_WINDOWS if is_needed else 0
+        self._is_needed = is_needed  # until ranks have agreed
         self._transport, self._device, self._rescale = transport, device, rescale
         self._agreement: tuple[Work, Tensor] | None = None
         self._of_window: float | None = None
@@ -85,7 +83,7 @@ class WeightScale:
             weights, num_weighted = total.tolist()
             if num_weighted:
                 self.agreed = nearest_power_of_two(weights)
-                self._windows_left = 0
+                self._is_needed = False
 
     def use(self, scale: float, *, opens_window: bool) -> None:
         """Bring what there is of the window to the scale of its next pass."""
@@ -133,9 +131,7 @@ class WeightScale:
         if self._total is not None:
             self._total[0].wait()
             self._total = None
-        if self._windows_left:
-            self._windows_left -= 1
-            self.is_due = self._windows_left > 0
+        self.is_due = self._is_needed
         scale, self._of_window = self._of_window, None
         return scale or 1.0
 

@@ -37,6 +37,13 @@ from tests.stub_worlds import stub_world
 # ---------------------------------------------------------------------- random streams
 
 
+def initialised(rank, num_ranks):
+    """A rank's world as `evenstep.init` makes it; the streams of others are their script's."""
+    world = stub_world(rank, num_ranks)
+    world._init_arguments = {}
+    return world
+
+
 def streams_of(num_ranks, seed, has_diverged, *, reseeded=False):
     """What the ranks of a run would save; `reseeded`: the script has seeded python's stream on all of them again."""
     saved = []
@@ -46,7 +53,7 @@ def streams_of(num_ranks, seed, has_diverged, *, reseeded=False):
             randomness.diverge(rank)
         if reseeded:
             random.seed(seed)
-        world = stub_world(rank, num_ranks)
+        world = initialised(rank, num_ranks)
         world.has_diverged = has_diverged
         saved.append(there_and_back(capture_streams(world)))
     return saved
@@ -55,7 +62,7 @@ def streams_of(num_ranks, seed, has_diverged, *, reseeded=False):
 def drawn_after(saved, num_ranks):
     drawn, flags = [], []
     for rank in range(num_ranks):
-        world = stub_world(rank, num_ranks)
+        world = initialised(rank, num_ranks)
         restore_streams(saved, world)
         drawn.append((random.random(), float(numpy.random.rand()), float(torch.rand(()))))
         flags.append(world.has_diverged)

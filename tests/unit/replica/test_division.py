@@ -29,7 +29,7 @@ def test_a_divisor_on_a_device_is_that_of_the_rows(case: str, fresh_seed: int) -
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
 def test_numbers_and_tensors_divide_alike(dtype: torch.dtype, fresh_seed: int) -> None:
     torch.manual_seed(fresh_seed)
-    given = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in ((3, 4), (), (0,), (5000,))]
+    given = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in ((3, 4), (1,), (0,), (5000,))]
     divisor = random.Random(fresh_seed).uniform(0.1, 300.0)
     by_number, by_tensor = [each.clone() for each in given], [each.clone() for each in given]
     divide(by_number, divisor)

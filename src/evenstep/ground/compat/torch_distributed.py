@@ -99,6 +99,9 @@ def make_group_alone(ranks: Sequence[int], backend: str, timeout: timedelta) -> 
     Where one rank has made more of them than another, the next group of all ranks has two names, and the ranks wait for
     each other for ever. So these are counted here, and torch's number stays what it was.
 
+    Where the default group is bound to a GPU, torch would split its communicator, in a call that all ranks have to
+    make. So it isn't bound meanwhile.
+
     Args:
         ranks: Their numbers in the default group.
         backend: Of the group.
@@ -108,12 +111,14 @@ def make_group_alone(ranks: Sequence[int], backend: str, timeout: timedelta) -> 
     num_made = _num_made_alone.setdefault(world.default_pg, Counter())
     num_made[members] += 1
     counted, world.group_count = world.group_count, _APART + num_made[members]
+    default: Any = world.default_pg
+    bound, default.bound_device_id = default.bound_device_id, None
     try:
         made: dist.ProcessGroup = dist.new_group(
             list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True
         )
     finally:
-        world.group_count = counted
+        world.group_count, default.bound_device_id = counted, bound
     return made
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -60,3 +65,18 @@ def test_one_mode_is_enough_to_be_watched() -> None:
         assert torch_profiler.is_watched()
         torch.ones(1)
     assert not torch_profiler.is_watched()
+
+
+def test_a_group_of_some_ranks_is_not_split_from_one_that_is_bound_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would call NCCL's split on these ranks, which waits for all others. No GPU is needed to see that."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    default: Any = dist.group.WORLD
+    try:
+        default.bound_device_id = torch.device("cuda", 0)
+        seen = []
+        monkeypatch.setattr(dist, "new_group", lambda *_, **__: seen.append(default.bound_device_id))
+        torch_distributed.make_group_alone([0], "nccl", timedelta(seconds=1))
+        assert seen == [None]
+        assert default.bound_device_id == torch.device("cuda", 0)
+    finally:
+        dist.destroy_process_group()

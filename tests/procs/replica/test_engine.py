@@ -13,6 +13,7 @@ import random
 import sys
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -1275,3 +1276,42 @@ if __name__ == "__main__":
         for nproc in (2, 3, 4):
             checked = pool.run(random_windows, nproc, seed, -(-num_windows // 6), 6, timeout_s=36_000)
             print(f"{nproc} ranks: {checked[0]} windows equal the reference's, seed {seed}", flush=True)  # noqa: T201
+
+
+def forgotten(kind):
+    """Which of what a wrapped model holds is still there when the model has gone, without a collection."""
+    world = evenstep.init(quiet=True)
+    warm = nn.Linear(2, 2)
+    warm(torch.ones(1, 2)).sum().backward()
+    torch.optim.AdamW(warm.parameters()).step()  # the first step of a process leaves frames of torch's behind
+    gc.collect()
+    gc.disable()
+    try:
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        if kind == "synchronised statistics":
+            module = evenstep.SyncBatchNorm.convert_sync_batchnorm(module)
+        model = evenstep.DistributedDataParallel(module, compare_every=1)
+        if kind == "sharded":
+            optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            model.backward(model(torch.randn(3 + world.rank, 4)).mean(), weight=3 + world.rank)
+            optimizer.step()
+            optimizer.zero_grad()
+        held = {
+            "model": model,
+            "engine": model.engine,
+            "weight": module[0].weight,
+            "bucket": next(iter(model.engine.buckets)),
+        }
+        seen = {name: weakref.ref(each) for name, each in held.items()}
+        del held, model, module, optimizer
+        return [name for name, each in seen.items() if each() is not None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["plain", "synchronised statistics", "sharded"])
+def test_a_model_that_is_deleted_is_freed_at_once(ranks, kind):
+    assert ranks.run(forgotten, 2, kind) == [[]] * 2

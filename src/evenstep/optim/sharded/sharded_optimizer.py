@@ -7,6 +7,7 @@ Parameter Models", 2020).
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -141,6 +142,7 @@ class ShardedOptimizer(optim.Optimizer):
         # several ranks.
         keeps_master = master_weights and any(each.dtype in HALF_PRECISION for each in model.engine.parameters)
         stays_whole = model.world.world_size == 1 and model.world.virtual_ranks is None and not keeps_master
+        this = weakref.proxy(self)  # no cycle: what is deleted is freed at once
         if by_elements and not stays_whole:
             self._sharding = Sharding(
                 _free_owner(model),
@@ -152,17 +154,17 @@ class ShardedOptimizer(optim.Optimizer):
                 self._sharding.owner,
                 kind,
                 defaults,
-                lambda: self.param_groups,
+                lambda: this.param_groups,
                 model.world,
                 master=bool(master_weights),
             )
         else:
             self._partition = PerParameterPartition(
                 model.engine.parameters,
-                self._groups_by_index,
+                lambda: this._groups_by_index(),
                 kind,
                 defaults,
-                lambda: self.param_groups,
+                lambda: this.param_groups,
                 model.world,
                 model.engine.transport,
                 elementwise=by_elements,

@@ -25,7 +25,6 @@ bucket compares when the sum arrives.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
@@ -320,17 +319,23 @@ class OutputHooks:
     """Puts one function on what a module returned, again and again: see [Note: hooks on outputs].
 
     Args:
-        function: Called with the gradient that reaches an output; may return another one in its place.
+        function: A method, called with the gradient that reaches an output; may return another one in its place.
         is_tracked: `are_alone_in` will be asked.
     """
 
     def __init__(self, function: Hook, *, is_tracked: bool = False) -> None:
         self._marks: weakref.WeakSet[_Mark] | None = weakref.WeakSet() if is_tracked else None
-        self._function: Hook = functools.partial(function)
+        method = weakref.WeakMethod(function)  # graphs live as long as their outputs, and don't keep the model
+
+        def reached(grad: Tensor) -> Tensor | None:
+            called = method()
+            return None if called is None else called(grad)
+
+        self._function: Hook = reached
         # Outputs that have the hook themselves can be saved without a warning.
         setattr(self._function, "__torch_unserializable__", True)  # noqa: B010
         self._carrier = torch.empty(0, device="cpu")
-        self._carrier._backward_hooks = {0: function}
+        self._carrier._backward_hooks = {0: self._function}
 
     def put_on(self, outputs: Any) -> bool:
         """Have the function called once for each tensor in the outputs that a backward pass reaches.

@@ -57,7 +57,7 @@ class SharedWork(Call):
     """A call of the shared-memory transport, from its start to its end; see `base.Work`.
 
     Args:
-        made: The call, checked.
+        checked: The call as it was made, checked.
 
     Attributes:
         transport: Runs it.
@@ -343,7 +343,7 @@ class CallQueue(Transport):
             if (work.number + 1) % SLOTS_AT_ONCE == 0:
                 context.counters.signal(Phase.FINISHED)
             if work.back is not None:
-                work.back[0].copy_(work.back[1])
+                work.copy_back()
             self._end(work)
             return True
         except BaseException as error:

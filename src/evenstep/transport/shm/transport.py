@@ -42,18 +42,18 @@ class SharedMemoryTransport(Lanes):
 
     _carries = staticmethod(is_carried)
 
-    def _start(self, made: Collective) -> SharedWork:
+    def _start(self, call: Collective) -> SharedWork:
         try:
-            work = SharedWork(made)
+            work = SharedWork(call)
         except RuntimeError:
-            self._arguments.refuse_without_memory(made.kind)
-        if made.splits is None:
+            self._arguments.refuse_without_memory(call.kind)
+        if call.splits is None:
             return self._start_all(work)
-        out_splits, splits = made.splits
+        out_splits, splits = call.splits
         mine = torch.tensor([list(splits), list(out_splits)], dtype=torch.int64, device="cpu")
         work.is_eager = False  # how long what ranks send is, is known only when it begins
-        work.splits = torch.empty((self.world_size, *mine.shape), dtype=torch.int64, device="cpu")
-        gathering = Collective("all_gather", mine, work.splits)
+        work.all_splits = torch.empty((self.world_size, *mine.shape), dtype=torch.int64, device="cpu")
+        gathering = Collective("all_gather", mine, work.all_splits)
         self._arguments.prepare(gathering)
         # Calls run one after the other: the second finds what the first has gathered.
         return self._start_all(SharedWork(gathering), work)

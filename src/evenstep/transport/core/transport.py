@@ -50,7 +50,7 @@ class Transport(abc.ABC):
         divides: A sum that has a row (`Collective.row`) is divided; other transports only add.
         compares: The ranks compare their calls, and all raise the same error where these differ.
         most_beside_bytes: So many bytes beside a call travel with it; more in a call of their own.
-        known_as: This rank's number in messages.
+        known_as: All ranks' numbers in messages; one list for all parts of a transport.
         timeout_s: Deadline for peers to arrive.
         num_calls: So many calls have been started.
         recorded: This transport, as the record of the last calls knows it.
@@ -66,11 +66,16 @@ class Transport(abc.ABC):
     def __init__(self, rank: int, world_size: int, group: str) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.known_as = rank
+        self.known_as = list(range(world_size))
         self.num_calls = 0
         self._compared_as: bytes | None = None
         self.recorded = RecordedGroup(group, self.name)
         self._arguments = Arguments(self.name, rank, world_size, weakref.WeakMethod(self.refuse), self._carries)
+
+    @property
+    def own_number(self) -> int:
+        """This rank's number in messages."""
+        return self.known_as[self.rank]
 
     @staticmethod
     def _carries(tensor: Tensor) -> bool:
@@ -111,7 +116,7 @@ class Transport(abc.ABC):
 
     def name_ranks(self, known_as: Sequence[int]) -> None:
         """Set the ranks' numbers in messages: those that they have in a larger world."""
-        self.known_as = known_as[self.rank]
+        self.known_as[:] = known_as
 
     def compare_as(self, number: int, name: str, packed: bytes) -> None:
         """Have the next call compared, where ranks do so, as a call over another transport, for which it is made.

@@ -87,8 +87,9 @@ class InternodeTransport(Transport):
         self._intra_node = intra_node
         self._inter_node = inter_node
         self._all_ranks = all_ranks
-        intra_node.name_ranks(plan.nodes[plan.place_of(rank)[0]])
-        inter_node.known_as = rank
+        node, number = plan.place_of(rank)
+        intra_node.name_ranks(plan.nodes[node])
+        inter_node.name_ranks(plan.inter_node_group(number))
         self._steps = InternodeSteps(plan, intra_node, inter_node, rank=rank, name=self.name)
         self._refused: QueuedWork | None = None
         self._thread = WorkerThread("evenstep internode", on_close=self._on_close)

@@ -203,12 +203,12 @@ class ProcessGroupTransport(Transport):
             UsageError: This process is one.
         """
         if self._is_parents:
-            raise forked_error(self.known_as)
+            raise forked_error(self.own_number)
 
     def _open_group(self) -> dist.ProcessGroup:
         self.check_process()
         if self._group is None:
-            raise PeerLostError(f"rank {self.known_as}: this {self.name} transport has been closed.")
+            raise PeerLostError(f"rank {self.own_number}: this {self.name} transport has been closed.")
         return self._group
 
     def _launch(self, call: Collective, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
@@ -269,10 +269,10 @@ class ProcessGroupTransport(Transport):
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "timed out" in text.lower() or "timeout" in text.lower():
             return CollectiveTimeoutError(
-                f"rank {self.known_as} waited in vain in {what} over {self.name}: {text}.{describe_last_calls()}"
+                f"rank {self.own_number} waited in vain in {what} over {self.name}: {text}.{describe_last_calls()}"
             )
         if is_consequence(error):
-            return PeerLostError(f"rank {self.known_as} lost a peer in {what} over {self.name}: {text}")
+            return PeerLostError(f"rank {self.own_number} lost a peer in {what} over {self.name}: {text}")
         return error
 
     def __repr__(self) -> str:

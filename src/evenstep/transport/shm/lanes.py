@@ -155,7 +155,7 @@ class Message:
         self.transport._listen(self, callback)
 
     def __str__(self) -> str:
-        peer = "any rank" if self.peer is None else f"rank {self.transport.known_as_all[self.peer]}"
+        peer = "any rank" if self.peer is None else f"rank {self.transport.known_as[self.peer]}"
         what, way = ("send", "to") if self.is_sent else ("recv", "from")
         return f"{what} of {_shown(self.flat)} {way} {peer}, tag {self.tag}"
 
@@ -171,15 +171,11 @@ class Lanes(CallQueue):
         processes: The rank processes, in order of rank.
         rank: This rank.
         policy: How to wait for peers, and until when.
-
-    Attributes:
-        known_as_all: All ranks' numbers in messages.
     """
 
     def __init__(self, segment: Segment, processes: Sequence[PeerProcess], *, rank: int, policy: WaitPolicy) -> None:
         super().__init__(segment, processes, rank=rank, policy=policy)
         size = self.world_size
-        self.known_as_all: Sequence[int] = range(size)
         first = segment.common.address + segment.layout.semaphores
         self._peers = [peer for peer in range(size) if peer != rank]
         self._written_out, self._read_out = zip(
@@ -221,7 +217,7 @@ class Lanes(CallQueue):
         place = self._stage(message) if flat.nbytes > SHORT_BYTES else _IN_RECORD
         if not self._guarded(self._send, dst, message, place):
             raise PeerLostError(
-                f"rank {self.known_as} can't start a {message}: rank {self.known_as_all[dst]} has given up, or closed "
+                f"rank {self.own_number} can't start a {message}: rank {self.known_as[dst]} has given up, or closed "
                 f"its end of the group."
             )
         return self._started(message)
@@ -290,7 +286,7 @@ class Lanes(CallQueue):
                 if self._failure is not None:
                     raise self._failure
                 if self._is_moving:
-                    raise PeerLostError(f"rank {self.known_as}: a message was sent or received inside another one.")
+                    raise PeerLostError(f"rank {self.own_number}: a message was sent or received inside another one.")
                 self._is_moving = True
                 return action(*arguments)
             except BaseException as error:
@@ -358,7 +354,7 @@ class Lanes(CallQueue):
         number, tag, numel, place, kind, dtype = _RECORD.unpack_from(lane.raw, offset)
         if number != expected:
             raise PeerLostError(
-                f"rank {self.known_as} and rank {self.known_as_all[peer]} count their messages differently: an "
+                f"rank {self.own_number} and rank {self.known_as[peer]} count their messages differently: an "
                 f"exception interrupted one of them. Start again."
             )
         if kind == _TAKEN:
@@ -389,7 +385,7 @@ class Lanes(CallQueue):
 
     def _deliver(self, arrived: _Incoming, message: Message) -> None:
         """Copy a message to where it goes."""
-        flat, data, me, sender = message.flat, arrived.data, self.known_as, self.known_as_all[arrived.sender]
+        flat, data, me, sender = message.flat, arrived.data, self.own_number, self.known_as[arrived.sender]
         if (data.dtype, data.numel()) != (flat.dtype, flat.numel()):
             text = (
                 f"rank {sender} sends {_shown(data)} to rank {me}, tag {arrived.tag}, which receives {_shown(flat)}. "
@@ -445,7 +441,7 @@ class Lanes(CallQueue):
         if lane is None:
             fd, offset = self._segment.fd, self._segment.layout.lane(sender, receiver)
             if sender == self.rank:
-                allocate_range(fd, offset, LANE_BYTES, what=f"messages to rank {self.known_as_all[receiver]}")
+                allocate_range(fd, offset, LANE_BYTES, what=f"messages to rank {self.known_as[receiver]}")
             lane = self._mapped[sender, receiver] = Mapping(fd, offset=offset, num_bytes=LANE_BYTES)
         return lane
 
@@ -634,12 +630,12 @@ class Lanes(CallQueue):
 
     def _name_unread(self) -> None:
         """Name what was sent to this rank and not received, and what this rank couldn't send: nobody will."""
-        known_as = self.known_as_all
+        known_as = self.known_as
         with self._lanes_lock:
-            named = [(each.tag, each.data, known_as[each.sender], self.known_as) for each in self._unread]
+            named = [(each.tag, each.data, known_as[each.sender], self.own_number) for each in self._unread]
             for to, outbox in self._outbox.items():
                 named += [
-                    (tag, data, self.known_as, known_as[to]) for kind, tag, data, *_ in outbox if kind == _MESSAGE
+                    (tag, data, self.own_number, known_as[to]) for kind, tag, data, *_ in outbox if kind == _MESSAGE
                 ]
         if not named:
             return

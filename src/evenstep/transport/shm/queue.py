@@ -126,10 +126,10 @@ class CallQueue(Transport):
         self.counters = ProgressCounters(
             segment.common.address + segment.layout.semaphores,
             rank=rank,
-            world_size=self.world_size,
             watch=PeerWatch([each for each in processes if each.rank != rank]),
             policy=policy,
             has_left=segment.has_left,
+            known_as=self.known_as,
         )
         self._context = ProgramContext(
             segment, self.counters, PROGRAMS, rank=rank, world_size=self.world_size, name=self.name
@@ -200,7 +200,7 @@ class CallQueue(Transport):
             self._is_arriving = False
 
     def _refuse_inside(self) -> NoReturn:
-        raise PeerLostError(f"rank {self.known_as}: a collective over {self.name} was called inside another one.")
+        raise PeerLostError(f"rank {self.own_number}: a collective over {self.name} was called inside another one.")
 
     # ------------------------------------------------------------------ driving
 
@@ -439,7 +439,7 @@ class CallQueue(Transport):
             failure = error
         else:
             failure = PeerLostError(
-                f"rank {self.known_as}: a collective over {self.name} was interrupted by {type(error).__name__}, so "
+                f"rank {self.own_number}: a collective over {self.name} was interrupted by {type(error).__name__}, so "
                 f"the ranks are no longer in step. Start again."
             )
         with self._lock:
@@ -455,7 +455,7 @@ class CallQueue(Transport):
             return
         self._is_closed = True
         background.forget(self)
-        self._fail(PeerLostError(f"rank {self.known_as}: this {self.name} transport has been closed."))
+        self._fail(PeerLostError(f"rank {self.own_number}: this {self.name} transport has been closed."))
         me = get_ident()
         while self._driver not in (_NOBODY, me):  # it sees within some hundredths of a second that this rank left
             self._wait_for_change(lambda: self._driver in (_NOBODY, me), None)
@@ -469,4 +469,4 @@ class CallQueue(Transport):
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._driver = _NOBODY
-        self._failure = forked_error(self.known_as)
+        self._failure = forked_error(self.own_number)

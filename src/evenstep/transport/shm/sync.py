@@ -169,10 +169,10 @@ class ProgressCounters:
     Args:
         address: Of the first semaphore, in this process.
         rank: This rank.
-        world_size: Number of ranks.
         watch: The other ranks' processes.
         policy: How to wait.
         has_left: Whether a rank has failed, or closed its end.
+        known_as: The ranks' numbers in messages.
 
     Attributes:
         policy: How to wait.
@@ -185,13 +185,14 @@ class ProgressCounters:
         address: int,
         *,
         rank: int,
-        world_size: int,
         watch: PeerWatch,
         policy: WaitPolicy,
         has_left: Callable[[int], bool],
+        known_as: Sequence[int],
     ) -> None:
         self.policy = policy
-        self.known_as: Sequence[int] = range(world_size)
+        self.known_as = known_as
+        world_size = len(known_as)
         self._rank = rank
         self._watch = watch
         self.has_left = has_left

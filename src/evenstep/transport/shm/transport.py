@@ -78,11 +78,6 @@ class SharedMemoryTransport(Lanes):
         if not self._is_closed:
             self.counters.set_timeout(timeout_s)
 
-    def name_ranks(self, known_as: Sequence[int]) -> None:
-        """See `Transport.name_ranks`."""
-        super().name_ranks(known_as)
-        self.counters.known_as = self.known_as_all = known_as
-
     def compare_as(self, number: int, name: str, packed: bytes) -> None:
         """See `Transport.compare_as`."""
         super().compare_as(number, name, packed)

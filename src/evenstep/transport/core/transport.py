@@ -6,7 +6,7 @@ import abc
 import contextlib
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ class Transport(abc.ABC):
         if call.beside is None or call.beside.nbytes <= self.most_beside_bytes:
             return self._start(call)
         beside, call.beside = call.beside, None
-        return _Both(self._start(call), self.all_reduce(beside))
+        return JointWork([self._start(call), self.all_reduce(beside)])
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline for peers, also of calls that are under way where ranks share memory. Local."""
@@ -202,15 +202,26 @@ class Transport(abc.ABC):
         return self.compare_call("barrier")  # type: ignore[no-any-return]
 
 
-class _Both:
-    """Two calls in flight."""
+class JointWork:
+    """Works in flight as one.
 
-    def __init__(self, *works: Work) -> None:
+    Args:
+        works: All of them, in the order in which they are awaited.
+        finish: What is done once, by who waits, when they have ended.
+    """
+
+    def __init__(self, works: Sequence[Work], finish: Callable[[], object] | None = None) -> None:
         self._works = works
+        self._finish = finish
 
     def wait(self) -> None:
+        """See `base.Work.wait`."""
         for work in self._works:
             work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
     def is_completed(self) -> bool:
+        """See `base.Work.is_completed`."""
         return all(work.is_completed() for work in self._works)

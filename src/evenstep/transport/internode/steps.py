@@ -10,7 +10,7 @@ from torch import Tensor
 from evenstep.transport.base import Op, Work
 from evenstep.transport.core.codec import to_bytes
 from evenstep.transport.core.header import REFUSED
-from evenstep.transport.core.reduction import Scratch, divide, plan_arithmetic, plan_slices, reduce_into
+from evenstep.transport.core.reduction import Scratch, divide, padded, plan_arithmetic, reduce_into
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.internode.negotiation import Negotiation
 from evenstep.transport.internode.plan import NodePlan, plan_chunk_bytes
@@ -124,9 +124,8 @@ class InternodeSteps:
         of_group = torch.empty(self._num_nodes * numel, dtype=flat.dtype, device="cpu")
         self._intra_node.reduce_scatter(of_group, by_group, _undivided(op)).wait()
         compared()
-        parts = torch.empty_like(of_group)
-        self._inter_node.all_to_all(parts, of_group).wait()
-        self._add(into, list(parts.view(self._num_nodes, numel).unbind()), op)
+        self._inter_node.reduce_scatter(into, of_group, _undivided(op)).wait()
+        self._divide(into, op)
 
     def _reduce_chunk(self, chunk: Tensor, op: Op, compared: Callable[[], object] | None) -> Iterator[Sequence[Work]]:
         whole, mine = self._sliced(chunk)
@@ -139,11 +138,9 @@ class InternodeSteps:
 
     def _sliced(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """The vector, or a longer copy, which the node's ranks can divide equally; and this rank's slice of it."""
-        numel = -(-flat.numel() // self._num_local)
-        missing = numel * self._num_local - flat.numel()
-        whole = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+        whole = padded(flat, self._num_local)
         is_all = self._num_local == 1
-        return whole, whole if is_all else whole[self._local_rank * numel : (self._local_rank + 1) * numel]
+        return whole, whole if is_all else whole.view(self._num_local, -1)[self._local_rank]
 
     def _swap(self, mine: Tensor, op: Op) -> Iterator[Sequence[Work]]:
         """Between two nodes: each sends its whole slice. The same bytes as in parts, in one step."""
@@ -153,22 +150,20 @@ class InternodeSteps:
 
     def _share_out(self, mine: Tensor, op: Op) -> Iterator[Sequence[Work]]:
         """Between more nodes: each adds a part of the slice, and sends the others its sum."""
-        parts = plan_slices(mine.numel(), self._num_nodes, mine.itemsize)
-        begin, end = parts[self._node]
-        sizes = [stop - start for start, stop in parts]
-        received = torch.empty(len(parts) * (end - begin), dtype=mine.dtype, device="cpu")
-        yield [self._inter_node.all_to_all(received, mine, [end - begin] * len(parts), sizes)]
-        padded = torch.empty(parts[0][1], dtype=mine.dtype, device="cpu")
-        if begin < end:
-            self._add(padded[: end - begin], list(received.view(len(parts), -1).unbind()), op)
-        added = torch.empty(len(parts) * padded.numel(), dtype=mine.dtype, device="cpu")
-        yield [self._inter_node.all_gather(added, padded)]
-        mine.copy_(added[: mine.numel()])
+        whole = padded(mine, self._num_nodes)
+        part = mine.new_empty(whole.numel() // self._num_nodes)
+        yield [self._inter_node.reduce_scatter(part, whole, _undivided(op))]
+        self._divide(part, op)
+        yield [self._inter_node.all_gather(whole, part)]
+        _copy_back(mine, whole)
 
     def _add(self, into: Tensor, parts: list[Tensor], op: Op) -> None:
         reduce_into([into], parts, plan_arithmetic(op, into.dtype), self._scratch)
+        self._divide(into, op)
+
+    def _divide(self, total: Tensor, op: Op) -> None:
         if op == "mean":
-            divide(into, self._world_size)
+            divide(total, self._world_size)
 
 
 def _in_turns(chunks: Iterable[Iterator[Sequence[Work]]]) -> None:

@@ -311,7 +311,7 @@ class ProgramContext:
         if problem is not None and texts:
             raise MismatchError(problem)
         if problem is not None:
-            pids = {known_as[rank]: self.counters.pid(rank) for rank in self.ranks}
+            pids = {known_as[rank]: self.counters.watch.pid(rank) for rank in self.ranks}
             key = f"{self.segment.nonce.hex()} {nth}"  # of this transport, and of none before it
             raise MismatchError(problem + peer_heartbeats.exchange_sites(key, pids))
         if len(self._agreed) >= _MAX_AGREED:

@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
+import math
 import struct
 import threading
 import time
@@ -55,7 +55,7 @@ from evenstep.transport.core.last_calls import describe_last_calls
 from evenstep.transport.core.validation import Arguments
 from evenstep.transport.shm.peers import PeerProcess
 from evenstep.transport.shm.progress import background
-from evenstep.transport.shm.queue import CallQueue
+from evenstep.transport.shm.queue import CallQueue, Pending
 from evenstep.transport.shm.segment import (
     LANE_BYTES,
     NUM_RECORDS,
@@ -72,6 +72,7 @@ from evenstep.transport.shm.sync import (
     lane_semaphores,
     sem_post,
     sem_trywait,
+    spin,
     take,
 )
 
@@ -110,8 +111,8 @@ class _Incoming(NamedTuple):
 
 
 @dataclass(eq=False)
-class Message:
-    """A message of this rank's, from its start to its end; see `base.Work`.
+class Message(Pending):
+    """A message of this rank's, from its start to its end.
 
     Attributes:
         transport: Carries it.
@@ -120,8 +121,6 @@ class Message:
         tag: By which it is matched.
         is_sent: This rank sends it.
         source: The rank that has sent it, when it is there.
-        is_done: It is sent, or there.
-        callback: Called once at its end, with the error if there was one.
         memory: Holds the copy of a long message that is sent.
         waits_since: When somebody first looked whether the other rank is still there.
         checked_at: When somebody last did.
@@ -134,25 +133,16 @@ class Message:
     tag: int
     is_sent: bool
     source: int = -1
-    is_done: bool = False
-    callback: Callable[[EvenstepError | None], object] | None = None
     memory: Tensor | None = None
     waits_since: float | None = None
     checked_at: float = 0.0
     is_reported: bool = False
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """See `base.Work.wait`; no longer than `timeout_s`, after which the message goes on all the same."""
-        if not self.is_done:
-            self.transport._finish_message(self, timeout_s)
+    def _finish(self, timeout_s: float | None) -> None:
+        self.transport._finish_message(self, timeout_s)
 
-    def is_completed(self) -> bool:
-        """See `base.Work.is_completed`; takes what has come."""
-        return self.is_done or self.transport._poll_message(self)
-
-    def add_done_callback(self, callback: Callable[[EvenstepError | None], object]) -> None:
-        """Call `callback` once, with the error if there was one: at once, or in the thread that ends the message."""
-        self.transport._listen(self, callback)
+    def _poll(self) -> bool:
+        return self.transport._poll_message(self)
 
     def __str__(self) -> str:
         peer = "any rank" if self.peer is None else f"rank {self.transport.known_as[self.peer]}"
@@ -193,7 +183,6 @@ class Lanes(CallQueue):
         self._not_taken: dict[tuple[int, int], Message] = {}  # long ones that are sent: by receiver and number
         self._receives: list[weakref.ref[Message]] = []  # in order; who drops one doesn't want it any more
         self._unread: list[_Incoming] = []  # messages that no `receive` has asked for, in order
-        self._listened: set[Message] = set()  # those that have a callback
         self._spare: list[Tensor] = []  # [bytes]: memory of long messages that have been taken, for the next ones
         self._mapped: dict[tuple[int, int], Mapping] = {}
         self._own_arguments = Arguments(self.name, rank, size)  # whose refusals concern no other rank
@@ -425,15 +414,12 @@ class Lanes(CallQueue):
 
     def _end_message(self, message: Message) -> None:
         message.is_done = True
+        self._call_back(message)
         if message.memory is not None:
             self._spare.append(message.memory)
             while sum(spare.nbytes for spare in self._spare) > _SPARE_BYTES:
                 self._spare.pop(0)
             message.memory = None
-        if message.callback is not None:
-            self._callbacks.append(functools.partial(message.callback, None))
-            message.callback = None
-            self._listened.discard(message)
 
     def _lane(self, sender: int, receiver: int) -> Mapping:
         """The ring of a lane, mapped with the first record, which its sender writes."""
@@ -452,29 +438,18 @@ class Lanes(CallQueue):
         try:
             counters = self._guarded(lambda: self.counters)  # held: they keep the memory mapped
             policy = counters.policy
-            began = now = time.monotonic()
-            until = None if timeout_s is None else began + timeout_s
-            num_tries = 0
-            while not self._guarded(self._is_over, message):
-                num_tries += 1
-                now = time.monotonic()
-                if until is not None and now >= until:
-                    late = counters.late(self._missing(message, counters), str(message), now - began, now - began)
-                    raise CollectiveTimeoutError(late + describe_last_calls())
-                if now < began + self._spin_message_s:
-                    if num_tries > policy.num_tries_before_yield:
-                        os.sched_yield()
-                    continue
-                longest = policy.check_every_s
-                self._sleep(message, longest if until is None else min(longest, until - now))
-                self._check(message, counters)
-            self._spin_message_s = adapt_spin(self._spin_message_s, now - began, policy)
-        except EvenstepError:
-            raise
-        except BaseException as error:  # an interrupt: who calls again must not get what this one waited for
-            if self._failure is None:
-                self._fail(error)
-            raise
+            began = time.monotonic()
+            until = began + (math.inf if timeout_s is None else timeout_s)
+            is_over = functools.partial(self._guarded, self._is_over, message)
+            if not spin(is_over, min(until, began + self._spin_message_s), policy):
+                while not is_over():
+                    now = time.monotonic()
+                    if now >= until:
+                        late = counters.late(self._missing(message, counters), str(message), now - began, now - began)
+                        raise CollectiveTimeoutError(late + describe_last_calls())
+                    self._sleep(message, min(policy.check_every_s, until - now))
+                    self._check(message, counters)
+            self._spin_message_s = adapt_spin(self._spin_message_s, time.monotonic() - began, policy)
         finally:
             if self._callbacks:
                 self._run_callbacks()
@@ -508,7 +483,7 @@ class Lanes(CallQueue):
         return [peer for peer in self._peers if not self._is_lost(peer, counters)] or self._peers
 
     def _is_lost(self, peer: int, counters: ProgressCounters) -> bool:
-        return counters.has_left(peer) or counters.is_gone(peer)
+        return counters.has_left(peer) or counters.watch.is_gone(peer)
 
     def _check(self, message: Message, counters: ProgressCounters) -> None:
         """Raise if the other rank is lost, or has been waited for too long: all calls and messages have failed then.
@@ -544,34 +519,19 @@ class Lanes(CallQueue):
         finally:
             self._run_callbacks()
 
-    def _listen(self, message: Message, callback: Callable[[EvenstepError | None], object]) -> None:
-        with self._lanes_lock:
-            is_open = not message.is_done and self._failure is None
-            if is_open:
-                message.callback = callback
-                self._listened.add(message)
-        if is_open:
-            background.wake()
-        else:
-            self._callbacks.append(functools.partial(callback, None if message.is_done else self._failure))
-        self._run_callbacks()
-
     # ------------------------------------------------------------------ as the process's one thread sees it
-
-    @property
-    def has_callbacks(self) -> bool:
-        """See `Attended`."""
-        return bool(self._listened) or super().has_callbacks
 
     def help(self, seconds: float) -> tuple[bool, bool]:
         """See `Attended`."""
+        with_callback = tuple(self._listened)
+        listened = [each for each in with_callback if isinstance(each, Message)]
+        has_others = len(listened) < len(with_callback) or bool(self._callbacks)
         with self._lanes_lock:
-            listened = list(self._listened)
             has_receives = any(ref() is not None for ref in self._receives)
             is_in_flight = has_receives or bool(self._not_taken) or any(self._outbox.values())
         if not is_in_flight:
             return super().help(seconds)
-        is_shared = bool(listened) and super().has_callbacks
+        is_shared = bool(listened) and has_others
         turn_s = min(seconds, _TURN_S) if is_shared else seconds
         has_moved = super().help(turn_s if is_shared or not listened else 0.0)[1]
         with contextlib.suppress(Exception):  # all have failed, and their waits raise the error
@@ -598,10 +558,6 @@ class Lanes(CallQueue):
                 pass
         super()._fail(error)
         with self._lanes_lock:
-            self._callbacks += [
-                functools.partial(each.callback, self._failure) for each in self._listened if each.callback
-            ]
-            self._listened.clear()
             self._not_taken.clear()
             self._receives.clear()
             for outbox in self._outbox.values():
@@ -653,7 +609,7 @@ class Lanes(CallQueue):
         self._lanes_changed = threading.Condition(self._lanes_lock)
         self._is_moving = self._is_asleep = False
         self._receives = []
-        self._listened = set()
+        self._listened = {}
 
 
 def _fits(arrived: _Incoming, message: Message) -> bool:

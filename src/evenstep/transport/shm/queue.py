@@ -31,6 +31,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -53,33 +54,22 @@ from evenstep.transport.shm.sync import Phase, ProgressCounters, WaitPolicy
 _NOBODY = 0  # no thread has this number
 
 
-class SharedWork(Call):
-    """A call of the shared-memory transport, from its start to its end; see `base.Work`.
-
-    Args:
-        checked: The call as it was made, checked.
+class Pending:
+    """What a rank waits for, a call or a message, from its start to its end; see `base.Work`.
 
     Attributes:
         transport: Runs it.
-        has_arrived: The other ranks can read the header.
-        is_done: The result is there.
-        program: What runs it, once it has begun.
-        waits_for: The (phase, count) that all other ranks have to pass before its next step.
-        callback: Called once at its end, with the error if there was one.
+        is_done: Its result is there, or it is sent.
     """
 
     transport: CallQueue
-    has_arrived = False
     is_done = False
-    program: Program | None = None
-    waits_for = (Phase.ARRIVED, 0)
-    callback: Callable[[EvenstepError | None], object] | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """See `base.Work.wait`; no longer than `timeout_s`, after which the call goes on all the same."""
+        """See `base.Work.wait`; no longer than `timeout_s`, after which it goes on all the same."""
         try:
             if not self.is_done:
-                self.transport._finish(self, timeout_s)
+                self._finish(timeout_s)
         except EvenstepError:
             raise
         except BaseException as error:  # who catches an interrupt and calls again would get what this call gives
@@ -88,12 +78,42 @@ class SharedWork(Call):
             raise
 
     def is_completed(self) -> bool:
-        """See `base.Work.is_completed`; advances the call as far as it needs no waiting."""
-        return self.is_done or self.transport._poll(self)
+        """See `base.Work.is_completed`; advances it as far as it needs no waiting."""
+        return self.is_done or self._poll()
 
     def add_done_callback(self, callback: Callable[[EvenstepError | None], object]) -> None:
-        """Call `callback` once, with the error if there was one: at once, or in the thread that ends the call."""
-        self.transport._add_done_callback(self, callback)
+        """Call `callback` once, with the error if there was one: at once, or in the thread that ends this."""
+        self.is_completed()
+        self.transport._listen(self, callback)
+
+    def _finish(self, timeout_s: float | None) -> None:
+        raise NotImplementedError
+
+    def _poll(self) -> bool:
+        raise NotImplementedError
+
+
+class SharedWork(Pending, Call):
+    """A call of the shared-memory transport.
+
+    Args:
+        checked: The call as it was made, checked.
+
+    Attributes:
+        has_arrived: The other ranks can read the header.
+        program: What runs it, once it has begun.
+        waits_for: The (phase, count) that all other ranks have to pass before its next step.
+    """
+
+    has_arrived = False
+    program: Program | None = None
+    waits_for = (Phase.ARRIVED, 0)
+
+    def _finish(self, timeout_s: float | None) -> None:
+        self.transport._finish(self, timeout_s)
+
+    def _poll(self) -> bool:
+        return self.transport._poll(self)
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "arrived" if self.has_arrived else "queued"
@@ -126,7 +146,7 @@ class CallQueue(Transport):
         self.counters = ProgressCounters(
             segment.common.address + segment.layout.semaphores,
             rank=rank,
-            watch=PeerWatch([each for each in processes if each.rank != rank]),
+            watch=PeerWatch(processes),
             policy=policy,
             has_left=segment.has_left,
             known_as=self.known_as,
@@ -141,7 +161,8 @@ class CallQueue(Transport):
         self._num_waiting = 0  # threads that wait for `_changed`
         self._queue: collections.deque[SharedWork] = collections.deque()
         self._unarrived: collections.deque[SharedWork] = collections.deque()  # the last of them
-        self._callbacks: collections.deque[Callable[[], object]] = collections.deque()
+        self._listened: dict[Pending, Callable[[EvenstepError | None], object]] = {}  # who is called at its end
+        self._callbacks: collections.deque[Callable[[], object]] = collections.deque()  # of what has ended
         self._failure: EvenstepError | None = None
         self._is_closed = False
         background.register(self)
@@ -284,7 +305,8 @@ class CallQueue(Transport):
             first = blocked.waits_for
             if not blocked.has_arrived:
                 first = Phase.FINISHED, self._context.count_to_arrive(blocked.number)
-        text = self.counters.too_late(*first, f"{self.name} collective {work}", timeout_s, timeout_s)
+        missing = self.counters.missing(*first)
+        text = self.counters.late(missing, f"{self.name} collective {work}", timeout_s, timeout_s)
         raise CollectiveTimeoutError(text + describe_last_calls())
 
     def _poll(self, work: SharedWork) -> bool:
@@ -357,7 +379,8 @@ class CallQueue(Transport):
 
     def _is_past(self, work: SharedWork, phase: Phase, count: int, until: float | None) -> bool:
         """Wait until all other ranks have passed a phase so often; return whether they have by `until`."""
-        return self.counters.wait(phase, count, lambda: f"{self.name} collective {work}", until, self._show_waiting)
+        what, end = lambda: f"{self.name} collective {work}", math.inf if until is None else until
+        return self.counters.wait(phase, count, what, end, self._show_waiting)
 
     def _show_waiting(self) -> None:
         with self._lock:
@@ -372,9 +395,8 @@ class CallQueue(Transport):
             work.is_done = True
             self.recorded.num_completed = work.number + 1
             self._queue.popleft()
-            if work.callback is not None:
-                self._callbacks.append(functools.partial(work.callback, None))
-                work.callback = None
+            if work in self._listened:
+                self._call_back(work)
                 if background.ident != get_ident():
                     background.wake()  # in case that this thread waits for more
             if self._unarrived:
@@ -383,18 +405,19 @@ class CallQueue(Transport):
 
     # ------------------------------------------------------------------ callbacks
 
-    def _add_done_callback(self, work: SharedWork, callback: Callable[[EvenstepError | None], object]) -> None:
-        if not work.is_done:
-            self._drive()
-        with self._lock:
-            is_open = not work.is_done and self._failure is None
-            if is_open:
-                work.callback = callback
-        if is_open:
-            background.wake()
+    def _listen(self, work: Pending, callback: Callable[[EvenstepError | None], object]) -> None:
+        self._listened[work] = callback
+        if work.is_done or self._failure is not None:  # perhaps since this moment: then its thread may have missed it
+            self._call_back(work)
         else:
-            self._callbacks.append(functools.partial(callback, None if work.is_done else self._failure))
+            background.wake()
         self._run_callbacks()
+
+    def _call_back(self, work: Pending) -> None:
+        """Queue the callback of what has ended or failed, if it has one that isn't queued yet."""
+        callback = self._listened.pop(work, None)  # one thread gets it, whichever is first
+        if callback is not None:
+            self._callbacks.append(functools.partial(callback, None if work.is_done else self._failure))
 
     def _run_callbacks(self) -> None:
         """Run the callbacks of ended calls, without the lock: they may do anything, also start calls and wait."""
@@ -413,8 +436,7 @@ class CallQueue(Transport):
     @property
     def has_callbacks(self) -> bool:
         """See `Attended`."""
-        with self._lock:
-            return bool(self._callbacks) or any(work.callback is not None for work in self._queue)
+        return bool(self._callbacks or self._listened)
 
     def help(self, seconds: float) -> tuple[bool, bool]:
         """See `Attended`."""
@@ -443,8 +465,9 @@ class CallQueue(Transport):
                 f"the ranks are no longer in step. Start again."
             )
         with self._lock:
-            self._failure = failure = self._failure or failure  # the first says what has happened
-            self._callbacks += [functools.partial(each.callback, failure) for each in self._queue if each.callback]
+            self._failure = self._failure or failure  # the first says what has happened
+            for each in tuple(self._listened):
+                self._call_back(each)
             self._queue.clear()
             self._unarrived.clear()
             self._tell_waiting()

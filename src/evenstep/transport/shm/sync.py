@@ -19,6 +19,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import enum
+import functools
+import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -144,6 +147,18 @@ def adapt_spin(spin_s: float, waited_s: float, policy: WaitPolicy) -> float:
     return max(policy.min_spin_s, spin_s / 2)
 
 
+def spin(is_over: Callable[[], bool], until: float, policy: WaitPolicy) -> bool:
+    """Try whether something is over, until then (`time.monotonic`). Returns whether it is."""
+    for num_tries in itertools.count():
+        if is_over():
+            return True
+        if time.monotonic() >= until:
+            break
+        if num_tries >= policy.num_tries_before_yield:
+            os.sched_yield()
+    return False
+
+
 def num_semaphores(world_size: int) -> int:
     """How many semaphores the ranks of one group need. Pure.
 
@@ -169,7 +184,7 @@ class ProgressCounters:
     Args:
         address: Of the first semaphore, in this process.
         rank: This rank.
-        watch: The other ranks' processes.
+        watch: The ranks' processes.
         policy: How to wait.
         has_left: Whether a rank has failed, or closed its end.
         known_as: The ranks' numbers in messages.
@@ -177,6 +192,7 @@ class ProgressCounters:
     Attributes:
         policy: How to wait.
         known_as: The ranks' numbers in messages.
+        watch: The ranks' processes.
         has_left: Whether a rank has failed, or closed its end.
     """
 
@@ -194,7 +210,7 @@ class ProgressCounters:
         self.known_as = known_as
         world_size = len(known_as)
         self._rank = rank
-        self._watch = watch
+        self.watch = watch
         self.has_left = has_left
         self._others = others = [peer for peer in range(world_size) if peer != rank]
 
@@ -210,14 +226,6 @@ class ProgressCounters:
         self._waits_since = 0.0
         self._has_reported = False
         self._next_look = 0.0
-
-    def pid(self, rank: int) -> int:
-        """The process of a rank, also of this one."""
-        return os.getpid() if rank == self._rank else self._watch.pid(rank)
-
-    def is_gone(self, rank: int) -> bool:
-        """Whether another rank's process has ended."""
-        return self._watch.is_gone(rank)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the deadline of waits, also of those that have begun."""
@@ -256,7 +264,7 @@ class ProgressCounters:
         phase: Phase,
         count: int,
         what: Callable[[], str],
-        until: float | None = None,
+        until: float = math.inf,
         meanwhile: Callable[[], object] | None = None,
     ) -> bool:
         """Return when every other rank has passed `phase` at least `count` times, or before that at a time.
@@ -265,8 +273,8 @@ class ProgressCounters:
             phase: What is waited for.
             count: How often.
             what: Describes the call, for errors.
-            until: When to return at the latest (`time.monotonic`); None: not before the policy's deadline, counted from
-                the first wait for this.
+            until: When to return at the latest (`time.monotonic`). The policy's deadline, at which this raises, is
+                counted from the first wait for the same.
             meanwhile: Asleep, called whenever the missing ranks are checked.
 
         Returns:
@@ -278,28 +286,17 @@ class ProgressCounters:
         """
         if self.all_here(phase, count):
             return True
-        started = now = time.monotonic()
+        started = time.monotonic()
         if self._waits_for != (phase, count):
-            self._waits_for, self._waits_since, self._has_reported = (phase, count), now, False
-        end_of_spin = started + self._spin_s
-        num_tries = 0
-        while now < end_of_spin:
-            num_tries += 1
-            if num_tries > self.policy.num_tries_before_yield:
-                os.sched_yield()
-            if self.all_here(phase, count):
-                break
-            now = time.monotonic()
-        else:
+            self._waits_for, self._waits_since, self._has_reported = (phase, count), started, False
+        if not spin(functools.partial(self.all_here, phase, count), started + self._spin_s, self.policy):
             heartbeat.mark_waiting(True)
             try:
-                is_there = self._sleep(phase, count, what, until, meanwhile)
+                if not self._sleep(phase, count, what, until, meanwhile):
+                    return False
             finally:
                 heartbeat.mark_waiting(False)
-            if not is_there:
-                return False
-            now = time.monotonic()
-        self._spin_s = adapt_spin(self._spin_s, now - started, self.policy)
+        self._spin_s = adapt_spin(self._spin_s, time.monotonic() - started, self.policy)
         return True
 
     def look_for_lost(self, phase: Phase, count: int, what: Callable[[], str]) -> None:
@@ -314,23 +311,22 @@ class ProgressCounters:
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_EVERY_S
-        self.check(self._missing(phase, count), what, 0.0, lambda: self.all_here(phase, count))
+        self.check(self.missing(phase, count), what, 0.0, lambda: self.all_here(phase, count))
 
     def _sleep(
         self,
         phase: Phase,
         count: int,
         what: Callable[[], str],
-        until: float | None,
+        until: float,
         meanwhile: Callable[[], object] | None,
     ) -> bool:
         while not self.all_here(phase, count):
             peer, semaphore = next(each for each in self._incoming[phase] if self._seen[phase][each[0]] < count)
             now = time.monotonic()
-            if until is not None and now >= until:
+            if now >= until:
                 return False
-            longest = self.policy.check_every_s
-            if take(semaphore, longest if until is None else min(longest, until - now)):
+            if take(semaphore, min(self.policy.check_every_s, until - now)):
                 self._seen[phase][peer] += 1
                 continue
             if meanwhile is not None:
@@ -340,14 +336,14 @@ class ProgressCounters:
             self._check_missing(phase, count, what)
         return True
 
-    def _missing(self, phase: Phase, count: int) -> list[int]:
+    def missing(self, phase: Phase, count: int) -> list[int]:
         """The ranks that are not known to have passed `phase` so often."""
         return [peer for peer in self._others if self._seen[phase][peer] < count]
 
     def _check_missing(self, phase: Phase, count: int, what: Callable[[], str]) -> None:
         """Raise if a rank that has not yet passed `phase` so often is lost, or has been waited for too long."""
         waited_s = time.monotonic() - self._waits_since
-        missing = self._missing(phase, count)
+        missing = self.missing(phase, count)
         self.check(missing, what, waited_s, lambda: self.all_here(phase, count))
         if not self._has_reported and waited_s > self.policy.report_stopped_after_s:
             self._has_reported = self.report(missing, what, waited_s)
@@ -377,7 +373,7 @@ class ProgressCounters:
     def _patience(self, missing: Sequence[int]) -> float:
         """How long to wait for ranks that evaluate, compile or save, as their heartbeat pages show."""
         timeouts = PhaseTimeouts.of_this_run(self.policy.timeout_s)
-        pages = [self._watch.seen(rank) for rank in missing]
+        pages = [self.watch.seen(rank) for rank in missing]
         # A rank that waits for others itself is in another call: nothing long goes on there.
         known = (self.policy.timeout_s if p is None or p.is_waiting else timeouts.of(p) for p in pages)
         return min(known, default=0.0)
@@ -386,18 +382,14 @@ class ProgressCounters:
         """Which of these ranks are lost, in words; "" if none is."""
         left = [r for r in ranks if self.has_left(r)]
         # A rank that has given up had a reason, perhaps the death of a rank that isn't missing here.
-        dead = [r for r in (self._others if left else ranks) if self._watch.is_gone(r)]
+        dead = [r for r in (self._others if left else ranks) if self.watch.is_gone(r)]
         how = "whose process has ended" if dead else "which has given up or closed its end"
         return ", and ".join(f"{self._named(r)} ({self._pid(r)}), {how}" for r in dead or left)
-
-    def too_late(self, phase: Phase, count: int, what: str, waited_s: float, timeout_s: float) -> str:
-        """The message for who has waited too long for ranks that have not passed `phase` so often."""
-        return self.late(self._missing(phase, count), what, waited_s, timeout_s)
 
     def late(self, missing: Sequence[int], what: str, waited_s: float, timeout_s: float) -> str:
         """The message for who has waited too long for some ranks."""
         names = ", ".join(
-            f"{self._named(r)} ({self._pid(r)}{', stopped' if self._watch.is_stopped(r) else ''}{self._where(r)})"
+            f"{self._named(r)} ({self._pid(r)}{', stopped' if self.watch.is_stopped(r) else ''}{self._where(r)})"
             for r in missing
         )
         missed = f" Missing: {names}." if names else ""
@@ -410,16 +402,16 @@ class ProgressCounters:
         return f"rank {self.known_as[rank]}"
 
     def _pid(self, rank: int) -> str:
-        return f"pid {self._watch.pid(rank)}"
+        return f"pid {self.watch.pid(rank)}"
 
     def _where(self, rank: int) -> str:
-        seen = self._watch.seen(rank)
+        seen = self.watch.seen(rank)
         return "" if seen is None else f", {describe(seen)}"
 
     def report(self, missing: Sequence[int], what: Callable[[], str], waited_s: float) -> bool:
         """Report who is missing, if it is time; return whether it was."""
-        stopped = [rank for rank in missing if self._watch.is_stopped(rank)]
-        pages = [self._watch.seen(rank) for rank in missing]
+        stopped = [rank for rank in missing if self.watch.is_stopped(rank)]
+        pages = [self.watch.seen(rank) for rank in missing]
         longest = min((1.0 if p is None or p.is_waiting else patience(p) for p in pages), default=1.0)
         if not stopped and waited_s <= self.policy.report_missing_after_s * longest:
             return False

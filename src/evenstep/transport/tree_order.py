@@ -56,9 +56,9 @@ def in_tree_order(
     plan = NodePlan(tuple(tuple(r for r, own in enumerate(nodes) if own == node) for node in dict.fromkeys(nodes)))
     levels = None
     if plan.is_regular and 1 < len(plan.nodes) < transport.world_size:
-        node, place = plan.place_of(transport.rank)
+        node, local_rank = plan.node_and_local_rank(transport.rank)
         name = "gloo" if "gloo" in transport.name else transport.name
-        levels = [subgroup(name, plan.nodes[node]), subgroup(name, plan.inter_node_group(place))]
+        levels = [subgroup(name, plan.nodes[node]), subgroup(name, plan.inter_node_group(local_rank))]
     return OrderedTransport(transport, levels or [transport.split()])
 
 
@@ -137,11 +137,11 @@ class OrderedTransport(Transport):
             flat.copy_(whole[: flat.numel()])
 
     def _sum_of_parts(self, part: Tensor, flat: Tensor) -> Steps:
-        # Part number r belongs to rank r, which is place r % m of node r // m: first those of one place together.
-        place = self._levels[0].world_size if len(self._levels) > 1 else 1
+        # Part number r belongs to rank r, local rank r % m of node r // m: first those of one local rank together.
+        num_local = self._levels[0].world_size if len(self._levels) > 1 else 1
         mine = flat
-        if flat.numel() and place > 1:
-            mine = mine.view(-1, place, part.numel()).transpose(0, 1).reshape(-1)
+        if flat.numel() and num_local > 1:
+            mine = mine.view(-1, num_local, part.numel()).transpose(0, 1).reshape(-1)
         for level in self._levels if flat.numel() else ():
             mine = yield from _exchange_and_add(level, mine)
         part.copy_(mine)

@@ -134,7 +134,7 @@ def reduce_into(
     """
     numel = inputs[0].numel()
     block = _BLOCK_BYTES // arithmetic.itemsize
-    if len(inputs) == 2 and 0 < numel <= block and arithmetic.is_plain:
+    if len(inputs) == 2 and 0 < numel <= block and arithmetic.is_unconverted:
         # The short cut of the most frequent case. The code below has the same result, but takes longer.
         arithmetic.function(inputs[0], inputs[1], out=outputs[0])
         _store(outputs[0], outputs[1:], inputs, monitor, begin, divisor)
@@ -210,7 +210,7 @@ class Scratch:
         return memory if memory.numel() == numel else memory[:numel]
 
 
-def _combine_direct(result: Tensor, inputs: Sequence[Tensor], how: Arithmetic, scratch: Scratch) -> Tensor:
+def _combine_direct(result: Tensor, inputs: Sequence[Tensor], arithmetic: Arithmetic, scratch: Scratch) -> Tensor:
     numel = inputs[0].numel()
     steps = plan_tree(len(inputs))
     if not steps:
@@ -219,22 +219,22 @@ def _combine_direct(result: Tensor, inputs: Sequence[Tensor], how: Arithmetic, s
     partial = list(inputs)
     for position, (a, b) in enumerate(steps):
         is_last = position == len(steps) - 1
-        out = result if is_last else scratch.get(how.carrier, a, numel)
-        how.function(partial[a], partial[b], out=out)
+        out = result if is_last else scratch.get(arithmetic.carrier, a, numel)
+        arithmetic.function(partial[a], partial[b], out=out)
         partial[a] = out
     return result
 
 
-def _combine_converted(_: Tensor, inputs: Sequence[Tensor], how: Arithmetic, scratch: Scratch) -> Tensor:
+def _combine_converted(_: Tensor, inputs: Sequence[Tensor], arithmetic: Arithmetic, scratch: Scratch) -> Tensor:
     num_ranks, numel = len(inputs), inputs[0].numel()
-    dtype = how.accumulator or how.carrier
+    dtype = arithmetic.accumulator or arithmetic.carrier
     loaded = [scratch.get(dtype, rank, numel) for rank in range(num_ranks)]
     for into, each in zip(loaded, inputs, strict=True):
         into.copy_(each)
-        if how.flip is not None:
-            into.bitwise_xor_(how.flip)
+        if arithmetic.flip is not None:
+            into.bitwise_xor_(arithmetic.flip)
     for a, b in plan_tree(num_ranks):
-        how.function(loaded[a], loaded[b], out=loaded[a])
-    if how.flip is not None:  # of "max" and "min", which nothing divides
-        loaded[0].bitwise_xor_(how.flip)
+        arithmetic.function(loaded[a], loaded[b], out=loaded[a])
+    if arithmetic.flip is not None:  # of "max" and "min", which nothing divides
+        loaded[0].bitwise_xor_(arithmetic.flip)
     return loaded[0]

@@ -53,6 +53,7 @@ class Transport(abc.ABC):
         known_as: All ranks' numbers in messages; one list for all parts of a transport.
         timeout_s: Deadline for peers to arrive.
         num_calls: So many calls have been started.
+        arguments: Checks those of its calls.
         recorded: This transport, as the record of the last calls knows it.
     """
 
@@ -70,7 +71,7 @@ class Transport(abc.ABC):
         self.num_calls = 0
         self._compared_as: bytes | None = None
         self.recorded = RecordedGroup(group, self.name)
-        self._arguments = Arguments(self.name, rank, world_size, weakref.WeakMethod(self.refuse), self._carries)
+        self.arguments = Arguments(self.name, rank, world_size, weakref.WeakMethod(self.refuse), self._carries)
 
     @property
     def own_number(self) -> int:
@@ -104,7 +105,7 @@ class Transport(abc.ABC):
         Raises:
             ConfigurationError: The arguments are wrong on this rank.
         """
-        self._arguments.prepare(call)
+        self.arguments.prepare(call)
         if call.beside is None or call.beside.nbytes <= self.most_beside_bytes:
             return self._start(call)
         beside, call.beside = call.beside, None

@@ -31,14 +31,14 @@ class InternodeSteps:
         self._intra_node = intra_node
         self._inter_node = inter_node
         self._rank = rank
-        self._place_of = plan.place_of
-        self._node, self._local_rank = plan.place_of(rank)
+        self._node_and_local_rank = plan.node_and_local_rank
+        self._node, self._local_rank = plan.node_and_local_rank(rank)
         self._num_local, self._num_nodes = intra_node.world_size, inter_node.world_size
         self._world_size = self._num_local * self._num_nodes
         self._by_group = [rank for number in range(self._num_local) for rank in plan.inter_node_group(number)]
         self._by_node = [rank for node in plan.nodes for rank in node]
         self._scratch = Scratch()
-        node_of = [plan.place_of(each)[0] for each in range(self._world_size)]
+        node_of = [plan.node_and_local_rank(each)[0] for each in range(self._world_size)]
         negotiation = Negotiation(intra_node, inter_node, node_of, name)
         self._agree, self._start, self._exchange = negotiation.agree, negotiation.start, negotiation.exchange
         self._eager_bytes = negotiation.eager_bytes
@@ -61,7 +61,7 @@ class InternodeSteps:
 
     def broadcast(self, number: int, packed: bytes, raw: Tensor, src: int) -> None:
         """Send one rank's bytes to all."""
-        source_node, source = self._place_of(src)
+        source_node, source = self._node_and_local_rank(src)
         is_source = self._node == source_node
         self._agree(number, packed, (lambda: self._intra_node.broadcast(raw, source)) if is_source else None)
         if raw.numel() <= self._eager_bytes:

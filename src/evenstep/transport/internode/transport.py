@@ -87,7 +87,7 @@ class InternodeTransport(Transport):
         self._intra_node = intra_node
         self._inter_node = inter_node
         self._all_ranks = all_ranks
-        node, number = plan.place_of(rank)
+        node, number = plan.node_and_local_rank(rank)
         intra_node.name_ranks(plan.nodes[node])
         inter_node.name_ranks(plan.inter_node_group(number))
         self._steps = InternodeSteps(plan, intra_node, inter_node, rank=rank, name=self.name)

@@ -227,13 +227,13 @@ class ProcessGroupTransport(Transport):
         return _GroupWork(work, self, call, finish)
 
     def _exchange_and_add(self, call: Collective) -> Work:
-        how = call.how
-        assert how is not None
+        arithmetic = call.arithmetic
+        assert arithmetic is not None
         received = torch.empty_like(call.flat)
 
         def add() -> None:
             parts = list(received.view(self.world_size, call.out.numel()).unbind())
-            reduce_into([call.out], parts, how, self._scratch, divisor=call.divisor)
+            reduce_into([call.out], parts, arithmetic, self._scratch, divisor=call.divisor)
 
         return self._exchange(call, self._parts(received), self._parts(call.flat), add)
 

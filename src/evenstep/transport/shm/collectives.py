@@ -139,7 +139,7 @@ SLOTS_AT_ONCE = 4  # are free again together
 _NO_PLACE = pack_place(None)
 
 
-class _Place(NamedTuple):
+class _Shown(NamedTuple):
     """Where a rank shows what belongs to a call: see `segment`.
 
     Attributes:
@@ -159,8 +159,8 @@ class _Place(NamedTuple):
     row: int
 
     @classmethod
-    def of(cls, segment: Segment, rank: int, slot: int) -> _Place:
-        """The place of one rank, for calls in one slot."""
+    def of(cls, segment: Segment, rank: int, slot: int) -> _Shown:
+        """The addresses of one rank, for calls in one slot."""
         layout, address = segment.layout, segment.common.address
         begin = layout.header(rank, slot)
         return cls(
@@ -200,7 +200,7 @@ class ProgramContext:
         self.views = Views(segment)
         self.scratch = Scratch()
         # By slot: where each rank shows what belongs to a call in that slot.
-        self._slots = [[_Place.of(segment, r, slot) for r in self.ranks] for slot in range(NUM_SLOTS)]
+        self._slots = [[_Shown.of(segment, r, slot) for r in self.ranks] for slot in range(NUM_SLOTS)]
         # By the headers of all ranks: their places, and whether all are ready.
         self._agreed: dict[tuple[bytes, ...], tuple[Sequence[int | None], bool]] = {}
         self._num_chunks = 0
@@ -237,25 +237,25 @@ class ProgramContext:
             call: That arrives.
             is_next: All earlier calls of this rank are done.
         """
-        segment, place = self.segment, self._slots[call.slot][self.rank]
+        segment, shown = self.segment, self._slots[call.slot][self.rank]
         is_ready = False
         if call.is_eager:
             if call.num_bytes and (call.source < 0 or call.source == self.rank):
-                _memmove(place.eager, call.address, call.num_bytes)
+                _memmove(shown.eager, call.address, call.num_bytes)
         elif is_next and call.place is None and (stage := self._programs[call.kind][2]) is not None:
             call.places = (None,) * self.world_size  # as far as this rank knows
             with torch.no_grad() if call.flat.requires_grad else contextlib.nullcontext():
                 stage(self, call, 0)
             is_ready = call.is_staged = True
         if call.beside is not None:
-            _memmove(place.beside, call.beside.data_ptr(), call.beside.nbytes)
+            _memmove(shown.beside, call.beside.data_ptr(), call.beside.nbytes)
         if call.row is not None:
             for index, number in enumerate(call.row):
-                segment.doubles[place.row + index] = number
+                segment.doubles[shown.row + index] = number
         elsewhere = call.place is None and not is_ready
         call.head = head = (_NO_PLACE if elsewhere else pack_place(call.place, is_ready=is_ready)) + call.packed
-        segment.bytes[place.begin : place.end] = head
-        segment.words[place.number] = call.number
+        segment.bytes[shown.begin : shown.end] = head
+        segment.words[shown.number] = call.number
         self.counters.signal(Phase.ARRIVED)
 
     def run_eager(self, call: Call) -> None:
@@ -275,21 +275,21 @@ class ProgramContext:
             MismatchError: They make different calls.
             PeerLostError: An exception interrupted a call on one of them.
         """
-        number, segment, places = call.number, self.segment, self._slots[call.slot]
+        number, segment, slots = call.number, self.segment, self._slots[call.slot]
         heads = []
-        for r, place in enumerate(places):
+        for r, shown in enumerate(slots):
             if r == self.rank:
                 heads.append(call.head)
                 continue
             # A rank whose handler raised in the middle of a call may show an earlier header, with earlier data.
-            if segment.words[place.number] != number:
+            if segment.words[shown.number] != number:
                 self._refuse_number(call, r)
-            heads.append(bytes(segment.bytes[place.begin : place.end]))
+            heads.append(bytes(segment.bytes[shown.begin : shown.end]))
         key = tuple(heads)
         agreed = self._agreed.get(key)  # a bucket has the same header step after step
         call.places, call.all_ready = agreed or self._agree(call, key)
         if call.row is not None:
-            rows = [Row(*segment.doubles[place.row : place.row + len(call.row)]) for place in places]
+            rows = [Row(*segment.doubles[shown.row : shown.row + len(call.row)]) for shown in slots]
             call.divisor = divisor_of(rows, call.plain)
         if call.beside is not None:
             numbers = call.beside
@@ -407,8 +407,8 @@ class ProgramContext:
 
     def reduce(self, call: Call, outputs: list[Tensor], inputs: list[Tensor], begin: int = 0) -> None:
         """See `reduce_into`; `begin` is the first element's number in the call's tensor."""
-        assert call.how is not None
-        reduce_into(outputs, inputs, call.how, self.scratch, monitor_of(call.flat), begin, call.divisor)
+        assert call.arithmetic is not None
+        reduce_into(outputs, inputs, call.arithmetic, self.scratch, monitor_of(call.flat), begin, call.divisor)
 
 
 # ---------------------------------------------------------------------- eager calls: all data lies in the slots

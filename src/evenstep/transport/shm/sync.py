@@ -214,11 +214,11 @@ class ProgressCounters:
         self.has_left = has_left
         self._others = others = [peer for peer in range(world_size) if peer != rank]
 
-        def place(phase: Phase, sender: int, receiver: int) -> int:
+        def address_of(phase: Phase, sender: int, receiver: int) -> int:
             return address + SEMAPHORE_BYTES * ((phase * world_size + receiver) * world_size + sender)
 
-        self._outgoing = [[place(phase, rank, peer) for peer in others] for phase in Phase]
-        self._incoming = [[(peer, place(phase, peer, rank)) for peer in others] for phase in Phase]
+        self._outgoing = [[address_of(phase, rank, peer) for peer in others] for phase in Phase]
+        self._incoming = [[(peer, address_of(phase, peer, rank)) for peer in others] for phase in Phase]
         self._seen = [[0] * world_size for _ in Phase]
         self._num_signals = [0] * len(Phase)
         self._spin_s = policy.spin_s
@@ -383,8 +383,8 @@ class ProgressCounters:
         left = [r for r in ranks if self.has_left(r)]
         # A rank that has given up had a reason, perhaps the death of a rank that isn't missing here.
         dead = [r for r in (self._others if left else ranks) if self.watch.is_gone(r)]
-        how = "whose process has ended" if dead else "which has given up or closed its end"
-        return ", and ".join(f"{self._named(r)} ({self._pid(r)}), {how}" for r in dead or left)
+        state = "whose process has ended" if dead else "which has given up or closed its end"
+        return ", and ".join(f"{self._named(r)} ({self._pid(r)}), {state}" for r in dead or left)
 
     def late(self, missing: Sequence[int], what: str, waited_s: float, timeout_s: float) -> str:
         """The message for who has waited too long for some ranks."""

@@ -46,7 +46,7 @@ class SharedMemoryTransport(Lanes):
         try:
             work = SharedWork(call)
         except RuntimeError:
-            self._arguments.refuse_without_memory(call.kind)
+            self.arguments.refuse_without_memory(call.kind)
         if call.splits is None:
             return self._start_all(work)
         out_splits, splits = call.splits
@@ -54,7 +54,7 @@ class SharedMemoryTransport(Lanes):
         work.is_eager = False  # how long what ranks send is, is known only when it begins
         work.all_splits = torch.empty((self.world_size, *mine.shape), dtype=torch.int64, device="cpu")
         gathering = Collective("all_gather", mine, work.all_splits)
-        self._arguments.prepare(gathering)
+        self.arguments.prepare(gathering)
         # Calls run one after the other: the second finds what the first has gathered.
         return self._start_all(SharedWork(gathering), work)
 

@@ -107,12 +107,12 @@ class OrderedTransport(Transport):
                 call.out.copy_(result)
             call.copy_back()
 
-        def run() -> None:
+        def run(_: int) -> None:
             for work in steps:
                 work.wait()
 
         if result.device.type == "cpu":
-            queued = self._thread.submit(f"a sum of {result.numel()} over {self.name}", lambda number: run)
+            queued = self._thread.submit(f"a sum of {result.numel()} over {self.name}", run)
             return JointWork([queued], finish)
         device = result.device
         if device not in self._streams:
@@ -120,7 +120,7 @@ class OrderedTransport(Transport):
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            run()
+            run(0)
             done = stream.record_event()
         on_stream = _OnStream(lambda: torch.cuda.current_stream(device).wait_event(done), done.query)
         return JointWork([on_stream], finish)

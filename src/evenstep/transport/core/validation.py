@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -168,13 +168,6 @@ class Arguments:
             return tensor if tensor.dim() == 1 and tensor.stride(0) == 1 else flat_view(tensor), None
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
         return copy.view(-1), (tensor, copy)
-
-    def refuse_without_memory(self, collective: str) -> NoReturn:
-        """Raise for a tensor without memory, which can't be sent; nor could a refusal be sent to the others."""
-        raise ConfigurationError(
-            f"{collective} on rank {self.rank}: the tensor has no memory of its own, as under torch.vmap or "
-            f"torch.func.grad. Call it outside of them, or through torch.distributed."
-        ) from None
 
     def check_written(self, what: str, tensor: Tensor) -> None:
         """Refuse a result's tensor whose elements share memory. torch would notice after the collective."""

@@ -16,7 +16,7 @@ from evenstep.transport.internode.negotiation import Negotiation
 from evenstep.transport.internode.plan import NodePlan, plan_chunk_bytes
 
 
-class InternodeSteps:
+class InternodeSteps(Negotiation):
     """One rank's part. All of it runs in one thread, call after call; every call begins with number and fingerprint.
 
     Args:
@@ -28,8 +28,9 @@ class InternodeSteps:
     """
 
     def __init__(self, plan: NodePlan, intra_node: Transport, inter_node: Transport, *, rank: int, name: str) -> None:
-        self._intra_node = intra_node
-        self._inter_node = inter_node
+        num_ranks = intra_node.world_size * inter_node.world_size
+        node_of = [plan.node_and_local_rank(each)[0] for each in range(num_ranks)]
+        super().__init__(intra_node, inter_node, node_of, name)
         self._rank = rank
         self._node_and_local_rank = plan.node_and_local_rank
         self._node, self._local_rank = plan.node_and_local_rank(rank)
@@ -38,24 +39,20 @@ class InternodeSteps:
         self._by_group = [rank for number in range(self._num_local) for rank in plan.inter_node_group(number)]
         self._by_node = [rank for node in plan.nodes for rank in node]
         self._scratch = Scratch()
-        node_of = [plan.node_and_local_rank(each)[0] for each in range(self._world_size)]
-        negotiation = Negotiation(intra_node, inter_node, node_of, name)
-        self._agree, self._start, self._exchange = negotiation.agree, negotiation.start, negotiation.exchange
-        self._eager_bytes = negotiation.eager_bytes
 
     # ------------------------------------------------------------------ comparing
 
     def compare(self, number: int, packed: bytes) -> None:
         """Compare a call, and do nothing else."""
-        self._agree(number, packed)
-        self._exchange(number, packed)
+        self.agree(number, packed)
+        self.exchange(number, packed)
 
     def refuse(self, number: int, packed: bytes, said: Tensor) -> None:
         """Report that this rank doesn't make this call, and why; nothing happens where no rank makes it."""
-        self._agree(number, packed, lambda: self._intra_node.compare_call(REFUSED, to_bytes(said)))
+        self.agree(number, packed, lambda: self._intra_node.compare_call(REFUSED, to_bytes(said)))
         first = said.clone()  # all groups send the same reason: that of the node's first rank
         self._intra_node.broadcast(first, 0).wait()
-        self._exchange(number, packed, first)
+        self.exchange(number, packed, first)
 
     # ------------------------------------------------------------------ moving
 
@@ -63,11 +60,11 @@ class InternodeSteps:
         """Send one rank's bytes to all."""
         source_node, source = self._node_and_local_rank(src)
         is_source = self._node == source_node
-        self._agree(number, packed, (lambda: self._intra_node.broadcast(raw, source)) if is_source else None)
-        if raw.numel() <= self._eager_bytes:
-            raw.copy_(self._exchange(number, packed, raw)[source_node])
+        self.agree(number, packed, (lambda: self._intra_node.broadcast(raw, source)) if is_source else None)
+        if raw.numel() <= self.eager_bytes:
+            raw.copy_(self.exchange(number, packed, raw)[source_node])
             return
-        self._exchange(number, packed)
+        self.exchange(number, packed)
         whole, mine = self._sliced(raw)
         self._inter_node.broadcast(mine, source_node).wait()
         if not is_source:
@@ -76,15 +73,15 @@ class InternodeSteps:
 
     def fits_message(self, num_bytes: int) -> bool:
         """Whether so many bytes of every rank of a node fit into one message."""
-        return self._num_local * num_bytes <= self._eager_bytes
+        return self._num_local * num_bytes <= self.eager_bytes
 
     def all_gather(self, number: int, packed: bytes, out: Tensor, raw: Tensor) -> None:
         """Send every rank's bytes to all."""
         num_bytes = raw.numel()
         if self.fits_message(num_bytes):
             order, of_node = self._by_node, torch.empty(self._num_local * num_bytes, dtype=torch.uint8, device="cpu")
-            self._agree(number, packed, lambda: self._intra_node.all_gather(of_node, raw))
-            of_all = torch.cat(self._exchange(number, packed, of_node))
+            self.agree(number, packed, lambda: self._intra_node.all_gather(of_node, raw))
+            of_all = torch.cat(self.exchange(number, packed, of_node))
         else:
             order, of_group = self._by_group, torch.empty(self._num_nodes * num_bytes, dtype=torch.uint8, device="cpu")
             self.compare(number, packed)
@@ -97,13 +94,13 @@ class InternodeSteps:
 
     def all_reduce(self, number: int, packed: bytes, flat: Tensor, op: Op) -> None:
         """Reduce in place, on all ranks. A long vector goes chunk by chunk."""
-        if flat.nbytes <= self._eager_bytes:
-            self._agree(number, packed, lambda: self._intra_node.all_reduce(flat, _undivided(op)))
-            sums = self._exchange(number, packed, flat.view(torch.uint8))
+        if flat.nbytes <= self.eager_bytes:
+            self.agree(number, packed, lambda: self._intra_node.all_reduce(flat, _undivided(op)))
+            sums = self.exchange(number, packed, flat.view(torch.uint8))
             self._add(flat, [each.view(flat.dtype) for each in sums], op)
             return
-        self._agree(number, packed)
-        compared = self._start(number, packed)
+        self.agree(number, packed)
+        compared = self.start(number, packed)
         length = plan_chunk_bytes(flat.nbytes) // flat.itemsize
         _in_turns(
             self._reduce_chunk(flat[begin : begin + length], op, None if begin else compared)
@@ -113,13 +110,13 @@ class InternodeSteps:
     def reduce_scatter(self, number: int, packed: bytes, into: Tensor, flat: Tensor, op: Op) -> None:
         """Reduce, and leave every rank its part."""
         numel = into.numel()
-        if flat.nbytes <= self._eager_bytes:
+        if flat.nbytes <= self.eager_bytes:
             whole = flat.clone()
             self.all_reduce(number, packed, whole, op)
             into.copy_(whole[self._rank * numel : (self._rank + 1) * numel])
             return
-        self._agree(number, packed)
-        compared = self._start(number, packed)
+        self.agree(number, packed)
+        compared = self.start(number, packed)
         by_group = flat.view(self._world_size, numel)[self._by_group].view(-1)
         of_group = torch.empty(self._num_nodes * numel, dtype=flat.dtype, device="cpu")
         self._intra_node.reduce_scatter(of_group, by_group, _undivided(op)).wait()

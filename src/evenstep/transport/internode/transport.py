@@ -101,14 +101,11 @@ class InternodeTransport(Transport):
     def _start(self, call: Collective) -> QueuedWork:
         steps = self._steps_of(call)
 
-        def prepare(number: int) -> Callable[[], None]:
-            def run() -> None:
-                steps(number, call.packed)
-                call.copy_back()
+        def run(number: int) -> None:
+            steps(number, call.packed)
+            call.copy_back()
 
-            return run
-
-        work = self._thread.submit(f"{call.kind} over {self.name}", prepare)
+        work = self._thread.submit(f"{call.kind} over {self.name}", run)
         if call.kind == REFUSED:
             self._refused = work
         return work

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -182,12 +183,11 @@ class ProgramContext:
         arena: This rank's zone.
         rank: This rank.
         world_size: Number of ranks.
+        num_chunks: So many chunks of earlier calls have travelled; the next goes through the slot after theirs.
         part_of: Number and transport of the outer call that the next calls are a part of; None: they stand alone.
     """
 
-    def __init__(
-        self, segment: Segment, counters: ProgressCounters, programs: Programs, *, rank: int, world_size: int, name: str
-    ) -> None:
+    def __init__(self, segment: Segment, counters: ProgressCounters, *, rank: int, world_size: int, name: str) -> None:
         self.segment = segment
         self.counters = counters
         self.arena = Arena(segment, rank)
@@ -196,14 +196,13 @@ class ProgramContext:
         self.ranks = range(world_size)
         self.part_of: tuple[int, str] | None = None
         self._name = name
-        self._programs = programs
         self.views = Views(segment)
         self.scratch = Scratch()
         # By slot: where each rank shows what belongs to a call in that slot.
         self._slots = [[_Shown.of(segment, r, slot) for r in self.ranks] for slot in range(NUM_SLOTS)]
         # By the headers of all ranks: their places, and whether all are ready.
         self._agreed: dict[tuple[bytes, ...], tuple[Sequence[int | None], bool]] = {}
-        self._num_chunks = 0
+        self.num_chunks = 0
         self._has_chunks = False  # whether this rank's chunk slots have memory
 
     # ------------------------------------------------------------------ the beginning of a call
@@ -228,7 +227,7 @@ class ProgramContext:
         counters = self.counters
         if counters.num_signals(Phase.FINISHED) < count:
             return False
-        return counters.all_here(Phase.FINISHED, count) if takes else counters.were_here(Phase.FINISHED, count)
+        return counters.all_here(Phase.FINISHED, count) if takes else not counters.missing(Phase.FINISHED, count)
 
     def arrive(self, call: Call, *, is_next: bool) -> None:
         """Show the others the header, with the data of an eager call or the first chunk, and signal ARRIVED.
@@ -242,7 +241,7 @@ class ProgramContext:
         if call.is_eager:
             if call.num_bytes and (call.source < 0 or call.source == self.rank):
                 _memmove(shown.eager, call.address, call.num_bytes)
-        elif is_next and call.place is None and (stage := self._programs[call.kind][2]) is not None:
+        elif is_next and call.place is None and (stage := PROGRAMS[call.kind][2]) is not None:
             call.places = (None,) * self.world_size  # as far as this rank knows
             with torch.no_grad() if call.flat.requires_grad else contextlib.nullcontext():
                 stage(self, call, 0)
@@ -261,12 +260,12 @@ class ProgramContext:
     def run_eager(self, call: Call) -> None:
         """Complete an eager call, when all ranks have arrived."""
         self._begin(call)
-        self._programs[call.kind][0](self, call)
+        PROGRAMS[call.kind][0](self, call)
 
     def program(self, call: Call) -> Program:
         """The program of a large call, when all ranks have arrived."""
         self._begin(call)
-        yield from self._programs[call.kind][1](self, call)
+        yield from PROGRAMS[call.kind][1](self, call)
 
     def _begin(self, call: Call) -> None:
         """Read and compare what all ranks have shown of a call.
@@ -363,7 +362,7 @@ class ProgramContext:
             allocate_range(segment.fd, segment.layout.chunk(rank, 0), num_bytes, what="exchange of long tensors")
             self._has_chunks = True
         dtype = call.flat.dtype
-        slot = self.segment.layout.chunk(rank, (self._num_chunks + chunk) % NUM_CHUNKS)
+        slot = self.segment.layout.chunk(rank, (self.num_chunks + chunk) % NUM_CHUNKS)
         return self.views.common(slot + begin * dtype.itemsize, dtype, end - begin)
 
     def chunk_numel(self, call: Call) -> int:
@@ -396,10 +395,6 @@ class ProgramContext:
     def count_chunks(self, call: Call) -> int:
         """How many chunks a call has."""
         return -(-call.flat.numel() // self.chunk_numel(call))
-
-    def chunks_done(self, count: int) -> None:
-        """Continue with the slot after this call's last one."""
-        self._num_chunks += count
 
     def sync_point(self) -> Program:
         """Wait until every rank has come to this point."""
@@ -482,7 +477,7 @@ def _chunk_by_chunk(
         read(chunk)
         if filled:
             yield Phase.FILLED, filled
-    at.chunks_done(num_chunks)
+    at.num_chunks += num_chunks
 
 
 def _stage(at: ProgramContext, call: Call, chunk: int) -> None:
@@ -572,7 +567,7 @@ def _chunked_all_reduce(at: ProgramContext, call: Call) -> Program:
             for owner, (begin, end) in enumerate(slices):
                 if begin < end and owner != at.rank:
                     call.out[first + begin : first + end].copy_(at.shared_view(call, owner, chunk, begin, end))
-    at.chunks_done(num_chunks)
+    at.num_chunks += num_chunks
     if any(place is not None for place in call.places):
         # A rank whose result lies in its zone may not change it before the others have copied it.
         yield from at.sync_point()
@@ -648,15 +643,15 @@ def _share_numel(at: ProgramContext, call: Call) -> int:
     return CHUNK_BYTES // call.flat.dtype.itemsize // at.world_size
 
 
-def _stage_shares(at: ProgramContext, call: Call, chunk: int) -> None:
-    """A part of every other rank's share."""
-    numel = call.out.numel()
-    length = _share_numel(at, call)
-    begin, end = chunk * length, min(numel, (chunk + 1) * length)
-    for rank in at.ranks:
-        if rank != at.rank:
+def _stage_shares(at: ProgramContext, call: Call, chunk: int, numels: Sequence[int] | None = None) -> None:
+    """A part of every other rank's share, of so many elements each; None: all as many."""
+    length, start = _share_numel(at, call), 0
+    for rank, numel in enumerate(numels or [call.out.numel()] * at.world_size):
+        begin, end = chunk * length, min(numel, (chunk + 1) * length)
+        if begin < end and rank != at.rank:
             into = at.slot_view(call, at.rank, chunk, rank * length, rank * length + end - begin)
-            into.copy_(call.flat[rank * numel + begin : rank * numel + end])
+            into.copy_(call.flat[start + begin : start + end])
+        start += numel
 
 
 def _all_to_all(at: ProgramContext, call: Call) -> Program:
@@ -670,15 +665,7 @@ def _all_to_all(at: ProgramContext, call: Call) -> Program:
         sent = call.all_splits[:, 0].tolist()
     call.place, call.places = None, [None] * at.world_size
     length = _share_numel(at, call)
-
-    def stage(at: ProgramContext, call: Call, chunk: int) -> None:
-        start = 0
-        for rank, numel in enumerate(sent[at.rank]):
-            begin, end = chunk * length, min(numel, (chunk + 1) * length)
-            if begin < end:
-                into = at.slot_view(call, at.rank, chunk, rank * length, rank * length + end - begin)
-                into.copy_(call.flat[start + begin : start + end])
-            start += numel
+    own = call.flat[sum(sent[at.rank][: at.rank]) :]
 
     def read(chunk: int) -> None:
         start = 0
@@ -686,11 +673,15 @@ def _all_to_all(at: ProgramContext, call: Call) -> Program:
             numel = sent[rank][at.rank]
             begin, end = chunk * length, min(numel, (chunk + 1) * length)
             if begin < end:
-                mine = at.slot_view(call, rank, chunk, at.rank * length, at.rank * length + end - begin)
+                first = at.rank * length
+                mine = (
+                    at.slot_view(call, rank, chunk, first, first + end - begin) if rank != at.rank else own[begin:end]
+                )
                 call.out[start + begin : start + end].copy_(mine)
             start += numel
 
     num_chunks = -(-max(max(row) for row in sent) // length)
+    stage = functools.partial(_stage_shares, numels=sent[at.rank])
     yield from _chunk_by_chunk(at, call, num_chunks, stage, read)
 
 

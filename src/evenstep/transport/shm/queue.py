@@ -45,7 +45,7 @@ from evenstep.ground.compat.torch_autograd import set_grad_enabled
 from evenstep.transport.core.last_calls import describe_last_calls
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import forked_error
-from evenstep.transport.shm.collectives import PROGRAMS, SLOTS_AT_ONCE, Call, Program, ProgramContext
+from evenstep.transport.shm.collectives import SLOTS_AT_ONCE, Call, Program, ProgramContext
 from evenstep.transport.shm.peers import PeerProcess, PeerWatch
 from evenstep.transport.shm.progress import background
 from evenstep.transport.shm.segment import EAGER_BYTES, MAX_BESIDE_BYTES, NUM_SLOTS, Segment
@@ -151,9 +151,7 @@ class CallQueue(Transport):
             has_left=segment.has_left,
             known_as=self.known_as,
         )
-        self._context = ProgramContext(
-            segment, self.counters, PROGRAMS, rank=rank, world_size=self.world_size, name=self.name
-        )
+        self._context = ProgramContext(segment, self.counters, rank=rank, world_size=self.world_size, name=self.name)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._driver = _NOBODY

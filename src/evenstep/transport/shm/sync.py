@@ -24,7 +24,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from evenstep.console import say
@@ -67,14 +67,9 @@ else:
 
 def make_semaphores(address: int, count: int) -> None:
     """Initialise `count` semaphores of value 0, one after the other from `address` on. One process does it."""
-    for each in semaphore_addresses(address, count):
+    for each in range(address, address + count * SEMAPHORE_BYTES, SEMAPHORE_BYTES):
         if _sem_init(each, 1, 0) != 0:
             raise OSError(f"sem_init refused a semaphore shared between processes at address {each:#x}")
-
-
-def semaphore_addresses(address: int, count: int) -> Iterator[int]:
-    """The addresses of `count` semaphores. Pure."""
-    return iter(range(address, address + count * SEMAPHORE_BYTES, SEMAPHORE_BYTES))
 
 
 def take(address: int, timeout_s: float) -> bool:
@@ -242,11 +237,6 @@ class ProgressCounters:
         """How often this rank has passed `phase`."""
         return self._num_signals[phase]
 
-    def were_here(self, phase: Phase, count: int) -> bool:
-        """Whether that is known of every other rank by the signals that have been taken."""
-        seen = self._seen[phase]
-        return all(seen[peer] >= count for peer in self._others)
-
     def all_here(self, phase: Phase, count: int) -> bool:
         """Whether every other rank has passed `phase` at least `count` times. Never blocks."""
         seen = self._seen[phase]
@@ -337,7 +327,7 @@ class ProgressCounters:
         return True
 
     def missing(self, phase: Phase, count: int) -> list[int]:
-        """The ranks that are not known to have passed `phase` so often."""
+        """The ranks of which no signal has been taken that says that they have passed `phase` so often."""
         return [peer for peer in self._others if self._seen[phase][peer] < count]
 
     def _check_missing(self, phase: Phase, count: int, what: Callable[[], str]) -> None:

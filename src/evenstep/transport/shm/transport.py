@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from evenstep.errors import ConfigurationError
 from evenstep.transport.base import Collective
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import is_carried
@@ -46,7 +47,10 @@ class SharedMemoryTransport(Lanes):
         try:
             work = SharedWork(call)
         except RuntimeError:
-            self.arguments.refuse_without_memory(call.kind)
+            raise ConfigurationError(  # nor could a refusal be sent to the others
+                f"{call.kind} on rank {self.rank}: the tensor has no memory of its own, as under torch.vmap or "
+                f"torch.func.grad. Call it outside of them, or through torch.distributed."
+            ) from None
         if call.splits is None:
             return self._start_all(work)
         out_splits, splits = call.splits

@@ -120,9 +120,6 @@ class Fingerprint:
 
     def pack(self) -> bytes:
         """The bytes that ranks compare."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
         dims = [*self.shape[:_MAX_DIMS], *[0] * (_MAX_DIMS - len(self.shape))]
         beyond = zlib.crc32(repr(self.shape[_MAX_DIMS:]).encode()) if len(self.shape) > _MAX_DIMS else 0
         op = 255 if self.op is None else OPS.index(self.op)
@@ -132,7 +129,7 @@ class Fingerprint:
             DTYPES.index(self.dtype),
             len(self.shape),
             self.root,
-            numel,
+            math.prod(self.shape),
             *dims,
             beyond,
             self.num_beside,

@@ -71,13 +71,11 @@ class _GroupWork:
 
     def wait(self) -> None:
         self._transport.check_process()
-        heartbeat.mark_waiting(True)
         try:
-            self._work.wait()
+            with heartbeat.waiting():
+                self._work.wait()
         except RuntimeError as error:
             raise self._transport._explained(error, self._what) from error
-        finally:
-            heartbeat.mark_waiting(False)
         self._transport.recorded.unfinished.discard(self._number)
         call, self._call = self._call, None
         if call is None:

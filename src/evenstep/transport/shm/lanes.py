@@ -52,6 +52,7 @@ from evenstep.ground.health import heartbeat
 from evenstep.transport.core.codec import to_bytes, to_tensor
 from evenstep.transport.core.header import DTYPES, unpack_text
 from evenstep.transport.core.last_calls import describe_last_calls
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import Arguments
 from evenstep.transport.shm.peers import PeerProcess
 from evenstep.transport.shm.progress import background
@@ -161,10 +162,19 @@ class Lanes(CallQueue):
         processes: The rank processes, in order of rank.
         rank: This rank.
         policy: How to wait for peers, and until when.
+        split_by: Makes what `split` returns.
     """
 
-    def __init__(self, segment: Segment, processes: Sequence[PeerProcess], *, rank: int, policy: WaitPolicy) -> None:
-        super().__init__(segment, processes, rank=rank, policy=policy)
+    def __init__(
+        self,
+        segment: Segment,
+        processes: Sequence[PeerProcess],
+        *,
+        rank: int,
+        policy: WaitPolicy,
+        split_by: Callable[[Any], Transport],
+    ) -> None:
+        super().__init__(segment, processes, rank=rank, policy=policy, split_by=split_by)
         size = self.world_size
         first = segment.common.address + segment.layout.semaphores
         self._peers = [peer for peer in range(size) if peer != rank]
@@ -225,8 +235,7 @@ class Lanes(CallQueue):
         return self._started(message), [] if back is None else [back]
 
     def _started(self, message: Message) -> Message:
-        if self._callbacks:
-            self._run_callbacks()
+        self._run_callbacks()
         if not message.is_done and (background.is_asleep or background.ident == get_ident()):
             background.wake()
         return message
@@ -451,8 +460,7 @@ class Lanes(CallQueue):
                     self._check(message, counters)
             self._spin_message_s = adapt_spin(self._spin_message_s, time.monotonic() - began, policy)
         finally:
-            if self._callbacks:
-                self._run_callbacks()
+            self._run_callbacks()
 
     def _sleep(self, message: Message, timeout_s: float) -> None:
         """Sleep until something happens, or this message is done: one thread on the doorbell, the others behind it."""
@@ -464,14 +472,13 @@ class Lanes(CallQueue):
                 return
             self._is_asleep = True
         bell = self._doorbells[self.rank]
-        heartbeat.mark_waiting(True)
         try:
-            while sem_trywait(bell) == 0:
-                pass
-            if not self._guarded(self._is_over, message):  # it may have rung for this
-                take(bell, timeout_s)
+            with heartbeat.waiting():
+                while sem_trywait(bell) == 0:
+                    pass
+                if not self._guarded(self._is_over, message):  # it may have rung for this
+                    take(bell, timeout_s)
         finally:
-            heartbeat.mark_waiting(False)
             with self._lanes_lock:
                 self._is_asleep = False
                 self._lanes_changed.notify_all()

@@ -36,7 +36,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -128,6 +128,7 @@ class CallQueue(Transport):
         processes: The rank processes, in order of rank.
         rank: This rank.
         policy: How to wait for peers, and until when.
+        split_by: Makes what `split` returns.
 
     Attributes:
         counters: How far each rank has come, and how long this one waits.
@@ -139,9 +140,18 @@ class CallQueue(Transport):
     compares = True
     most_beside_bytes = MAX_BESIDE_BYTES
 
-    def __init__(self, segment: Segment, processes: Sequence[PeerProcess], *, rank: int, policy: WaitPolicy) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        processes: Sequence[PeerProcess],
+        *,
+        rank: int,
+        policy: WaitPolicy,
+        split_by: Callable[[Any], Transport],
+    ) -> None:
         super().__init__(rank, len(processes), segment.nonce.hex()[:8])
         self.timeout_s = policy.timeout_s
+        self._split_by = split_by
         self._segment = segment
         self.counters = ProgressCounters(
             segment.common.address + segment.layout.semaphores,
@@ -310,8 +320,7 @@ class CallQueue(Transport):
     def _poll(self, work: SharedWork) -> bool:
         """Advance without waiting; return whether the call is done."""
         self._drive()
-        if self._callbacks:
-            self._run_callbacks()
+        self._run_callbacks()
         return work.is_done or self._failure is not None
 
     def _advance(self, until: float | None) -> bool:
@@ -483,6 +492,10 @@ class CallQueue(Transport):
         if self._driver == _NOBODY:  # else a handler closes this in the midst of a step
             del self._context, self._segment, self.counters
         self._run_callbacks()
+
+    def split(self) -> Transport:
+        """See `Transport.split`: a segment of its own."""
+        return self._split_by(self)
 
     def disown(self) -> None:
         """See `Attended`: refuse calls, and leave the other ranks alone."""

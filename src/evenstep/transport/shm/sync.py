@@ -280,12 +280,9 @@ class ProgressCounters:
         if self._waits_for != (phase, count):
             self._waits_for, self._waits_since, self._has_reported = (phase, count), started, False
         if not spin(functools.partial(self.all_here, phase, count), started + self._spin_s, self.policy):
-            heartbeat.mark_waiting(True)
-            try:
+            with heartbeat.waiting():
                 if not self._sleep(phase, count, what, until, meanwhile):
                     return False
-            finally:
-                heartbeat.mark_waiting(False)
         self._spin_s = adapt_spin(self._spin_s, time.monotonic() - started, self.policy)
         return True
 

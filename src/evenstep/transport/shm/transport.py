@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError
 from evenstep.transport.base import Collective
-from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import is_carried
 from evenstep.transport.shm.lanes import Lanes
-from evenstep.transport.shm.peers import PeerProcess
 from evenstep.transport.shm.queue import SharedWork
-from evenstep.transport.shm.segment import EAGER_BYTES, Segment
-from evenstep.transport.shm.sync import WaitPolicy
+from evenstep.transport.shm.segment import EAGER_BYTES
 
 
 class SharedMemoryTransport(Lanes):
-    """Collectives and messages of the ranks of one node. Made by `connect_shared_memory`, not by calling the class.
-
-    Args:
-        segment: The shared segment, in which all ranks have signed.
-        processes: The rank processes, in order of rank.
-        rank: This rank.
-        policy: How to wait for peers, and until when.
-        split_by: Makes what `split` returns.
-    """
-
-    def __init__(
-        self,
-        segment: Segment,
-        processes: Sequence[PeerProcess],
-        *,
-        rank: int,
-        policy: WaitPolicy,
-        split_by: Callable[[SharedMemoryTransport], Transport],
-    ) -> None:
-        super().__init__(segment, processes, rank=rank, policy=policy)
-        self._split_by = split_by
+    """Collectives and messages of the ranks of one node. Made by `connect_shared_memory`, not by calling the class."""
 
     _carries = staticmethod(is_carried)
 
@@ -86,10 +61,6 @@ class SharedMemoryTransport(Lanes):
         """See `Transport.compare_as`."""
         super().compare_as(number, name, packed)
         self._context.part_of = number, name
-
-    def split(self) -> Transport:
-        """See `Transport.split`: a segment of its own."""
-        return self._split_by(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "failed" if self._failure else f"{len(self._queue)} in flight"

@@ -67,6 +67,7 @@ from evenstep.transport.shm.segment import (
 )
 from evenstep.transport.shm.sync import (
     ProgressCounters,
+    Waiting,
     WaitPolicy,
     adapt_spin,
     doorbell,
@@ -123,9 +124,8 @@ class Message(Pending):
         is_sent: This rank sends it.
         source: The rank that has sent it, when it is there.
         memory: Holds the copy of a long message that is sent.
-        waits_since: When somebody first looked whether the other rank is still there.
+        waiting: Since somebody first looked whether the other rank is still there.
         checked_at: When somebody last did.
-        is_reported: That it has taken long.
     """
 
     transport: Lanes
@@ -135,9 +135,8 @@ class Message(Pending):
     is_sent: bool
     source: int = -1
     memory: Tensor | None = None
-    waits_since: float | None = None
+    waiting: Waiting | None = None
     checked_at: float = 0.0
-    is_reported: bool = False
 
     def _finish(self, timeout_s: float | None) -> None:
         self.transport._finish_message(self, timeout_s)
@@ -498,21 +497,19 @@ class Lanes(CallQueue):
         Looks at it every `check_every_s`, however often this is called.
         """
         now = time.monotonic()
-        if message.waits_since is None:
-            message.waits_since = message.checked_at = now
+        if message.waiting is None:
+            message.waiting, message.checked_at = Waiting(now), now
         if now < message.checked_at + counters.policy.check_every_s:
             return
         message.checked_at = now
-        waited_s = now - message.waits_since
         missing = self._missing(message, counters)
+        is_over = functools.partial(self._guarded, self._is_over, message)
         try:
-            counters.check(missing, message.__str__, waited_s, lambda: self._guarded(self._is_over, message))
+            counters.check(message.waiting, missing, message.__str__, is_over)
         except EvenstepError as error:
             if self._failure is None:
                 self._fail(error)
             raise
-        if not message.is_reported and waited_s > counters.policy.report_stopped_after_s:
-            message.is_reported = counters.report(missing, message.__str__, waited_s)
 
     def _poll_message(self, message: Message) -> bool:
         """Take what has come; return whether the message is done, or has failed."""

@@ -20,7 +20,6 @@ import ctypes
 import dataclasses
 import enum
 import functools
-import itertools
 import math
 import os
 import time
@@ -114,6 +113,19 @@ class WaitPolicy:
     report_missing_after_s: float = 30.0
 
 
+@dataclass
+class Waiting:
+    """How long something has been waited for.
+
+    Attributes:
+        since: Since when (`time.monotonic`).
+        is_reported: It has been reported.
+    """
+
+    since: float
+    is_reported: bool = False
+
+
 def plan_waiting(num_threads: int, *, num_cores: int, timeout_s: float) -> WaitPolicy:
     """Plan to spin where every thread has a core of its own; else to yield at once, and soon sleep. Pure.
 
@@ -144,14 +156,14 @@ def adapt_spin(spin_s: float, waited_s: float, policy: WaitPolicy) -> float:
 
 def spin(is_over: Callable[[], bool], until: float, policy: WaitPolicy) -> bool:
     """Try whether something is over, until then (`time.monotonic`). Returns whether it is."""
-    for num_tries in itertools.count():
-        if is_over():
-            return True
+    num_tries = 0
+    while not is_over():
         if time.monotonic() >= until:
-            break
-        if num_tries >= policy.num_tries_before_yield:
+            return False
+        num_tries += 1
+        if num_tries > policy.num_tries_before_yield:
             os.sched_yield()
-    return False
+    return True
 
 
 def num_semaphores(world_size: int) -> int:
@@ -217,9 +229,8 @@ class ProgressCounters:
         self._seen = [[0] * world_size for _ in Phase]
         self._num_signals = [0] * len(Phase)
         self._spin_s = policy.spin_s
-        self._waits_for: tuple[Phase, int] | None = None  # what was last waited for, and since when
-        self._waits_since = 0.0
-        self._has_reported = False
+        self._waits_for: tuple[Phase, int] | None = None  # what was last waited for
+        self._waiting = Waiting(0.0)
         self._next_look = 0.0
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -277,9 +288,9 @@ class ProgressCounters:
         if self.all_here(phase, count):
             return True
         started = time.monotonic()
-        if self._waits_for != (phase, count):
-            self._waits_for, self._waits_since, self._has_reported = (phase, count), started, False
         if not spin(functools.partial(self.all_here, phase, count), started + self._spin_s, self.policy):
+            if self._waits_for != (phase, count):
+                self._waits_for, self._waiting = (phase, count), Waiting(started)
             with heartbeat.waiting():
                 if not self._sleep(phase, count, what, until, meanwhile):
                     return False
@@ -298,7 +309,7 @@ class ProgressCounters:
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_EVERY_S
-        self.check(self.missing(phase, count), what, 0.0, lambda: self.all_here(phase, count))
+        self.check(Waiting(now), self.missing(phase, count), what, lambda: self.all_here(phase, count))
 
     def _sleep(
         self,
@@ -320,33 +331,26 @@ class ProgressCounters:
                 meanwhile()
             if self.has_left(self._rank):  # another thread has closed this transport, and waits for this one
                 raise PeerLostError(f"{self._named(self._rank)} has closed its end in {what()}.")
-            self._check_missing(phase, count, what)
+            self.check(self._waiting, self.missing(phase, count), what, lambda: self.all_here(phase, count))
         return True
 
     def missing(self, phase: Phase, count: int) -> list[int]:
         """The ranks of which no signal has been taken that says that they have passed `phase` so often."""
         return [peer for peer in self._others if self._seen[phase][peer] < count]
 
-    def _check_missing(self, phase: Phase, count: int, what: Callable[[], str]) -> None:
-        """Raise if a rank that has not yet passed `phase` so often is lost, or has been waited for too long."""
-        waited_s = time.monotonic() - self._waits_since
-        missing = self.missing(phase, count)
-        self.check(missing, what, waited_s, lambda: self.all_here(phase, count))
-        if not self._has_reported and waited_s > self.policy.report_stopped_after_s:
-            self._has_reported = self.report(missing, what, waited_s)
-
     def check(
-        self, missing: Sequence[int], what: Callable[[], str], waited_s: float, are_here: Callable[[], bool]
+        self, waiting: Waiting, missing: Sequence[int], what: Callable[[], str], are_here: Callable[[], bool]
     ) -> None:
-        """Raise if one of these ranks is lost, or has been waited for too long.
+        """Raise if one of these ranks is lost, or has been waited for too long; report once that they are missing.
 
         Args:
+            waiting: For how long they have been.
             missing: The ranks.
             what: Describes what waits for them, for errors.
-            waited_s: For so long.
             are_here: Whether they have come meanwhile, looked at again before anything is raised: they may have
                 signalled their part just before they ended.
         """
+        waited_s = time.monotonic() - waiting.since
         lost = self._lost(missing)
         if lost and not are_here():
             raise PeerLostError(
@@ -356,6 +360,8 @@ class ProgressCounters:
             patience_s = self._patience(missing)
             if waited_s > patience_s and not are_here():
                 raise CollectiveTimeoutError(self.late(missing, what(), waited_s, patience_s))
+        if not waiting.is_reported and waited_s > self.policy.report_stopped_after_s:
+            waiting.is_reported = self._report(missing, what, waited_s)
 
     def _patience(self, missing: Sequence[int]) -> float:
         """How long to wait for ranks that evaluate, compile or save, as their heartbeat pages show."""
@@ -395,7 +401,7 @@ class ProgressCounters:
         seen = self.watch.seen(rank)
         return "" if seen is None else f", {describe(seen)}"
 
-    def report(self, missing: Sequence[int], what: Callable[[], str], waited_s: float) -> bool:
+    def _report(self, missing: Sequence[int], what: Callable[[], str], waited_s: float) -> bool:
         """Report who is missing, if it is time; return whether it was."""
         stopped = [rank for rank in missing if self.watch.is_stopped(rank)]
         pages = [self.watch.seen(rank) for rank in missing]

@@ -64,7 +64,7 @@ class Row(NamedTuple):
     is_plain: float = 0.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Collective:
     """One call, as a rank makes it.
 

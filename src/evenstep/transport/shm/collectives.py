@@ -73,21 +73,31 @@ from evenstep.transport.shm.segment import (
 from evenstep.transport.shm.sync import Phase, ProgressCounters
 
 
-class Call(Collective):
-    """One collective of this rank, while it runs. What divides a sum whose ranks have rows is known when all are there.
+class Call:
+    """One collective of this rank, while it runs.
 
     Args:
         checked: The call as it was made, checked.
 
     Attributes:
         number: From 0, counting the calls of one transport.
+        kind: Its name, one of `header.COLLECTIVES`.
+        arithmetic: How values are combined; None where they aren't.
         source: The only rank whose data counts; -1: all ranks' data does.
         receiver: The only rank that gets the result; -1: all do.
+        flat: [numel], contiguous: what this rank gives, and where `out` is the same also what it gets. Of a scatter,
+            on other ranks than the source, only its length counts.
         address: Of `flat`'s first element.
         num_bytes: Of `flat`.
+        out: [...], contiguous, flat: what this rank gets.
+        packed: The fingerprint.
         place: Where `flat` lies in this rank's zone; None if elsewhere.
-        all_splits: [world_size, 2, world_size], int64, read when the program starts: how many elements each rank sends
-            to and expects from each; None where all are the same.
+        splits: [world_size, 2, world_size], int64, read when the program starts: how many elements each rank sends to
+            and expects from each; None where all are the same.
+        beside: [n], numbers that are added over the ranks in the same call, in place; None: there are none.
+        row: This rank's part of the divisor; None: none has.
+        divisor: What divides the result; None: nothing does. Where ranks have rows, known when all are there.
+        back: (to, from): copied at the end, where the caller's tensor isn't contiguous.
         is_eager: The data travels with the signal that the call has begun.
         is_inference: The result may be written in torch's inference mode only, whichever thread does that.
         slot: The slot that it uses.
@@ -104,22 +114,30 @@ class Call(Collective):
     number = 0
     slot = 0
     place: int | None = None
-    all_splits: Tensor | None = None
+    splits: Tensor | None = None
     is_staged = False
     all_ready = False
     places: Sequence[int | None] = ()
     head = b""
 
     def __init__(self, checked: Collective) -> None:
-        self.__dict__.update(checked.__dict__)
-        if self.root >= 0:
-            self.source = self.root if self.kind in ("broadcast", "scatter") else -1
-            self.receiver = self.root if self.kind in ("reduce", "gather") else -1
-        flat, back = self.flat, self.back
+        self.kind = kind = checked.kind
+        if checked.root >= 0:
+            self.source = checked.root if kind in ("broadcast", "scatter") else -1
+            self.receiver = checked.root if kind in ("reduce", "gather") else -1
+        self.flat = flat = checked.flat
         self.address = flat.data_ptr()
         self.num_bytes = num_bytes = flat.nbytes
-        self.is_eager = num_bytes <= (EAGER_BYTES if self.beside is None else EAGER_BYTES - MAX_BESIDE_BYTES)
-        self.is_inference = self.out.is_inference() or (back is not None and back[0].is_inference())
+        self.out = out = checked.out
+        self.packed = checked.packed
+        self.arithmetic = checked.arithmetic
+        self.beside = beside = checked.beside
+        self.row = checked.row
+        self.plain = checked.plain
+        self.divisor = checked.divisor
+        self.back = back = checked.back
+        self.is_eager = num_bytes <= (EAGER_BYTES if beside is None else EAGER_BYTES - MAX_BESIDE_BYTES)
+        self.is_inference = out.is_inference() or (back is not None and back[0].is_inference())
 
     def __str__(self) -> str:
         return f"number {self.number + 1}, {Fingerprint.unpack(self.packed)}"
@@ -656,13 +674,13 @@ def _stage_shares(at: ProgramContext, call: Call, chunk: int, numels: Sequence[i
 
 def _all_to_all(at: ProgramContext, call: Call) -> Program:
     """A chunk holds a part of what its rank sends to every other."""
-    if call.all_splits is None:
+    if call.splits is None:
         sent = [[call.flat.numel() // at.world_size] * at.world_size] * at.world_size
     else:
-        problem = explain_splits(call.all_splits)
+        problem = explain_splits(call.splits)
         if problem is not None:
             raise MismatchError(problem)
-        sent = call.all_splits[:, 0].tolist()
+        sent = call.splits[:, 0].tolist()
     call.place, call.places = None, [None] * at.world_size
     length = _share_numel(at, call)
     own = call.flat[sum(sent[at.rank][: at.rank]) :]

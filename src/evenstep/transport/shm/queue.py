@@ -372,7 +372,7 @@ class CallQueue(Transport):
             if (work.number + 1) % SLOTS_AT_ONCE == 0:
                 context.counters.signal(Phase.FINISHED)
             if work.back is not None:
-                work.copy_back()
+                work.back[0].copy_(work.back[1])
             self._end(work)
             return True
         except BaseException as error:

@@ -31,8 +31,8 @@ class SharedMemoryTransport(Lanes):
         out_splits, splits = call.splits
         mine = torch.tensor([list(splits), list(out_splits)], dtype=torch.int64, device="cpu")
         work.is_eager = False  # how long what ranks send is, is known only when it begins
-        work.all_splits = torch.empty((self.world_size, *mine.shape), dtype=torch.int64, device="cpu")
-        gathering = Collective("all_gather", mine, work.all_splits)
+        work.splits = torch.empty((self.world_size, *mine.shape), dtype=torch.int64, device="cpu")
+        gathering = Collective("all_gather", mine, work.splits)
         self.arguments.prepare(gathering)
         # Calls run one after the other: the second finds what the first has gathered.
         return self._start_all(SharedWork(gathering), work)

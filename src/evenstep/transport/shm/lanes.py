@@ -200,6 +200,7 @@ class Lanes(CallQueue):
         self._is_moving = False
         self._is_asleep = False
         self._spin_message_s = policy.spin_s
+        background.register(self)  # when it is whole: its thread may help at once
 
     # ------------------------------------------------------------------ starting
 

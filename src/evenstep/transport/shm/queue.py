@@ -173,7 +173,6 @@ class CallQueue(Transport):
         self._callbacks: collections.deque[Callable[[], object]] = collections.deque()  # of what has ended
         self._failure: EvenstepError | None = None
         self._is_closed = False
-        background.register(self)
 
     # ------------------------------------------------------------------ starting
 

@@ -40,7 +40,7 @@ class Arithmetic:
         return self.accumulator is None and self.flip is None
 
     @functools.cached_property
-    def is_plain(self) -> bool:
+    def is_unconverted(self) -> bool:
         """Whether the function combines two tensors as they are."""
         return self.is_direct and self.carrier is self.dtype
 
@@ -85,7 +85,7 @@ class Collective:
         flat: [numel], contiguous: the inputs; what only counts by its length where this rank gives nothing.
         out: [numel], contiguous: the outputs; `flat` where they are one, or where this rank gets nothing.
         back: (to, from): what is copied in the end, where the caller's outputs aren't contiguous.
-        how: How values are combined; None where they aren't.
+        arithmetic: How values are combined; None where they aren't.
         divisor: What divides the result, as far as it is known before the call; None: nothing does.
     """
 
@@ -102,7 +102,7 @@ class Collective:
     flat: Tensor = None  # type: ignore[assignment]
     out: Tensor = None  # type: ignore[assignment]
     back: tuple[Tensor, Tensor] | None = None
-    how: Arithmetic | None = None
+    arithmetic: Arithmetic | None = None
     divisor: float | None = None
 
     def copy_back(self) -> None:

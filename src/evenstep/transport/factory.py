@@ -166,7 +166,7 @@ def connect_ranks(
     # Imported here, so that the module costs time only in a world of several nodes.
     from evenstep.transport.internode.transport import InternodeTransport
 
-    node, number = plan.place_of(control.rank)
+    node, number = plan.node_and_local_rank(control.rank)
     ranks = plan.nodes[node]
     intra_node: Transport | str = LocalTransport()
     if len(ranks) > 1:

@@ -22,14 +22,15 @@ the transport, over groups of its own, on a GPU on a stream of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import PeerLostError
 from evenstep.transport.base import Collective, Work
-from evenstep.transport.core.reduction import divide, plan_tree
-from evenstep.transport.core.transport import Transport
+from evenstep.transport.core.reduction import divide, padded, plan_tree
+from evenstep.transport.core.transport import JointWork, Transport
 from evenstep.transport.core.worker_thread import WorkerThread
 from evenstep.transport.internode.plan import NodePlan
 
@@ -55,9 +56,9 @@ def in_tree_order(
     plan = NodePlan(tuple(tuple(r for r, own in enumerate(nodes) if own == node) for node in dict.fromkeys(nodes)))
     levels = None
     if plan.is_regular and 1 < len(plan.nodes) < transport.world_size:
-        node, place = plan.place_of(transport.rank)
+        node, local_rank = plan.node_and_local_rank(transport.rank)
         name = "gloo" if "gloo" in transport.name else transport.name
-        levels = [subgroup(name, plan.nodes[node]), subgroup(name, plan.inter_node_group(place))]
+        levels = [subgroup(name, plan.nodes[node]), subgroup(name, plan.inter_node_group(local_rank))]
     return OrderedTransport(transport, levels or [transport.split()])
 
 
@@ -106,47 +107,43 @@ class OrderedTransport(Transport):
                 call.out.copy_(result)
             call.copy_back()
 
-        def run() -> None:
+        def run(_: int) -> None:
             for work in steps:
                 work.wait()
 
         if result.device.type == "cpu":
-            queued = self._thread.submit(f"a sum of {result.numel()} over {self.name}", lambda number: run)
-            return _Sum(queued.wait, queued.is_completed, finish)
+            queued = self._thread.submit(f"a sum of {result.numel()} over {self.name}", run)
+            return JointWork([queued], finish)
         device = result.device
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            run()
+            run(0)
             done = stream.record_event()
-        return _Sum(lambda: torch.cuda.current_stream(device).wait_event(done), done.query, finish)
+        on_stream = _OnStream(lambda: torch.cuda.current_stream(device).wait_event(done), done.query)
+        return JointWork([on_stream], finish)
 
     def _sum(self, flat: Tensor, levels: Sequence[Transport]) -> Steps:
         if not levels or not flat.numel():
             return
         level, *rest = levels
-        short = -flat.numel() % level.world_size
-        whole = torch.cat([flat, flat.new_zeros(short)]) if short else flat
-        received = torch.empty_like(whole)
-        yield level.all_to_all(received, whole)
-        mine = _add(received, level.world_size)
+        whole = padded(flat, level.world_size)
+        mine = yield from _exchange_and_add(level, whole)
         yield from self._sum(mine, rest)
         yield level.all_gather(whole, mine)
-        if short:
+        if whole is not flat:
             flat.copy_(whole[: flat.numel()])
 
     def _sum_of_parts(self, part: Tensor, flat: Tensor) -> Steps:
-        # Part number r belongs to rank r, which is place r % m of node r // m: first those of one place together.
-        place = self._levels[0].world_size if len(self._levels) > 1 else 1
+        # Part number r belongs to rank r, local rank r % m of node r // m: first those of one local rank together.
+        num_local = self._levels[0].world_size if len(self._levels) > 1 else 1
         mine = flat
-        if flat.numel() and place > 1:
-            mine = mine.view(-1, place, part.numel()).transpose(0, 1).reshape(-1)
+        if flat.numel() and num_local > 1:
+            mine = mine.view(-1, num_local, part.numel()).transpose(0, 1).reshape(-1)
         for level in self._levels if flat.numel() else ():
-            received = torch.empty_like(mine)
-            yield level.all_to_all(received, mine)
-            mine = _add(received, level.world_size)
+            mine = yield from _exchange_and_add(level, mine)
         part.copy_(mine)
 
     # ------------------------------------------------------------------ the rest
@@ -171,27 +168,19 @@ class OrderedTransport(Transport):
         return f"<OrderedTransport of {' and '.join(str(each.world_size) for each in self._levels)}, {self._inner!r}>"
 
 
-class _Sum:
-    """The handle of a sum in flight."""
+@dataclass
+class _OnStream:
+    """A sum on a GPU."""
 
-    def __init__(self, wait: Callable[[], object], is_done: Callable[[], bool], finish: Callable[[], object]) -> None:
-        self._wait = wait
-        self._is_done = is_done
-        self._finish: Callable[[], object] | None = finish
-
-    def wait(self) -> None:
-        if self._finish is not None:
-            self._wait()
-            finish, self._finish = self._finish, None
-            finish()
-
-    def is_completed(self) -> bool:
-        return self._finish is None or self._is_done()
+    wait: Callable[[], None]
+    is_completed: Callable[[], bool]
 
 
-def _add(received: Tensor, num_ranks: int) -> Tensor:
-    """The sum of equal parts, in tree order."""
-    parts = list(received.view(num_ranks, -1).unbind())
-    for a, b in plan_tree(num_ranks):
+def _exchange_and_add(level: Transport, flat: Tensor) -> Generator[Work, None, Tensor]:
+    """Returns the sum of this rank's parts of all vectors, in tree order. On a GPU, too, unlike `reduce_into`."""
+    received = torch.empty_like(flat)
+    yield level.all_to_all(received, flat)
+    parts = list(received.view(level.world_size, -1).unbind())
+    for a, b in plan_tree(level.world_size):
         parts[a].add_(parts[b])  # parts[a] is memory of `received`, which only this sum uses
     return parts[0]

@@ -18,7 +18,7 @@ from evenstep.errors import EvenstepError, MismatchError
 from evenstep.testing import RankPool
 from evenstep.testing.transport import DTYPES, Coverage, check_transport
 from evenstep.transport import factory
-from evenstep.transport.base import Work
+from evenstep.transport.base import Op, Work
 from evenstep.transport.core.fallback import fallback
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.factory import open_transports
@@ -158,10 +158,9 @@ class Counted:
         self._count(1 if tensor.nbytes <= 1 << 15 else ring, ring * tensor.nbytes)  # at once, or around a ring
         return self._group.all_gather(out, tensor)
 
-    def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor, *splits: Any) -> Work:
-        mine = tensor.nbytes // self._group.world_size
-        self._count(1, tensor.nbytes - mine)
-        return self._group.all_to_all(out, tensor, *splits)
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: Op) -> Work:
+        self._count(1, tensor.nbytes - out.nbytes)
+        return self._group.reduce_scatter(out, tensor, op)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
         doublings = (self._group.world_size - 1).bit_length()

@@ -681,7 +681,7 @@ def polled(is_killed: bool) -> str:
         arriving = dist.irecv(torch.zeros(3), group=group, group_src=1)
         assert arriving is not None
         if is_killed:
-            group._shared.counters._watch.is_gone = lambda rank: True
+            group._shared.counters.watch.is_gone = lambda rank: True
         until = time.monotonic() + 20
         while not arriving.is_completed():
             assert time.monotonic() < until, "the loop doesn't end"

@@ -51,15 +51,15 @@ def test_every_rank_has_one_place_and_groups_have_one_rank_per_node(fresh_seed: 
     for _ in range(50):
         num_nodes, num_ranks = random.randint(1, 5), random.randint(1, 12)
         plan = plan_nodes([seen(str(random.randrange(num_nodes))) for _ in range(num_ranks)])
-        places = [plan.place_of(rank) for rank in range(num_ranks)]
+        places = [plan.node_and_local_rank(rank) for rank in range(num_ranks)]
         assert sorted(places) == [(h, i) for h, ranks in enumerate(plan.nodes) for i in range(len(ranks))]
         assert plan.is_even
         for number in range(len(plan.nodes[0])):
-            assert [plan.place_of(rank) for rank in plan.inter_node_group(number)] == [
+            assert [plan.node_and_local_rank(rank) for rank in plan.inter_node_group(number)] == [
                 (h, number) for h in range(len(plan.nodes))
             ]
     with pytest.raises(ValueError, match="rank 99"):
-        plan.place_of(99)
+        plan.node_and_local_rank(99)
 
 
 @pytest.mark.parametrize("num_nodes", range(2, 20))

@@ -26,7 +26,7 @@ def test_calls_may_write_to_what_was_made_in_inference_mode_and_futures_make_wha
         made.append((error, result / 4))
         heard.set()
 
-    thread.submit("a call", lambda number: run).add_done_callback(hear)
+    thread.submit("a call", lambda number: run()).add_done_callback(hear)
     go_on.set()
     assert heard.wait(20)
     ((error, quarter),) = made
@@ -59,11 +59,11 @@ def test_a_callback_that_raises_is_logged_and_stops_neither_others_nor_later_cal
     def fail(error: EvenstepError | None) -> None:
         raise ValueError("in a callback")
 
-    first = thread.submit("a call", lambda number: lambda: go_on.wait(20))
+    first = thread.submit("a call", lambda number: go_on.wait(20))
     first.add_done_callback(fail)
     first.add_done_callback(lambda error: heard.set())
     go_on.set()
-    thread.submit("a call", lambda number: lambda: None).wait(20)
+    thread.submit("a call", lambda number: None).wait(20)
     assert heard.is_set()
     assert "in a callback" in caplog.text
     thread.close(PeerLostError("closed"))
@@ -82,7 +82,7 @@ def test_every_call_ends_whatever_it_and_closing_raise(error: BaseException) -> 
 
     thread = WorkerThread("evenstep test", on_close=close)
     go_on = threading.Event()
-    works = [thread.submit("a call", lambda number: run), thread.submit("a call", lambda number: lambda: None)]
+    works = [thread.submit("a call", lambda number: run()), thread.submit("a call", lambda number: None)]
     go_on.set()
     for work in works:
         with pytest.raises(PeerLostError) as raised:

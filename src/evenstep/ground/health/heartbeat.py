@@ -28,6 +28,7 @@ import contextlib
 import enum
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from evenstep.ground.compat.c_library.mapping import map_file
@@ -266,6 +267,16 @@ def mark_waiting(is_waiting: bool) -> None:
             words[7] += now - words[5]
             words[5] = 0
         words[6] = now
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """This rank waits for other ranks in here."""
+    mark_waiting(True)
+    try:
+        yield
+    finally:
+        mark_waiting(False)
 
 
 def mark_commit(step: int) -> None:

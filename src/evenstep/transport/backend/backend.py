@@ -104,7 +104,7 @@ class EvenstepGroup(GroupCalls):
         is_split: bool = False,
     ) -> None:
         has_nccl = dist.is_nccl_available() and torch.cuda.is_available()
-        super().__init__(NAME, rank, size, inner=ProcessGroup(store, rank, size), has_nccl=has_nccl)
+        super().__init__(rank, size, inner=ProcessGroup(store, rank, size), has_nccl=has_nccl)
         self._store = store
         self._timeout = timeout
         self._name, self._description = name, "undefined"

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -202,7 +201,6 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     """A process group whose CPU tensors travel through shared memory; `backend.EvenstepGroup` is what torch makes.
 
     Args:
-        name: The backend's name in messages.
         rank: This rank.
         size: Number of ranks.
         inner: A group of the same backends without this class's methods, for calls that fall back.
@@ -212,13 +210,12 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         num_calls: Collectives so far that shared memory has carried or compared.
     """
 
-    def __init__(self, name: str, rank: int, size: int, *, inner: Any, has_nccl: bool) -> None:
+    def __init__(self, rank: int, size: int, *, inner: Any, has_nccl: bool) -> None:
         super().__init__(rank, size)  # the constructor with a store makes an object that C++ doesn't call back
         self._inner = inner
         self._has_nccl = has_nccl
         # A LocalTransport, SharedMemoryTransport or InternodeTransport; None: Gloo carries everything.
         self._shared: Any = None
-        self._arguments = Arguments(name, rank, size, refused=weakref.WeakMethod(self._refuse))
         self._coalescing = threading.local()
         self._is_coalescing = False  # whether any thread ever has
         self._is_over = False
@@ -230,15 +227,15 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     @observed("all_reduce", "allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Any:
         """Combine over the ranks, in place."""
-        how: Op | None
+        op_name: Op | None
         deadline: timedelta | None
         if type(opts) is AllreduceOptions and op is None:
-            how, deadline = _OPS.get(getattr(opts.reduceOp, "op", None)), timeout or opts.timeout
+            op_name, deadline = _OPS.get(getattr(opts.reduceOp, "op", None)), timeout or opts.timeout
         else:
-            how, _, deadline = read_options((opts, timeout), op=op)
+            op_name, _, deadline = read_options((opts, timeout), op=op)
         given = [tensors] if isinstance(tensors, Tensor) else tensors
         if (  # as `_carries`, in line: of all calls this is the most frequent
-            how is None
+            op_name is None
             or len(given) != 1
             or self._shared is None
             or not is_carried(given[0])
@@ -246,7 +243,9 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         ):
             options = {"op": op} if op is not None else {}
             return self._fall_back(ALL_REDUCE, given, (tensors, opts, timeout), options, deadline)
-        return self._made([self._shared.run(Collective("all_reduce", given[0], given[0], how))], given, deadline)
+        return self._launched(
+            [self._shared.run(Collective("all_reduce", given[0], given[0], op_name))], given, deadline
+        )
 
     def _run(self, method: TorchMethod, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Run a call of one of torch's methods."""
@@ -258,7 +257,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         is_one = all(len(tensors) == 1 for form, tensors in sides if form is one)
         if not is_one or (method.has_op and op is None) or not self._carries(*outs, *given):
             return self._fall_back(method, [*outs, *given], args, options, timeout)
-        kind, arguments = method.kind, self._arguments
+        kind, arguments = method.kind, self._shared.arguments
         copies: list[tuple[Tensor, Tensor]] = []
         splits: tuple[list[int], list[int]] | None = None
         to: Sequence[Tensor | None] = outs
@@ -278,9 +277,9 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             of = [joined_input(given) if given else None]
             if method.outputs is parts:
                 splits = [each.numel() for each in outs], [each.numel() for each in given]
-        how, root = op if method.has_op else None, root if method.has_root else -1
-        calls = [Collective(kind, each, out, how, root, splits) for out, each in zip(to, of, strict=True)]
-        return self._made([self._shared.run(each) for each in calls], outs, timeout, copies)
+        op, root = op if method.has_op else None, root if method.has_root else -1
+        calls = [Collective(kind, each, out, op, root, splits) for out, each in zip(to, of, strict=True)]
+        return self._launched([self._shared.run(each) for each in calls], outs, timeout, copies)
 
     def _splits(
         self, out: Tensor, tensor: Tensor, out_splits: list[int], splits: list[int]
@@ -288,7 +287,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         """The elements of `out` that come from, and of `tensor` that go to each rank; None: equal parts."""
         for each, rows in ((out, out_splits), (tensor, splits)):
             if not rows:
-                self._arguments.check_rows("all_to_all", each)
+                self._shared.arguments.check_rows("all_to_all", each)
         if not out_splits and not splits:
             return None
         return self._elements(out, out_splits), self._elements(tensor, splits)
@@ -303,7 +302,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         device = getattr(opts, "device", None)
         if self._shared is None or (self._has_nccl and device is not None and device.type == "cuda"):
             return self._leave_to_gloo("barrier", [torch.empty(0, device=device or "cpu")], (opts, timeout), {})
-        return self._made([self._shared.barrier()], [], read_options((opts, timeout))[2])
+        return self._launched([self._shared.barrier()], [], read_options((opts, timeout))[2])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Return when every rank has called it.
@@ -320,7 +319,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         else:
             if timeout is not None:
                 timeout = max(timeout, _NO_WAIT)
-            self._made([self._shared.barrier()], [], timeout).wait()
+            self._launched([self._shared.barrier()], [], timeout).wait()
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Any:
         """Gloo's."""
@@ -383,10 +382,6 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     def _need_gloo(self, collective: str, timeout_s: float | None = None) -> None:
         raise NotImplementedError
 
-    def _refuse(self, reason: str) -> None:
-        if self._shared is not None:
-            self._shared.refuse(reason)
-
     def _fall_back(
         self, method: TorchMethod, tensors: Sequence[Tensor], args: Sequence[Any], options: dict[str, Any], timeout: Any
     ) -> Any:
@@ -406,14 +401,14 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             raise
         except Exception as error:  # of any kind: the other ranks may be at a call that can be made
             with outside_transforms():
-                self._refuse(str(error).partition("\n")[0])
+                self._shared.refuse(str(error).partition("\n")[0])
             raise
         self._at_gloo.difference_update([each for each in tuple(self._at_gloo) if each.is_completed()])
         self._at_gloo.add(gloos)
         # Else the tensors that ranks compare would be wrapped under torch.func.grad, too.
         with outside_transforms():
             work = GlooWork(self._shared.compare_call(compared), gloos, ended=self._at_gloo.discard)
-        return self._made([work], flat_list(args[0]), timeout)
+        return self._launched([work], flat_list(args[0]), timeout)
 
     def _leave_to_gloo(
         self,
@@ -452,7 +447,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     def _carries(self, *tensors: Tensor) -> bool:
         return self._shared is not None and all(is_carried(tensor) and has_storage(tensor) for tensor in tensors)
 
-    def _made(
+    def _launched(
         self,
         works: list[Any],
         result: list[Tensor],

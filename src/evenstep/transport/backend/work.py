@@ -14,16 +14,14 @@ from torch.futures import Future
 
 from evenstep.errors import EvenstepError, PeerLostError
 from evenstep.ground.compat.torch_dynamo import uncompiled
+from evenstep.transport.base import Work
 
 
-class CallbackWork(Protocol):
+class CallbackWork(Work, Protocol):
     """A transport's work, with more methods than `base.Work`."""
 
     def wait(self, timeout_s: float | None = None) -> None:
         """See `base.Work.wait`; no longer than `timeout_s`."""
-
-    def is_completed(self) -> bool:
-        """See `base.Work.is_completed`."""
 
     def add_done_callback(self, callback: Callable[[EvenstepError | None], object]) -> None:
         """Call `callback` once, with the error or None, from any thread."""

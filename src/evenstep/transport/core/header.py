@@ -120,9 +120,6 @@ class Fingerprint:
 
     def pack(self) -> bytes:
         """The bytes that ranks compare."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
         dims = [*self.shape[:_MAX_DIMS], *[0] * (_MAX_DIMS - len(self.shape))]
         beyond = zlib.crc32(repr(self.shape[_MAX_DIMS:]).encode()) if len(self.shape) > _MAX_DIMS else 0
         op = 255 if self.op is None else OPS.index(self.op)
@@ -132,7 +129,7 @@ class Fingerprint:
             DTYPES.index(self.dtype),
             len(self.shape),
             self.root,
-            numel,
+            math.prod(self.shape),
             *dims,
             beyond,
             self.num_beside,
@@ -145,22 +142,21 @@ class Fingerprint:
         """The inverse of `pack`, but for dimensions beyond the eighth."""
         collective, op, dtype, num_dims, root, _, *dims, _, num_beside, beside, plain = _FINGERPRINT.unpack(data)
         shape = tuple(dims[: min(num_dims, _MAX_DIMS)])
-        how = None if op == 255 else OPS[op]
         rest = num_dims - len(shape), num_beside, DTYPES[beside], None if math.isnan(plain) else plain
-        return cls(COLLECTIVES[collective], how, DTYPES[dtype], shape, root, *rest)
+        return cls(COLLECTIVES[collective], None if op == 255 else OPS[op], DTYPES[dtype], shape, root, *rest)
 
     def __str__(self) -> str:
         if self.collective == REFUSED:
             return "no call, for its arguments were refused"
         if self.collective.endswith(OVER_GLOO):
             return f"{self.collective}, of what shared memory doesn't carry"
-        how = f"({self.op})" if self.op is not None else ""
+        combined = f"({self.op})" if self.op is not None else ""
         way = "to" if self.collective in ("reduce", "gather") else "from"
         root = f" {way} rank {self.root}" if self.root >= 0 else ""
         more = f" and {self.num_more_dims} more dimensions" if self.num_more_dims else ""
         beside = f", with {self.num_beside} {str(self.dtype_beside)[6:]} numbers beside it" if self.num_beside else ""
         divided = "" if self.plain is None else f", divided by the weights or by {self.plain:g}"
-        return f"{self.collective}{how}{root} of {str(self.dtype)[6:]} {list(self.shape)}{more}{beside}{divided}"
+        return f"{self.collective}{combined}{root} of {str(self.dtype)[6:]} {list(self.shape)}{more}{beside}{divided}"
 
 
 def pack_place(place: int | None, *, is_ready: bool = False) -> bytes:

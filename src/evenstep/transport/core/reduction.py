@@ -48,6 +48,12 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def padded(flat: Tensor, num_parts: int) -> Tensor:
+    """A vector that divides into equal parts: this one, or else a longer copy."""
+    short = -flat.numel() % num_parts
+    return torch.cat([flat, flat.new_zeros(short)]) if short else flat
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_slices(numel: int, num_slices: int, itemsize: int) -> tuple[tuple[int, int], ...]:
     """Plan which elements each rank reduces: (begin, end) in order of rank, covering each element once. Pure.
@@ -128,16 +134,10 @@ def reduce_into(
     """
     numel = inputs[0].numel()
     block = _BLOCK_BYTES // arithmetic.itemsize
-    if len(inputs) == 2 and 0 < numel <= block and arithmetic.is_plain:
+    if len(inputs) == 2 and 0 < numel <= block and arithmetic.is_unconverted:
         # The short cut of the most frequent case. The code below has the same result, but takes longer.
-        result = outputs[0]
-        arithmetic.function(inputs[0], inputs[1], out=result)
-        if divisor is not None:
-            divide(result, divisor)
-        if monitor is not None:
-            check_sum(monitor, begin, result, inputs)
-        for other in outputs[1:]:
-            other.copy_(result)
+        arithmetic.function(inputs[0], inputs[1], out=outputs[0])
+        _store(outputs[0], outputs[1:], inputs, monitor, begin, divisor)
         return
     if arithmetic.carrier is not arithmetic.dtype:
         outputs = [each.view(arithmetic.carrier) for each in outputs]
@@ -148,7 +148,25 @@ def reduce_into(
     for first in range(0, numel, block):
         end = min(numel, first + block)
         into, given = [each[first:end] for each in outputs], [each[first:end] for each in inputs]
-        combine(into, given, arithmetic, scratch, monitor, begin + first, divisor)
+        total = combine(into[0], given, arithmetic, scratch)
+        _store(total, [each for each in into if each is not total], given, monitor, begin + first, divisor)
+
+
+def _store(
+    total: Tensor,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    monitor: SumMonitor | None,
+    begin: int,
+    divisor: float | None,
+) -> None:
+    """Divide and check what has been combined, and write it to `outputs`."""
+    if divisor is not None:
+        divide(total, divisor)
+    if monitor is not None:
+        check_sum(monitor, begin, total, inputs)
+    for output in outputs:
+        output.copy_(total)
 
 
 def divide(total: Tensor, divisor: float) -> None:
@@ -194,17 +212,8 @@ class Scratch:
         return memory if memory.numel() == numel else memory[:numel]
 
 
-def _combine_direct(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    how: Arithmetic,
-    scratch: Scratch,
-    monitor: SumMonitor | None,
-    begin: int,
-    divisor: float | None,
-) -> None:
+def _combine_direct(result: Tensor, inputs: Sequence[Tensor], arithmetic: Arithmetic, scratch: Scratch) -> Tensor:
     numel = inputs[0].numel()
-    result = outputs[0]
     steps = plan_tree(len(inputs))
     if not steps:
         result.copy_(inputs[0])
@@ -212,40 +221,22 @@ def _combine_direct(
     partial = list(inputs)
     for position, (a, b) in enumerate(steps):
         is_last = position == len(steps) - 1
-        out = result if is_last else scratch.get(how.carrier, a, numel)
-        how.function(partial[a], partial[b], out=out)
+        out = result if is_last else scratch.get(arithmetic.carrier, a, numel)
+        arithmetic.function(partial[a], partial[b], out=out)
         partial[a] = out
-    if divisor is not None:
-        divide(result, divisor)
-    if monitor is not None:
-        check_sum(monitor, begin, result, inputs)
-    for other in outputs[1:]:
-        other.copy_(result)
+    return result
 
 
-def _combine_converted(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    how: Arithmetic,
-    scratch: Scratch,
-    monitor: SumMonitor | None,
-    begin: int,
-    divisor: float | None,
-) -> None:
+def _combine_converted(_: Tensor, inputs: Sequence[Tensor], arithmetic: Arithmetic, scratch: Scratch) -> Tensor:
     num_ranks, numel = len(inputs), inputs[0].numel()
-    dtype = how.accumulator or how.carrier
+    dtype = arithmetic.accumulator or arithmetic.carrier
     loaded = [scratch.get(dtype, rank, numel) for rank in range(num_ranks)]
     for into, each in zip(loaded, inputs, strict=True):
         into.copy_(each)
-        if how.flip is not None:
-            into.bitwise_xor_(how.flip)
+        if arithmetic.flip is not None:
+            into.bitwise_xor_(arithmetic.flip)
     for a, b in plan_tree(num_ranks):
-        how.function(loaded[a], loaded[b], out=loaded[a])
-    if divisor is not None:
-        divide(loaded[0], divisor)
-    if how.flip is not None:
-        loaded[0].bitwise_xor_(how.flip)
-    if monitor is not None:
-        check_sum(monitor, begin, loaded[0], inputs)
-    for output in outputs:
-        output.copy_(loaded[0])
+        arithmetic.function(loaded[a], loaded[b], out=loaded[a])
+    if arithmetic.flip is not None:  # of "max" and "min", which nothing divides
+        loaded[0].bitwise_xor_(arithmetic.flip)
+    return loaded[0]

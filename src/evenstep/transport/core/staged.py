@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import Tensor
 
 from evenstep.transport.base import Collective, Work
-from evenstep.transport.core.transport import Transport
+from evenstep.transport.core.transport import JointWork, Transport
 
 _ONLY_GPU = ("nccl",)
 
@@ -41,7 +40,12 @@ class StagedMessages(Transport):
         inputs = call.flat.to(self._device, copy=True)
         outputs = inputs if call.out is call.flat else torch.empty_like(call.out, device=self._device)
         there = dataclasses.replace(call, inputs=inputs, outputs=outputs)
-        return _StagedWork(self._transport.run(there), outputs, call)
+
+        def finish() -> None:
+            call.out.copy_(outputs)
+            call.copy_back()
+
+        return JointWork([self._transport.run(there)], finish)
 
     def split(self) -> Transport:
         """See `Transport.split`."""
@@ -49,20 +53,3 @@ class StagedMessages(Transport):
 
     def close(self) -> None:
         """See `Transport.close`."""
-
-
-class _StagedWork:
-    """A call whose result is copied to the CPU when it is there."""
-
-    def __init__(self, work: Work, there: Tensor, call: Collective) -> None:
-        self._work = work
-        self._there = there
-        self._call = call
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._call.out.copy_(self._there)
-        self._call.copy_back()
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()

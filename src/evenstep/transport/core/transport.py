@@ -6,7 +6,7 @@ import abc
 import contextlib
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,9 +50,10 @@ class Transport(abc.ABC):
         divides: A sum that has a row (`Collective.row`) is divided; other transports only add.
         compares: The ranks compare their calls, and all raise the same error where these differ.
         most_beside_bytes: So many bytes beside a call travel with it; more in a call of their own.
-        known_as: This rank's number in messages.
+        known_as: All ranks' numbers in messages; one list for all parts of a transport.
         timeout_s: Deadline for peers to arrive.
         num_calls: So many calls have been started.
+        arguments: Checks those of its calls.
         recorded: This transport, as the record of the last calls knows it.
     """
 
@@ -66,11 +67,16 @@ class Transport(abc.ABC):
     def __init__(self, rank: int, world_size: int, group: str) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.known_as = rank
+        self.known_as = list(range(world_size))
         self.num_calls = 0
         self._compared_as: bytes | None = None
         self.recorded = RecordedGroup(group, self.name)
-        self._arguments = Arguments(self.name, rank, world_size, weakref.WeakMethod(self.refuse), self._carries)
+        self.arguments = Arguments(self.name, rank, world_size, weakref.WeakMethod(self.refuse), self._carries)
+
+    @property
+    def own_number(self) -> int:
+        """This rank's number in messages."""
+        return self.known_as[self.rank]
 
     @staticmethod
     def _carries(tensor: Tensor) -> bool:
@@ -99,11 +105,11 @@ class Transport(abc.ABC):
         Raises:
             ConfigurationError: The arguments are wrong on this rank.
         """
-        self._arguments.prepare(call)
+        self.arguments.prepare(call)
         if call.beside is None or call.beside.nbytes <= self.most_beside_bytes:
             return self._start(call)
         beside, call.beside = call.beside, None
-        return _Both(self._start(call), self.all_reduce(beside))
+        return JointWork([self._start(call), self.all_reduce(beside)])
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline for peers, also of calls that are under way where ranks share memory. Local."""
@@ -111,7 +117,7 @@ class Transport(abc.ABC):
 
     def name_ranks(self, known_as: Sequence[int]) -> None:
         """Set the ranks' numbers in messages: those that they have in a larger world."""
-        self.known_as = known_as[self.rank]
+        self.known_as[:] = known_as
 
     def compare_as(self, number: int, name: str, packed: bytes) -> None:
         """Have the next call compared, where ranks do so, as a call over another transport, for which it is made.
@@ -197,15 +203,26 @@ class Transport(abc.ABC):
         return self.compare_call("barrier")  # type: ignore[no-any-return]
 
 
-class _Both:
-    """Two calls in flight."""
+class JointWork:
+    """Works in flight as one.
 
-    def __init__(self, *works: Work) -> None:
+    Args:
+        works: All of them, in the order in which they are awaited.
+        finish: What is done once, by who waits, when they have ended.
+    """
+
+    def __init__(self, works: Sequence[Work], finish: Callable[[], object] | None = None) -> None:
         self._works = works
+        self._finish = finish
 
     def wait(self) -> None:
+        """See `base.Work.wait`."""
         for work in self._works:
             work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
     def is_completed(self) -> bool:
+        """See `base.Work.is_completed`."""
         return all(work.is_completed() for work in self._works)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from evenstep.transport.core.reduction import plan_arithmetic
 
 _CARRIED = frozenset(DTYPES)
 _MAX_FINGERPRINTS = 4096
-_Described = tuple[bytes, Arithmetic | None, float | None]  # `Collective.packed`, `how`, `divisor`
+_Described = tuple[bytes, Arithmetic | None, float | None]  # `Collective.packed`, `arithmetic`, `divisor`
 _ROOTS = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 
 
@@ -29,8 +29,8 @@ def is_carried(tensor: Tensor) -> bool:
     A tensor that stands for others (a DTensor, a fake one, the result of a functional collective) has no memory: to
     read it would end the process. torch's own dispatcher knows what to do with those, on the way to Gloo.
     """
-    is_plain = type(tensor) is Tensor or type(tensor).__torch_dispatch__ is disabled_dispatch
-    return is_plain and tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _CARRIED
+    has_memory = type(tensor) is Tensor or type(tensor).__torch_dispatch__ is disabled_dispatch
+    return has_memory and tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _CARRIED
 
 
 def flat_view(tensor: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class Arguments:
             self.check_written(kind, call.back[0])
         rest = None if call.beside is None and call.row is None else self._rest_of(call)
         key = (kind, call.op, compared.dtype, compared.shape, call.root, rest)
-        call.packed, call.how, call.divisor = self._described.get(key) or self._describe(key)
+        call.packed, call.arithmetic, call.divisor = self._described.get(key) or self._describe(key)
 
     def _prepare_pair(self, call: Collective) -> Tensor:
         """Do so for a call that isn't in place. Returns the tensor that ranks compare."""
@@ -138,10 +138,10 @@ class Arguments:
     def _describe(self, key: tuple[Any, ...]) -> _Described:
         """What calls have in common that differ in nothing that is compared. Each is made once."""
         kind, op, dtype, shape, root, rest = key
-        how = None
+        arithmetic = None
         if op is not None:
             try:
-                how = plan_arithmetic(op, dtype)
+                arithmetic = plan_arithmetic(op, dtype)
             except ConfigurationError as error:
                 raise self._refusal(str(error)) from None
         has_quotients = dtype.is_floating_point or dtype.is_complex
@@ -153,7 +153,7 @@ class Arguments:
         if len(self._described) >= _MAX_FINGERPRINTS:
             self._described.clear()
         packed = Fingerprint(kind, op, dtype, tuple(shape), root, 0, *(rest or ())).pack()
-        described = self._described[key] = packed, how, self.world_size if op == "mean" else None
+        described = self._described[key] = packed, arithmetic, self.world_size if op == "mean" else None
         return described
 
     def flatten(self, tensor: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
@@ -170,13 +170,6 @@ class Arguments:
             return tensor if tensor.dim() == 1 and tensor.stride(0) == 1 else flat_view(tensor), None
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
         return copy.view(-1), (tensor, copy)
-
-    def refuse_without_memory(self, collective: str) -> NoReturn:
-        """Raise for a tensor without memory, which can't be sent; nor could a refusal be sent to the others."""
-        raise ConfigurationError(
-            f"{collective} on rank {self.rank}: the tensor has no memory of its own, as under torch.vmap or "
-            f"torch.func.grad. Call it outside of them, or through torch.distributed."
-        ) from None
 
     def check_written(self, what: str, tensor: Tensor) -> None:
         """Refuse a result's tensor whose elements share memory. torch would notice after the collective."""

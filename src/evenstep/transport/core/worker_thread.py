@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import functools
 import os
 import queue
 import threading
@@ -80,13 +81,12 @@ class WorkerThread:
         self._thread: threading.Thread | None = None
         _threads.add(self)
 
-    def submit(self, what: str, prepare: Callable[[int], Callable[[], object]]) -> QueuedWork:
+    def submit(self, what: str, run: Callable[[int], object]) -> QueuedWork:
         """Queue a call.
 
         Args:
             what: For messages.
-            prepare: Given the call's number, counted from 1, returns what the thread is to run; called at once, in the
-                caller's thread, in the order of the calls.
+            run: What the thread runs, given the call's number, counted from 1.
 
         Raises:
             EvenstepError: A call has failed before, or the thread has been closed, or is a forked child's parent's.
@@ -96,10 +96,9 @@ class WorkerThread:
         with self._lock:
             if self.failure is not None:
                 raise self.failure
-            run = prepare(self.num_calls + 1)
             self.num_calls += 1
             work = QueuedWork(f"{what} number {self.num_calls}")
-            self._calls.put((run, work))
+            self._calls.put((functools.partial(run, self.num_calls), work))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()

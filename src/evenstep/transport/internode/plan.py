@@ -35,8 +35,8 @@ class NodePlan:
         in_order = [rank for node in self.nodes for rank in node]
         return self.is_even and in_order == sorted(in_order)
 
-    def place_of(self, rank: int) -> tuple[int, int]:
-        """(node, number within it)."""
+    def node_and_local_rank(self, rank: int) -> tuple[int, int]:
+        """(number of its node, number within that)."""
         for index, node in enumerate(self.nodes):
             if rank in node:
                 return index, node.index(rank)

@@ -10,13 +10,13 @@ from torch import Tensor
 from evenstep.transport.base import Op, Work
 from evenstep.transport.core.codec import to_bytes
 from evenstep.transport.core.header import REFUSED
-from evenstep.transport.core.reduction import Scratch, divide, plan_arithmetic, plan_slices, reduce_into
+from evenstep.transport.core.reduction import Scratch, divide, padded, plan_arithmetic, reduce_into
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.internode.negotiation import Negotiation
 from evenstep.transport.internode.plan import NodePlan, plan_chunk_bytes
 
 
-class InternodeSteps:
+class InternodeSteps(Negotiation):
     """One rank's part. All of it runs in one thread, call after call; every call begins with number and fingerprint.
 
     Args:
@@ -28,46 +28,43 @@ class InternodeSteps:
     """
 
     def __init__(self, plan: NodePlan, intra_node: Transport, inter_node: Transport, *, rank: int, name: str) -> None:
-        self._intra_node = intra_node
-        self._inter_node = inter_node
+        num_ranks = intra_node.world_size * inter_node.world_size
+        node_of = [plan.node_and_local_rank(each)[0] for each in range(num_ranks)]
+        super().__init__(intra_node, inter_node, node_of, name)
         self._rank = rank
-        self._place_of = plan.place_of
-        self._node, self._local_rank = plan.place_of(rank)
+        self._node_and_local_rank = plan.node_and_local_rank
+        self._node, self._local_rank = plan.node_and_local_rank(rank)
         self._num_local, self._num_nodes = intra_node.world_size, inter_node.world_size
         self._world_size = self._num_local * self._num_nodes
         self._by_group = [rank for number in range(self._num_local) for rank in plan.inter_node_group(number)]
         self._by_node = [rank for node in plan.nodes for rank in node]
         self._scratch = Scratch()
-        node_of = [plan.place_of(each)[0] for each in range(self._world_size)]
-        negotiation = Negotiation(intra_node, inter_node, node_of, name)
-        self._agree, self._start, self._exchange = negotiation.agree, negotiation.start, negotiation.exchange
-        self._eager_bytes = negotiation.eager_bytes
 
     # ------------------------------------------------------------------ comparing
 
     def compare(self, number: int, packed: bytes) -> None:
         """Compare a call, and do nothing else."""
-        self._agree(number, packed)
-        self._exchange(number, packed)
+        self.agree(number, packed)
+        self.exchange(number, packed)
 
     def refuse(self, number: int, packed: bytes, said: Tensor) -> None:
         """Report that this rank doesn't make this call, and why; nothing happens where no rank makes it."""
-        self._agree(number, packed, lambda: self._intra_node.compare_call(REFUSED, to_bytes(said)))
+        self.agree(number, packed, lambda: self._intra_node.compare_call(REFUSED, to_bytes(said)))
         first = said.clone()  # all groups send the same reason: that of the node's first rank
         self._intra_node.broadcast(first, 0).wait()
-        self._exchange(number, packed, first)
+        self.exchange(number, packed, first)
 
     # ------------------------------------------------------------------ moving
 
     def broadcast(self, number: int, packed: bytes, raw: Tensor, src: int) -> None:
         """Send one rank's bytes to all."""
-        source_node, source = self._place_of(src)
+        source_node, source = self._node_and_local_rank(src)
         is_source = self._node == source_node
-        self._agree(number, packed, (lambda: self._intra_node.broadcast(raw, source)) if is_source else None)
-        if raw.numel() <= self._eager_bytes:
-            raw.copy_(self._exchange(number, packed, raw)[source_node])
+        self.agree(number, packed, (lambda: self._intra_node.broadcast(raw, source)) if is_source else None)
+        if raw.numel() <= self.eager_bytes:
+            raw.copy_(self.exchange(number, packed, raw)[source_node])
             return
-        self._exchange(number, packed)
+        self.exchange(number, packed)
         whole, mine = self._sliced(raw)
         self._inter_node.broadcast(mine, source_node).wait()
         if not is_source:
@@ -76,15 +73,15 @@ class InternodeSteps:
 
     def fits_message(self, num_bytes: int) -> bool:
         """Whether so many bytes of every rank of a node fit into one message."""
-        return self._num_local * num_bytes <= self._eager_bytes
+        return self._num_local * num_bytes <= self.eager_bytes
 
     def all_gather(self, number: int, packed: bytes, out: Tensor, raw: Tensor) -> None:
         """Send every rank's bytes to all."""
         num_bytes = raw.numel()
         if self.fits_message(num_bytes):
             order, of_node = self._by_node, torch.empty(self._num_local * num_bytes, dtype=torch.uint8, device="cpu")
-            self._agree(number, packed, lambda: self._intra_node.all_gather(of_node, raw))
-            of_all = torch.cat(self._exchange(number, packed, of_node))
+            self.agree(number, packed, lambda: self._intra_node.all_gather(of_node, raw))
+            of_all = torch.cat(self.exchange(number, packed, of_node))
         else:
             order, of_group = self._by_group, torch.empty(self._num_nodes * num_bytes, dtype=torch.uint8, device="cpu")
             self.compare(number, packed)
@@ -97,13 +94,13 @@ class InternodeSteps:
 
     def all_reduce(self, number: int, packed: bytes, flat: Tensor, op: Op) -> None:
         """Reduce in place, on all ranks. A long vector goes chunk by chunk."""
-        if flat.nbytes <= self._eager_bytes:
-            self._agree(number, packed, lambda: self._intra_node.all_reduce(flat, _undivided(op)))
-            sums = self._exchange(number, packed, flat.view(torch.uint8))
+        if flat.nbytes <= self.eager_bytes:
+            self.agree(number, packed, lambda: self._intra_node.all_reduce(flat, _undivided(op)))
+            sums = self.exchange(number, packed, flat.view(torch.uint8))
             self._add(flat, [each.view(flat.dtype) for each in sums], op)
             return
-        self._agree(number, packed)
-        compared = self._start(number, packed)
+        self.agree(number, packed)
+        compared = self.start(number, packed)
         length = plan_chunk_bytes(flat.nbytes) // flat.itemsize
         _in_turns(
             self._reduce_chunk(flat[begin : begin + length], op, None if begin else compared)
@@ -113,20 +110,19 @@ class InternodeSteps:
     def reduce_scatter(self, number: int, packed: bytes, into: Tensor, flat: Tensor, op: Op) -> None:
         """Reduce, and leave every rank its part."""
         numel = into.numel()
-        if flat.nbytes <= self._eager_bytes:
+        if flat.nbytes <= self.eager_bytes:
             whole = flat.clone()
             self.all_reduce(number, packed, whole, op)
             into.copy_(whole[self._rank * numel : (self._rank + 1) * numel])
             return
-        self._agree(number, packed)
-        compared = self._start(number, packed)
+        self.agree(number, packed)
+        compared = self.start(number, packed)
         by_group = flat.view(self._world_size, numel)[self._by_group].view(-1)
         of_group = torch.empty(self._num_nodes * numel, dtype=flat.dtype, device="cpu")
         self._intra_node.reduce_scatter(of_group, by_group, _undivided(op)).wait()
         compared()
-        parts = torch.empty_like(of_group)
-        self._inter_node.all_to_all(parts, of_group).wait()
-        self._add(into, list(parts.view(self._num_nodes, numel).unbind()), op)
+        self._inter_node.reduce_scatter(into, of_group, _undivided(op)).wait()
+        self._divide(into, op)
 
     def _reduce_chunk(self, chunk: Tensor, op: Op, compared: Callable[[], object] | None) -> Iterator[Sequence[Work]]:
         whole, mine = self._sliced(chunk)
@@ -139,11 +135,9 @@ class InternodeSteps:
 
     def _sliced(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """The vector, or a longer copy, which the node's ranks can divide equally; and this rank's slice of it."""
-        numel = -(-flat.numel() // self._num_local)
-        missing = numel * self._num_local - flat.numel()
-        whole = torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
+        whole = padded(flat, self._num_local)
         is_all = self._num_local == 1
-        return whole, whole if is_all else whole[self._local_rank * numel : (self._local_rank + 1) * numel]
+        return whole, whole if is_all else whole.view(self._num_local, -1)[self._local_rank]
 
     def _swap(self, mine: Tensor, op: Op) -> Iterator[Sequence[Work]]:
         """Between two nodes: each sends its whole slice. The same bytes as in parts, in one step."""
@@ -153,22 +147,20 @@ class InternodeSteps:
 
     def _share_out(self, mine: Tensor, op: Op) -> Iterator[Sequence[Work]]:
         """Between more nodes: each adds a part of the slice, and sends the others its sum."""
-        parts = plan_slices(mine.numel(), self._num_nodes, mine.itemsize)
-        begin, end = parts[self._node]
-        sizes = [stop - start for start, stop in parts]
-        received = torch.empty(len(parts) * (end - begin), dtype=mine.dtype, device="cpu")
-        yield [self._inter_node.all_to_all(received, mine, [end - begin] * len(parts), sizes)]
-        padded = torch.empty(parts[0][1], dtype=mine.dtype, device="cpu")
-        if begin < end:
-            self._add(padded[: end - begin], list(received.view(len(parts), -1).unbind()), op)
-        added = torch.empty(len(parts) * padded.numel(), dtype=mine.dtype, device="cpu")
-        yield [self._inter_node.all_gather(added, padded)]
-        mine.copy_(added[: mine.numel()])
+        whole = padded(mine, self._num_nodes)
+        part = mine.new_empty(whole.numel() // self._num_nodes)
+        yield [self._inter_node.reduce_scatter(part, whole, _undivided(op))]
+        self._divide(part, op)
+        yield [self._inter_node.all_gather(whole, part)]
+        _copy_back(mine, whole)
 
     def _add(self, into: Tensor, parts: list[Tensor], op: Op) -> None:
         reduce_into([into], parts, plan_arithmetic(op, into.dtype), self._scratch)
+        self._divide(into, op)
+
+    def _divide(self, total: Tensor, op: Op) -> None:
         if op == "mean":
-            divide(into, self._world_size)
+            divide(total, self._world_size)
 
 
 def _in_turns(chunks: Iterable[Iterator[Sequence[Work]]]) -> None:

@@ -87,8 +87,9 @@ class InternodeTransport(Transport):
         self._intra_node = intra_node
         self._inter_node = inter_node
         self._all_ranks = all_ranks
-        intra_node.name_ranks(plan.nodes[plan.place_of(rank)[0]])
-        inter_node.known_as = rank
+        node, number = plan.node_and_local_rank(rank)
+        intra_node.name_ranks(plan.nodes[node])
+        inter_node.name_ranks(plan.inter_node_group(number))
         self._steps = InternodeSteps(plan, intra_node, inter_node, rank=rank, name=self.name)
         self._refused: QueuedWork | None = None
         self._thread = WorkerThread("evenstep internode", on_close=self._on_close)
@@ -100,14 +101,11 @@ class InternodeTransport(Transport):
     def _start(self, call: Collective) -> QueuedWork:
         steps = self._steps_of(call)
 
-        def prepare(number: int) -> Callable[[], None]:
-            def run() -> None:
-                steps(number, call.packed)
-                call.copy_back()
+        def run(number: int) -> None:
+            steps(number, call.packed)
+            call.copy_back()
 
-            return run
-
-        work = self._thread.submit(f"{call.kind} over {self.name}", prepare)
+        work = self._thread.submit(f"{call.kind} over {self.name}", run)
         if call.kind == REFUSED:
             self._refused = work
         return work

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -58,12 +59,10 @@ def connect_gloo(store: Store, rank: int, size: int, *, timeout_s: float) -> Pro
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)  # ranks may share a GPU
     add_backend(group, devices, ProcessGroup.BackendType.GLOO, gloo)
     set_default_backend(group, ProcessGroup.BackendType.GLOO)
-    num_splits = 0
+    numbers = itertools.count(1)
 
     def split() -> ProcessGroupTransport:
-        nonlocal num_splits
-        num_splits += 1
-        return connect_gloo(PrefixStore(f"split {num_splits}/", store), rank, size, timeout_s=timeout_s)
+        return connect_gloo(PrefixStore(f"split {next(numbers)}/", store), rank, size, timeout_s=timeout_s)
 
     end = functools.partial(end_calls, gloo)
     return ProcessGroupTransport(group, name="gloo", timeout_s=timeout_s, split_by=split, close_by=end)

@@ -71,13 +71,11 @@ class _GroupWork:
 
     def wait(self) -> None:
         self._transport.check_process()
-        heartbeat.mark_waiting(True)
         try:
-            self._work.wait()
+            with heartbeat.waiting():
+                self._work.wait()
         except RuntimeError as error:
             raise self._transport._explained(error, self._what) from error
-        finally:
-            heartbeat.mark_waiting(False)
         self._transport.recorded.unfinished.discard(self._number)
         call, self._call = self._call, None
         if call is None:
@@ -203,12 +201,12 @@ class ProcessGroupTransport(Transport):
             UsageError: This process is one.
         """
         if self._is_parents:
-            raise forked_error(self.known_as)
+            raise forked_error(self.own_number)
 
     def _open_group(self) -> dist.ProcessGroup:
         self.check_process()
         if self._group is None:
-            raise PeerLostError(f"rank {self.known_as}: this {self.name} transport has been closed.")
+            raise PeerLostError(f"rank {self.own_number}: this {self.name} transport has been closed.")
         return self._group
 
     def _launch(self, call: Collective, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
@@ -227,13 +225,13 @@ class ProcessGroupTransport(Transport):
         return _GroupWork(work, self, call, finish)
 
     def _exchange_and_add(self, call: Collective) -> Work:
-        how = call.how
-        assert how is not None
+        arithmetic = call.arithmetic
+        assert arithmetic is not None
         received = torch.empty_like(call.flat)
 
         def add() -> None:
             parts = list(received.view(self.world_size, call.out.numel()).unbind())
-            reduce_into([call.out], parts, how, self._scratch, divisor=call.divisor)
+            reduce_into([call.out], parts, arithmetic, self._scratch, divisor=call.divisor)
 
         return self._exchange(call, self._parts(received), self._parts(call.flat), add)
 
@@ -269,10 +267,10 @@ class ProcessGroupTransport(Transport):
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "timed out" in text.lower() or "timeout" in text.lower():
             return CollectiveTimeoutError(
-                f"rank {self.known_as} waited in vain in {what} over {self.name}: {text}.{describe_last_calls()}"
+                f"rank {self.own_number} waited in vain in {what} over {self.name}: {text}.{describe_last_calls()}"
             )
         if is_consequence(error):
-            return PeerLostError(f"rank {self.known_as} lost a peer in {what} over {self.name}: {text}")
+            return PeerLostError(f"rank {self.own_number} lost a peer in {what} over {self.name}: {text}")
         return error
 
     def __repr__(self) -> str:

@@ -168,9 +168,9 @@ class Views:
                 window = windows[rank] = Mapping(segment.fd, offset=layout.zone(rank), num_bytes=length)
             return window.tensor(offset, dtype, numel)
 
-        def of_all(place: Callable[[int, int], int]) -> Callable[[int, torch.dtype, int], list[Tensor]]:
+        def of_all(offset_of: Callable[[int, int], int]) -> Callable[[int, torch.dtype, int], list[Tensor]]:
             def views(slot: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
-                return [common(place(rank, slot), dtype, numel) for rank in range(layout.world_size)]
+                return [common(offset_of(rank, slot), dtype, numel) for rank in range(layout.world_size)]
 
             return functools.lru_cache(1024)(views)
 

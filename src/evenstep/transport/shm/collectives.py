@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -76,12 +77,12 @@ class Call:
     """One collective of this rank, while it runs.
 
     Args:
-        made: The call, checked.
+        checked: The call as it was made, checked.
 
     Attributes:
         number: From 0, counting the calls of one transport.
         kind: Its name, one of `header.COLLECTIVES`.
-        how: How values are combined; None where they aren't.
+        arithmetic: How values are combined; None where they aren't.
         source: The only rank whose data counts; -1: all ranks' data does.
         receiver: The only rank that gets the result; -1: all do.
         flat: [numel], contiguous: what this rank gives, and where `out` is the same also what it gets. Of a scatter,
@@ -119,22 +120,22 @@ class Call:
     places: Sequence[int | None] = ()
     head = b""
 
-    def __init__(self, made: Collective) -> None:
-        self.kind = kind = made.kind
-        if made.root >= 0:
-            self.source = made.root if kind in ("broadcast", "scatter") else -1
-            self.receiver = made.root if kind in ("reduce", "gather") else -1
-        self.flat = flat = made.flat
+    def __init__(self, checked: Collective) -> None:
+        self.kind = kind = checked.kind
+        if checked.root >= 0:
+            self.source = checked.root if kind in ("broadcast", "scatter") else -1
+            self.receiver = checked.root if kind in ("reduce", "gather") else -1
+        self.flat = flat = checked.flat
         self.address = flat.data_ptr()
         self.num_bytes = num_bytes = flat.nbytes
-        self.out = out = made.out
-        self.packed = made.packed
-        self.how = made.how
-        self.beside = beside = made.beside
-        self.row = made.row
-        self.plain = made.plain
-        self.divisor = made.divisor
-        self.back = back = made.back
+        self.out = out = checked.out
+        self.packed = checked.packed
+        self.arithmetic = checked.arithmetic
+        self.beside = beside = checked.beside
+        self.row = checked.row
+        self.plain = checked.plain
+        self.divisor = checked.divisor
+        self.back = back = checked.back
         self.is_eager = num_bytes <= (EAGER_BYTES if beside is None else EAGER_BYTES - MAX_BESIDE_BYTES)
         self.is_inference = out.is_inference() or (back is not None and back[0].is_inference())
 
@@ -157,7 +158,7 @@ SLOTS_AT_ONCE = 4  # are free again together
 _NO_PLACE = pack_place(None)
 
 
-class _Place(NamedTuple):
+class _Shown(NamedTuple):
     """Where a rank shows what belongs to a call: see `segment`.
 
     Attributes:
@@ -177,8 +178,8 @@ class _Place(NamedTuple):
     row: int
 
     @classmethod
-    def of(cls, segment: Segment, rank: int, slot: int) -> _Place:
-        """The place of one rank, for calls in one slot."""
+    def of(cls, segment: Segment, rank: int, slot: int) -> _Shown:
+        """The addresses of one rank, for calls in one slot."""
         layout, address = segment.layout, segment.common.address
         begin = layout.header(rank, slot)
         return cls(
@@ -200,12 +201,11 @@ class ProgramContext:
         arena: This rank's zone.
         rank: This rank.
         world_size: Number of ranks.
+        num_chunks: So many chunks of earlier calls have travelled; the next goes through the slot after theirs.
         part_of: Number and transport of the outer call that the next calls are a part of; None: they stand alone.
     """
 
-    def __init__(
-        self, segment: Segment, counters: ProgressCounters, programs: Programs, *, rank: int, world_size: int, name: str
-    ) -> None:
+    def __init__(self, segment: Segment, counters: ProgressCounters, *, rank: int, world_size: int, name: str) -> None:
         self.segment = segment
         self.counters = counters
         self.arena = Arena(segment, rank)
@@ -214,14 +214,13 @@ class ProgramContext:
         self.ranks = range(world_size)
         self.part_of: tuple[int, str] | None = None
         self._name = name
-        self._programs = programs
         self.views = Views(segment)
         self.scratch = Scratch()
         # By slot: where each rank shows what belongs to a call in that slot.
-        self._slots = [[_Place.of(segment, r, slot) for r in self.ranks] for slot in range(NUM_SLOTS)]
+        self._slots = [[_Shown.of(segment, r, slot) for r in self.ranks] for slot in range(NUM_SLOTS)]
         # By the headers of all ranks: their places, and whether all are ready.
         self._agreed: dict[tuple[bytes, ...], tuple[Sequence[int | None], bool]] = {}
-        self._num_chunks = 0
+        self.num_chunks = 0
         self._has_chunks = False  # whether this rank's chunk slots have memory
 
     # ------------------------------------------------------------------ the beginning of a call
@@ -246,7 +245,7 @@ class ProgramContext:
         counters = self.counters
         if counters.num_signals(Phase.FINISHED) < count:
             return False
-        return counters.all_here(Phase.FINISHED, count) if takes else counters.were_here(Phase.FINISHED, count)
+        return counters.all_here(Phase.FINISHED, count) if takes else not counters.missing(Phase.FINISHED, count)
 
     def arrive(self, call: Call, *, is_next: bool) -> None:
         """Show the others the header, with the data of an eager call or the first chunk, and signal ARRIVED.
@@ -255,36 +254,36 @@ class ProgramContext:
             call: That arrives.
             is_next: All earlier calls of this rank are done.
         """
-        segment, place = self.segment, self._slots[call.slot][self.rank]
+        segment, shown = self.segment, self._slots[call.slot][self.rank]
         is_ready = False
         if call.is_eager:
             if call.num_bytes and (call.source < 0 or call.source == self.rank):
-                _memmove(place.eager, call.address, call.num_bytes)
-        elif is_next and call.place is None and (stage := self._programs[call.kind][2]) is not None:
+                _memmove(shown.eager, call.address, call.num_bytes)
+        elif is_next and call.place is None and (stage := PROGRAMS[call.kind][2]) is not None:
             call.places = (None,) * self.world_size  # as far as this rank knows
             with torch.no_grad() if call.flat.requires_grad else contextlib.nullcontext():
                 stage(self, call, 0)
             is_ready = call.is_staged = True
         if call.beside is not None:
-            _memmove(place.beside, call.beside.data_ptr(), call.beside.nbytes)
+            _memmove(shown.beside, call.beside.data_ptr(), call.beside.nbytes)
         if call.row is not None:
             for index, number in enumerate(call.row):
-                segment.doubles[place.row + index] = number
+                segment.doubles[shown.row + index] = number
         elsewhere = call.place is None and not is_ready
         call.head = head = (_NO_PLACE if elsewhere else pack_place(call.place, is_ready=is_ready)) + call.packed
-        segment.bytes[place.begin : place.end] = head
-        segment.words[place.number] = call.number
+        segment.bytes[shown.begin : shown.end] = head
+        segment.words[shown.number] = call.number
         self.counters.signal(Phase.ARRIVED)
 
     def run_eager(self, call: Call) -> None:
         """Complete an eager call, when all ranks have arrived."""
         self._begin(call)
-        self._programs[call.kind][0](self, call)
+        PROGRAMS[call.kind][0](self, call)
 
     def program(self, call: Call) -> Program:
         """The program of a large call, when all ranks have arrived."""
         self._begin(call)
-        yield from self._programs[call.kind][1](self, call)
+        yield from PROGRAMS[call.kind][1](self, call)
 
     def _begin(self, call: Call) -> None:
         """Read and compare what all ranks have shown of a call.
@@ -293,21 +292,21 @@ class ProgramContext:
             MismatchError: They make different calls.
             PeerLostError: An exception interrupted a call on one of them.
         """
-        number, segment, places = call.number, self.segment, self._slots[call.slot]
+        number, segment, slots = call.number, self.segment, self._slots[call.slot]
         heads = []
-        for r, place in enumerate(places):
+        for r, shown in enumerate(slots):
             if r == self.rank:
                 heads.append(call.head)
                 continue
             # A rank whose handler raised in the middle of a call may show an earlier header, with earlier data.
-            if segment.words[place.number] != number:
+            if segment.words[shown.number] != number:
                 self._refuse_number(call, r)
-            heads.append(bytes(segment.bytes[place.begin : place.end]))
+            heads.append(bytes(segment.bytes[shown.begin : shown.end]))
         key = tuple(heads)
         agreed = self._agreed.get(key)  # a bucket has the same header step after step
         call.places, call.all_ready = agreed or self._agree(call, key)
         if call.row is not None:
-            rows = [Row(*segment.doubles[place.row : place.row + len(call.row)]) for place in places]
+            rows = [Row(*segment.doubles[shown.row : shown.row + len(call.row)]) for shown in slots]
             call.divisor = divisor_of(rows, call.plain)
         if call.beside is not None:
             numbers = call.beside
@@ -329,7 +328,7 @@ class ProgramContext:
         if problem is not None and texts:
             raise MismatchError(problem)
         if problem is not None:
-            pids = {known_as[rank]: self.counters.pid(rank) for rank in self.ranks}
+            pids = {known_as[rank]: self.counters.watch.pid(rank) for rank in self.ranks}
             key = f"{self.segment.nonce.hex()} {nth}"  # of this transport, and of none before it
             raise MismatchError(problem + peer_heartbeats.exchange_sites(key, pids))
         if len(self._agreed) >= _MAX_AGREED:
@@ -381,7 +380,7 @@ class ProgramContext:
             allocate_range(segment.fd, segment.layout.chunk(rank, 0), num_bytes, what="exchange of long tensors")
             self._has_chunks = True
         dtype = call.flat.dtype
-        slot = self.segment.layout.chunk(rank, (self._num_chunks + chunk) % NUM_CHUNKS)
+        slot = self.segment.layout.chunk(rank, (self.num_chunks + chunk) % NUM_CHUNKS)
         return self.views.common(slot + begin * dtype.itemsize, dtype, end - begin)
 
     def chunk_numel(self, call: Call) -> int:
@@ -415,18 +414,14 @@ class ProgramContext:
         """How many chunks a call has."""
         return -(-call.flat.numel() // self.chunk_numel(call))
 
-    def chunks_done(self, count: int) -> None:
-        """Continue with the slot after this call's last one."""
-        self._num_chunks += count
-
     def sync_point(self) -> Program:
         """Wait until every rank has come to this point."""
         yield Phase.REDUCED, self.counters.signal(Phase.REDUCED)
 
     def reduce(self, call: Call, outputs: list[Tensor], inputs: list[Tensor], begin: int = 0) -> None:
         """See `reduce_into`; `begin` is the first element's number in the call's tensor."""
-        assert call.how is not None
-        reduce_into(outputs, inputs, call.how, self.scratch, monitor_of(call.flat), begin, call.divisor)
+        assert call.arithmetic is not None
+        reduce_into(outputs, inputs, call.arithmetic, self.scratch, monitor_of(call.flat), begin, call.divisor)
 
 
 # ---------------------------------------------------------------------- eager calls: all data lies in the slots
@@ -500,7 +495,7 @@ def _chunk_by_chunk(
         read(chunk)
         if filled:
             yield Phase.FILLED, filled
-    at.chunks_done(num_chunks)
+    at.num_chunks += num_chunks
 
 
 def _stage(at: ProgramContext, call: Call, chunk: int) -> None:
@@ -590,7 +585,7 @@ def _chunked_all_reduce(at: ProgramContext, call: Call) -> Program:
             for owner, (begin, end) in enumerate(slices):
                 if begin < end and owner != at.rank:
                     call.out[first + begin : first + end].copy_(at.shared_view(call, owner, chunk, begin, end))
-    at.chunks_done(num_chunks)
+    at.num_chunks += num_chunks
     if any(place is not None for place in call.places):
         # A rank whose result lies in its zone may not change it before the others have copied it.
         yield from at.sync_point()
@@ -666,15 +661,15 @@ def _share_numel(at: ProgramContext, call: Call) -> int:
     return CHUNK_BYTES // call.flat.dtype.itemsize // at.world_size
 
 
-def _stage_shares(at: ProgramContext, call: Call, chunk: int) -> None:
-    """A part of every other rank's share."""
-    numel = call.out.numel()
-    length = _share_numel(at, call)
-    begin, end = chunk * length, min(numel, (chunk + 1) * length)
-    for rank in at.ranks:
-        if rank != at.rank:
+def _stage_shares(at: ProgramContext, call: Call, chunk: int, numels: Sequence[int] | None = None) -> None:
+    """A part of every other rank's share, of so many elements each; None: all as many."""
+    length, start = _share_numel(at, call), 0
+    for rank, numel in enumerate(numels or [call.out.numel()] * at.world_size):
+        begin, end = chunk * length, min(numel, (chunk + 1) * length)
+        if begin < end and rank != at.rank:
             into = at.slot_view(call, at.rank, chunk, rank * length, rank * length + end - begin)
-            into.copy_(call.flat[rank * numel + begin : rank * numel + end])
+            into.copy_(call.flat[start + begin : start + end])
+        start += numel
 
 
 def _all_to_all(at: ProgramContext, call: Call) -> Program:
@@ -688,15 +683,7 @@ def _all_to_all(at: ProgramContext, call: Call) -> Program:
         sent = call.splits[:, 0].tolist()
     call.place, call.places = None, [None] * at.world_size
     length = _share_numel(at, call)
-
-    def stage(at: ProgramContext, call: Call, chunk: int) -> None:
-        start = 0
-        for rank, numel in enumerate(sent[at.rank]):
-            begin, end = chunk * length, min(numel, (chunk + 1) * length)
-            if begin < end:
-                into = at.slot_view(call, at.rank, chunk, rank * length, rank * length + end - begin)
-                into.copy_(call.flat[start + begin : start + end])
-            start += numel
+    own = call.flat[sum(sent[at.rank][: at.rank]) :]
 
     def read(chunk: int) -> None:
         start = 0
@@ -704,11 +691,15 @@ def _all_to_all(at: ProgramContext, call: Call) -> Program:
             numel = sent[rank][at.rank]
             begin, end = chunk * length, min(numel, (chunk + 1) * length)
             if begin < end:
-                mine = at.slot_view(call, rank, chunk, at.rank * length, at.rank * length + end - begin)
+                first = at.rank * length
+                mine = (
+                    at.slot_view(call, rank, chunk, first, first + end - begin) if rank != at.rank else own[begin:end]
+                )
                 call.out[start + begin : start + end].copy_(mine)
             start += numel
 
     num_chunks = -(-max(max(row) for row in sent) // length)
+    stage = functools.partial(_stage_shares, numels=sent[at.rank])
     yield from _chunk_by_chunk(at, call, num_chunks, stage, read)
 
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
+import math
 import struct
 import threading
 import time
@@ -52,10 +52,11 @@ from evenstep.ground.health import heartbeat
 from evenstep.transport.core.codec import to_bytes, to_tensor
 from evenstep.transport.core.header import DTYPES, unpack_text
 from evenstep.transport.core.last_calls import describe_last_calls
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import Arguments
 from evenstep.transport.shm.peers import PeerProcess
 from evenstep.transport.shm.progress import background
-from evenstep.transport.shm.queue import CallQueue
+from evenstep.transport.shm.queue import CallQueue, Pending
 from evenstep.transport.shm.segment import (
     LANE_BYTES,
     NUM_RECORDS,
@@ -66,12 +67,14 @@ from evenstep.transport.shm.segment import (
 )
 from evenstep.transport.shm.sync import (
     ProgressCounters,
+    Waiting,
     WaitPolicy,
     adapt_spin,
     doorbell,
     lane_semaphores,
     sem_post,
     sem_trywait,
+    spin,
     take,
 )
 
@@ -110,8 +113,8 @@ class _Incoming(NamedTuple):
 
 
 @dataclass(eq=False)
-class Message:
-    """A message of this rank's, from its start to its end; see `base.Work`.
+class Message(Pending):
+    """A message of this rank's, from its start to its end.
 
     Attributes:
         transport: Carries it.
@@ -120,12 +123,9 @@ class Message:
         tag: By which it is matched.
         is_sent: This rank sends it.
         source: The rank that has sent it, when it is there.
-        is_done: It is sent, or there.
-        callback: Called once at its end, with the error if there was one.
         memory: Holds the copy of a long message that is sent.
-        waits_since: When somebody first looked whether the other rank is still there.
+        waiting: Since somebody first looked whether the other rank is still there.
         checked_at: When somebody last did.
-        is_reported: That it has taken long.
     """
 
     transport: Lanes
@@ -134,28 +134,18 @@ class Message:
     tag: int
     is_sent: bool
     source: int = -1
-    is_done: bool = False
-    callback: Callable[[EvenstepError | None], object] | None = None
     memory: Tensor | None = None
-    waits_since: float | None = None
+    waiting: Waiting | None = None
     checked_at: float = 0.0
-    is_reported: bool = False
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """See `base.Work.wait`; no longer than `timeout_s`, after which the message goes on all the same."""
-        if not self.is_done:
-            self.transport._finish_message(self, timeout_s)
+    def _finish(self, timeout_s: float | None) -> None:
+        self.transport._finish_message(self, timeout_s)
 
-    def is_completed(self) -> bool:
-        """See `base.Work.is_completed`; takes what has come."""
-        return self.is_done or self.transport._poll_message(self)
-
-    def add_done_callback(self, callback: Callable[[EvenstepError | None], object]) -> None:
-        """Call `callback` once, with the error if there was one: at once, or in the thread that ends the message."""
-        self.transport._listen(self, callback)
+    def _poll(self) -> bool:
+        return self.transport._poll_message(self)
 
     def __str__(self) -> str:
-        peer = "any rank" if self.peer is None else f"rank {self.transport.known_as_all[self.peer]}"
+        peer = "any rank" if self.peer is None else f"rank {self.transport.known_as[self.peer]}"
         what, way = ("send", "to") if self.is_sent else ("recv", "from")
         return f"{what} of {_shown(self.flat)} {way} {peer}, tag {self.tag}"
 
@@ -171,15 +161,20 @@ class Lanes(CallQueue):
         processes: The rank processes, in order of rank.
         rank: This rank.
         policy: How to wait for peers, and until when.
-
-    Attributes:
-        known_as_all: All ranks' numbers in messages.
+        split_by: Makes what `split` returns.
     """
 
-    def __init__(self, segment: Segment, processes: Sequence[PeerProcess], *, rank: int, policy: WaitPolicy) -> None:
-        super().__init__(segment, processes, rank=rank, policy=policy)
+    def __init__(
+        self,
+        segment: Segment,
+        processes: Sequence[PeerProcess],
+        *,
+        rank: int,
+        policy: WaitPolicy,
+        split_by: Callable[[Any], Transport],
+    ) -> None:
+        super().__init__(segment, processes, rank=rank, policy=policy, split_by=split_by)
         size = self.world_size
-        self.known_as_all: Sequence[int] = range(size)
         first = segment.common.address + segment.layout.semaphores
         self._peers = [peer for peer in range(size) if peer != rank]
         self._written_out, self._read_out = zip(
@@ -197,7 +192,6 @@ class Lanes(CallQueue):
         self._not_taken: dict[tuple[int, int], Message] = {}  # long ones that are sent: by receiver and number
         self._receives: list[weakref.ref[Message]] = []  # in order; who drops one doesn't want it any more
         self._unread: list[_Incoming] = []  # messages that no `receive` has asked for, in order
-        self._listened: set[Message] = set()  # those that have a callback
         self._spare: list[Tensor] = []  # [bytes]: memory of long messages that have been taken, for the next ones
         self._mapped: dict[tuple[int, int], Mapping] = {}
         self._own_arguments = Arguments(self.name, rank, size)  # whose refusals concern no other rank
@@ -206,6 +200,7 @@ class Lanes(CallQueue):
         self._is_moving = False
         self._is_asleep = False
         self._spin_message_s = policy.spin_s
+        background.register(self)  # when it is whole: its thread may help at once
 
     # ------------------------------------------------------------------ starting
 
@@ -221,7 +216,7 @@ class Lanes(CallQueue):
         place = self._stage(message) if flat.nbytes > SHORT_BYTES else _IN_RECORD
         if not self._guarded(self._send, dst, message, place):
             raise PeerLostError(
-                f"rank {self.known_as} can't start a {message}: rank {self.known_as_all[dst]} has given up, or closed "
+                f"rank {self.own_number} can't start a {message}: rank {self.known_as[dst]} has given up, or closed "
                 f"its end of the group."
             )
         return self._started(message)
@@ -240,8 +235,7 @@ class Lanes(CallQueue):
         return self._started(message), [] if back is None else [back]
 
     def _started(self, message: Message) -> Message:
-        if self._callbacks:
-            self._run_callbacks()
+        self._run_callbacks()
         if not message.is_done and (background.is_asleep or background.ident == get_ident()):
             background.wake()
         return message
@@ -290,7 +284,7 @@ class Lanes(CallQueue):
                 if self._failure is not None:
                     raise self._failure
                 if self._is_moving:
-                    raise PeerLostError(f"rank {self.known_as}: a message was sent or received inside another one.")
+                    raise PeerLostError(f"rank {self.own_number}: a message was sent or received inside another one.")
                 self._is_moving = True
                 return action(*arguments)
             except BaseException as error:
@@ -358,7 +352,7 @@ class Lanes(CallQueue):
         number, tag, numel, place, kind, dtype = _RECORD.unpack_from(lane.raw, offset)
         if number != expected:
             raise PeerLostError(
-                f"rank {self.known_as} and rank {self.known_as_all[peer]} count their messages differently: an "
+                f"rank {self.own_number} and rank {self.known_as[peer]} count their messages differently: an "
                 f"exception interrupted one of them. Start again."
             )
         if kind == _TAKEN:
@@ -389,7 +383,7 @@ class Lanes(CallQueue):
 
     def _deliver(self, arrived: _Incoming, message: Message) -> None:
         """Copy a message to where it goes."""
-        flat, data, me, sender = message.flat, arrived.data, self.known_as, self.known_as_all[arrived.sender]
+        flat, data, me, sender = message.flat, arrived.data, self.own_number, self.known_as[arrived.sender]
         if (data.dtype, data.numel()) != (flat.dtype, flat.numel()):
             text = (
                 f"rank {sender} sends {_shown(data)} to rank {me}, tag {arrived.tag}, which receives {_shown(flat)}. "
@@ -429,15 +423,12 @@ class Lanes(CallQueue):
 
     def _end_message(self, message: Message) -> None:
         message.is_done = True
+        self._call_back(message)
         if message.memory is not None:
             self._spare.append(message.memory)
             while sum(spare.nbytes for spare in self._spare) > _SPARE_BYTES:
                 self._spare.pop(0)
             message.memory = None
-        if message.callback is not None:
-            self._callbacks.append(functools.partial(message.callback, None))
-            message.callback = None
-            self._listened.discard(message)
 
     def _lane(self, sender: int, receiver: int) -> Mapping:
         """The ring of a lane, mapped with the first record, which its sender writes."""
@@ -445,7 +436,7 @@ class Lanes(CallQueue):
         if lane is None:
             fd, offset = self._segment.fd, self._segment.layout.lane(sender, receiver)
             if sender == self.rank:
-                allocate_range(fd, offset, LANE_BYTES, what=f"messages to rank {self.known_as_all[receiver]}")
+                allocate_range(fd, offset, LANE_BYTES, what=f"messages to rank {self.known_as[receiver]}")
             lane = self._mapped[sender, receiver] = Mapping(fd, offset=offset, num_bytes=LANE_BYTES)
         return lane
 
@@ -456,32 +447,20 @@ class Lanes(CallQueue):
         try:
             counters = self._guarded(lambda: self.counters)  # held: they keep the memory mapped
             policy = counters.policy
-            began = now = time.monotonic()
-            until = None if timeout_s is None else began + timeout_s
-            num_tries = 0
-            while not self._guarded(self._is_over, message):
-                num_tries += 1
-                now = time.monotonic()
-                if until is not None and now >= until:
-                    late = counters.late(self._missing(message, counters), str(message), now - began, now - began)
-                    raise CollectiveTimeoutError(late + describe_last_calls())
-                if now < began + self._spin_message_s:
-                    if num_tries > policy.num_tries_before_yield:
-                        os.sched_yield()
-                    continue
-                longest = policy.check_every_s
-                self._sleep(message, longest if until is None else min(longest, until - now))
-                self._check(message, counters)
-            self._spin_message_s = adapt_spin(self._spin_message_s, now - began, policy)
-        except EvenstepError:
-            raise
-        except BaseException as error:  # an interrupt: who calls again must not get what this one waited for
-            if self._failure is None:
-                self._fail(error)
-            raise
+            began = time.monotonic()
+            until = began + (math.inf if timeout_s is None else timeout_s)
+            is_over = functools.partial(self._guarded, self._is_over, message)
+            if not spin(is_over, min(until, began + self._spin_message_s), policy):
+                while not is_over():
+                    now = time.monotonic()
+                    if now >= until:
+                        late = counters.late(self._missing(message, counters), str(message), now - began, now - began)
+                        raise CollectiveTimeoutError(late + describe_last_calls())
+                    self._sleep(message, min(policy.check_every_s, until - now))
+                    self._check(message, counters)
+            self._spin_message_s = adapt_spin(self._spin_message_s, time.monotonic() - began, policy)
         finally:
-            if self._callbacks:
-                self._run_callbacks()
+            self._run_callbacks()
 
     def _sleep(self, message: Message, timeout_s: float) -> None:
         """Sleep until something happens, or this message is done: one thread on the doorbell, the others behind it."""
@@ -493,14 +472,13 @@ class Lanes(CallQueue):
                 return
             self._is_asleep = True
         bell = self._doorbells[self.rank]
-        heartbeat.mark_waiting(True)
         try:
-            while sem_trywait(bell) == 0:
-                pass
-            if not self._guarded(self._is_over, message):  # it may have rung for this
-                take(bell, timeout_s)
+            with heartbeat.waiting():
+                while sem_trywait(bell) == 0:
+                    pass
+                if not self._guarded(self._is_over, message):  # it may have rung for this
+                    take(bell, timeout_s)
         finally:
-            heartbeat.mark_waiting(False)
             with self._lanes_lock:
                 self._is_asleep = False
                 self._lanes_changed.notify_all()
@@ -512,7 +490,7 @@ class Lanes(CallQueue):
         return [peer for peer in self._peers if not self._is_lost(peer, counters)] or self._peers
 
     def _is_lost(self, peer: int, counters: ProgressCounters) -> bool:
-        return counters.has_left(peer) or counters.is_gone(peer)
+        return counters.has_left(peer) or counters.watch.is_gone(peer)
 
     def _check(self, message: Message, counters: ProgressCounters) -> None:
         """Raise if the other rank is lost, or has been waited for too long: all calls and messages have failed then.
@@ -520,21 +498,19 @@ class Lanes(CallQueue):
         Looks at it every `check_every_s`, however often this is called.
         """
         now = time.monotonic()
-        if message.waits_since is None:
-            message.waits_since = message.checked_at = now
+        if message.waiting is None:
+            message.waiting, message.checked_at = Waiting(now), now
         if now < message.checked_at + counters.policy.check_every_s:
             return
         message.checked_at = now
-        waited_s = now - message.waits_since
         missing = self._missing(message, counters)
+        is_over = functools.partial(self._guarded, self._is_over, message)
         try:
-            counters.check(missing, message.__str__, waited_s, lambda: self._guarded(self._is_over, message))
+            counters.check(message.waiting, missing, message.__str__, is_over)
         except EvenstepError as error:
             if self._failure is None:
                 self._fail(error)
             raise
-        if not message.is_reported and waited_s > counters.policy.report_stopped_after_s:
-            message.is_reported = counters.report(missing, message.__str__, waited_s)
 
     def _poll_message(self, message: Message) -> bool:
         """Take what has come; return whether the message is done, or has failed."""
@@ -548,34 +524,19 @@ class Lanes(CallQueue):
         finally:
             self._run_callbacks()
 
-    def _listen(self, message: Message, callback: Callable[[EvenstepError | None], object]) -> None:
-        with self._lanes_lock:
-            is_open = not message.is_done and self._failure is None
-            if is_open:
-                message.callback = callback
-                self._listened.add(message)
-        if is_open:
-            background.wake()
-        else:
-            self._callbacks.append(functools.partial(callback, None if message.is_done else self._failure))
-        self._run_callbacks()
-
     # ------------------------------------------------------------------ as the process's one thread sees it
-
-    @property
-    def has_callbacks(self) -> bool:
-        """See `Attended`."""
-        return bool(self._listened) or super().has_callbacks
 
     def help(self, seconds: float) -> tuple[bool, bool]:
         """See `Attended`."""
+        with_callback = tuple(self._listened)
+        listened = [each for each in with_callback if isinstance(each, Message)]
+        has_others = len(listened) < len(with_callback) or bool(self._callbacks)
         with self._lanes_lock:
-            listened = list(self._listened)
             has_receives = any(ref() is not None for ref in self._receives)
             is_in_flight = has_receives or bool(self._not_taken) or any(self._outbox.values())
         if not is_in_flight:
             return super().help(seconds)
-        is_shared = bool(listened) and super().has_callbacks
+        is_shared = bool(listened) and has_others
         turn_s = min(seconds, _TURN_S) if is_shared else seconds
         has_moved = super().help(turn_s if is_shared or not listened else 0.0)[1]
         with contextlib.suppress(Exception):  # all have failed, and their waits raise the error
@@ -602,10 +563,6 @@ class Lanes(CallQueue):
                 pass
         super()._fail(error)
         with self._lanes_lock:
-            self._callbacks += [
-                functools.partial(each.callback, self._failure) for each in self._listened if each.callback
-            ]
-            self._listened.clear()
             self._not_taken.clear()
             self._receives.clear()
             for outbox in self._outbox.values():
@@ -634,12 +591,12 @@ class Lanes(CallQueue):
 
     def _name_unread(self) -> None:
         """Name what was sent to this rank and not received, and what this rank couldn't send: nobody will."""
-        known_as = self.known_as_all
+        known_as = self.known_as
         with self._lanes_lock:
-            named = [(each.tag, each.data, known_as[each.sender], self.known_as) for each in self._unread]
+            named = [(each.tag, each.data, known_as[each.sender], self.own_number) for each in self._unread]
             for to, outbox in self._outbox.items():
                 named += [
-                    (tag, data, self.known_as, known_as[to]) for kind, tag, data, *_ in outbox if kind == _MESSAGE
+                    (tag, data, self.own_number, known_as[to]) for kind, tag, data, *_ in outbox if kind == _MESSAGE
                 ]
         if not named:
             return
@@ -657,7 +614,7 @@ class Lanes(CallQueue):
         self._lanes_changed = threading.Condition(self._lanes_lock)
         self._is_moving = self._is_asleep = False
         self._receives = []
-        self._listened = set()
+        self._listened = {}
 
 
 def _fits(arrived: _Incoming, message: Message) -> bool:

@@ -31,11 +31,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -44,7 +45,7 @@ from evenstep.ground.compat.torch_autograd import set_grad_enabled
 from evenstep.transport.core.last_calls import describe_last_calls
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import forked_error
-from evenstep.transport.shm.collectives import PROGRAMS, SLOTS_AT_ONCE, Call, Program, ProgramContext
+from evenstep.transport.shm.collectives import SLOTS_AT_ONCE, Call, Program, ProgramContext
 from evenstep.transport.shm.peers import PeerProcess, PeerWatch
 from evenstep.transport.shm.progress import background
 from evenstep.transport.shm.segment import EAGER_BYTES, MAX_BESIDE_BYTES, NUM_SLOTS, Segment
@@ -53,33 +54,22 @@ from evenstep.transport.shm.sync import Phase, ProgressCounters, WaitPolicy
 _NOBODY = 0  # no thread has this number
 
 
-class SharedWork(Call):
-    """A call of the shared-memory transport, from its start to its end; see `base.Work`.
-
-    Args:
-        made: The call, checked.
+class Pending:
+    """What a rank waits for, a call or a message, from its start to its end; see `base.Work`.
 
     Attributes:
         transport: Runs it.
-        has_arrived: The other ranks can read the header.
-        is_done: The result is there.
-        program: What runs it, once it has begun.
-        waits_for: The (phase, count) that all other ranks have to pass before its next step.
-        callback: Called once at its end, with the error if there was one.
+        is_done: Its result is there, or it is sent.
     """
 
     transport: CallQueue
-    has_arrived = False
     is_done = False
-    program: Program | None = None
-    waits_for = (Phase.ARRIVED, 0)
-    callback: Callable[[EvenstepError | None], object] | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """See `base.Work.wait`; no longer than `timeout_s`, after which the call goes on all the same."""
+        """See `base.Work.wait`; no longer than `timeout_s`, after which it goes on all the same."""
         try:
             if not self.is_done:
-                self.transport._finish(self, timeout_s)
+                self._finish(timeout_s)
         except EvenstepError:
             raise
         except BaseException as error:  # who catches an interrupt and calls again would get what this call gives
@@ -88,12 +78,42 @@ class SharedWork(Call):
             raise
 
     def is_completed(self) -> bool:
-        """See `base.Work.is_completed`; advances the call as far as it needs no waiting."""
-        return self.is_done or self.transport._poll(self)
+        """See `base.Work.is_completed`; advances it as far as it needs no waiting."""
+        return self.is_done or self._poll()
 
     def add_done_callback(self, callback: Callable[[EvenstepError | None], object]) -> None:
-        """Call `callback` once, with the error if there was one: at once, or in the thread that ends the call."""
-        self.transport._add_done_callback(self, callback)
+        """Call `callback` once, with the error if there was one: at once, or in the thread that ends this."""
+        self.is_completed()
+        self.transport._listen(self, callback)
+
+    def _finish(self, timeout_s: float | None) -> None:
+        raise NotImplementedError
+
+    def _poll(self) -> bool:
+        raise NotImplementedError
+
+
+class SharedWork(Pending, Call):
+    """A call of the shared-memory transport.
+
+    Args:
+        checked: The call as it was made, checked.
+
+    Attributes:
+        has_arrived: The other ranks can read the header.
+        program: What runs it, once it has begun.
+        waits_for: The (phase, count) that all other ranks have to pass before its next step.
+    """
+
+    has_arrived = False
+    program: Program | None = None
+    waits_for = (Phase.ARRIVED, 0)
+
+    def _finish(self, timeout_s: float | None) -> None:
+        self.transport._finish(self, timeout_s)
+
+    def _poll(self) -> bool:
+        return self.transport._poll(self)
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "arrived" if self.has_arrived else "queued"
@@ -108,6 +128,7 @@ class CallQueue(Transport):
         processes: The rank processes, in order of rank.
         rank: This rank.
         policy: How to wait for peers, and until when.
+        split_by: Makes what `split` returns.
 
     Attributes:
         counters: How far each rank has come, and how long this one waits.
@@ -119,21 +140,28 @@ class CallQueue(Transport):
     compares = True
     most_beside_bytes = MAX_BESIDE_BYTES
 
-    def __init__(self, segment: Segment, processes: Sequence[PeerProcess], *, rank: int, policy: WaitPolicy) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        processes: Sequence[PeerProcess],
+        *,
+        rank: int,
+        policy: WaitPolicy,
+        split_by: Callable[[Any], Transport],
+    ) -> None:
         super().__init__(rank, len(processes), segment.nonce.hex()[:8])
         self.timeout_s = policy.timeout_s
+        self._split_by = split_by
         self._segment = segment
         self.counters = ProgressCounters(
             segment.common.address + segment.layout.semaphores,
             rank=rank,
-            world_size=self.world_size,
-            watch=PeerWatch([each for each in processes if each.rank != rank]),
+            watch=PeerWatch(processes),
             policy=policy,
             has_left=segment.has_left,
+            known_as=self.known_as,
         )
-        self._context = ProgramContext(
-            segment, self.counters, PROGRAMS, rank=rank, world_size=self.world_size, name=self.name
-        )
+        self._context = ProgramContext(segment, self.counters, rank=rank, world_size=self.world_size, name=self.name)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._driver = _NOBODY
@@ -141,10 +169,10 @@ class CallQueue(Transport):
         self._num_waiting = 0  # threads that wait for `_changed`
         self._queue: collections.deque[SharedWork] = collections.deque()
         self._unarrived: collections.deque[SharedWork] = collections.deque()  # the last of them
-        self._callbacks: collections.deque[Callable[[], object]] = collections.deque()
+        self._listened: dict[Pending, Callable[[EvenstepError | None], object]] = {}  # who is called at its end
+        self._callbacks: collections.deque[Callable[[], object]] = collections.deque()  # of what has ended
         self._failure: EvenstepError | None = None
         self._is_closed = False
-        background.register(self)
 
     # ------------------------------------------------------------------ starting
 
@@ -200,7 +228,7 @@ class CallQueue(Transport):
             self._is_arriving = False
 
     def _refuse_inside(self) -> NoReturn:
-        raise PeerLostError(f"rank {self.known_as}: a collective over {self.name} was called inside another one.")
+        raise PeerLostError(f"rank {self.own_number}: a collective over {self.name} was called inside another one.")
 
     # ------------------------------------------------------------------ driving
 
@@ -284,14 +312,14 @@ class CallQueue(Transport):
             first = blocked.waits_for
             if not blocked.has_arrived:
                 first = Phase.FINISHED, self._context.count_to_arrive(blocked.number)
-        text = self.counters.too_late(*first, f"{self.name} collective {work}", timeout_s, timeout_s)
+        missing = self.counters.missing(*first)
+        text = self.counters.late(missing, f"{self.name} collective {work}", timeout_s, timeout_s)
         raise CollectiveTimeoutError(text + describe_last_calls())
 
     def _poll(self, work: SharedWork) -> bool:
         """Advance without waiting; return whether the call is done."""
         self._drive()
-        if self._callbacks:
-            self._run_callbacks()
+        self._run_callbacks()
         return work.is_done or self._failure is not None
 
     def _advance(self, until: float | None) -> bool:
@@ -357,7 +385,8 @@ class CallQueue(Transport):
 
     def _is_past(self, work: SharedWork, phase: Phase, count: int, until: float | None) -> bool:
         """Wait until all other ranks have passed a phase so often; return whether they have by `until`."""
-        return self.counters.wait(phase, count, lambda: f"{self.name} collective {work}", until, self._show_waiting)
+        what, end = lambda: f"{self.name} collective {work}", math.inf if until is None else until
+        return self.counters.wait(phase, count, what, end, self._show_waiting)
 
     def _show_waiting(self) -> None:
         with self._lock:
@@ -372,9 +401,8 @@ class CallQueue(Transport):
             work.is_done = True
             self.recorded.num_completed = work.number + 1
             self._queue.popleft()
-            if work.callback is not None:
-                self._callbacks.append(functools.partial(work.callback, None))
-                work.callback = None
+            if work in self._listened:
+                self._call_back(work)
                 if background.ident != get_ident():
                     background.wake()  # in case that this thread waits for more
             if self._unarrived:
@@ -383,18 +411,19 @@ class CallQueue(Transport):
 
     # ------------------------------------------------------------------ callbacks
 
-    def _add_done_callback(self, work: SharedWork, callback: Callable[[EvenstepError | None], object]) -> None:
-        if not work.is_done:
-            self._drive()
-        with self._lock:
-            is_open = not work.is_done and self._failure is None
-            if is_open:
-                work.callback = callback
-        if is_open:
-            background.wake()
+    def _listen(self, work: Pending, callback: Callable[[EvenstepError | None], object]) -> None:
+        self._listened[work] = callback
+        if work.is_done or self._failure is not None:  # perhaps since this moment: then its thread may have missed it
+            self._call_back(work)
         else:
-            self._callbacks.append(functools.partial(callback, None if work.is_done else self._failure))
+            background.wake()
         self._run_callbacks()
+
+    def _call_back(self, work: Pending) -> None:
+        """Queue the callback of what has ended or failed, if it has one that isn't queued yet."""
+        callback = self._listened.pop(work, None)  # one thread gets it, whichever is first
+        if callback is not None:
+            self._callbacks.append(functools.partial(callback, None if work.is_done else self._failure))
 
     def _run_callbacks(self) -> None:
         """Run the callbacks of ended calls, without the lock: they may do anything, also start calls and wait."""
@@ -413,8 +442,7 @@ class CallQueue(Transport):
     @property
     def has_callbacks(self) -> bool:
         """See `Attended`."""
-        with self._lock:
-            return bool(self._callbacks) or any(work.callback is not None for work in self._queue)
+        return bool(self._callbacks or self._listened)
 
     def help(self, seconds: float) -> tuple[bool, bool]:
         """See `Attended`."""
@@ -439,12 +467,13 @@ class CallQueue(Transport):
             failure = error
         else:
             failure = PeerLostError(
-                f"rank {self.known_as}: a collective over {self.name} was interrupted by {type(error).__name__}, so "
+                f"rank {self.own_number}: a collective over {self.name} was interrupted by {type(error).__name__}, so "
                 f"the ranks are no longer in step. Start again."
             )
         with self._lock:
-            self._failure = failure = self._failure or failure  # the first says what has happened
-            self._callbacks += [functools.partial(each.callback, failure) for each in self._queue if each.callback]
+            self._failure = self._failure or failure  # the first says what has happened
+            for each in tuple(self._listened):
+                self._call_back(each)
             self._queue.clear()
             self._unarrived.clear()
             self._tell_waiting()
@@ -455,7 +484,7 @@ class CallQueue(Transport):
             return
         self._is_closed = True
         background.forget(self)
-        self._fail(PeerLostError(f"rank {self.known_as}: this {self.name} transport has been closed."))
+        self._fail(PeerLostError(f"rank {self.own_number}: this {self.name} transport has been closed."))
         me = get_ident()
         while self._driver not in (_NOBODY, me):  # it sees within some hundredths of a second that this rank left
             self._wait_for_change(lambda: self._driver in (_NOBODY, me), None)
@@ -463,10 +492,14 @@ class CallQueue(Transport):
             del self._context, self._segment, self.counters
         self._run_callbacks()
 
+    def split(self) -> Transport:
+        """See `Transport.split`: a segment of its own."""
+        return self._split_by(self)
+
     def disown(self) -> None:
         """See `Attended`: refuse calls, and leave the other ranks alone."""
         self._is_closed = True
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._driver = _NOBODY
-        self._failure = forked_error(self.known_as)
+        self._failure = forked_error(self.own_number)

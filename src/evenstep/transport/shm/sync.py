@@ -19,9 +19,11 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import enum
+import functools
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from evenstep.console import say
@@ -64,14 +66,9 @@ else:
 
 def make_semaphores(address: int, count: int) -> None:
     """Initialise `count` semaphores of value 0, one after the other from `address` on. One process does it."""
-    for each in semaphore_addresses(address, count):
+    for each in range(address, address + count * SEMAPHORE_BYTES, SEMAPHORE_BYTES):
         if _sem_init(each, 1, 0) != 0:
             raise OSError(f"sem_init refused a semaphore shared between processes at address {each:#x}")
-
-
-def semaphore_addresses(address: int, count: int) -> Iterator[int]:
-    """The addresses of `count` semaphores. Pure."""
-    return iter(range(address, address + count * SEMAPHORE_BYTES, SEMAPHORE_BYTES))
 
 
 def take(address: int, timeout_s: float) -> bool:
@@ -116,6 +113,19 @@ class WaitPolicy:
     report_missing_after_s: float = 30.0
 
 
+@dataclass
+class Waiting:
+    """How long something has been waited for.
+
+    Attributes:
+        since: Since when (`time.monotonic`).
+        is_reported: It has been reported.
+    """
+
+    since: float
+    is_reported: bool = False
+
+
 def plan_waiting(num_threads: int, *, num_cores: int, timeout_s: float) -> WaitPolicy:
     """Plan to spin where every thread has a core of its own; else to yield at once, and soon sleep. Pure.
 
@@ -144,6 +154,18 @@ def adapt_spin(spin_s: float, waited_s: float, policy: WaitPolicy) -> float:
     return max(policy.min_spin_s, spin_s / 2)
 
 
+def spin(is_over: Callable[[], bool], until: float, policy: WaitPolicy) -> bool:
+    """Try whether something is over, until then (`time.monotonic`). Returns whether it is."""
+    num_tries = 0
+    while not is_over():
+        if time.monotonic() >= until:
+            return False
+        num_tries += 1
+        if num_tries > policy.num_tries_before_yield:
+            os.sched_yield()
+    return True
+
+
 def num_semaphores(world_size: int) -> int:
     """How many semaphores the ranks of one group need. Pure.
 
@@ -169,14 +191,15 @@ class ProgressCounters:
     Args:
         address: Of the first semaphore, in this process.
         rank: This rank.
-        world_size: Number of ranks.
-        watch: The other ranks' processes.
+        watch: The ranks' processes.
         policy: How to wait.
         has_left: Whether a rank has failed, or closed its end.
+        known_as: The ranks' numbers in messages.
 
     Attributes:
         policy: How to wait.
         known_as: The ranks' numbers in messages.
+        watch: The ranks' processes.
         has_left: Whether a rank has failed, or closed its end.
     """
 
@@ -185,38 +208,30 @@ class ProgressCounters:
         address: int,
         *,
         rank: int,
-        world_size: int,
         watch: PeerWatch,
         policy: WaitPolicy,
         has_left: Callable[[int], bool],
+        known_as: Sequence[int],
     ) -> None:
         self.policy = policy
-        self.known_as: Sequence[int] = range(world_size)
+        self.known_as = known_as
+        world_size = len(known_as)
         self._rank = rank
-        self._watch = watch
+        self.watch = watch
         self.has_left = has_left
         self._others = others = [peer for peer in range(world_size) if peer != rank]
 
-        def place(phase: Phase, sender: int, receiver: int) -> int:
+        def address_of(phase: Phase, sender: int, receiver: int) -> int:
             return address + SEMAPHORE_BYTES * ((phase * world_size + receiver) * world_size + sender)
 
-        self._outgoing = [[place(phase, rank, peer) for peer in others] for phase in Phase]
-        self._incoming = [[(peer, place(phase, peer, rank)) for peer in others] for phase in Phase]
+        self._outgoing = [[address_of(phase, rank, peer) for peer in others] for phase in Phase]
+        self._incoming = [[(peer, address_of(phase, peer, rank)) for peer in others] for phase in Phase]
         self._seen = [[0] * world_size for _ in Phase]
         self._num_signals = [0] * len(Phase)
         self._spin_s = policy.spin_s
-        self._waits_for: tuple[Phase, int] | None = None  # what was last waited for, and since when
-        self._waits_since = 0.0
-        self._has_reported = False
+        self._waits_for: tuple[Phase, int] | None = None  # what was last waited for
+        self._waiting = Waiting(0.0)
         self._next_look = 0.0
-
-    def pid(self, rank: int) -> int:
-        """The process of a rank, also of this one."""
-        return os.getpid() if rank == self._rank else self._watch.pid(rank)
-
-    def is_gone(self, rank: int) -> bool:
-        """Whether another rank's process has ended."""
-        return self._watch.is_gone(rank)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the deadline of waits, also of those that have begun."""
@@ -232,11 +247,6 @@ class ProgressCounters:
     def num_signals(self, phase: Phase) -> int:
         """How often this rank has passed `phase`."""
         return self._num_signals[phase]
-
-    def were_here(self, phase: Phase, count: int) -> bool:
-        """Whether that is known of every other rank by the signals that have been taken."""
-        seen = self._seen[phase]
-        return all(seen[peer] >= count for peer in self._others)
 
     def all_here(self, phase: Phase, count: int) -> bool:
         """Whether every other rank has passed `phase` at least `count` times. Never blocks."""
@@ -255,7 +265,7 @@ class ProgressCounters:
         phase: Phase,
         count: int,
         what: Callable[[], str],
-        until: float | None = None,
+        until: float = math.inf,
         meanwhile: Callable[[], object] | None = None,
     ) -> bool:
         """Return when every other rank has passed `phase` at least `count` times, or before that at a time.
@@ -264,8 +274,8 @@ class ProgressCounters:
             phase: What is waited for.
             count: How often.
             what: Describes the call, for errors.
-            until: When to return at the latest (`time.monotonic`); None: not before the policy's deadline, counted from
-                the first wait for this.
+            until: When to return at the latest (`time.monotonic`). The policy's deadline, at which this raises, is
+                counted from the first wait for the same.
             meanwhile: Asleep, called whenever the missing ranks are checked.
 
         Returns:
@@ -277,28 +287,14 @@ class ProgressCounters:
         """
         if self.all_here(phase, count):
             return True
-        started = now = time.monotonic()
-        if self._waits_for != (phase, count):
-            self._waits_for, self._waits_since, self._has_reported = (phase, count), now, False
-        end_of_spin = started + self._spin_s
-        num_tries = 0
-        while now < end_of_spin:
-            num_tries += 1
-            if num_tries > self.policy.num_tries_before_yield:
-                os.sched_yield()
-            if self.all_here(phase, count):
-                break
-            now = time.monotonic()
-        else:
-            heartbeat.mark_waiting(True)
-            try:
-                is_there = self._sleep(phase, count, what, until, meanwhile)
-            finally:
-                heartbeat.mark_waiting(False)
-            if not is_there:
-                return False
-            now = time.monotonic()
-        self._spin_s = adapt_spin(self._spin_s, now - started, self.policy)
+        started = time.monotonic()
+        if not spin(functools.partial(self.all_here, phase, count), started + self._spin_s, self.policy):
+            if self._waits_for != (phase, count):
+                self._waits_for, self._waiting = (phase, count), Waiting(started)
+            with heartbeat.waiting():
+                if not self._sleep(phase, count, what, until, meanwhile):
+                    return False
+        self._spin_s = adapt_spin(self._spin_s, time.monotonic() - started, self.policy)
         return True
 
     def look_for_lost(self, phase: Phase, count: int, what: Callable[[], str]) -> None:
@@ -313,56 +309,48 @@ class ProgressCounters:
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_EVERY_S
-        self.check(self._missing(phase, count), what, 0.0, lambda: self.all_here(phase, count))
+        self.check(Waiting(now), self.missing(phase, count), what, lambda: self.all_here(phase, count))
 
     def _sleep(
         self,
         phase: Phase,
         count: int,
         what: Callable[[], str],
-        until: float | None,
+        until: float,
         meanwhile: Callable[[], object] | None,
     ) -> bool:
         while not self.all_here(phase, count):
             peer, semaphore = next(each for each in self._incoming[phase] if self._seen[phase][each[0]] < count)
             now = time.monotonic()
-            if until is not None and now >= until:
+            if now >= until:
                 return False
-            longest = self.policy.check_every_s
-            if take(semaphore, longest if until is None else min(longest, until - now)):
+            if take(semaphore, min(self.policy.check_every_s, until - now)):
                 self._seen[phase][peer] += 1
                 continue
             if meanwhile is not None:
                 meanwhile()
             if self.has_left(self._rank):  # another thread has closed this transport, and waits for this one
                 raise PeerLostError(f"{self._named(self._rank)} has closed its end in {what()}.")
-            self._check_missing(phase, count, what)
+            self.check(self._waiting, self.missing(phase, count), what, lambda: self.all_here(phase, count))
         return True
 
-    def _missing(self, phase: Phase, count: int) -> list[int]:
-        """The ranks that are not known to have passed `phase` so often."""
+    def missing(self, phase: Phase, count: int) -> list[int]:
+        """The ranks of which no signal has been taken that says that they have passed `phase` so often."""
         return [peer for peer in self._others if self._seen[phase][peer] < count]
 
-    def _check_missing(self, phase: Phase, count: int, what: Callable[[], str]) -> None:
-        """Raise if a rank that has not yet passed `phase` so often is lost, or has been waited for too long."""
-        waited_s = time.monotonic() - self._waits_since
-        missing = self._missing(phase, count)
-        self.check(missing, what, waited_s, lambda: self.all_here(phase, count))
-        if not self._has_reported and waited_s > self.policy.report_stopped_after_s:
-            self._has_reported = self.report(missing, what, waited_s)
-
     def check(
-        self, missing: Sequence[int], what: Callable[[], str], waited_s: float, are_here: Callable[[], bool]
+        self, waiting: Waiting, missing: Sequence[int], what: Callable[[], str], are_here: Callable[[], bool]
     ) -> None:
-        """Raise if one of these ranks is lost, or has been waited for too long.
+        """Raise if one of these ranks is lost, or has been waited for too long; report once that they are missing.
 
         Args:
+            waiting: For how long they have been.
             missing: The ranks.
             what: Describes what waits for them, for errors.
-            waited_s: For so long.
             are_here: Whether they have come meanwhile, looked at again before anything is raised: they may have
                 signalled their part just before they ended.
         """
+        waited_s = time.monotonic() - waiting.since
         lost = self._lost(missing)
         if lost and not are_here():
             raise PeerLostError(
@@ -372,11 +360,13 @@ class ProgressCounters:
             patience_s = self._patience(missing)
             if waited_s > patience_s and not are_here():
                 raise CollectiveTimeoutError(self.late(missing, what(), waited_s, patience_s))
+        if not waiting.is_reported and waited_s > self.policy.report_stopped_after_s:
+            waiting.is_reported = self._report(missing, what, waited_s)
 
     def _patience(self, missing: Sequence[int]) -> float:
         """How long to wait for ranks that evaluate, compile or save, as their heartbeat pages show."""
         timeouts = PhaseTimeouts.of_this_run(self.policy.timeout_s)
-        pages = [self._watch.seen(rank) for rank in missing]
+        pages = [self.watch.seen(rank) for rank in missing]
         # A rank that waits for others itself is in another call: nothing long goes on there.
         known = (self.policy.timeout_s if p is None or p.is_waiting else timeouts.of(p) for p in pages)
         return min(known, default=0.0)
@@ -385,18 +375,14 @@ class ProgressCounters:
         """Which of these ranks are lost, in words; "" if none is."""
         left = [r for r in ranks if self.has_left(r)]
         # A rank that has given up had a reason, perhaps the death of a rank that isn't missing here.
-        dead = [r for r in (self._others if left else ranks) if self._watch.is_gone(r)]
-        how = "whose process has ended" if dead else "which has given up or closed its end"
-        return ", and ".join(f"{self._named(r)} ({self._pid(r)}), {how}" for r in dead or left)
-
-    def too_late(self, phase: Phase, count: int, what: str, waited_s: float, timeout_s: float) -> str:
-        """The message for who has waited too long for ranks that have not passed `phase` so often."""
-        return self.late(self._missing(phase, count), what, waited_s, timeout_s)
+        dead = [r for r in (self._others if left else ranks) if self.watch.is_gone(r)]
+        state = "whose process has ended" if dead else "which has given up or closed its end"
+        return ", and ".join(f"{self._named(r)} ({self._pid(r)}), {state}" for r in dead or left)
 
     def late(self, missing: Sequence[int], what: str, waited_s: float, timeout_s: float) -> str:
         """The message for who has waited too long for some ranks."""
         names = ", ".join(
-            f"{self._named(r)} ({self._pid(r)}{', stopped' if self._watch.is_stopped(r) else ''}{self._where(r)})"
+            f"{self._named(r)} ({self._pid(r)}{', stopped' if self.watch.is_stopped(r) else ''}{self._where(r)})"
             for r in missing
         )
         missed = f" Missing: {names}." if names else ""
@@ -409,16 +395,16 @@ class ProgressCounters:
         return f"rank {self.known_as[rank]}"
 
     def _pid(self, rank: int) -> str:
-        return f"pid {self._watch.pid(rank)}"
+        return f"pid {self.watch.pid(rank)}"
 
     def _where(self, rank: int) -> str:
-        seen = self._watch.seen(rank)
+        seen = self.watch.seen(rank)
         return "" if seen is None else f", {describe(seen)}"
 
-    def report(self, missing: Sequence[int], what: Callable[[], str], waited_s: float) -> bool:
+    def _report(self, missing: Sequence[int], what: Callable[[], str], waited_s: float) -> bool:
         """Report who is missing, if it is time; return whether it was."""
-        stopped = [rank for rank in missing if self._watch.is_stopped(rank)]
-        pages = [self._watch.seen(rank) for rank in missing]
+        stopped = [rank for rank in missing if self.watch.is_stopped(rank)]
+        pages = [self.watch.seen(rank) for rank in missing]
         longest = min((1.0 if p is None or p.is_waiting else patience(p) for p in pages), default=1.0)
         if not stopped and waited_s <= self.policy.report_missing_after_s * longest:
             return False

@@ -2,59 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
+from evenstep.errors import ConfigurationError
 from evenstep.transport.base import Collective
-from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import is_carried
 from evenstep.transport.shm.lanes import Lanes
-from evenstep.transport.shm.peers import PeerProcess
 from evenstep.transport.shm.queue import SharedWork
-from evenstep.transport.shm.segment import EAGER_BYTES, Segment
-from evenstep.transport.shm.sync import WaitPolicy
+from evenstep.transport.shm.segment import EAGER_BYTES
 
 
 class SharedMemoryTransport(Lanes):
-    """Collectives and messages of the ranks of one node. Made by `connect_shared_memory`, not by calling the class.
-
-    Args:
-        segment: The shared segment, in which all ranks have signed.
-        processes: The rank processes, in order of rank.
-        rank: This rank.
-        policy: How to wait for peers, and until when.
-        split_by: Makes what `split` returns.
-    """
-
-    def __init__(
-        self,
-        segment: Segment,
-        processes: Sequence[PeerProcess],
-        *,
-        rank: int,
-        policy: WaitPolicy,
-        split_by: Callable[[SharedMemoryTransport], Transport],
-    ) -> None:
-        super().__init__(segment, processes, rank=rank, policy=policy)
-        self._split_by = split_by
+    """Collectives and messages of the ranks of one node. Made by `connect_shared_memory`, not by calling the class."""
 
     _carries = staticmethod(is_carried)
 
-    def _start(self, made: Collective) -> SharedWork:
+    def _start(self, call: Collective) -> SharedWork:
         try:
-            work = SharedWork(made)
+            work = SharedWork(call)
         except RuntimeError:
-            self._arguments.refuse_without_memory(made.kind)
-        if made.splits is None:
+            raise ConfigurationError(  # nor could a refusal be sent to the others
+                f"{call.kind} on rank {self.rank}: the tensor has no memory of its own, as under torch.vmap or "
+                f"torch.func.grad. Call it outside of them, or through torch.distributed."
+            ) from None
+        if call.splits is None:
             return self._start_all(work)
-        out_splits, splits = made.splits
+        out_splits, splits = call.splits
         mine = torch.tensor([list(splits), list(out_splits)], dtype=torch.int64, device="cpu")
         work.is_eager = False  # how long what ranks send is, is known only when it begins
         work.splits = torch.empty((self.world_size, *mine.shape), dtype=torch.int64, device="cpu")
         gathering = Collective("all_gather", mine, work.splits)
-        self._arguments.prepare(gathering)
+        self.arguments.prepare(gathering)
         # Calls run one after the other: the second finds what the first has gathered.
         return self._start_all(SharedWork(gathering), work)
 
@@ -78,19 +57,10 @@ class SharedMemoryTransport(Lanes):
         if not self._is_closed:
             self.counters.set_timeout(timeout_s)
 
-    def name_ranks(self, known_as: Sequence[int]) -> None:
-        """See `Transport.name_ranks`."""
-        super().name_ranks(known_as)
-        self.counters.known_as = self.known_as_all = known_as
-
     def compare_as(self, number: int, name: str, packed: bytes) -> None:
         """See `Transport.compare_as`."""
         super().compare_as(number, name, packed)
         self._context.part_of = number, name
-
-    def split(self) -> Transport:
-        """See `Transport.split`: a segment of its own."""
-        return self._split_by(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "failed" if self._failure else f"{len(self._queue)} in flight"

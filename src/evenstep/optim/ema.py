@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.compat.torch_autograd import outside_inference_mode
 from evenstep.ground.compat.torch_ddp import reshard
 from evenstep.ground.compat.torch_tensors import local_part
 from evenstep.optim.consistency import abort_peers
@@ -54,7 +55,7 @@ class ExponentialMovingAverage:
         self.num_steps = 0
         self._is_applied = False
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
-        with torch.inference_mode(False):  # else they could never be written to
+        with outside_inference_mode():  # else they could never be written to
             self._averages = {name: _copy_of(tensor) for name, tensor in self._tensors().items()}
 
     @torch.no_grad()

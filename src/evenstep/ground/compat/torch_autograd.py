@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -15,6 +16,15 @@ at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 set_grad_enabled = torch._C._set_grad_enabled
 without_torch_function = torch._C.DisableTorchFunction
 DeviceType = torch._C._autograd.DeviceType
+
+
+def outside_inference_mode() -> AbstractContextManager[None]:
+    """Tensors made inside can be written to outside of torch's inference mode.
+
+    That is left only where it is on. Its guard gives back the state of gradients when it is freed: where a signal's
+    handler raises as the guard is made, that is as late as the traceback, and gradients may be on again by then.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def enclosing_node() -> Node | None:

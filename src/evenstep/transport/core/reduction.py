@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError
+from evenstep.ground.compat.torch_autograd import outside_inference_mode
 from evenstep.transport.base import Arithmetic, Op, Row
 from evenstep.transport.core.nonfinite_monitor import SumMonitor, check_sum
 
@@ -207,7 +208,7 @@ class Scratch:
         key = (dtype, index)
         memory = self._memory.get(key)
         if memory is None or memory.numel() < numel:
-            with torch.inference_mode(False):  # it outlasts the mode of the call that first needs it
+            with outside_inference_mode():  # it outlasts the mode of the call that first needs it
                 memory = self._memory[key] = torch.empty(numel, dtype=dtype, device="cpu")
         return memory if memory.numel() == numel else memory[:numel]
 

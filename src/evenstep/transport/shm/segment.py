@@ -33,6 +33,7 @@ from evenstep import control_groups
 from evenstep.errors import ConfigurationError, PeerLostError
 from evenstep.ground.compat.c_library.libc import c_library
 from evenstep.ground.compat.c_library.mapping import map_file
+from evenstep.ground.compat.torch_autograd import outside_inference_mode
 from evenstep.transport.core.reduction import round_up
 from evenstep.transport.shm.sync import SEMAPHORE_BYTES, make_semaphores, num_semaphores
 
@@ -143,7 +144,7 @@ class Mapping:
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         # A tensor made in torch's inference mode could not be written outside of that mode.
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             return torch.frombuffer(self.raw, dtype=dtype, count=numel, offset=offset)
 
 

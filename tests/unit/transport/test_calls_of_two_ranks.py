@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from evenstep.errors import MismatchError, PeerLostError
+from evenstep.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 from evenstep.transport.core.store_gather import StoreGather
 from evenstep.transport.shm.handshake import connect_shared_memory
+from evenstep.transport.shm.lanes import SHORT_BYTES
 from evenstep.transport.shm.progress import background
+from evenstep.transport.shm.queue import SharedWork
+from evenstep.transport.shm.segment import CHUNK_BYTES, EAGER_BYTES, NUM_RECORDS, NUM_SLOTS
+from evenstep.transport.shm.sync import Phase
 from evenstep.transport.shm.transport import SharedMemoryTransport
 
 TIMEOUT_S = 20.0
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -40,6 +47,15 @@ def pair() -> Iterator[list[SharedMemoryTransport]]:
     yield ranks
     for each in ranks:
         each.close()
+
+
+@pytest.fixture
+def by_hand(pair: list[SharedMemoryTransport], monkeypatch: pytest.MonkeyPatch) -> list[SharedMemoryTransport]:
+    """Two ranks whose calls take steps only in `_step` and `wait`: not in the process's thread, nor in later starts."""
+    for each in pair:
+        monkeypatch.setattr(each, "help", lambda seconds: (False, False))
+        monkeypatch.setattr(each, "_advance", lambda until: False)
+    return pair
 
 
 def test_who_begins_to_wait_as_the_driver_leaves_is_woken(pair: list[SharedMemoryTransport]) -> None:
@@ -137,6 +153,202 @@ def test_a_call_that_is_only_asked_about_notices_a_lost_rank(pair: list[SharedMe
     assert work.is_completed()
     with pytest.raises(PeerLostError, match="lost rank 1"):
         work.wait()
+
+
+def test_a_rank_that_arrives_as_it_leaves_has_arrived(
+    pair: list[SharedMemoryTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does both between the other rank's look at its signals and the look at whether it has left."""
+    first, second = pair
+    has_left = first.counters.has_left
+
+    def arrive_and_leave(rank: int) -> bool:
+        if rank == 1 and not has_left(rank):
+            second.all_reduce(torch.full((3,), 2.0))
+            second.close()
+        return has_left(rank)
+
+    result = torch.ones(3)
+    work = first.all_reduce(result)
+    monkeypatch.setattr(first.counters, "has_left", arrive_and_leave)
+    work.wait()
+    assert result.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_rank_overwrites_no_slot_that_is_still_in_use(by_hand: list[SharedMemoryTransport], is_silent: bool) -> None:
+    """A rank starts more calls than there are slots, as the other has finished all of them, or has begun none."""
+    first, second = by_hand
+    results: list[list[Tensor]] = [[], []]
+    works: list[list[SharedWork]] = [[], []]
+
+    def start(rank: int, number: int) -> None:
+        results[rank].append(torch.full((3,), float(10 * number + rank)))
+        works[rank].append(by_hand[rank].all_reduce(results[rank][-1]))  # type: ignore[arg-type]
+
+    for number in range(NUM_SLOTS):
+        start(0, number)
+    if not is_silent:
+        for number in range(NUM_SLOTS):
+            start(1, number)
+            works[1][-1].wait()
+    start(0, NUM_SLOTS)
+    for number in range(len(works[1]), NUM_SLOTS + 1):
+        start(1, number)
+    for _ in range(NUM_SLOTS + 1):  # nobody waits: each needs the other's steps
+        for each in by_hand:
+            while (work := each._first()) is not None and each._step(work, blocking=False):
+                pass
+    assert all(work.is_done for each in works for work in each), (first, second)
+    expected = [[20.0 * number + 1] * 3 for number in range(NUM_SLOTS + 1)]
+    assert [[each.tolist() for each in of_rank] for of_rank in results] == [expected] * 2
+
+
+def test_an_earlier_header_is_not_taken_for_a_calls(pair: list[SharedMemoryTransport]) -> None:
+    """The other rank has signalled that it arrived, but not shown its header, nor its data."""
+    first, second = pair
+    for _ in range(NUM_SLOTS):
+        works = [each.all_reduce(torch.ones(3)) for each in pair]
+        for work in works:
+            work.wait()
+    work = first.all_reduce(torch.ones(3))
+    second.counters.signal(Phase.ARRIVED)
+    with pytest.raises(PeerLostError, match="rank 1 is in another one"):
+        work.wait()
+
+
+Ready = tuple[SharedWork, list[Tensor], Tensor, Tensor]  # the call, all of its tensors, its result, and what that is
+
+
+def start_long_call(pair: list[SharedMemoryTransport], kind: str, rank: int, seed: int) -> Ready:
+    """One rank's part of a call in several chunks, of tensors that lie in its zone or elsewhere."""
+    of_all = random.Random(seed)
+    numel = 2 * of_all.randrange(EAGER_BYTES // 4, 3 * CHUNK_BYTES // 8)  # of 4 bytes: up to three chunks
+    values = [torch.arange(numel) % of_all.randrange(50, 500) + of_all.randrange(1000) for _ in pair]
+    root, own = of_all.randrange(2), random.Random(10 * seed + rank)
+    transport = pair[rank]
+
+    def place(given: Tensor) -> Tensor:
+        """The values in a tensor of the transport's, or in one of torch's."""
+        is_in_zone = own.random() < 0.5
+        made = transport.allocate if is_in_zone else lambda numel, *, dtype, device: torch.empty(numel, dtype=dtype)
+        return made(given.numel(), dtype=torch.float32, device=CPU).copy_(given)
+
+    mine, half = place(values[rank]), numel // 2
+    empty = place(torch.zeros(2 * numel if kind == "all_gather" else numel))
+    total = values[0] + values[1]
+    part = slice(rank * half, (rank + 1) * half)
+    made: dict[str, tuple[Callable[[], object], Tensor, Tensor]] = {
+        "all_reduce": (lambda: transport.all_reduce(mine), mine, total),
+        "reduce": (lambda: transport.reduce(mine, root), mine, total if rank == root else mine.clone()),
+        "broadcast": (lambda: transport.broadcast(mine, root), mine, values[root]),
+        "all_gather": (lambda: transport.all_gather(empty, mine), empty, torch.cat(values)),
+        "reduce_scatter": (lambda: transport.reduce_scatter(empty[:half], mine), empty[:half], total[part]),
+        "scatter": (
+            lambda: transport.scatter(empty[:half], mine if rank == root else None, root),
+            empty[:half],
+            values[root][part],
+        ),
+        "all_to_all": (
+            lambda: transport.all_to_all(empty, mine),
+            empty,
+            torch.cat([each[part] for each in values]),
+        ),
+    }
+    start, result, expected = made[kind]
+    work = start()
+    assert isinstance(work, SharedWork)
+    return work, [mine, empty], result, expected
+
+
+KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "scatter", "all_to_all")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_calls_have_their_results_whichever_rank_is_ahead(
+    by_hand: list[SharedMemoryTransport], kind: str, fresh_seed: int
+) -> None:
+    """Ranks start calls and take steps in any order, and overwrite their tensors as soon as a call has ended."""
+    rng = random.Random(fresh_seed)
+    for _ in range(5):
+        seeds = [rng.randrange(1 << 30) for _ in range(3)]
+        num_started, under_way = [0, 0], [list[Ready](), list[Ready]()]
+        weight = rng.choice([0.1, 0.5, 0.9])  # one rank runs ahead, or both take turns
+        num_turns = 0
+        while min(num_started) < len(seeds) or any(under_way):
+            num_turns += 1
+            assert num_turns < 10_000, (by_hand, under_way)
+            rank = int(rng.random() < weight)
+            transport, own = by_hand[rank], under_way[rank]
+            if num_started[rank] < len(seeds) and rng.random() < 0.3:
+                own.append(start_long_call(by_hand, kind, rank, seeds[num_started[rank]]))
+                num_started[rank] += 1
+            elif own:
+                work, tensors, result, expected = own[0]
+                transport._step(work, blocking=False)
+                assert transport._failure is None, transport._failure
+                if work.is_done:
+                    wrong = (result != expected).nonzero()
+                    is_root = kind != "reduce" or work.receiver == rank
+                    assert not len(wrong) or not is_root, (kind, rank, wrong[0].item(), len(wrong), seeds)
+                    for each in tensors:
+                        each.fill_(-1.0)
+                    own.pop(0)
+
+
+def test_who_gives_up_waiting_for_a_message_fails_nothing(pair: list[SharedMemoryTransport]) -> None:
+    """A deadline of the waiter's own: the message comes later, and calls go on."""
+    first, second = pair
+    result = torch.zeros(3)
+    message, _ = first.receive(result, 1)
+    with pytest.raises(CollectiveTimeoutError, match="recv of 3 float32 from rank 1"):
+        message.wait(0.01)
+    works = [each.all_reduce(torch.ones(3)) for each in pair]
+    second.send(torch.ones(3), 0).wait()
+    message.wait()
+    for work in works:
+        work.wait()
+    assert result.tolist() == [1.0] * 3
+
+
+def test_messages_that_nobody_has_asked_for_outlast_their_place_in_the_ring(pair: list[SharedMemoryTransport]) -> None:
+    """Later messages are written where they lay."""
+    first, second = pair
+    for number in range(3 * NUM_RECORDS):
+        second.send(torch.full((3,), float(number)), 0, tag=number)
+        first._guarded(first._advance_lanes)
+    for number in range(3 * NUM_RECORDS):
+        result = torch.zeros(3)
+        first.receive(result, 1, tag=number)[0].wait()
+        assert result.tolist() == [float(number)] * 3
+
+
+def test_a_long_message_of_a_rank_that_has_left_is_not_delivered(pair: list[SharedMemoryTransport]) -> None:
+    """Its memory may be in other use by then."""
+    first, second = pair
+    second.send(torch.ones(SHORT_BYTES), 0)
+    second.close()
+    with pytest.raises(PeerLostError, match="lost rank 1"):
+        first.receive(torch.zeros(SHORT_BYTES), 1)[0].wait()
+
+
+def test_who_catches_the_interrupt_of_a_message_gets_no_later_one(
+    pair: list[SharedMemoryTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second `receive` would get what comes behind the message that the first one waited for."""
+    first, second = pair
+
+    def interrupt(*args: object) -> None:
+        raise Interrupted
+
+    message, _ = first.receive(torch.zeros(3), 1)
+    monkeypatch.setattr(first, "_sleep", interrupt)
+    with pytest.raises(Interrupted):
+        message.wait()
+    with pytest.raises(PeerLostError, match="was interrupted by Interrupted"):
+        first.receive(torch.zeros(3), 1)
+    with pytest.raises(PeerLostError, match="rank 0 has given up"):
+        second.send(torch.ones(3), 0)
 
 
 def test_after_close_memory_is_refused_and_a_deadline_is_nothing(pair: list[SharedMemoryTransport]) -> None:

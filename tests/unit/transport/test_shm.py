@@ -18,6 +18,7 @@ from evenstep.errors import ConfigurationError
 from evenstep.processes import state_and_start
 from evenstep.transport.base import Row
 from evenstep.transport.core.header import NUMBER_OFFSET
+from evenstep.transport.shm import allocator
 from evenstep.transport.shm import segment as segment_module
 from evenstep.transport.shm.allocator import Arena, FreeList, Views
 from evenstep.transport.shm.handshake import count_cores, describe_this_process, why_not_together
@@ -25,8 +26,10 @@ from evenstep.transport.shm.peers import PeerProcess, PeerWatch, this_process
 from evenstep.transport.shm.segment import (
     HEADER_BYTES,
     NUM_RECORDS,
+    PAGE_BYTES,
     RECORD_BYTES,
     ROW_OFFSET,
+    Mapping,
     Segment,
     host_memory_bytes,
     plan_segment,
@@ -142,6 +145,37 @@ def test_memory_is_for_real_and_goes_back_with_the_last_tensor():
     assert not arena.allocate(1 << 20, torch.float32).any()  # what was released reads as zeros
     del second
     assert os.fstat(segment.fd).st_blocks - before == 0
+
+
+def test_memory_that_has_ended_is_nowhere_in_the_zone():
+    """Its address may be that of a tensor which lies elsewhere."""
+    arena = Arena(make_segment(), 0)
+    tensor = arena.allocate(1000, torch.float32)
+    address = tensor.data_ptr()
+    assert arena.locate(address, 4000) == 0
+    del tensor
+    assert arena.locate(address, 4000) is None
+
+
+def test_memory_may_get_the_address_of_a_tensor_that_ends_meanwhile(monkeypatch):
+    """The tensor ends behind the look for those that have, and the kernel chooses its address again."""
+    arena = Arena(make_segment(), 0)
+    held = [arena.allocate(1000, torch.float32)]
+    address = held[0].data_ptr()
+
+    def map_there(*args, **options):
+        held.clear()
+        mapping = Mapping(*args, **options)
+        mapping.address = address
+        return mapping
+
+    monkeypatch.setattr(allocator, "Mapping", map_there)
+    second = arena.allocate(1000, torch.float32)
+    assert arena.locate(address, 4000) == PAGE_BYTES
+    assert arena.used_bytes == PAGE_BYTES
+    del second
+    assert arena.used_bytes == 0
+    assert arena.locate(address, 4000) is None
 
 
 def test_views_of_many_buckets_on_many_ranks_are_made_once():

@@ -657,3 +657,27 @@ def policy_of_pinned_ranks():
 def test_ranks_pinned_to_a_core_each_spin_as_if_they_were_not(ranks):
     """As Slurm and mpirun pin them."""
     assert ranks.run(policy_of_pinned_ranks, 2) == [WaitPolicy(timeout_s=TIMEOUT_S)] * 2
+
+
+def exchange_in_place(seed: int) -> None:
+    """A tensor that is what all ranks send and what they receive, short and long, a bucket or not."""
+    evenstep.init(quiet=True).barrier()
+    transport = new_shared_memory()
+    size, rank = transport.world_size, transport.rank
+    for numel in (2, 40_000, 700_001):
+        given = [
+            torch.randn(numel * size, generator=torch.Generator().manual_seed(seed + each)) for each in range(size)
+        ]
+        expected = torch.cat([each[rank * numel : (rank + 1) * numel] for each in given])
+        for is_bucket in (False, True):
+            tensor = given[rank].clone()
+            if is_bucket:
+                tensor = transport.allocate(numel * size, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+            transport.all_to_all(tensor, tensor).wait()
+            assert torch.equal(tensor, expected), (numel, is_bucket)
+    transport.close()
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_parts_may_be_exchanged_in_place(ranks: RankPool, nproc: int, fresh_seed: int) -> None:
+    ranks.run(exchange_in_place, nproc, fresh_seed)

@@ -224,7 +224,7 @@ ORDER: dict[str, list[str]] = {
         "channels",
         "module_buffers",
     ],
-    "replica.data_parallel": ["wrapper", "replicas", "worker_threads"],
+    "replica.data_parallel": ["wrapper", "replicas"],
     "replica.gradients": ["engine", "autograd_hooks", "exchange", "strategies", "observer", "window", "buckets"],
     "replica.gradients.buckets": ["launch", "bucket", "comm_hooks", "layout"],
     "replica.gradients.exchange": ["all_reduce", "across_ranks", "base", "header", "sparse", "weights"],

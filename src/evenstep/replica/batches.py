@@ -40,7 +40,7 @@ def is_empty_batch(batch: Any, dim: int = 0) -> bool:
 
     One that is longer may be a batch beside an empty one, such as the texts of samples of which none has an image.
     """
-    lengths = {leaf.shape[dim] for leaf in pytree.tree_leaves(batch) if _has_rows(leaf, dim)}
+    lengths = {leaf.shape[dim] for leaf in pytree.tree_leaves(batch) if has_rows(leaf, dim)}
     return lengths == {0}
 
 
@@ -74,15 +74,15 @@ def rows_of(batch: Any, dim: int) -> tuple[list[tuple[Any, bool]], Any, int]:
         ConfigurationError: No tensor, or tensors of different lengths.
     """
     leaves, structure = pytree.tree_flatten(batch)
-    lengths = {int(leaf.shape[dim]) for leaf in leaves if _has_rows(leaf, dim)}
+    lengths = {int(leaf.shape[dim]) for leaf in leaves if has_rows(leaf, dim)}
     if len(lengths) != 1:
         which = "first dimension" if dim == 0 else f"dimension {dim}"
         found = f"tensors of lengths {sorted(lengths)}" if lengths else f"no tensor with a {which}"
         raise ConfigurationError(
-            f"microbatches: the batch has {found}. It is divided along the {which}, which counts its samples: pass a "
-            f"tensor, or a list, tuple or dictionary of tensors with as many."
+            f"A batch can't be divided: it has {found}. It is divided along the {which}, which counts its samples: "
+            f"pass a tensor, or a list, tuple or dictionary of tensors with as many. A 0-dim one goes into every part."
         )
-    return [(leaf, _has_rows(leaf, dim)) for leaf in leaves], structure, lengths.pop()
+    return [(leaf, has_rows(leaf, dim)) for leaf in leaves], structure, lengths.pop()
 
 
 def pad_parts(parts: Sequence[Any], most: int, batch: Any, dim: int = 0) -> list[Any]:
@@ -135,11 +135,11 @@ class DummyBatch:
         leaves = pytree.tree_leaves(inputs)
         self._samples = [
             leaf.narrow(self._dim, 0, 1).detach().clone()
-            if _has_rows(leaf, self._dim) and leaf.shape[self._dim]
+            if has_rows(leaf, self._dim) and leaf.shape[self._dim]
             else None
             for leaf in leaves
         ]
-        lengths = {leaf.shape[self._dim] for leaf in leaves if _has_rows(leaf, self._dim)}
+        lengths = {leaf.shape[self._dim] for leaf in leaves if has_rows(leaf, self._dim)}
         # Of different lengths two may be as long together as two dummies.
         self._is_comparable = len(lengths) == 1
         self._num_rows = _MIN_ROWS + (lengths == {_MIN_ROWS})
@@ -155,7 +155,7 @@ class DummyBatch:
         leaves, structure = pytree.tree_flatten(inputs)
         samples = self._samples if len(self._samples) == len(leaves) else [None] * len(leaves)
         filled = [
-            self._fill(leaf, sample) if _has_rows(leaf, self._dim) else leaf
+            self._fill(leaf, sample) if has_rows(leaf, self._dim) else leaf
             for leaf, sample in zip(leaves, samples, strict=True)
         ]
         return pytree.tree_unflatten(filled, structure)
@@ -178,10 +178,10 @@ class DummyBatch:
 
         def cut(output: Tensor) -> Tensor:
             then, dims = next(before), list(range(output.dim()))
-            if _has_rows(output, self._dim):
+            if has_rows(output, self._dim):
                 dims.insert(0, self._dim)
             if known is None:
-                found = [dim for dim in dims[:1] if _has_rows(output, self._dim) and not then[dim] % self._num_rows]
+                found = [dim for dim in dims[:1] if has_rows(output, self._dim) and not then[dim] % self._num_rows]
             else:
                 found = [dim for dim in dims if output.shape[dim] != then[dim]]
             # A view also of what is left as it is: hooks are put on it, and it may be an output of somebody else's.
@@ -195,5 +195,6 @@ def _shapes(outputs: Any) -> list[tuple[int, ...]]:
     return [tuple(leaf.shape) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
-def _has_rows(leaf: Any, dim: int) -> bool:
+def has_rows(leaf: Any, dim: int) -> bool:
+    """Whether this is a tensor with a batch dimension: what isn't goes into every part."""
     return isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim()

@@ -37,7 +37,7 @@ def test_a_number_of_parts_that_is_none_is_refused(n):
 
 @pytest.mark.parametrize("batch", [(torch.ones(3), torch.ones(4)), "text", (), torch.tensor(1.0)])
 def test_a_batch_that_cannot_be_divided_is_refused(batch):
-    with pytest.raises(ConfigurationError, match="the batch has"):
+    with pytest.raises(ConfigurationError, match="it has"):
         split(batch, 2)
 
 
@@ -45,8 +45,9 @@ def test_a_batch_without_samples_is_told_what_one_is():
     with pytest.raises(ConfigurationError) as refused:
         split(torch.tensor(1.0), 2)
     assert str(refused.value) == (
-        "microbatches: the batch has no tensor with a first dimension. It is divided along the first dimension, which "
-        "counts its samples: pass a tensor, or a list, tuple or dictionary of tensors with as many."
+        "A batch can't be divided: it has no tensor with a first dimension. It is divided along the first dimension, "
+        "which counts its samples: pass a tensor, or a list, tuple or dictionary of tensors with as many. A 0-dim one "
+        "goes into every part."
     )
 
 

@@ -10,6 +10,7 @@ import gc
 import io
 import random
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -19,7 +20,8 @@ from torch.nn import functional as F
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.replica.data_parallel.replicas import Replica, add_bucket, buckets_of
+from evenstep.replica.data_parallel import replicas
+from evenstep.replica.data_parallel.replicas import Replica, carried
 
 CPU = torch.device("cpu")
 
@@ -115,7 +117,17 @@ def test_training_equals_the_bare_module(kind, seed):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert [replica.num_built for replica in model._replicas[:2]] == [1, 1]
+
+
+def test_a_scripted_module():
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(6, 4, bias=False), nn.BatchNorm1d(4).eval()).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        module = torch.jit.script(copy.deepcopy(plain))
+    model, x = on_cpus(module, 2), torch.randn(5, 2, 3, dtype=torch.float64)
+    for each in (plain, model):
+        each(x).sin().sum().backward()
+    assert_same_grads(module, plain)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +159,40 @@ def test_nests_go_in_and_come_out():
     assert got[1].right[1] is None
     assert type(got[2]) is collections.OrderedDict
     assert got[2]["count"] == 3
+
+
+def test_a_dataclass_goes_in_and_inputs_come_out():
+    class Echo(nn.Linear):
+        def forward(self, batch):
+            out = super().forward(batch.logits)
+            return out, out, batch.logits, batch.name
+
+    net = Echo(3, 2).double()
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    out, again, inputs, name = on_cpus(net, 2)(Output(x, "net"))
+    assert torch.equal(out, again)
+    assert torch.equal(inputs, x)
+    assert name == "net"
+    (out.sum() + 2 * again.sum() + inputs.sum()).backward()
+    torch.testing.assert_close(x.grad, 3 * net.weight.sum(0).expand(5, 3) + 1)
+
+
+def test_a_model_in_a_model():
+    net = nn.Linear(3, 2).double()
+    x = torch.randn(7, 3, dtype=torch.float64)
+    model = on_cpus(nn.Sequential(on_cpus(net, 2)), 2)
+    torch.testing.assert_close(model(x), net(x))
+    model(x).sum().backward()
+    torch.testing.assert_close(net.weight.grad, x.sum(0).expand(2, 3))
+
+
+def test_replicas_that_return_different_numbers_of_tensors():
+    class Odd(nn.Linear):
+        def forward(self, x):
+            return [super().forward(x)] * len(x)
+
+    with pytest.raises(UsageError, match=r"returned \[2, 1\] tensors"):
+        on_cpus(Odd(3, 2), 2)(torch.ones(3, 3))
 
 
 def test_another_batch_dimension_and_a_number_for_all():
@@ -223,34 +269,50 @@ def test_changes_of_the_module_reach_the_replicas():
     check("a changed attribute")
 
 
-def test_parameters_are_copied_only_when_they_have_changed():
+def test_parameters_are_copied_only_when_they_have_changed(monkeypatch):
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
-    replica = Replica(CPU, is_first=False, shares_memory=False)
+    replica = Replica(1, CPU, CPU)
+    replica.shares_memory = False
     x = torch.ones(1, 3, dtype=torch.float64)
+    copied = []
+    monkeypatch.setattr(replicas, "carried", lambda tensors, device: copied.extend(tensors) or carried(tensors, device))
 
-    def check(num_copied, num_built=1):
-        assert torch.equal(replica.refresh(net)(x), net(x))
-        assert (replica.num_copied, replica.num_built) == (num_copied, num_built)
+    def check(num_copied):
+        copied.clear()
+        assert torch.equal(replica.copy_of(net)[0](x), net(x))
+        assert len(copied) == num_copied
 
     check(4)
-    check(4)
+    check(0)
     with torch.no_grad():
         net[1].weight.add_(1)
-    check(5)
+    check(1)
     net[0].bias.data = torch.ones(4, dtype=torch.float64)
-    check(6)
-    check(6)
+    check(1)
+    check(0)
     net[0].bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-    check(7, num_built=2)
+    check(1)
+    check(0)
+
+
+def test_copies_of_a_pass_without_gradients_are_trained():
+    replica = Replica(1, CPU, CPU)
+    replica.shares_memory = False
+    net = nn.Linear(3, 3)
+    with torch.inference_mode():
+        replica.copy_of(net)[0](torch.ones(2, 3))
+    module, parameters = replica.copy_of(net)
+    module(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    assert all(parameter.grad is not None for parameter in parameters)
 
 
 def test_replicas_on_one_device_share_the_parameters_memory():
     model = on_cpus(nn.Linear(3, 3), 3)
     model(torch.ones(3, 3))
-    for replica in model._replicas:
-        assert replica.module.weight.data_ptr() == model.module.weight.data_ptr()
-        assert replica.module.weight is not model.module.weight
-        assert replica.num_copied == 0
+    for replica in model._replicas.members:
+        copy, _ = replica.copy_of(model.module)
+        assert copy.weight.data_ptr() == model.module.weight.data_ptr()
+        assert copy.weight is not model.module.weight
 
 
 def test_module_buffers_are_the_first_replicas():
@@ -272,22 +334,49 @@ def test_module_buffers_are_the_first_replicas():
         plain(x[:2])
         for (name, a), b in zip(net.named_buffers(), plain.buffers(), strict=True):
             assert torch.equal(a, b), name
-    second = model._replicas[1].refresh(net)
+    second, _ = model._replicas.members[1].copy_of(net)
     assert all(torch.equal(a, b) for a, b in zip(second.buffers(), net.buffers(), strict=True))
 
 
-def test_gradients_are_added_in_buckets():
-    parameters = [nn.Parameter(torch.zeros(3 << 20)) for _ in range(5)] + [nn.Parameter(torch.zeros(2).double())]
-    assert [len(bucket) for bucket in buckets_of(parameters)] == [2, 2, 1, 1]
-    generator = torch.Generator().manual_seed(0)
-    columns = [[torch.randn(shape, generator=generator) for shape in ((2, 3), (4,), ())] for _ in range(3)]
-    expected = [sum(each[1:], each[0]) for each in zip(*columns, strict=True)]
-    assert all(torch.equal(a, b) for a, b in zip(add_bucket(columns, CPU, CPU), expected, strict=True))
-    # As on several devices: flat, added on one of them.
-    moved = add_bucket(columns, CPU, torch.device("meta"))
-    assert [tuple(each.shape) for each in moved] == [(2, 3), (4,), ()]
-    same = torch.ones(2)
-    assert torch.equal(add_bucket([[same, same], [same, same]], CPU, CPU)[1], torch.full((2,), 2.0))
+def test_what_travels_keeps_its_values_and_strides():
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    row = torch.sparse_coo_tensor([[1]], [[2.0, 3.0]], (4, 2), check_invariants=True)
+    tensors = [image, None, torch.randn(3).double(), row, torch.tensor(4.0), torch.arange(6.0).view(2, 3).t()]
+    for got, expected in zip(carried(tensors, CPU), tensors, strict=True):
+        assert (got is None) == (expected is None)
+        if expected is not None and not expected.is_sparse:
+            assert torch.equal(got, expected)
+            assert got.stride() == expected.stride()
+            assert got.data_ptr() != expected.data_ptr()
+    there = carried(tensors[:3], torch.device("meta"))
+    assert [None if each is None else (each.device.type, each.dtype) for each in there] == [
+        ("meta", torch.float32),
+        None,
+        ("meta", torch.float64),
+    ]
+
+
+@pytest.mark.parametrize("kind", [Recurrent, Parametrized, Embedded])
+def test_training_as_on_accelerators_equals_the_bare_module(kind):
+    """One call differentiates all graphs; parameters and gradients travel. Here from the CPU to the CPU."""
+    torch.manual_seed(3)
+    plain = kind().double()
+    model = on_cpus(copy.deepcopy(plain), 3)
+    model._replicas.on_cpu = False
+    for replica in model._replicas.members[1:]:
+        replica.shares_memory = False
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for num_rows in (7, 2, 5):
+        x = 5 * torch.randn(num_rows, 2, 3, dtype=torch.float64)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        for each, given in zip((plain, model), inputs, strict=True):
+            each(given).sin().sum().backward()
+        assert_same_grads(model, plain)
+        if kind is not Embedded:
+            torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=1e-11, atol=1e-12)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 # ---------------------------------------------------------------------- threads
@@ -323,7 +412,7 @@ def test_each_replicas_thread_drives_its_graph_forward_and_backward():
         model = on_cpus(Watched(seen), 2)
         model(torch.ones(4, 3)).sum().backward()
         assert sorted(seen) == [
-            (what, f"evenstep-replica-{index}", 2) for what in ("backward", "forward") for index in (0, 1)
+            (what, f"evenstep-replica-{index}_0", 2) for what in ("backward", "forward") for index in (0, 1)
         ]
         assert torch.get_num_threads() == 4
         fresh = []
@@ -537,13 +626,18 @@ def test_a_part_in_which_no_target_counts():
     assert_same_grads(model, plain)
 
 
-def test_a_criterion_that_is_trained_is_refused():
+def test_a_criterion_that_is_trained_gets_its_gradients():
     class Trained(nn.Linear):
         def forward(self, out, target):
-            return super().forward(out).mean()
+            return (super().forward(out) - target).square().mean()
 
-    with pytest.raises(UsageError, match="a part of the module"):
-        on_cpus(nn.Linear(3, 3), 2).loss(Trained(3, 3), torch.ones(4, 3), torch.ones(4))
+    net, criterion = nn.Linear(3, 3).double(), Trained(3, 1).double()
+    plain, plain_criterion = copy.deepcopy(net), copy.deepcopy(criterion)
+    x, target = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 1, dtype=torch.float64)
+    on_cpus(net, 2).loss(criterion, x, target).backward()
+    plain_criterion(plain(x), target).backward()
+    assert_same_grads(net, plain)
+    assert_same_grads(criterion, plain_criterion)
 
 
 # ---------------------------------------------------------------------- as torch's class
@@ -587,10 +681,10 @@ def test_batches_that_cannot_be_divided():
     model = on_cpus(nn.Linear(1, 1), 2)
     with pytest.raises(UsageError, match="empty batch"):
         model(torch.empty(0, 1))
-    with pytest.raises(ConfigurationError, match=r"lengths \[2, 3\] in dimension 0"):
+    with pytest.raises(ConfigurationError, match=r"it has tensors of lengths \[2, 3\]"):
         model(torch.ones(3, 1), torch.ones(2))
     model.module.to("meta")
     with pytest.raises(ConfigurationError, match="is on meta"):
         model(torch.ones(2, 1))
-    with pytest.raises(ConfigurationError, match="has not seen a batch"):
+    with pytest.raises(ValueError, match="uninitialized parameter"):
         on_cpus(nn.LazyLinear(2), 2)(torch.ones(4, 3))

@@ -1,5 +1,5 @@
 """One process, several devices: `DataParallel`.
 
-Reading order: `wrapper` (the class that users see), `replicas` (copies of a module that stay alive between steps, and a
-pass through several of them), `worker_threads` (a thread for each replica).
+Reading order: `wrapper` (the class that users see), `replicas` (copies of a module in threads of their own, and a
+forward and backward pass through them).
 """

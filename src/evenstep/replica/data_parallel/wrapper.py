@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.c_library.heap import keep_freed_memory
-from evenstep.ground.compat.torch_autograd import keeps_graph
 from evenstep.pytrees import flatten_tensors
-from evenstep.replica.data_parallel.replicas import Call, Replica, Run, batch_size
-from evenstep.replica.data_parallel.worker_threads import WorkerThreads
+from evenstep.replica.batches import has_rows, split
+from evenstep.replica.data_parallel.replicas import Replicas, sent
 
 
 class DataParallel(nn.DataParallel[nn.Module]):
@@ -29,13 +25,13 @@ class DataParallel(nn.DataParallel[nn.Module]):
     replicas on `"cpu"` share the parameters and run side by side, forward and backward. Gradients arrive in the
     module's own parameters, summed over the batch as in one process.
 
-    Replicas stay alive between steps. Parameters are copied to other devices only when they have changed: by an
-    operation that autograd's version counter sees, or by getting other memory. A change through `p.data`, in place, is
-    seen by replicas that share its memory; to those on other devices `refresh` brings it.
+    Threads, and copies of parameters on other devices, stay alive between steps. Parameters are copied only when they
+    have changed: by an operation that autograd's version counter sees, or by getting other memory. A change through
+    `p.data`, in place, is seen by replicas that share its memory; to those on other devices `refresh` brings it.
 
     Module buffers that the forward pass changes (running statistics) are those of the first replica. Plain attributes
-    that it sets stay in the replicas. Random numbers on several CPU replicas come from one generator, in the order in
-    which the threads ask. Gradients can't be differentiated again: use `model.module` for that.
+    that it sets are lost, as with torch's class. Random numbers on several CPU replicas come from one generator, in the
+    order in which the threads ask. Gradients can't be differentiated again: use `model.module` for that.
 
     Args:
         module: The model; moved to the first device.
@@ -48,10 +44,6 @@ class DataParallel(nn.DataParallel[nn.Module]):
         ConfigurationError: There is no such device.
     """
 
-    # Made when first needed, and no part of a copy or of a file.
-    _replicas: list[Replica] | None = None
-    _workers: WorkerThreads | None = None
-
     def __init__(
         self,
         module: nn.Module,
@@ -60,8 +52,6 @@ class DataParallel(nn.DataParallel[nn.Module]):
         dim: int = 0,
     ) -> None:
         nn.Module.__init__(self)
-        if not isinstance(module, nn.Module):
-            raise ConfigurationError(f"DataParallel wraps a torch.nn.Module, not a {type(module).__name__}.")
         if device_ids is None:
             device_ids = list(range(torch.cuda.device_count())) or ["cpu"]
         if isinstance(device_ids, str) or not isinstance(device_ids, Sequence) or not device_ids:
@@ -73,7 +63,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         self.src_device_obj = self.devices[0]
         self.dim = dim
         self.module = module.to(self.devices[0])
-        if any(each.type == "cpu" for each in self.devices):
+        if self.devices[0].type == "cpu":
             keep_freed_memory()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -92,7 +82,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
             ConfigurationError: Its tensors are of different lengths; a parameter has left the first device.
             Exception: What a replica raised, with its device in the message.
         """
-        return self._run(lambda module, batch: module(*batch[0], **batch[1]), (inputs, kwargs))
+        return self._run(self.module, inputs, kwargs)
 
     def loss(self, criterion: Callable[[Any, Any], Tensor], inputs: Any, targets: Any, **kwargs: Any) -> Tensor:
         """`criterion(model(inputs), targets)`, computed where the outputs are, so that only numbers travel.
@@ -102,6 +92,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
                 number per sample. Means of parts are weighted by what they were taken over: the samples, or for a
                 criterion with `ignore_index` and class weights the weights of the targets that count. torch's
                 `F.cross_entropy` and `F.nll_loss` and a `functools.partial` of them are known as its modules are.
+                A module is replicated with the model; its tensors are on the first device.
             inputs: The module's input; a tuple: its positional arguments.
             targets: A pytree of tensors, divided like the inputs.
             **kwargs: The module's keyword arguments.
@@ -109,23 +100,14 @@ class DataParallel(nn.DataParallel[nn.Module]):
         Returns:
             The loss of the whole batch, on the output device.
         """
-        checks.function("DataParallel.loss: criterion", criterion)
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-        on_device = {device: _criterion_on(criterion, device) for device in dict.fromkeys(self.devices)}
-
-        def call(module: nn.Module, batch: Any) -> tuple[Tensor, Tensor, bool]:
-            part, options, goals = batch
-            outputs = module(*part, **options)
-            tensors, _ = flatten_tensors(goals)
-            here = on_device[tensors[0].device] if tensors and tensors[0].device in on_device else criterion
-            value = here(outputs, goals)
-            return value, _weight_of(here, goals, self.dim, value.device), value.dim() == 0
-
         value: Tensor
-        value, weights, is_number = self._run(call, (arguments, kwargs, targets))
+        value, weights, is_number = self._run(
+            _Scored(self.module, criterion, self.dim), (arguments, kwargs, targets), {}
+        )
         if not is_number or value.dim() == 0:
             return value  # one number per sample, or one replica
-        if _setting(criterion, "reduction", "mean") == "sum":
+        if _setting(criterion, "reduction") == "sum":
             return value.sum()
         # A part in which nothing counted has a mean of NaN, which counts for nothing.
         mean: Tensor = (torch.where(weights > 0, value, 0.0) * weights).sum() / weights.sum()
@@ -133,126 +115,74 @@ class DataParallel(nn.DataParallel[nn.Module]):
 
     def refresh(self) -> None:
         """Copy all parameters and buffers anew before the next pass, however they were changed."""
-        self._replicas = None
+        self.__dict__.pop("_replicas", None)
 
     def extra_repr(self) -> str:
         """The text beside the module when this is printed."""
         return f"devices={[str(device) for device in self.devices]}, output_device={self.output_device}, dim={self.dim}"
 
+    @functools.cached_property
+    def _replicas(self) -> Replicas:
+        return Replicas(self.devices)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_replicas", "_workers")}
+        return {name: value for name, value in self.__dict__.items() if name != "_replicas"}
 
-    # ------------------------------------------------------------------ running
-
-    def _run(self, call: Call, batch: Any) -> Any:
-        tensors, rebuild = flatten_tensors(batch)
-        length = batch_size(tensors, self.dim)
-        if length == 0:
+    def _run(self, module: nn.Module, inputs: Any, kwargs: Any) -> Any:
+        tensors, rebuild = flatten_tensors((inputs, kwargs))
+        tensors = [sent(tensor, self.devices[0]) if tensor.requires_grad else tensor for tensor in tensors]
+        parts = [tensors]
+        if any(has_rows(tensor, self.dim) for tensor in tensors):
+            parts = split(tensors, len(self.devices), self.dim)
+        if not parts:
             raise UsageError("DataParallel was called with an empty batch.")
-        if len(self.devices) == 1 or length is None or length == 1:
-            there = rebuild([tensor.to(self.devices[0], non_blocking=True) for tensor in tensors])
-            outputs, rebuild = flatten_tensors(call(self.module, there))
-            return rebuild([tensor.to(self.output_device, non_blocking=True) for tensor in outputs])
-        run = self._prepared(call, tensors, rebuild, length)
-        differentiated = [tensors[index] for index in run.inputs] + list(run.parameters)
-        if torch.is_grad_enabled() and differentiated:
-            joined = _Replicated.apply(run, *differentiated)  # type: ignore[no-untyped-call]
-        else:
-            joined = run.forward(grad=False)
-        return run.rebuild(joined)
-
-    def _prepared(self, call: Call, tensors: Sequence[Tensor], rebuild: Any, length: int) -> Run:
-        parameters = list(self.module.parameters())
-        for tensor in (*parameters, *self.module.buffers()):
+        if len(parts) == 1:
+            arguments, options = rebuild([sent(tensor, self.devices[0]) for tensor in tensors])
+            outputs, rebuild = flatten_tensors(module(*arguments, **options))
+            return rebuild([tensor.to(self.output_device) for tensor in outputs])
+        for tensor in (*module.parameters(), *module.buffers()):
             if tensor.device != self.devices[0]:
                 raise ConfigurationError(
-                    f"DataParallel: a parameter or buffer of the module is on {tensor.device}; all of them stay on the "
-                    f"first device, {self.devices[0]}."
+                    f"DataParallel: a parameter or buffer of the module or criterion is on {tensor.device}; all of "
+                    f"them stay on the first device, {self.devices[0]}."
                 )
-        if self._replicas is None:
-            self._replicas = [Replica(device, is_first=i == 0) for i, device in enumerate(self.devices)]
-        if self._workers is None:
-            self._workers = WorkerThreads(self.devices)
-        for replica in self._replicas[:length]:
-            replica.refresh(self.module)
-        return Run(
-            self._replicas,
-            self._workers,
-            dim=self.dim,
-            home=self.output_device,
-            call=call,
-            tensors=tensors,
-            rebuild=rebuild,
-            length=length,
-            parameters=[parameter for parameter in parameters if parameter.requires_grad],
-        )
+        outputs, rebuild = self._replicas.forward(module, parts, rebuild)
+        return rebuild([self._joined(row) for row in zip(*outputs, strict=True)])
+
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        there = [part.to(self.output_device) for part in parts]
+        return torch.stack(there) if there[0].dim() == 0 else torch.cat(there, self.dim)
 
 
-class _Replicated(torch.autograd.Function):
-    """All replicas as one node of the caller's graph."""
+class _Scored(nn.Module):
+    """A model and a criterion, which is replicated with it."""
 
-    @staticmethod
-    def forward(ctx: Any, run: Run, *differentiated: Tensor) -> tuple[Tensor, ...]:
-        outputs = run.forward(grad=True)
-        ctx.run = run
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(out for out, has_grad in zip(outputs, run.differentiable, strict=True) if not has_grad)
-        )
-        return tuple(outputs)
+    def __init__(self, module: nn.Module, criterion: Callable[[Any, Any], Tensor], dim: int) -> None:
+        super().__init__()
+        self.module, self.criterion, self.dim = module, criterion, dim
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        keep_graph = keeps_graph()
-        return None, *ctx.run.backward(grads, keep_graph=keep_graph)
+    def forward(self, arguments: Any, options: Any, targets: Any) -> tuple[Tensor, Tensor, bool]:
+        value = self.criterion(self.module(*arguments, **options), targets)
+        return value, self._weight(targets, value.device).double(), value.dim() == 0
 
-
-# ---------------------------------------------------------------------- criteria
-
-_criteria: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, nn.Module]] = weakref.WeakKeyDictionary()
-
-
-def _criterion_on(criterion: Any, device: torch.device) -> Any:
-    """The criterion, or a copy of it on a device if it has tensors elsewhere (class weights)."""
-    if not isinstance(criterion, nn.Module):
-        return criterion
-    if any(parameter.requires_grad for parameter in criterion.parameters()):
-        raise UsageError(
-            f"DataParallel.loss: {type(criterion).__name__} has trained parameters, whose gradients would be lost. "
-            f"Make the criterion a part of the module."
-        )
-    if all(tensor.device == device for tensor in (*criterion.parameters(), *criterion.buffers())):
-        return criterion
-    copies = _criteria.setdefault(criterion, {})
-    if device not in copies:
-        copies[device] = copy.deepcopy(criterion).to(device)
-    return copies[device]
-
-
-def _weight_of(criterion: Any, targets: Any, dim: int, device: torch.device) -> Tensor:
-    """What a mean over targets was taken over, up to a factor that all replicas have: 0-dim, float64."""
-    ignored = _setting(criterion, "ignore_index", -100)
-    if isinstance(ignored, int) and isinstance(targets, Tensor) and not targets.is_floating_point():
+    def _weight(self, targets: Any, device: torch.device) -> Tensor:
+        """What a mean over targets was taken over, up to a factor that all replicas have: 0-dim."""
+        ignored = _setting(self.criterion, "ignore_index")
+        if not isinstance(ignored, int) or not isinstance(targets, Tensor) or targets.is_floating_point():
+            tensors, _ = flatten_tensors(targets)
+            lengths = [each.shape[self.dim] for each in tensors if has_rows(each, self.dim)]
+            return torch.tensor(max(lengths, default=1), device=device)
         counts = targets != ignored
-        weights = _setting(criterion, "weight", None)
-        if weights is not None:
-            of_targets: Tensor = weights[torch.where(counts, targets, 0)]
-            return of_targets.double().mul(counts).sum()
-        return counts.sum().double()
-    tensors, _ = flatten_tensors(targets)
-    length = batch_size(tensors, dim)
-    return torch.tensor(float(1 if length is None else length), dtype=torch.float64, device=device)
+        weights = _setting(self.criterion, "weight")
+        return counts.sum() if weights is None else weights[torch.where(counts, targets, 0)].double().mul(counts).sum()
 
 
-def _setting(criterion: Any, name: str, usual: Any) -> Any:
+def _setting(criterion: Any, name: str) -> Any:
     """A criterion's setting, also where it is torch's function, or a `functools.partial` of that."""
-    given = {}
     if isinstance(criterion, functools.partial):
-        given, criterion = criterion.keywords, criterion.func
-    if criterion in (functional.cross_entropy, functional.nll_loss):
-        return given.get(name, usual)
-    return getattr(criterion, name, given.get(name))
+        return criterion.keywords.get(name, _setting(criterion.func, name))
+    is_known = criterion in (functional.cross_entropy, functional.nll_loss)
+    return getattr(criterion, name, -100 if is_known and name == "ignore_index" else None)
 
 
 def _device(asked: int | str | torch.device) -> torch.device:

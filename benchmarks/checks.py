@@ -36,8 +36,8 @@ from evenstep.launcher.failure.detection import observe
 from evenstep.launcher.failure.hangs import HangWatch, Seen
 from evenstep.processes import time_on_core_ns
 from evenstep.replica.gradients.buckets import bucket
-from evenstep.replica.monitors.drift import DEFAULT_EVERY, DriftWatch
-from evenstep.replica.monitors.nonfinite import OwnWatch
+from evenstep.replica.gradients.window import Window
+from evenstep.replica.monitors.checks import DEFAULT_EVERY, DriftWatch, NonFinite
 from evenstep.transport.core import reduction
 from evenstep.transport.shm.collectives import ProgramContext
 
@@ -55,7 +55,7 @@ COUNTED: dict[str, list[tuple[Any, str]]] = {
 TIMED: dict[str, list[tuple[Any, str]]] = {
     "fingerprints": [(ProgramContext, "_read_headers")],
     "sums": [(reduction, "check_sum")],
-    "own gradients": [(bucket, "total_of"), (OwnWatch, "inspect")],
+    "own gradients": [(bucket, "total_of"), (NonFinite, "inspect")],
 }
 
 
@@ -111,7 +111,7 @@ def account(num_steps: int, transport: str) -> dict[str, Any]:
             "page: waiting": unit_cost(lambda: heartbeat.mark_waiting(False)),
             "telemetry": unit_cost(lambda: recorder.mark(0), 2_000),
             **{what: min(all_steps) * num_steps / max(1, counts[what]) for what, all_steps in in_steps.items()},
-            "drift": cost_of_digests(model.monitors.drift, world.world_size),
+            "drift": cost_of_digests(model.monitors.drift),
             "slow ranks": unit_cost(lambda: watch.look(time.monotonic()))
             + 0.1 * unit_cost(peer_heartbeats.read_all, 2_000),
         }
@@ -136,17 +136,16 @@ def _counting(
     return counted
 
 
-def cost_of_digests(watch: DriftWatch, num_ranks: int) -> float:
+def cost_of_digests(watch: DriftWatch) -> float:
     """Seconds per step for comparing replicas: a whole round over its steps, of each the least of several rounds."""
     least = [float("inf")] * DEFAULT_EVERY
     for _ in range(10):
         for number in range(DEFAULT_EVERY):
             began = time.perf_counter()
-            numbers = watch.header_numbers()
+            numbers = watch.header_numbers(Window())
             took = time.perf_counter() - began
-            sums = torch.tensor(numbers, dtype=torch.float64) * num_ranks  # as if all ranks sent the same
             began = time.perf_counter()
-            watch.read_header(sums)
+            watch.judge(watch.sent, (0.0,) * len(numbers))  # as if all ranks sent the same
             least[number] = min(least[number], took + time.perf_counter() - began)
     assert watch.is_on
     return sum(least) / DEFAULT_EVERY

@@ -14,7 +14,9 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import MismatchError
-from evenstep.replica.monitors.options import OptionsWatch
+from evenstep.replica.gradients.exchange.header import Header
+from evenstep.replica.gradients.window import Window
+from evenstep.replica.monitors.checks import OptionsWatch
 from tests.gpu.sharing import never_waiting
 
 pytestmark = [
@@ -50,18 +52,26 @@ def test_clipping_never_waits_for_the_device(way):
 def test_comparing_options_never_waits_for_the_device():
     rate = torch.tensor(0.1, device="cuda")
     optimizer = torch.optim.AdamW(make_model().cuda().parameters(), lr=rate, capturable=True)
-    world = SimpleNamespace(world_size=2, control=None)
-    watch = OptionsWatch(world, None, rate.device)  # type: ignore[arg-type]
+    world = SimpleNamespace(world_size=2, rank=1)
+    watch = OptionsWatch(world, None, lambda: True)  # type: ignore[arg-type]
     watch.add(optimizer)
-    seen = set()
+    watch.header_numbers(Window())  # weights of the digest come to the device
+    header = Header(1, rate.device, [watch])
+    seen = []
     with never_waiting():
-        for _ in range(50):
+        for _ in range(10):
             rate.mul_(0.99)
-            numbers = watch.tell()
-            seen.add(tuple(numbers))
-            watch.hear(torch.zeros(4, dtype=torch.float64, device="cuda").add_(1))
-    assert 3 <= len(seen) <= 5  # the rate is looked at now and then
-    assert watch._found
+            header.fill(Window(), [True])
+            seen.append(header.tensor[3].clone())
+    assert len({float(each) for each in seen}) == 10
+    rate.mul_(1 + 1e-12)
+    assert float(watch.header_numbers(Window())[0]) == float(seen[-1]), "that is rounding"
+    for _ in range(3):  # the first windows are waited for
+        header.read()
+    with never_waiting():
+        header.fill(Window(), [True])
+        header.read()
+    assert watch._found is not None
 
 
 def other_rate(device: str) -> str:

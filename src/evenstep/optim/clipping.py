@@ -279,13 +279,13 @@ def _over_ranks(transport: Transport, own: Tensor, given: Given, *, is_max: bool
     if transport.world_size == 1 or not _carries_facts(own.device):
         transport.all_reduce(own, op).wait()
         return own
-    both = torch.cat([own.reshape(1), given.numbers(transport.world_size, is_max=is_max)])
+    both = torch.cat([own.reshape(1), given.numbers(transport.rank, transport.world_size, is_max=is_max)])
     try:
         transport.all_reduce(both, op).wait()
     except MismatchError as error:
         values = ", ".join(f"{name}={value!r}" for name, value in given.facts)
         raise MismatchError(f"{error} On rank {transport.rank} {given.who} was given {values}.") from None
-    given.judge(transport, both[1:].tolist(), is_max=is_max)
+    given.judge(transport, both[1:].tolist())
     return both[0]
 
 

@@ -6,13 +6,12 @@ A rank with a wrong argument raises, and makes no further call; the others would
 three ways to let them know:
 
 - A function that all ranks call once compares before it begins (`ground.coordination.agreement.validate_on_all_ranks`).
-- A function with a collective sends four more numbers with it (`Given`): a checksum of the arguments, or of the
-problem.
-  Where checksums differ, which all ranks see, ranks exchange their arguments, and all raise the same error.
+- A function with a collective sends two more numbers with it (`Given`): of a checksum of the arguments, or of the
+  problem. Where checksums differ, which all ranks see, ranks exchange their arguments, and all raise the same error.
 - Otherwise the other ranks get the reason in their next call (`abort_peers`), if shared memory carries it.
 
 Valid arguments that differ are noted where no collective is due (`note`): the header of the next window compares them,
-see `replica.monitors.options`.
+see `replica.monitors.checks`.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
 from evenstep.ground.coordination.agreement import judge
 from evenstep.replica.gradients.engine import Engine
-from evenstep.replica.monitors.digests import are_same, half_bits, halves
-from evenstep.replica.monitors.options import checksum, find_difference
+from evenstep.replica.monitors.checks import checksum, find_difference
+from evenstep.replica.monitors.digests import contrast
 from evenstep.replica.wrapper.distributed import DistributedDataParallel, wrapped_models
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.transport import Transport
@@ -65,7 +64,7 @@ def note(model: DistributedDataParallel | None, who: str, given: Sequence[tuple[
         given: Arguments that all ranks give alike, by name: plain values.
     """
     if model is not None and (model.monitors.options.has_optimizers or model.monitors.are_replicas_alike()):
-        model.monitors.options.notes.add((who, tuple(given)))
+        model.monitors.options.note(who, given)
 
 
 @contextlib.contextmanager
@@ -128,24 +127,22 @@ class Given:
     problem: ConfigurationError | None = None
     changes: bool = True
 
-    def numbers(self, num_ranks: int, *, is_max: bool) -> Tensor:
-        """Return the numbers that travel, [4], float64, read-only: for a sum over ranks, or a max."""
-        return _numbers(self.facts if self.problem is None else str(self.problem), num_ranks, is_max)
+    def numbers(self, rank: int, num_ranks: int, *, is_max: bool) -> Tensor:
+        """Return the numbers that travel, [2], float64, read-only: for a sum over ranks, or a max."""
+        return _numbers(self.facts if self.problem is None else str(self.problem), rank, num_ranks, is_max)
 
-    def judge(self, transport: Transport, numbers: Sequence[float], *, is_max: bool) -> None:
+    def judge(self, transport: Transport, numbers: Sequence[float]) -> None:
         """Raise where arguments differ. Collective if they do, which all ranks see.
 
         Args:
             transport: That carried the numbers, on the CPU.
-            numbers: Their sum or max over ranks, [4].
-            is_max: As for `numbers`.
+            numbers: Their sum or max over ranks, [2].
 
         Raises:
             ConfigurationError: An argument is wrong on some rank. Raised on all ranks, with the same text.
             MismatchError: Arguments differ between ranks. Raised on all ranks, with the same text.
         """
-        same = numbers[0] == -numbers[1] if is_max else are_same(numbers, transport.world_size)
-        if not same:
+        if numbers[0] != -numbers[1]:
             problem = "" if self.problem is None else str(self.problem).removeprefix(f"{self.who}: ")
             own = {"what": self.who, "kind": problem and ConfigurationError.__name__, "problem": problem, "facts": {}}
             facts = {name: repr(value) for name, value in self.facts}
@@ -153,15 +150,15 @@ class Given:
             finding = judge(received)
             if finding is not None:
                 raise finding
-            difference = find_difference([[each["given"]] for each in received])
+            difference = find_difference([[(self.who, each["given"])] for each in received])
             if difference is not None:
-                raise MismatchError(f"{self.who}: {difference}. Every rank passes the same arguments.")
+                raise MismatchError(f"{difference}. Every rank passes the same arguments.")
         if self.problem is not None:
             raise self.problem
 
 
 @functools.lru_cache(maxsize=64)  # of the same arguments in each step
-def _numbers(value: tuple[Any, ...] | str, num_ranks: int, is_max: bool) -> Tensor:
+def _numbers(value: tuple[Any, ...] | str, rank: int, num_ranks: int, is_max: bool) -> Tensor:
     found = checksum(value)
-    received = [found, -found, 0, 0] if is_max else halves(found, half_bits(num_ranks))
-    return torch.tensor([float(each) for each in received], dtype=torch.float64, device="cpu")
+    numbers = [found >> 24, -(found >> 24)] if is_max else [contrast(found, rank, num_ranks), 0]
+    return torch.tensor([float(each) for each in numbers], dtype=torch.float64, device="cpu")

@@ -10,19 +10,16 @@ from torch import Tensor, nn
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.torch_ddp import ShardedParts
 from evenstep.optim.clipping import clip_grad_norm_
-from evenstep.parallel.drift import build_drift
 from evenstep.parallel.exchange import MeshExchange
 from evenstep.parallel.layout import validate_layout
-from evenstep.parallel.watch import build_watch
+from evenstep.parallel.replicas import find_replicas
 from evenstep.replica.batches import DummyBatch, pad_parts
 from evenstep.replica.channels import bucket_transport, channel_of, validate_thread
 from evenstep.replica.gradients.engine import Engine
 from evenstep.replica.gradients.exchange.base import Trained
 from evenstep.replica.gradients.strategies import WindowEnd
 from evenstep.replica.module_buffers import BufferBroadcast
-from evenstep.replica.monitors.monitors import InBackward, Monitors
-from evenstep.replica.monitors.nonfinite import Policy
-from evenstep.replica.monitors.options import OptionsWatch
+from evenstep.replica.monitors.checks import Monitors, Policy, build_monitors
 from evenstep.replica.normalization.sync_batchnorm import replace_torchs
 from evenstep.replica.wrapper.distributed import Batch, DistributedDataParallel
 from evenstep.replica.wrapper.settings import Settings, settle
@@ -103,10 +100,18 @@ class DividedModel(DistributedDataParallel):
         named = settings.trained(self.module)
         names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
         control = for_messages(transport, world.device)
-        drift = build_drift(names, parameters, self._everybody, self, control, settings.compare_every)
-        options = OptionsWatch(world, control, world.device, lambda: drift is not None and drift.is_on)
-        watch = build_watch(settings.on_nonfinite, world, transport, control)
-        monitors = Monitors(options, drift, watch, InBackward(()))
+        monitors = build_monitors(
+            names,
+            parameters,
+            world,
+            transport,
+            control,
+            on_nonfinite=settings.on_nonfinite,
+            compare_every=settings.compare_every,
+            starts_equal=True,
+            replicas=None if settings.compare_every == 0 else find_replicas(parameters, self._everybody, self),
+            is_divided=True,
+        )
         ending = WindowEnd(self._data.world_size)
         data_transport = transport
         if self._data is not world:

@@ -17,7 +17,7 @@ from evenstep.parallel.layout import is_divided_module
 from evenstep.parallel.model import DividedModel
 from evenstep.parallel.optimizers import validate_none_left, validate_none_yet
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast
-from evenstep.replica.monitors.nonfinite import Policy, validate_policy
+from evenstep.replica.monitors.checks import Policy, validate_policy
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 from evenstep.replica.wrapper.model_check import validate_same_model
 from evenstep.world import World

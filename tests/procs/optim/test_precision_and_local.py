@@ -175,11 +175,10 @@ def test_over_gloo_a_bad_gradient_is_said_once_too_and_all_who_had_one_are_named
     assert ranks.run(warned, nproc, fresh_seed, poisoned, 2, True, False, None, "gloo") == [[]] * nproc
 
 
-def overflowing(seed: int, weighted: bool, width: int = 0) -> list[str]:
+def overflowing(seed: int, weighted: bool) -> list[str]:
     """Every rank's gradient is finite, and their sum is not; their mean is."""
     evenstep.init(quiet=True)
-    module = nn.Linear(6, width, bias=False) if width else build(seed, torch.float32)
-    model = evenstep.DistributedDataParallel(module)
+    model = evenstep.DistributedDataParallel(build(seed, torch.float32))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for factor in (1.0, 3e38, 1.0):
@@ -190,7 +189,6 @@ def overflowing(seed: int, weighted: bool, width: int = 0) -> list[str]:
 
 
 def test_an_overflow_of_the_sum_is_nobodys(ranks, fresh_seed):
-    assert ranks.run(overflowing, 2, fresh_seed, False, 20_000) == [[], []], "of large gradients halves are added"
     for weighted in (False, True):
         first, second = ranks.run(overflowing, 2, fresh_seed, weighted)
         assert second == []
@@ -399,7 +397,8 @@ def test_16_bit_gradients_are_added_in_float32_and_rounded_once(ranks, fresh_see
         wide = ranks.run(half_gradients, 3, fresh_seed, gloo, dtype, WIDE, weighted)
         narrow = ranks.run(half_gradients, 3, fresh_seed, gloo, dtype, {}, weighted)
         assert max(wide) <= 1.001, "one rounding"
-        assert max(narrow) > 1.2, "more than one, where they are added and divided in 16 bits"
+        # Shared memory divides before it rounds; elsewhere what was added in 16 bits is rounded again as it is divided.
+        assert max(narrow) > 1.2 if gloo else max(narrow) <= 1.001
 
 
 def without_samples(seed: int, weighted: list[bool | None], gloo: bool) -> list[float]:
@@ -413,11 +412,11 @@ def without_samples(seed: int, weighted: list[bool | None], gloo: bool) -> list[
     world = evenstep.init(quiet=True)
     if gloo:
         world = evenstep.World.from_process_group(transport="gloo", device="cpu")
-    model = evenstep.DistributedDataParallel(build(seed, torch.bfloat16), world=world)
+    model = evenstep.DistributedDataParallel(build(seed, torch.float16), world=world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(seed)
     for counts in weighted:
-        x = torch.randn(4, 6, generator=generator).to(torch.bfloat16)
+        x = torch.randn(4, 6, generator=generator).to(torch.float16)
         x = x[:0] if counts is None or world.rank == world.world_size - 1 else x
         for part in model.microbatches(x, 2):
             loss = model(part).float().square().mean()

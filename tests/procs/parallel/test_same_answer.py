@@ -269,10 +269,10 @@ class WithHalf(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide, self.thin = nn.Linear(3, 3).double(), nn.Linear(1, 1).bfloat16()
+        self.wide, self.thin = nn.Linear(3, 3).double(), nn.Linear(1, 1).half()
 
     def forward(self, x):
-        return self.wide(x) + 0 * self.thin(torch.ones(1).bfloat16())
+        return self.wide(x) + 0 * self.thin(torch.ones(1).half())
 
 
 def sharing_a_loss():

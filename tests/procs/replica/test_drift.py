@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 import evenstep
 from evenstep.errors import ConfigurationError, DriftError, MismatchError
-from evenstep.replica.monitors.drift import DEFAULT_EVERY
+from evenstep.replica.monitors.checks import DEFAULT_EVERY
 from evenstep.testing import faults
 
 

@@ -14,8 +14,9 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import DriftError, MismatchError
-from evenstep.replica.monitors import options
-from evenstep.replica.monitors.drift import DEFAULT_EVERY
+from evenstep.replica.gradients.window import Window
+from evenstep.replica.monitors import checks
+from evenstep.replica.monitors.checks import DEFAULT_EVERY
 
 BETAS = {"lr": 0.01, "betas": (0.9, 0.99)}
 
@@ -140,14 +141,14 @@ def test_a_scheduler_that_follows_each_ranks_own_loss_is_found(ranks, fresh_seed
 def alike(seed: int) -> int:
     """Options that change alike, in all ways; what isn't the optimizer's; optimizers that go on some ranks first."""
     world = evenstep.init(quiet=True)
-    asked = mock.Mock(wraps=options.exchange)
+    asked = mock.Mock(wraps=checks.exchange)
     model = evenstep.DistributedDataParallel(build(seed))
     optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, list(model.module[0].parameters()), lr=0.01)
     optimizer.param_groups[0]["log"] = f"rank {world.rank}"
     other = evenstep.ShardedOptimizer(model, torch.optim.SGD, list(model.module[2].parameters()), lr=0.1)
     schedulers = [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)]
     schedulers.append(torch.optim.lr_scheduler.ExponentialLR(other, 0.9))
-    with mock.patch.object(options, "exchange", asked):
+    with mock.patch.object(checks, "exchange", asked):
         for _ in range(20):
             window(model)
             for each, scheduler in zip((optimizer, other), schedulers, strict=True):
@@ -176,11 +177,11 @@ def test_options_that_change_alike_are_no_fault(ranks, fresh_seed):
 def rounded_otherwise(seed: int, apart: float) -> tuple[str, int]:
     """Rates as hosts compute them whose cosine differs in the last bit; or further apart."""
     world = evenstep.init(quiet=True)
-    asked = mock.Mock(wraps=options.exchange)
+    asked = mock.Mock(wraps=checks.exchange)
     model = evenstep.DistributedDataParallel(build(seed))
     optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
     try:
-        with mock.patch.object(options, "exchange", asked):
+        with mock.patch.object(checks, "exchange", asked):
             for number in range(1, 12):
                 rate = 0.0123456785 if number == 11 else 0.005 * (1 + math.cos(0.3 * number))
                 optimizer.param_groups[0]["lr"] = rate * (1 + apart) if world.rank else rate
@@ -241,13 +242,13 @@ def test_where_replicas_drift_by_another_rate_the_rate_is_named(ranks, fresh_see
 
 
 def test_a_checksum_is_made_once_where_nothing_changes():
-    watch = options.OptionsWatch(mock.Mock(world_size=2), mock.Mock(), torch.device("cpu"), lambda: True)
+    watch = checks.OptionsWatch(mock.Mock(world_size=2, rank=1), mock.Mock(), lambda: True)
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(300)]  # python makes such a number anew each time
     optimizer = torch.optim.AdamW(parameters)
     watch.add(optimizer)
-    with mock.patch.object(options, "halves", wraps=options.halves) as made:
-        first = watch.header_numbers()
-        assert watch.header_numbers() == first
+    with mock.patch.object(checks, "checksum", wraps=checks.checksum) as made:
+        first = watch.header_numbers(Window())
+        assert watch.header_numbers(Window()) == first
         assert made.call_count == 1
         optimizer.param_groups[0]["params"].pop()
-        assert watch.header_numbers() != first
+        assert watch.header_numbers(Window()) != first

@@ -22,7 +22,7 @@ import evenstep
 from evenstep.errors import UsageError
 from evenstep.replica.gradients.exchange import all_reduce
 from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
-from evenstep.replica.monitors.nonfinite import NonFiniteGuard
+from evenstep.replica.monitors.checks import NonFinite
 from evenstep.transport.core import staged
 
 NAMES = ("one", "other")
@@ -225,7 +225,7 @@ def skipped():
             models[number].backward(models[number](x).sum())
             told[number].append(all(p.grad is None for p in models[number].parameters()))
 
-    staggered = in_another_order(NonFiniteGuard, "own_findings", world.rank)
+    staggered = in_another_order(NonFinite, "act", world.rank)
     with warnings.catch_warnings(record=True) as caught, staggered:
         warnings.simplefilter("always")
         in_both_threads(step)

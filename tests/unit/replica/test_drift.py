@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from evenstep.replica.monitors.digests import canonical, digest, distance
-from evenstep.replica.monitors.drift import DriftWatch, find_minority, plan_portions
+from evenstep.replica.gradients.exchange.header import Header
+from evenstep.replica.gradients.window import Kind, Window
+from evenstep.replica.monitors.checks import DriftWatch, Replicas, find_minority, plan_portions
+from evenstep.replica.monitors.digests import canonical, contrast, digest, distance
 
 
 def test_portions_cover_each_row_once_and_cost_about_the_same(fresh_seed):
@@ -114,67 +116,121 @@ def test_only_less_than_half_are_a_minority(digests, differing, minority):
         assert typical not in minority
 
 
-def build_watches(seed: int, num_ranks: int, *, is_late: bool, every: int = 4) -> list[DriftWatch]:
-    """The watches of all ranks, in this process."""
-    made = []
-    for _ in range(num_ranks):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 3))
-        names, parameters = zip(*model.named_parameters(), strict=True)
-        world: Any = SimpleNamespace(world_size=num_ranks, is_main=True)
-        watch = DriftWatch(names, parameters, world, None, None, every=every, is_vouched=False)  # type: ignore[arg-type]
-        watch._is_late = is_late
-        made.append(watch)
-    return made
+@pytest.mark.parametrize("num_ranks", [2, 3, 7, 8192])
+def test_contrasts_add_up_to_nothing_where_all_ranks_have_the_same(fresh_seed, num_ranks):
+    draw = random.Random(fresh_seed)
+    for _ in range(20):
+        value, other = (draw.getrandbits(64) - (1 << 63) for _ in range(2))
+        odd = draw.randrange(num_ranks)
+        alike = [contrast(value, rank, num_ranks) for rank in range(num_ranks)]
+        assert math.fsum(alike) == sum(alike) == 0.0
+        on_a_gpu = contrast(torch.tensor(value), odd, num_ranks)
+        assert on_a_gpu == alike[odd]
+        alike[odd] = contrast(other, odd, num_ranks)
+        draw.shuffle(alike)
+        assert math.fsum(alike) == sum(alike) != 0.0
+    largest = [contrast(-(1 << 63) if rank else (1 << 63) - 1, rank, num_ranks) for rank in range(num_ranks)]
+    assert sum(largest) == sum(map(int, largest))
 
 
-def end_window(watches: list[DriftWatch]) -> list[bool]:
-    """What the header does; whether each has found something."""
-    told = [torch.as_tensor(watch.header_numbers(), dtype=torch.float64) for watch in watches]
-    for watch in watches:
-        watch.read_header(torch.stack(told).sum(0))
-    return [watch._found is not None for watch in watches]
+class Ranks:
+    """The watches of all ranks, in this process, and their headers.
+
+    Args:
+        groups: By rank, of which replicas it is one; ranks of one group have the same parameters.
+    """
+
+    def __init__(self, seed: int, groups: list[int], *, is_late: bool, every: int = 4, is_vouched: bool = False):
+        self.watches, self.headers = [], []
+        for rank, group in enumerate(groups):
+            torch.manual_seed(seed)
+            width = 8 if group else 1200  # less to compare, in fewer windows
+            model = nn.Sequential(nn.Linear(300, width), nn.Linear(width, 3))
+            names, parameters = zip(*model.named_parameters(), strict=True)
+            numbers = [number for number, each in enumerate(groups) if each == group]
+            nobody: Any = None
+            replicas = Replicas(numbers.index(rank), numbers, nobody, nobody)
+            watch = DriftWatch(names, parameters, replicas, nobody, every=every, is_vouched=is_vouched)
+            self.watches.append(watch)
+            self.headers.append(Header(1, torch.device("cpu"), [watch]))
+            self.headers[-1].is_late = is_late
+
+    def end_window(self) -> list[bool]:
+        """Whether each has found something."""
+        for header in self.headers:
+            window = Window()
+            window.add(Kind.PLAIN, 0.0)
+            header.fill(window, [True])
+        sums = torch.stack([header.tensor for header in self.headers]).sum(0)
+        for header in self.headers:
+            header.tensor.copy_(sums)
+            header.read()
+        found = [watch._found is not None for watch in self.watches]
+        states = {(watch._suspect is None, watch._is_off, *watch.sent[:1]) for watch in self.watches if watch.sent}
+        assert len(states) <= 1, "ranks are in different states"
+        return found
+
+    def change(self, rank: int) -> None:
+        self.watches[rank]._parameters[0].data[7, 11] += 1.0
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8192])
+@pytest.mark.parametrize("groups", [[0, 0], [0, 0, 0], [0] * 5, [0, 1, 0, 1], [1, 0, 1, 0]])
 @pytest.mark.parametrize("is_late", [False, True])  # on a GPU
-def test_all_ranks_find_a_difference_in_the_same_window(fresh_seed, num_ranks, is_late):
-    watches = build_watches(fresh_seed, min(num_ranks, 5), is_late=is_late)
-    for watch in watches:  # of many ranks, those that aren't here tell what rank 0 tells
-        watch._world.world_size = num_ranks
-        watch._half_bits = min(20, (53 - (num_ranks - 1).bit_length()) // 2)
-
-    def end() -> list[bool]:
-        told = [torch.as_tensor(watch.header_numbers(), dtype=torch.float64) for watch in watches]
-        sums = torch.stack(told).sum(0) + told[0] * (num_ranks - len(watches))
-        for watch in watches:
-            watch.read_header(sums)
-        return [watch._found is not None for watch in watches]
-
-    assert not any(any(end()) for _ in range(11))
-    watches[-1]._parameters[0].data[7, 11] += 1.0
-    seen = [end() for _ in range(10)]
+def test_all_ranks_find_a_difference_in_the_same_window(fresh_seed, groups, is_late):
+    ranks = Ranks(fresh_seed, groups, is_late=is_late)
+    assert not any(any(ranks.end_window()) for _ in range(11))
+    ranks.change(len(groups) - 1)
+    seen = [ranks.end_window() for _ in range(10)]
     assert all(len(set(each)) == 1 for each in seen)
-    assert any(each[0] for each in seen[: 4 + 1 + 2 * is_late])
-    assert all(watch.is_on for watch in watches)
+    first = next(number for number, each in enumerate(seen) if each[0])
+    assert (2 if is_late else 1) <= first <= 4 + 2 * is_late, "not before an optimizer could put it right"
+    assert all(watch.is_on for watch in ranks.watches)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_is_put_right_before_the_next_step_is_no_drift(fresh_seed, is_late):
+    ranks = Ranks(fresh_seed, [0, 0], is_late=is_late)
+    for _ in range(9):
+        assert not any(ranks.end_window())
+        differs = [watch._suspect is not None for watch in ranks.watches]
+        values = ranks.watches[1]._parameters[0].data
+        values.copy_(ranks.watches[0]._parameters[0].data)
+        if not any(differs):
+            ranks.change(1)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_with_one_doubt_nobody_compares(fresh_seed, is_late):
-    watches = build_watches(fresh_seed, 3, is_late=is_late)
-    end_window(watches)
-    watches[1].doubt()
-    watches[2]._parameters[0].data[7, 11] += 1.0
-    assert not any(any(end_window(watches)) for _ in range(20))
-    assert not any(watch.is_on for watch in watches)
+    ranks = Ranks(fresh_seed, [0, 0, 0], is_late=is_late)
+    ranks.end_window()
+    ranks.watches[1].doubt()
+    ranks.change(2)
+    assert not any(any(ranks.end_window()) for _ in range(20))
+    assert not any(watch.is_on for watch in ranks.watches)
 
 
 def test_who_is_asked_for_doubts_nothing(fresh_seed):
-    watches = build_watches(fresh_seed, 2, is_late=False)
-    for watch in watches:
-        watch._is_vouched = True
+    ranks = Ranks(fresh_seed, [0, 0], is_late=False, is_vouched=True)
+    for watch in ranks.watches:
         watch.doubt()
-        watch._machine += id(watch)
-    assert not any(any(end_window(watches)) for _ in range(6))
-    watches[1]._parameters[2].data[0, 0] += 1.0
-    assert any(all(end_window(watches)) for _ in range(7))
+        watch._machine += id(watch) << 24
+    assert not any(any(ranks.end_window()) for _ in range(6))
+    ranks.change(1)
+    assert any(all(ranks.end_window()) for _ in range(7))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_was_suspect_before_a_join_is_not_compared_behind_it(fresh_seed, is_late):
+    """A join makes ranks equal at its end; within it those that have left take part in windows, and don't step."""
+    ranks = Ranks(fresh_seed, [0, 0], is_late=is_late)
+    while ranks.watches[0]._suspect is None:
+        ranks.end_window()
+        ranks.change(1)
+    for watch in ranks.watches:
+        watch.set_apart(True)
+    assert not any(any(ranks.end_window()) for _ in range(5))
+    ranks.watches[1]._parameters[0].data.copy_(ranks.watches[0]._parameters[0].data)
+    for watch in ranks.watches:
+        watch.set_apart(False)
+        assert watch._suspect is None
+    assert not any(any(ranks.end_window()) for _ in range(9))

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.replica.gradients.exchange.header import Header, LateKinds
+from evenstep.replica.gradients.exchange.header import Header
 from evenstep.replica.gradients.exchange.weights import nearest_power_of_two
+from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.window import Kind, Window, as_multiplied, validate_weight
 
 CPU = torch.device("cpu")
@@ -91,25 +92,65 @@ def test_ranks_that_mean_different_things_are_told():
         header.kinds()
 
 
-@pytest.mark.parametrize("when", [1, 2, 3, 16, 17, 40])
-def test_on_a_gpu_ranks_that_mean_different_things_are_told_later(when):
+def read_late(late: Header, header: Header) -> None:
+    """As on a GPU."""
+    late.tensor.copy_(header.tensor)
+    late.read()
+
+
+@pytest.mark.parametrize("when", [1, 2, 3, 16, 40])
+def test_on_a_gpu_ranks_that_mean_different_things_are_told_a_window_later(when):
     """The numbers of one window are wrong; the first two are read at once."""
     alike = header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.WEIGHTED, 3.0, [True]))
     mixed = header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.PLAIN, 0.0, [True]))
-    late = LateKinds()
-    told = when if when <= 2 else (when + 15) // 16 * 16 + 1
+    late = Header(1, CPU)
+    late.is_late = True
+    told = when if when <= 2 else when + 1
     for number in range(1, told):
-        late.note(mixed if number == when else alike)
+        read_late(late, mixed if number == when else alike)
     with pytest.raises(UsageError, match=r"called loss.backward\(\) and .* model.backward") as error:
-        late.note(mixed if told == when else alike)
-    assert ("noticed in backward pass" in str(error.value)) is (when > 2)
+        read_late(late, mixed if told == when else alike)
+    assert (f"noticed in backward pass {told}" in str(error.value)) is (when > 2)
 
 
 def test_on_a_gpu_ranks_without_a_pass_are_left_alone():
-    late = LateKinds()
+    late = Header(1, CPU)
+    late.is_late = True
     for number in range(40):
         kinds = [(Kind.PLAIN if number % 2 else Kind.WEIGHTED, 1.0, [True]), (None, 0.0, [False])]
-        late.note(header_of(*kinds))
+        read_late(late, header_of(*kinds))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("is_read_at_once", [False, True])
+def test_observers_judge_what_they_have_sent(is_late, is_read_at_once):
+    """Each once, with what the numbers were about; nothing where nothing was sent."""
+    judged = []
+
+    class Counts(Observer):
+        num_numbers = 2
+
+        def header_numbers(self, window):
+            self.sent = len(sent) if len(sent) % 3 else None
+            sent.append(self.sent)
+            return (float(len(sent)), 1.0)
+
+        def judge(self, sent, sums):
+            judged.append((sent, list(sums)))
+
+    sent, counts = [], Counts()
+    counts.is_read_at_once = is_read_at_once
+    header = Header(2, CPU, [Observer(), counts, Observer()])
+    header.is_late = is_late
+    seen = []
+    for _ in range(8):
+        header.fill(Window(), [True, False])
+        header.read()
+        seen.append(len(judged))
+    assert judged == [(number, [number + 1.0, 1.0]) for number in (1, 2, 4, 5, 7)][: len(judged)]
+    at_once = [0, 1, 2, 2, 3, 4, 4, 5]
+    assert seen == (at_once if is_read_at_once or not is_late else [0, *at_once[:-1]])
+    assert header.used_anywhere() == [True, False]
 
 
 def test_without_any_weight_gradients_become_zero():

@@ -24,7 +24,7 @@ from evenstep.optim.sharded.flat_segments import Shard
 from evenstep.optim.sharded.sharded_optimizer import ShardedOptimizer
 from evenstep.replica.gradients.strategies import LocalWindowEnd
 from evenstep.replica.gradients.window import drop_grads
-from evenstep.replica.monitors.nonfinite import NonFiniteGuard, listed
+from evenstep.replica.monitors.checks import Finder, listed
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 from evenstep.transport.core.object_collectives import exchange
 
@@ -114,13 +114,13 @@ class LocalSGD:
         model.engine.ending = LocalWindowEnd(self)
         policy = model.settings.on_nonfinite
         self._policy = policy if policy in ("skip", "raise") or model.world.device.type == "cpu" else None
-        self._look = NonFiniteGuard("skip", model.world, model.engine.transport, model.engine.control)
+        self._finder = Finder()
         self._bad: dict[str, None] = {}  # parameters whose gradients weren't finite here since the last average
         self._num_left_out = 0
         self._has_warned = False
         self._scaler: torch.amp.GradScaler | None = None
         if model.monitors.drift is not None:
-            model.monitors.drift.pause()
+            model.monitors.drift.set_apart(True)
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> bool:
         """Step on this rank's gradients. Collective if parameters are averaged now; returns whether they are equal.
@@ -207,8 +207,8 @@ class LocalSGD:
         if self._policy is None or (self._policy == "warn" and (self._has_warned or self._bad)):
             return
         engine = self.model.engine
-        self._look.look_at_gradients(engine.names, engine.parameters)
-        found = self._look.own_findings()
+        self._finder.look_in_grads(engine.names, engine.parameters)
+        found = self._finder.take()
         self._bad |= dict.fromkeys(found)
         if found and self._policy != "warn":
             self._num_left_out += 1
@@ -224,8 +224,8 @@ class LocalSGD:
         message = f"a gradient was infinite or not a number since parameters were last averaged, on {text}."
         if policy == "raise":
             raise NonFiniteError(f"{message} That rank left out such steps; parameters were not averaged.")
-        if self.model.monitors.guard is not None:
-            self.model.monitors.guard.num_skipped += num_left_out
+        if self.model.monitors.nonfinite is not None:
+            self.model.monitors.nonfinite.num_skipped += num_left_out
         if policy == "skip":
             end = f"Left out: {checks.counted(num_left_out, 'step')} of such ranks (in all {self.model.skipped_steps})."
         else:
@@ -317,7 +317,7 @@ class LocalSGD:
         if self.model.world.world_size > 1:
             drop_grads(engine.parameters)
         if self.model.monitors.drift is not None:
-            self.model.monitors.drift.go_on()
+            self.model.monitors.drift.set_apart(False)
 
 
 def _has_divided(model: DistributedDataParallel) -> bool:

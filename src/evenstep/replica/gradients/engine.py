@@ -487,10 +487,8 @@ class Engine:
         if self.readiness.is_counting:
             self.readiness.watch(self.exchange.layout)
         self._pass = None  # it has ended on all ranks, whatever is said of it
-        if any(observer.rejects(window) for observer in self.observers):
+        if any(observer.act(window) for observer in self.observers):
             drop_grads(self.parameters)
-        for observer in self.observers:
-            observer.raise_found()
         for observer in self.observers:
             observer.step()
 

@@ -1,8 +1,9 @@
-"""Observers: the interface of the monitors that watch a model's steps, or act in them (`monitors` has them all)."""
+"""Observers: the interface of the checks that watch a model's steps, or act in them (`monitors.checks` has most)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,8 +19,12 @@ class Observer:
         the last pass has ended      end_window
         a bucket is packed           totals_for, inspect  if `inspects_buckets`; while autograd runs, and the rest, with
                                                           shared memory always the last one, after `end_window`
-        the header travels           header_numbers, read_header
-        gradients are averaged       rejects, raise_found, step
+        the header travels           header_numbers, judge
+        gradients are averaged       act, step
+
+    A check that compares ranks has a few numbers in the header: `header_numbers` gives this rank's, `judge` is given
+    their sums over ranks and decides, and `act` does what is to be done, which may take other collectives. On a GPU
+    the sums are judged at the end of the next window, so that nothing waits for them, unless `is_read_at_once`.
 
     A rank's own gradients are readable in `inspect` only: in `header_numbers` some buckets travel already, and `p.grad`
     is a view of them. A world of one has no buckets and no header, so only the other methods are called there; and an
@@ -27,11 +32,15 @@ class Observer:
 
     Attributes:
         num_numbers: How many numbers it has in the header of every window. A constant of the class.
+        is_read_at_once: Whether their sums are worth waiting for a GPU.
         inspects_buckets: Whether `totals_for` and `inspect` are called.
+        sent: What the numbers of this window are about, for `judge`; None: nothing, so their sums aren't judged.
     """
 
     num_numbers = 0
+    is_read_at_once = False
     inspects_buckets = False
+    sent: Any = None
 
     def begin_pass(self) -> None:
         """A backward pass begins."""
@@ -65,25 +74,28 @@ class Observer:
             parameters: Those parameters.
         """
 
-    def header_numbers(self) -> Sequence[float] | Tensor:
-        """Return this rank's numbers for the header, [num_numbers]; on a GPU they may be a tensor."""
+    def header_numbers(self, window: Window) -> Sequence[float] | Tensor:
+        """Return this rank's numbers for the header, [num_numbers], and set `sent`; a tensor only on a GPU."""
         return (0.0,) * self.num_numbers
 
-    def read_header(self, sums: Sequence[float] | Tensor) -> None:
-        """Read the sums over ranks of `header_numbers`: [num_numbers]; on a GPU a view, to be cloned if it is kept.
+    def judge(self, sent: Any, sums: Sequence[float]) -> None:
+        """Judge numbers that have been added over ranks. All ranks see the same sums. Local: what follows is `act`'s.
 
-        Collective if the sums say so, which all ranks see alike.
+        Args:
+            sent: What the numbers are about: `sent`, as it was when they travelled.
+            sums: Over ranks, of `header_numbers`: [num_numbers].
         """
 
-    def rejects(self, window: Window) -> bool:
-        """Return whether the window's gradients must be dropped, on all ranks alike. May be collective."""
-        return False
+    def act(self, window: Window) -> bool:
+        """Do what follows from what has been judged. Collective if there is something, which all ranks know.
 
-    def raise_found(self) -> None:
-        """Raise an error for a difference between ranks. Collective if one was found, which all ranks know."""
+        Returns:
+            Whether the window's gradients must be dropped, on all ranks alike.
+        """
+        return False
 
     def step(self) -> None:
         """Step optimizers that step within the backward pass; gradients have been averaged."""
 
-    def set_join(self, is_open: bool) -> None:
-        """A join begins or ends: within it ranks leave one by one, and don't come to the same windows."""
+    def set_apart(self, is_apart: bool) -> None:
+        """Ranks step each for itself from now on, or together again: within a join they leave one by one."""

@@ -1,5 +1,5 @@
-"""Observers of a model: monitors that compare ranks or check gradients, and one that steps optimizers in backward.
+"""Observers of a model: checks that compare ranks or inspect gradients, and what steps optimizers in backward.
 
-Reading order: `monitors` builds those of a model. `drift` compares parameters, `options` compares optimizers' options,
-`nonfinite` finds gradients that are infinite or not a number. `digests` are the numbers by which tensors are compared.
+Reading order: `checks` has the checks, and builds those of a model. `digests` are the numbers by which tensors are
+compared. `in_backward` steps optimizers.
 """

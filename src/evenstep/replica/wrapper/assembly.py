@@ -9,7 +9,7 @@ from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
 from evenstep.replica.gradients.exchange.base import Exchange, Trained
 from evenstep.replica.gradients.strategies import WindowEnd
 from evenstep.replica.module_buffers import BufferBroadcast
-from evenstep.replica.monitors.monitors import Monitors, build_monitors
+from evenstep.replica.monitors.checks import Monitors, Replicas, build_monitors
 from evenstep.replica.virtual_ranks.sums import VirtualRankSums
 from evenstep.replica.wrapper.settings import Settings
 from evenstep.transport.core.staged import for_messages
@@ -31,6 +31,9 @@ def build_engine(module: nn.Module, world: World, settings: Settings, transport:
     named = [*dense, *(each for each in named if each[0] in settings.sparse)]
     names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
     control = for_messages(transport, parameters[0].device)
+    replicas = None
+    if world.world_size > 1:
+        replicas = Replicas(world.rank, range(world.world_size), transport, control)
     monitors = build_monitors(
         names,
         parameters,
@@ -40,6 +43,7 @@ def build_engine(module: nn.Module, world: World, settings: Settings, transport:
         on_nonfinite=settings.on_nonfinite,
         compare_every=settings.compare_every,
         starts_equal=settings.init_sync,
+        replicas=replicas,
     )
     reproducible = world.virtual_ranks
     ending = WindowEnd(world.world_size) if reproducible is None else VirtualRankSums(reproducible, parameters)

@@ -41,8 +41,7 @@ from evenstep.replica.gradients.engine import Engine, weighted_passes
 from evenstep.replica.gradients.window import drop_grads, validate_weight
 from evenstep.replica.join import JoinOfOne, Uneven, UnevenJoinHook
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
-from evenstep.replica.monitors.monitors import Monitors
-from evenstep.replica.monitors.nonfinite import Policy
+from evenstep.replica.monitors.checks import Monitors, Policy
 from evenstep.replica.normalization.layers import SyncLayers
 from evenstep.replica.normalization.sync_batchnorm import replace_torchs
 from evenstep.replica.virtual_ranks import loop
@@ -540,7 +539,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped because a gradient was not finite (`on_nonfinite="skip"`)."""
-        return 0 if self.monitors.guard is None else self.monitors.guard.num_skipped
+        return 0 if self.monitors.nonfinite is None else self.monitors.nonfinite.num_skipped
 
     def extra_repr(self) -> str:
         """The text beside the module when this is printed."""

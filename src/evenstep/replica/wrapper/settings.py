@@ -18,7 +18,7 @@ from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_ddp import is_slice, localise_parameters
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.replica.gradients.buckets.layout import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
-from evenstep.replica.monitors.nonfinite import Policy, validate_policy
+from evenstep.replica.monitors.checks import Policy, validate_policy
 from evenstep.transport.core.validation import validate_group
 from evenstep.world import World
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evenstep.errors import UsageError
 from evenstep.replica.gradients.exchange.base import Exchange, Trained
-from evenstep.replica.gradients.exchange.header import Header, LateKinds
+from evenstep.replica.gradients.exchange.header import Header
 from evenstep.replica.gradients.exchange.weights import WeightScale, rescale
 from evenstep.replica.gradients.window import Window
 
@@ -29,7 +29,6 @@ class AcrossRanks(Exchange):
         self._world, self._transport, self._control = trained.world, trained.transport, trained.control
         self._recorder, self._module_buffers = trained.recorder, trained.module_buffers
         self._header = Header(len(trained.parameters), device, trained.observers)
-        self._late_kinds = None if device.type == "cpu" else LateKinds()
         self._was_weighted: bool | None = None  # the last window; None: not known, as always on a GPU
         self._used = self._all_used = [True] * len(trained.parameters)
         self._weights: WeightScale
@@ -77,16 +76,14 @@ class AcrossRanks(Exchange):
         return [index for index, used in enumerate(self._used) if not used]
 
     def _read_header(self, window: Window) -> None:
-        """After the header has come. Collective where an observer has found something, or see `_note_kind`.
+        """After the header has come. Collective as `_note_kind` says.
 
         Raises:
             UsageError: Ranks don't count gradients alike. Raised on all ranks.
         """
-        if self._late_kinds is None:
+        if not self._header.is_late:
             self._note_kind(window)
-        else:
-            self._late_kinds.note(self._header)
-        self._header.read_observers()
+        self._header.read()
 
     def _note_kind(self, window: Window) -> None:
         """After the header has come. Collective where the kind has changed and a rank had no pass, which all know.

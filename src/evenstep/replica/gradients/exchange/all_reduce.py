@@ -189,7 +189,7 @@ class AllReduceExchange(AcrossRanks):
         """See `Exchange`."""
         self._uneven = uneven
         for observer in self._observers:
-            observer.set_join(uneven is not None)
+            observer.set_apart(uneven is not None)
 
     def in_flight(self) -> range:
         """See `Exchange`."""

@@ -1,7 +1,7 @@
 """The few numbers that travel with the buckets of one reduction.
 
-To add a statistic, write an `Observer` with `num_numbers`, `header_numbers` and `read_header`, and build it in
-`monitors.monitors`.
+To add a statistic, write an `Observer` with `num_numbers`, `header_numbers`, `judge` and `act`, and build it in
+`monitors.checks`.
 """
 
 from __future__ import annotations
@@ -22,34 +22,48 @@ from evenstep.transport.base import Row
 from evenstep.transport.core.reduction import divisor_of
 
 _READ_AT_ONCE = 2  # windows
-_LATE_EVERY = 16
+_Late = tuple[Observer, Any, int, int]  # whose numbers, what it had sent, and where they are
 
 
 class Header:
     """The few numbers that travel with the buckets of one reduction, added over ranks.
 
     [:3]  the ranks' rows: weights over the scale of the rank's gradients, windows that were WEIGHTED, and PLAIN
-    [3:]  for each parameter, on how many ranks it has a gradient; then the numbers of each observer
+    [3:n] the numbers of each observer
+    [n:]  for each parameter, on how many ranks it has a gradient
+
+    [Note: reading late]
+
+    Nothing waits for a GPU. There, [:n] is copied to the host at the end of each window, and read at the end of the
+    next, when the copy has come: a rank is at most a window ahead of its GPU. What is found is said a window late, by
+    all ranks in the same one. Only in the first windows all ranks wait, for the kinds: a script that mixes
+    loss.backward() and model.backward usually does so from the beginning.
 
     Args:
         num_parameters: Of the model.
         device: Of the model.
         observers: Those of the model, the same on all ranks; some have numbers in it.
+
+    Attributes:
+        is_late: Whether it is read a window late; see [Note: reading late].
     """
 
     def __init__(self, num_parameters: int, device: torch.device, observers: Sequence[Observer] = ()) -> None:
-        self._end_of_used = numel = 3 + num_parameters
         self._sections: list[tuple[Observer, int, int]] = []
+        begin = 3
         for observer in observers:
-            if observer.num_numbers:
-                self._sections.append((observer, numel, numel + observer.num_numbers))
-                numel += observer.num_numbers
+            self._sections.append((observer, begin, begin + observer.num_numbers))
+            begin += observer.num_numbers
+        self._begin_of_used, numel = begin, begin + num_parameters
         self.tensor = torch.zeros(numel, dtype=torch.float64, device=device)
         # The same memory as numbers: an element of a tensor takes microseconds to read or write, and there are many.
         # So `tensor` is never replaced by another one.
         self._numbers: Any = None
         if device.type == "cpu":
             self._numbers = (ctypes.c_double * numel).from_address(self.tensor.data_ptr())
+        self.is_late = device.type != "cpu"
+        self._coming: tuple[Coming, list[_Late]] | None = None  # the numbers of the window before
+        self._num_windows = 0
         self._flags: list[bool] = []  # as in `_filled`
         self._filled: Any = None
 
@@ -64,7 +78,7 @@ class Header:
         numbers_sent: list[float] = []
         tensors: list[tuple[int, int, Tensor]] = []
         for observer, begin, end in self._sections:
-            each = observer.header_numbers()
+            each = observer.header_numbers(window)
             if isinstance(each, Tensor):
                 tensors.append((begin, end, each))
                 each = (0.0,) * (end - begin)
@@ -72,26 +86,54 @@ class Header:
         if self._numbers is not None:
             numbers = self._numbers
             if used != self._flags or self._filled is None:
-                self._flags, self._filled = used, (ctypes.c_double * len(numbers))(0.0, 0.0, 0.0, *used)
+                unsent = (0.0,) * self._begin_of_used
+                self._flags, self._filled = used, (ctypes.c_double * len(numbers))(*unsent, *used)
             ctypes.memmove(numbers, self._filled, ctypes.sizeof(numbers))
             numbers[:3] = row_of(window.kind, window.weight, scale)
-            numbers[self._end_of_used :] = numbers_sent
+            numbers[3 : self._begin_of_used] = numbers_sent
         else:
             # Not `tensor[0] = number`: that waits for a GPU.
             weight = window.weight / scale
             kinds = [float(window.kind is Kind.WEIGHTED), float(window.kind is Kind.PLAIN)]
             number = 0.0 if isinstance(weight, Tensor) else weight
-            made = torch.tensor([number, *kinds, *map(float, used), *numbers_sent], dtype=torch.float64, device="cpu")
+            made = torch.tensor([number, *kinds, *numbers_sent, *map(float, used)], dtype=torch.float64, device="cpu")
             self.tensor.copy_(made, non_blocking=True)
             if isinstance(weight, Tensor):
                 self.tensor[0] = weight
         for begin, end, each in tensors:
             self.tensor[begin:end] = each
 
-    def read_observers(self) -> None:
-        """After the sum: let every observer read its numbers. Collective if one of them finds something."""
+    def read(self) -> None:
+        """After the sum: let observers judge their numbers; see [Note: reading late].
+
+        Raises:
+            UsageError: Ranks have mixed loss.backward() and model.backward, a window ago. Raised on every rank.
+        """
+        self._num_windows += 1
+        late = []
         for observer, begin, end in self._sections:
-            observer.read_header(self.tensor[begin:end] if self._numbers is None else self._numbers[begin:end])
+            if observer.sent is None:
+                continue
+            if self.is_late and not observer.is_read_at_once:
+                late.append((observer, observer.sent, begin, end))
+            else:
+                observer.judge(observer.sent, self._read(begin, end))
+        if not self.is_late:
+            return
+        if self._num_windows <= _READ_AT_ONCE:
+            self.kinds()
+        before, self._coming = self._coming, (start_copy(self.tensor[: self._begin_of_used]), late)
+        if before is None:
+            return
+        sums = arrived(before[0])
+        if sums[1] and sums[2]:
+            raise UsageError(
+                f"some ranks called {CALLS[Kind.PLAIN]} and others {CALLS[Kind.WEIGHTED]} in the same step (noticed in "
+                f"backward pass {self._num_windows}; it was so in the one before that, and gradients were wrong). All "
+                f"ranks use one of them. Resume from a checkpoint."
+            )
+        for observer, sent, begin, end in before[1]:
+            observer.judge(sent, sums[begin:end])
 
     def kinds(self) -> tuple[int, int]:
         """After the sum: how many ranks' windows were WEIGHTED, and PLAIN.
@@ -111,7 +153,7 @@ class Header:
 
     def used_anywhere(self) -> list[bool]:
         """After the sum: for each parameter, whether any rank has a gradient. Reads the tensor."""
-        return [count > 0 for count in self._read(3, self._end_of_used)]
+        return [count > 0 for count in self._read(self._begin_of_used, len(self.tensor))]
 
     def _read(self, begin: int, end: int) -> list[float]:
         numbers: list[float] = self.tensor[begin:end].tolist() if self._numbers is None else self._numbers[begin:end]
@@ -130,41 +172,3 @@ class Header:
         if self._numbers is None:
             return divisor_on_device(self.tensor[0], self.tensor[1], plain)
         return divisor_of([Row(*self._numbers[:3])], float(plain))
-
-
-class LateKinds:
-    """Raises where ranks mix loss.backward() and model.backward, on a GPU, for which nothing waits.
-
-    The first windows are read at once: a script that mixes them usually does so from the beginning. Then each window
-    adds what shows it to a number on the GPU, which is copied in every `_LATE_EVERY`th window and read in the next:
-    the same window on all ranks.
-    """
-
-    def __init__(self) -> None:
-        self._num_windows = 0
-        self._mixed: Tensor | None = None
-        self._coming: Coming | None = None
-
-    def note(self, header: Header) -> None:
-        """A window's header has come.
-
-        Raises:
-            UsageError: Ranks have mixed them, in this window or since some windows. Raised on every rank.
-        """
-        self._num_windows += 1
-        if self._num_windows <= _READ_AT_ONCE:
-            header.kinds()
-            return
-        num_weighted, num_plain = header.tensor[1:2], header.tensor[2:3]
-        if self._mixed is None:
-            self._mixed = torch.zeros_like(num_weighted)
-        self._mixed.addcmul_(num_weighted, num_plain)
-        coming, self._coming = self._coming, None
-        if coming is not None and arrived(coming)[0]:
-            raise UsageError(
-                f"some ranks called {CALLS[Kind.PLAIN]} and others {CALLS[Kind.WEIGHTED]} in the same step (noticed in "
-                f"backward pass {self._num_windows}; it was so in one of the {_LATE_EVERY} before that, and gradients "
-                f"were wrong). All ranks use one of them. Resume from a checkpoint."
-            )
-        if self._num_windows % _LATE_EVERY == 0:
-            self._coming = start_copy(self._mixed)

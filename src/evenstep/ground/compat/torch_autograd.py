@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -32,10 +32,10 @@ def enclosing_node() -> Node | None:
 
     Of passes in passes, the node in the outermost. Reads the stack.
     """
-    found, is_within, frame = None, False, sys._getframe(1)
+    found, is_within, frame = None, False, inspect.currentframe()
     while frame is not None:
         if is_within and frame.f_code is BackwardCFunction.apply.__code__:
             found = frame.f_locals["self"]
         is_within |= frame.f_code is _engine_run_backward.__code__
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return found

@@ -76,7 +76,9 @@ class ShardedParts:
 
     Attributes:
         groups: torch's groups, by `id`.
-        roots: The outermost sharded modules.
+        modules: All sharded modules.
+        roots: The outermost of them.
+        divisor: What torch divides sums by.
         synchronises: Whether the next backward pass adds gradients over ranks.
         states: torch's states of the sharded modules.
         then: Is called when a backward pass has ended for all of them; None: nothing is.
@@ -97,7 +99,7 @@ class ShardedParts:
         inner = {id(part) for each in sharded for part in each.modules() if part is not each}
         self.roots = [each for each in sharded if id(each) not in inner]
         self.synchronises = True
-        self._sharded, self._divisor = sharded, 0.0
+        self.modules, self.divisor = sharded, 0.0
         self.divide_by(1.0)
         for group in self.groups.values():
             self._watch(group)
@@ -136,9 +138,9 @@ class ShardedParts:
 
     def divide_by(self, divisor: float) -> None:
         """Have torch divide the sums of the passes that follow."""
-        if divisor != self._divisor:
-            self._divisor = divisor
-            for each in self._sharded:
+        if divisor != self.divisor:
+            self.divisor = divisor
+            for each in self.modules:
                 each.set_gradient_divide_factor(float(divisor))
 
     def rescale(self, by: float) -> None:

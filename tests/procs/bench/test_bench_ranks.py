@@ -180,7 +180,7 @@ def test_the_memory_of_a_rank_is_within_a_tenth_of_the_estimate(
         assert peaks[side] == pytest.approx(footprint(sizes, "FSDP2", nproc).total, rel=0.1), side
         segments = {num_bytes for _, each in told for num_bytes in each}
         assert segments == (set() if side == "gloo" else {plan_segment(nproc, memory_bytes=0).common_bytes})
-    assert peaks["attached"] <= peaks["plain"] + 4096, "a header, and a sum for each tensor"
+    assert peaks["attached"] <= 1.01 * peaks["plain"], "a header, a sum for each tensor, views of shared memory"
 
 
 # ---------------------------------------------------------------------- loggers

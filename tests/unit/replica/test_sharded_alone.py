@@ -296,3 +296,16 @@ def test_of_parameters_that_lie_together_few_tensors_are_stepped_and_zeroed(worl
     model(x).sum().backward()  # autograd adds where the zeros are: nothing has to be copied
     assert [p.grad.data_ptr() for p in model.parameters()] == grads
     sharded.step()
+
+
+def test_gradients_that_a_window_without_any_has_kept_outlast_another_layout(world: evenstep.World) -> None:
+    """The first window after the optimizer was made lays buckets out again; it has a weight of 0 here."""
+    layers = nn.Linear(8, 8).half()
+    model = evenstep.DistributedDataParallel(layers, world=world)
+    x = torch.randn(2, 8).half()
+    model.backward(model(x).float().square().mean(), weight=2)
+    expected = [p.grad.clone() for p in model.parameters()]
+    evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, master_weights=True)
+    model.backward(model(x).float().square().mean(), weight=0.0)
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, grad)

@@ -217,7 +217,8 @@ class ShardedBucket(Bucket):
 
     def whole_gradients(self) -> list[Tensor | None]:
         """Collective: the reduced gradients, of full length on every rank. None where `p.grad` is None."""
-        held = [parameter.grad is not None for parameter in self.parameters]
+        # What isn't hidden may lie elsewhere than in the shard, such as what a window without a gradient has kept.
+        held = [parameter.grad is not None for parameter in self.parameters] if self.hides else self.held()
         if not any(held):
             return [None] * len(held)
         whole = self.gather(self.shard.clone())

@@ -299,13 +299,15 @@ def test_of_parameters_that_lie_together_few_tensors_are_stepped_and_zeroed(worl
 
 
 def test_gradients_that_a_window_without_any_has_kept_outlast_another_layout(world: evenstep.World) -> None:
-    """The first window after the optimizer was made lays buckets out again; it has a weight of 0 here."""
-    layers = nn.Linear(8, 8).half()
+    """They are no views of the bucket then; a new parameter group lays buckets out again."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).half()
     model = evenstep.DistributedDataParallel(layers, world=world)
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, layers[0].parameters(), lr=0.1, master_weights=True)
     x = torch.randn(2, 8).half()
     model.backward(model(x).float().square().mean(), weight=2)
     expected = [p.grad.clone() for p in model.parameters()]
-    evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, master_weights=True)
     model.backward(model(x).float().square().mean(), weight=0.0)
+    optimizer.add_param_group({"params": layers[1].parameters()})
     for parameter, grad in zip(model.parameters(), expected, strict=True):
+        assert grad.any()
         assert torch.equal(parameter.grad, grad)

@@ -33,16 +33,13 @@ def children_of(node: Any) -> tuple[list[Any], Rebuild] | None:
 
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:
-    """The tensors of what a module returned: of any pytree that torch knows, and of dataclasses."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-        return
+    """The tensors of what a module returned: of any pytree that torch knows, and of the containers known here."""
     for leaf in torch_pytree.tree_leaves(outputs):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            for field in dataclasses.fields(leaf):
-                yield from tensors_in(getattr(leaf, field.name, None))
+        elif (parts := children_of(leaf)) is not None:
+            for child in parts[0]:
+                yield from tensors_in(child)
 
 
 def flatten_tensors(tree: Any) -> tuple[list[Tensor], Rebuild]:

@@ -50,6 +50,7 @@ class MeshExchange(AcrossRanks):
         self._managed = sharded.parameters  # read once: to look again lets go of gathered ones, which autograd may need
         managed = set(map(id, self._managed))
         self._others = [index for index, p in enumerate(trained.parameters) if id(p) not in managed]
+        self._added_by_torch = [p for p in trained.parameters if id(p) in managed]
         dtypes = {*sharded.dtypes, *(p.dtype for p in trained.parameters)}
         self._scale_weights(overflows=torch.float16 in dtypes)
 
@@ -142,9 +143,8 @@ class MeshExchange(AcrossRanks):
             torch._foreach_copy_(parts, [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)])
 
     def _divide(self) -> None:
-        managed = set(map(id, self._managed))
-        for is_managed, plain in ((True, 1), (False, self._ending.num_shares)):
-            parameters = [p for p in self._parameters if (id(p) in managed) is is_managed]
+        others = [self._parameters[index] for index in self._others]
+        for parameters, plain in ((self._added_by_torch, 1), (others, self._ending.num_shares)):
             divisor = self._header.divisor(plain * self._num_copies) / self._num_copies
             divide([local_part(p.grad) for p in parameters if p.grad is not None], divisor)
 

@@ -12,18 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.errors import NonFiniteError, UsageError
+from tests.procs.replica.test_own_passes import Opaque
 
 
 @dataclasses.dataclass
 class Result:
     value: torch.Tensor
-
-
-class Opaque:
-    """An output of a class that no pytree knows."""
-
-    def __init__(self, value):
-        self.value = value
 
 
 class Hiding(nn.Module):

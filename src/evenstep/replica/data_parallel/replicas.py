@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from evenstep.errors import UsageError
 from evenstep.ground.compat.c_library.openmp import rest_team
-from evenstep.ground.compat.torch_autograd import keeps_graph
+from evenstep.ground.compat.torch_autograd import keeps_graph, outside_inference_mode
 from evenstep.ground.compat.torch_tensors import flatten_dense, unflatten_dense
 from evenstep.pytrees import Rebuild, flatten_tensors
 
@@ -58,7 +58,7 @@ class Replica:
     def copy_of(self, original: nn.Module) -> tuple[nn.Module, list[nn.Parameter]]:
         """Return a copy of a module on this device, and what stands for each of its parameters."""
         # Values that are kept would be of no use for training if they came from a pass in inference mode.
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference_mode(), torch.no_grad():
             leaves = self._leaves(list(original.parameters()))
             made: dict[Any, Any] = {None: None}
             for each in original.modules():

@@ -82,12 +82,12 @@ class Readiness:
         self._completed: set[int] = set()  # buckets, in this pass
         self._awaited: dict[int, set[int]] = {}  # by bucket: parameters that are still to come
         self._last_to_come: dict[int, int] = {}  # by bucket that was awaited
-        self.is_counting = bool(layout.buckets)  # where nothing travels there is nothing to watch
+        self.is_counting = False
         self.order: list[int] = []  # while counting: parameters in the order in which their gradients came
         self._num_gradients = [0] * len(parameters)
         self._retire_others()
-        self._set_hooks(range(len(parameters)) if self.is_counting else ())
         self._follow(layout)
+        self.count()
         self._clear_pass()
 
     def _retire_others(self) -> None:
@@ -122,8 +122,8 @@ class Readiness:
         self._clear_pass()
 
     def count(self) -> None:
-        """Count in the next pass, in which no output may tell what comes."""
-        if self._buckets and not self.is_counting:
+        """Count in the next pass: the first, or one in which no output may tell what comes."""
+        if self._buckets and not self.is_counting:  # where nothing travels there is nothing to watch
             self.is_counting, self.order = True, []
             self._num_gradients = [0] * len(self._parameters)
             self._set_hooks(range(len(self._parameters)))

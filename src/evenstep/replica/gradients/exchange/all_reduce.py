@@ -259,8 +259,9 @@ class AllReduceExchange(AcrossRanks):
         elif not self._sends_rows:
             sums += [bucket.reduced for bucket in self.buckets if not bucket.overflows]
             small = [bucket.reduced for bucket in self.buckets if bucket.overflows]
-        divide(sums, self._header.divisor(plain))
-        divide(small, self._header.divisor(plain / self._world.world_size))
+        for gradients, divided_by in ((sums, 1), (small, self._world.world_size)):
+            if gradients:
+                divide(gradients, self._header.divisor(plain / divided_by))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self._parameters)} parameters, {self._launches!r}>"

@@ -93,13 +93,12 @@ class Header:
             numbers[3 : self._begin_of_used] = numbers_sent
         else:
             # Not `tensor[0] = number`: that waits for a GPU.
-            weight = window.weight / scale
-            kinds = [float(window.kind is Kind.WEIGHTED), float(window.kind is Kind.PLAIN)]
-            number = 0.0 if isinstance(weight, Tensor) else weight
-            made = torch.tensor([number, *kinds, *numbers_sent, *map(float, used)], dtype=torch.float64, device="cpu")
+            weight = window.weight
+            row = row_of(window.kind, 0.0 if isinstance(weight, Tensor) else weight, scale)
+            made = torch.tensor([*row, *numbers_sent, *map(float, used)], dtype=torch.float64, device="cpu")
             self.tensor.copy_(made, non_blocking=True)
             if isinstance(weight, Tensor):
-                self.tensor[0] = weight
+                self.tensor[0] = weight / scale
         for begin, end, each in tensors:
             self.tensor[begin:end] = each
 

@@ -132,8 +132,8 @@ class WeightScale:
             self._total[0].wait()
             self._total = None
         self.is_due = self._is_needed
-        scale, self._of_window = self._of_window, None
-        return scale or 1.0
+        scale, self._of_window = self.of_window, None
+        return scale
 
 
 def rescale(parameters: Sequence[nn.Parameter], by: float) -> None:

@@ -28,7 +28,7 @@ class Observer:
 
     A rank's own gradients are readable in `inspect` only: in `header_numbers` some buckets travel already, and `p.grad`
     is a view of them. A world of one has no buckets and no header, so only the other methods are called there; and an
-    observer that inspects buckets turns off its short path (`window.SINGLE_PASS`).
+    observer that inspects buckets turns off its short path (`window.State.SINGLE`).
 
     Attributes:
         num_numbers: How many numbers it has in the header of every window. A constant of the class.

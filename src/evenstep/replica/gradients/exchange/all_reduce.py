@@ -41,10 +41,7 @@ class AllReduceExchange(AcrossRanks):
         # A backward pass reaches the last layers first; the second layout knows better.
         self._build(self._plan(range(trained.num_dense - 1, -1, -1)))
         # Autograd multiplies weights into gradients of the parameters' dtype, whatever these are added in.
-        self._scale_weights(
-            overflows=any(each.dtype is torch.float16 for each in trained.parameters)
-            or any(bucket.overflows for bucket in self.buckets)
-        )
+        self._scale_weights({*(p.dtype for p in trained.parameters), *(bucket.layout.dtype for bucket in self.buckets)})
 
     def _describe(self, index: int) -> ParameterSpec:
         parameter = self._parameters[index]
@@ -75,16 +72,14 @@ class AllReduceExchange(AcrossRanks):
     def last_pass_begins(self, window: Window) -> None:
         """See `Exchange`; collective where there is a hook, which is handed means."""
         if self._hooks is not None:
-            if self._weights.is_due:
-                self._weights.start_agreement()
+            self.scale.start_agreement()
             if self._uneven is not None:
                 self._uneven.announce_bucket()
-            self._weights.start_total(window)
+            self.scale.start_total(window)
 
     def complete(self, bucket: int, window: Window) -> None:
         """See `Exchange`."""
-        if self._weights.is_due:
-            self._weights.start_agreement()
+        self.scale.start_agreement()
         if not self._launches_at_end:
             self._launch(self._launches.complete(bucket), window)
 
@@ -101,17 +96,16 @@ class AllReduceExchange(AcrossRanks):
     def finish(self, window: Window) -> None:
         """See `Exchange`."""
         self.announce()  # before anything is waited for
-        if self._weights.is_due:
-            self._weights.start_agreement()
+        self.scale.start_agreement()
         if self._hooks is not None:
-            self._weights.start_total(window)
+            self.scale.start_total(window)
         launches = list(self._launches.finish())
         # Who has left a join sends nothing beside.
         last = self.buckets[launches.pop()] if self._is_beside and self._uneven is None else None
         self._launch(launches, window)
         if last is not None:
             self._pack(last, window)
-        scale = self._weights.end_window(reads=window.kind is not Kind.PLAIN)
+        scale = self.scale.end_window(window.kind)
         if isinstance(window.weight, Tensor):  # see `_pack`; what is in no bucket
             zero_where(window.weight == 0, [p.grad for p in self._parameters[self._num_dense :] if p.grad is not None])
         self._recorder.mark(WAITING)
@@ -188,6 +182,7 @@ class AllReduceExchange(AcrossRanks):
     def set_uneven(self, uneven: Uneven | None) -> None:
         """See `Exchange`."""
         self._uneven = uneven
+        self.scale.announce = uneven.announce if uneven else lambda: None
         for observer in self._observers:
             observer.set_apart(uneven is not None)
 
@@ -213,7 +208,7 @@ class AllReduceExchange(AcrossRanks):
             if self._hooks is not None:
                 bucket.launch_hook(self._hooks, is_last=index == len(self.buckets) - 1)
             else:
-                self._send(bucket, window, self.scale)
+                self._send(bucket, window, self.scale.of_window)
 
     def _send(self, bucket: Bucket, window: Window, scale: float, beside: Tensor | None = None) -> None:
         row = row_of(window.kind, self._ending.weight_of(window), scale) if self._sends_rows else None
@@ -238,7 +233,7 @@ class AllReduceExchange(AcrossRanks):
             # On a GPU a weight isn't read, so a window of weight 0 hasn't been recognised: contribute zeros.
             zero_where(window.weight_held == 0, [bucket.flat])
         if self._hooks is not None and window.kind is Kind.WEIGHTED:
-            self._weights.divide_by_total(bucket.flat)
+            self.scale.divide_by_total(bucket.flat)
         self._ending.add_to(bucket)
         for observer in self._inspectors:
             observer.inspect(bucket, totals)

@@ -41,6 +41,7 @@ to a model that wasn't named, that is an error. `loss.backward()` means the same
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -62,6 +63,7 @@ from evenstep.replica.gradients.window import (
     Pass,
     SavedGradients,
     State,
+    Turn,
     Window,
     all_zero,
     as_multiplied,
@@ -177,7 +179,7 @@ class Engine:
         scale: float | None,
         *,
         is_scaled: bool,
-        shares_loss: bool,
+        turn: Turn,
         only_dummies: bool,
         dtype: torch.dtype,
     ) -> float:
@@ -187,7 +189,7 @@ class Engine:
             weight: Of the pass.
             scale: By which another model of the same pass divides weights; None: this is the one that decides.
             is_scaled: The loss was scaled by a GradScaler.
-            shares_loss: The loss goes through other models, too.
+            turn: Of this model in the pass.
             only_dummies: See `is_over_dummies`.
             dtype: Of the loss.
 
@@ -195,7 +197,7 @@ class Engine:
             The scale by which the weight is divided.
         """
         self.begin_forward()  # a pass may have failed since the forward pass
-        may_be_single = isinstance(weight, float) and weight > 0 and not (shares_loss or only_dummies)
+        may_be_single = isinstance(weight, float) and weight > 0 and turn is Turn.ALONE and not only_dummies
         is_alone = may_be_single and self._begin_single_pass()
         opens_window = not self.is_in_window
         if scale is None:
@@ -206,7 +208,7 @@ class Engine:
             self._enter(Event.SINGLE)
             self.was_scaled = is_scaled
         else:
-            self.exchange.shares_loss = shares_loss
+            self.exchange.turn = turn
             takes_part = self.exchange.takes_every_pass
             counted = as_multiplied(weight, scale, dtype)
             effect = effect_of(
@@ -395,7 +397,10 @@ class Engine:
             effect: See `Pass`.
             is_found_late: A gradient has come, and no output was reached before it.
         """
-        self.exchange.shares_loss = False
+        global _last_begun
+        before, _last_begun = None if _last_begun is None else _last_begun(), weakref.ref(self)
+        is_alone = before is None or before is self or not before.is_in_pass
+        self.exchange.turn = Turn.ALONE if is_alone else Turn.BEHIND
         self._open_pass(Pass(Kind.PLAIN, 0.0, effect))
         if self.exchange.takes_every_pass:
             self._count()
@@ -552,6 +557,8 @@ class Engine:
 # The `weighted_passes` that run, in any thread: on a GPU autograd has one thread for the passes of all threads, so the
 # thread doesn't show whose pass it is. A set, because two threads may change it at once.
 _weighted: set[object] = set()
+# The engine whose pass of `loss.backward()` began last.
+_last_begun: weakref.ref[Engine] | None = None
 
 
 @contextlib.contextmanager
@@ -578,17 +585,17 @@ def weighted_passes(
     this, scale = object(), None
     _weighted.add(this)
     try:
-        shares_loss = len(engines) > 1
-        if shares_loss:
+        if len(engines) > 1:
             _validate_disjoint(engines)
-        if shares_loss and (largest := max(engines, key=_num_ranks)) is not engines[0]:
+        if (largest := max(engines, key=_num_ranks)) is not engines[0]:
             # A group's own model is named before one of more ranks, in whose sums gradients would have each group's
             # scale. Nothing is agreed here: a rank without samples ends the first model's window before it takes part
             # in another's.
             scale = largest.exchange.scale.agree(None, opens_window=not largest.is_in_window)
-        for engine, is_dummy in zip(engines, only_dummies, strict=True):
+        turns = [Turn.FIRST if len(engines) > 1 else Turn.ALONE, *[Turn.BEHIND] * (len(engines) - 1)]
+        for engine, turn, is_dummy in zip(engines, turns, only_dummies, strict=True):
             scale = engine.begin_weighted_pass(
-                weight, scale, is_scaled=is_scaled, shares_loss=shares_loss, only_dummies=is_dummy, dtype=dtype
+                weight, scale, is_scaled=is_scaled, turn=turn, only_dummies=is_dummy, dtype=dtype
             )
         assert scale is not None
         yield scale

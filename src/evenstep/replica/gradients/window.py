@@ -198,6 +198,14 @@ class Window:
         return parameter.grad is not grad or grad._version != version
 
 
+class Turn(Enum):
+    """The turn of a model in a pass through several of them: see [Note: one order] in `exchange.all_reduce`."""
+
+    ALONE = auto()  # as far as is known
+    FIRST = auto()
+    BEHIND = auto()  # another model's buckets travel first
+
+
 class Effect(Enum):
     """What a pass does to the sum of its window: see [Note: passes that contribute nothing]."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 from torch import nn
 
 from evenstep.replica.gradients.engine import Engine
@@ -17,7 +20,24 @@ from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 
-def build_engine(module: nn.Module, world: World, settings: Settings, transport: Transport) -> tuple[Engine, Monitors]:
+@dataclass(frozen=True)
+class Divided:
+    """How the gradients of a model travel that FSDP2 or tensor parallelism has divided over ranks.
+
+    Attributes:
+        data: The transport of the data ranks.
+        find_replicas: Finds the ranks that have the same parts of parameters. Collective.
+        exchange: Builds the exchange.
+    """
+
+    data: Transport
+    find_replicas: Callable[[Sequence[nn.Parameter]], Replicas | None]
+    exchange: Callable[[Trained], Exchange]
+
+
+def build_engine(
+    module: nn.Module, world: World, settings: Settings, transport: Transport, divided: Divided | None = None
+) -> tuple[Engine, Monitors]:
     """Build the engine of a wrapped module, and its monitors.
 
     Args:
@@ -25,14 +45,19 @@ def build_engine(module: nn.Module, world: World, settings: Settings, transport:
         world: The ranks that take part.
         settings: Sizes of buckets, what is ignored, what is sparse.
         transport: Carries what belongs to the module's passes: see `channels`.
+        divided: None: every rank has all of the model.
     """
     named = settings.trained(module)
     dense = [each for each in named if each[0] not in settings.sparse]
     named = [*dense, *(each for each in named if each[0] in settings.sparse)]
     names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
-    control = for_messages(transport, parameters[0].device)
-    replicas = None
-    if world.world_size > 1:
+    control = for_messages(transport, parameters[0].device if divided is None else world.device)
+    data, replicas = transport, None
+    if divided is not None:
+        data = divided.data
+        if settings.compare_every != 0:
+            replicas = divided.find_replicas(parameters)
+    elif world.world_size > 1:
         replicas = Replicas(world.rank, range(world.world_size), transport, control)
     monitors = build_monitors(
         names,
@@ -44,21 +69,26 @@ def build_engine(module: nn.Module, world: World, settings: Settings, transport:
         compare_every=settings.compare_every,
         starts_equal=settings.init_sync,
         replicas=replicas,
+        is_divided=divided is not None,
     )
-    reproducible = world.virtual_ranks
-    ending = WindowEnd(world.world_size) if reproducible is None else VirtualRankSums(reproducible, parameters)
+    virtual_ranks = world.virtual_ranks
+    ending = WindowEnd(data.world_size) if virtual_ranks is None else VirtualRankSums(virtual_ranks, parameters)
+    is_on = settings.sync_buffers and data.world_size > 1
     trained = Trained(
         names=names,
         parameters=parameters,
         num_dense=len(dense),
         world=world,
         policy=settings.policy,
-        module_buffers=BufferBroadcast(module, transport, settings.ignored, is_on=settings.sync_buffers),
+        module_buffers=BufferBroadcast(module, data, settings.ignored, is_on=is_on),
         recorder=world.telemetry.open(),
         transport=transport,
         control=control,
         observers=monitors.observers,
         ending=ending,
     )
-    exchange = Exchange(parameters, ending) if world.world_size == 1 else AllReduceExchange(trained)
+    if divided is not None:
+        exchange = divided.exchange(trained)
+    else:
+        exchange = Exchange(parameters, ending) if world.world_size == 1 else AllReduceExchange(trained)
     return Engine(trained, exchange, ending, label=type(module).__name__), monitors

@@ -1,4 +1,13 @@
-"""Between ranks buckets travel while the backward pass runs, a header behind them, and module buffers behind that."""
+"""Between ranks buckets travel while the backward pass runs, a header behind them, and module buffers behind that.
+
+[Note: one order]
+
+A loss may go through several wrapped models. A rank with samples launches the buckets of both as they fill; a rank
+whose share is empty launches first all of the one, then all of the other. Each model has a transport of its own, so on
+the CPU that is right. On a GPU two transports are two communicators that share its queues, and where ranks begin their
+calls in different orders they may wait for each other for ever. So there the buckets of all models but the first are
+launched when the pass has ended, on all ranks. First is who is named first, else whose outputs a pass reaches first.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +25,7 @@ from evenstep.replica.gradients.division import divide, row_of, zero_where
 from evenstep.replica.gradients.exchange.across_ranks import AcrossRanks
 from evenstep.replica.gradients.exchange.base import Trained
 from evenstep.replica.gradients.exchange.sparse import sum_over_ranks
-from evenstep.replica.gradients.window import Kind, Window
+from evenstep.replica.gradients.window import Kind, Turn, Window
 from evenstep.replica.join import Uneven
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.local import LocalTransport
@@ -38,6 +47,7 @@ class AllReduceExchange(AcrossRanks):
         self._inspectors = [each for each in trained.observers if each.inspects_buckets]
         self._hooks: HookQueue | None = None
         self._uneven: Uneven | None = None
+        self._shares_queue = self._header.tensor.device.type != "cpu"
         # A backward pass reaches the last layers first; the second layout knows better.
         self._build(self._plan(range(trained.num_dense - 1, -1, -1)))
         # Autograd multiplies weights into gradients of the parameters' dtype, whatever these are added in.
@@ -87,11 +97,14 @@ class AllReduceExchange(AcrossRanks):
     def _launches_at_end(self) -> bool:
         """Whether buckets are launched when the pass has ended: before that, peers may wait for this rank elsewhere.
 
-        Before a bucket is handed to a hook weights of all ranks are awaited. Where a loss goes through several models,
-        a rank without samples sends those of one model behind all of another. And ranks that have left a join of
-        several models join in when a window ends; a hook's calls may be of the group in which that is.
+        See [Note: one order]. And before a bucket is handed to a hook weights of all ranks are awaited. Where a loss
+        goes through several models, a rank without samples sends those of one model behind all of another. And ranks
+        that have left a join of several models join in when a window ends; a hook's calls may be of the group in which
+        that is.
         """
-        return self._hooks is not None and (self.shares_loss or self._uneven is not None)
+        if self._hooks is not None and (self.turn is not Turn.ALONE or self._uneven is not None):
+            return True
+        return self.turn is Turn.BEHIND and self._shares_queue
 
     def finish(self, window: Window) -> None:
         """See `Exchange`."""

@@ -21,7 +21,7 @@ from evenstep.replica.gradients.division import divide_alone
 from evenstep.replica.gradients.exchange.weights import Scale, rescale
 from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.strategies import WindowEnd
-from evenstep.replica.gradients.window import Kind, SavedGradients, Window
+from evenstep.replica.gradients.window import Kind, SavedGradients, Turn, Window
 from evenstep.replica.join import Uneven
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.transport.core.transport import Transport
@@ -72,7 +72,7 @@ class Exchange:
         buckets: Those buckets.
         hook: Averages buckets instead of the transport, or None.
         scale: Of weights, before they multiply gradients.
-        shares_loss: The loss of the running pass goes through other models, too.
+        turn: Of the running pass.
         takes_every_pass: Gradients are added over ranks by torch's FSDP2 while autograd runs. So every pass of this
             rank has to take part: one that contributes nothing is muted and not dropped, and any pass counts that
             reaches the module's outputs.
@@ -85,7 +85,7 @@ class Exchange:
         self.layout = Layout((), (0,) * len(parameters))
         self.buckets: Sequence[Bucket] = ()
         self.hook: CommHook | None = None
-        self.shares_loss = False
+        self.turn = Turn.ALONE
         self._parameters = parameters
         self._ending = ending
         self.scale = Scale(partial(rescale, parameters), is_one=ending.sums_first)

@@ -102,7 +102,7 @@ class Engine:
         self.is_apart = False  # local SGD: parameters differ between ranks
         self.was_scaled = False  # whether a GradScaler has scaled what is in `p.grad` of a window that ended here alone
         self.num_reductions, self.has_learned_order = 0, False
-        self._hooks = OutputHooks(self._outputs_reached)
+        self._hooks = OutputHooks(self._real_outputs_reached)
         self._dummy_hooks = OutputHooks(self._dummy_outputs_reached, is_tracked=True)
         self._window: Window | None = None
         self._pass: Pass | None = None
@@ -300,11 +300,16 @@ class Engine:
 
     # ------------------------------------------------------------------ called by autograd
 
+    def _real_outputs_reached(self, grad: Tensor) -> Tensor | None:
+        with self.readiness.lock:
+            return self._outputs_reached(grad, over_dummy=False)
+
     def _dummy_outputs_reached(self, grad: Tensor) -> Tensor:
-        self._outputs_reached(grad, over_dummy=True)
+        with self.readiness.lock:
+            self._outputs_reached(grad, over_dummy=True)
         return torch.zeros_like(grad)  # the loss may go through outputs over samples, too
 
-    def _outputs_reached(self, grad: Tensor, *, over_dummy: bool = False) -> Tensor | None:
+    def _outputs_reached(self, grad: Tensor, *, over_dummy: bool) -> Tensor | None:
         if self._pass is None:
             task = graph_task_id()
             if self.state is State.SINGLE or task == self._single_pass_task:

@@ -22,7 +22,7 @@ class Noting:
         self.complete: Counter[int] = Counter()
         self.late: list[int] = []
 
-    def gradient_came(self) -> bool:
+    def gradient_came(self, parameter: int) -> bool:
         return True
 
     def bucket_complete(self, bucket: int) -> None:

@@ -45,7 +45,7 @@ from evenstep.replica.gradients.buckets.layout import Layout
 class Listener(Protocol):
     """Gets the events of `Readiness`."""
 
-    def gradient_came(self) -> bool:
+    def gradient_came(self, parameter: int) -> bool:
         """A watched parameter has its gradient. Returns whether this pass fills buckets."""
 
     def bucket_complete(self, bucket: int) -> None:
@@ -207,7 +207,7 @@ class Readiness:
 
     def _gradient_came(self, parameter: int) -> None:
         listener = self._listener()
-        if listener is None or not listener.gradient_came():
+        if listener is None or not listener.gradient_came(parameter):
             return
         if self.is_counting:
             if graph_task_id() != self._graph_task:

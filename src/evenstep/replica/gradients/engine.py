@@ -159,6 +159,9 @@ class Engine:
 
     def prepare(self) -> None:
         """Have the next pass count as the wrapper's own; see [Note: passes of the wrapper's own]."""
+        if self.state is State.FORWARD:
+            for observer in self.observers:
+                observer.forget_forward()
         self._enter(Event.FORWARD)
 
     def is_over_dummies(self, loss: Tensor) -> bool:
@@ -335,12 +338,15 @@ class Engine:
         self.recorder.begin_backward(is_whole=True)
         return True
 
-    def gradient_came(self) -> bool:
+    def gradient_came(self, parameter: int | None = None) -> bool:
         """See `Listener`."""
         if self._pass is None:  # the loss uses the parameter directly; perhaps the module's outputs too
             # Where weights count, a gradient without one is a mistake, which `_count` explains.
             is_weighted = self._window is not None and self._window.kind is Kind.WEIGHTED
             if not (self.state is State.FORWARD or is_weighted or _weighted):
+                if parameter is not None and not self.stays_local:
+                    for observer in self.observers:
+                        observer.passed_by(self.parameters[parameter])
                 return False  # see [Note: passes of the wrapper's own]
             self._open_plain_pass(Effect.ADDED, is_found_late=True)
         current = self._pass

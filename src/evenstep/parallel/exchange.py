@@ -87,7 +87,7 @@ class MeshExchange(AcrossRanks):
         if used is not self._all_used:
             self._used = self._header.used_anywhere()
             self._publish()
-        sent_buffers = self._module_buffers.start(0)
+        sent_buffers = self._module_buffers.start()
         self._add_others()
         self._recorder.mark(REDUCED)
         self._divide()

@@ -11,7 +11,7 @@ from evenstep.replica.gradients.engine import Engine
 from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
 from evenstep.replica.gradients.exchange.base import Exchange, Trained
 from evenstep.replica.gradients.strategies import WindowEnd
-from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.replica.module_buffers import BufferExchange
 from evenstep.replica.monitors.checks import Monitors, Replicas, build_monitors
 from evenstep.replica.monitors.end_of_run import compare_at_end
 from evenstep.replica.virtual_ranks.sums import VirtualRankSums
@@ -83,7 +83,7 @@ def build_engine(
         num_dense=len(dense),
         world=world,
         policy=settings.policy,
-        module_buffers=BufferBroadcast(module, data, settings.ignored, is_on=is_on),
+        module_buffers=BufferExchange(module, data, settings.ignored, settings.buffer_rules, is_on=is_on),
         recorder=world.telemetry.open(),
         transport=transport,
         control=control,

@@ -137,6 +137,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         compare_every: In so many synchronised backward passes every trained parameter is compared between ranks once,
             some in each; where one isn't the same, a DriftError on every rank. None: 64, as long as ranks are surely
             meant to have the same (see docs/explanation/drift.md); a number: always; 0: never.
+        buffers: What becomes of module buffers at the end of a synchronised backward pass, by patterns of their names,
+            the first that fits: "mean" and "sum" of what ranks have added to them since the last one, for codebooks and
+            counters; "rank 0"; "own": each rank keeps its own. All others: as `broadcast_buffers` says.
         world: The ranks that take part; None: the current world.
 
     Raises:
@@ -182,6 +185,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         reduce_dtype: torch.dtype | None = None,
         on_nonfinite: Policy | None = "warn",
         compare_every: int | None = None,
+        buffers: Mapping[str, str] | None = None,
         world: World | None = None,
     ) -> None:
         nn.Module.__init__(self)
@@ -195,6 +199,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             dim=dim,
             devices=(device_ids, output_device),
             buffers=(broadcast_buffers, forward_sync_buffers),
+            buffer_rules=buffers,
             buckets=(bucket_cap_mb, first_bucket_cap_mb, bucket_cap_mb_list),
             init_sync=init_sync,
             on_nonfinite=on_nonfinite,
@@ -239,9 +244,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self.device_mesh = device_mesh
         transport = bucket_transport(world, self)
         if settings.init_sync:
-            buffers = settings.kept_buffers(module) if settings.init_sync_buffers else []
-            validate_same_model(settings.kept(module), buffers, world)
-            tensors = [*(p.data for _, p in settings.kept(module)), *(buffer for _, buffer in buffers)]
+            kept = settings.kept_buffers(module) if settings.init_sync_buffers else []
+            validate_same_model(settings.kept(module), kept, world)
+            tensors = [*(p.data for _, p in settings.kept(module)), *(buffer for _, buffer in kept)]
             finish_broadcast(start_broadcast(tensors, transport))
         self._set_up(world, settings, transport)
         self._dummy = DummyBatch(self.dim)
@@ -354,6 +359,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         first = inputs[0] if inputs else None
         has_rows = isinstance(first, Tensor) and first.numel() > 0 and first.dim() > self.dim >= 0
         is_empty = not has_rows and is_empty_batch((inputs, kwargs), self.dim)
+        if with_grad and engine.trained.module_buffers.has_statistics:
+            engine.trained.module_buffers.begin_forward(over_dummy=is_empty)
         is_first = not (is_empty or self._dummy.has_sample)
         if is_first:
             self._dummy.remember((inputs, kwargs))
@@ -377,6 +384,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             or self.sync_layers.layers
             or self.settings.inputs_to is not None
             or self.world.virtual_ranks is not None
+            or self.engine.trained.module_buffers.has_statistics
             or not self._dummy.has_sample
         )
         if not (asks_for_care or _compilation_is_in_use()):

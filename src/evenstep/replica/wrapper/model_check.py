@@ -119,6 +119,8 @@ def validate_for_virtual_ranks(
                 f"Build the "
                 f"embedding with sparse=False."
             )
+    if settings.buffer_rules:
+        raise ConfigurationError(f"{where}: buffers= would add over ranks, and not over virtual ranks. Leave it out.")
     if not settings.sync_buffers and any(True for _ in settings.kept_buffers(module)):
         raise ConfigurationError(
             f"{where}: with broadcast_buffers=False every rank has module buffers of its own. Leave it out."

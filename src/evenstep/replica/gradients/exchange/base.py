@@ -23,7 +23,7 @@ from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.strategies import WindowEnd
 from evenstep.replica.gradients.window import Kind, SavedGradients, Turn, Window
 from evenstep.replica.join import Uneven
-from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.replica.module_buffers import BufferExchange
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
@@ -51,7 +51,7 @@ class Trained:
     num_dense: int
     world: World
     policy: BucketPolicy
-    module_buffers: BufferBroadcast
+    module_buffers: BufferExchange
     recorder: Recorder
     transport: Transport
     control: Transport

@@ -815,7 +815,9 @@ class DriftWatch(Observer):
     # ------------------------------------------------------------------ parts
 
     def _watch_steps(self, portion: Portion | None) -> None:
-        self._suspect, self._after_step, self._steppers = portion, None, []
+        self._suspect, self._after_step = portion, None
+        if portion is not None:
+            self._steppers = []
 
     def stepped(self, optimizer: optim.Optimizer) -> None:
         """See `Observer`."""

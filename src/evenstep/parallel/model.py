@@ -100,10 +100,19 @@ class DividedModel(DistributedDataParallel):
             find_replicas=lambda parameters: find_replicas(parameters, self._everybody, self),
             exchange=lambda trained: MeshExchange(trained, self._sharded, data),
         )
-        return build_engine(self.module, world, settings, transport, divided)
+        return build_engine(self.module, world, settings, transport, divided, recorder=self._recorder())
 
-    def _validate_registered(self) -> None:
-        """Nothing: parameters come and go, as FSDP2 gathers them and lets them go."""
+    def _follow_changes(self) -> None:
+        """Registered parameters come and go, as FSDP2 gathers them and lets them go.
+
+        Raises:
+            UsageError: One that was frozen is trained now.
+        """
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise UsageError(
+                "a parameter that was frozen when the divided model was attached is trained now; its gradient would "
+                "not be averaged. Freeze parameters behind that, or attach the model again."
+            )
 
     def _pad(self, parts: list[Batch], batch: Batch) -> list[Batch]:
         """FSDP2 gathers parameters in every part, so every data rank needs as many."""

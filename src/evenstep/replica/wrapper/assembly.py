@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from evenstep.ground.health.telemetry import Recorder
 from evenstep.replica.gradients.engine import Engine
 from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
 from evenstep.replica.gradients.exchange.base import Exchange, Trained
@@ -37,7 +38,13 @@ class Divided:
 
 
 def build_engine(
-    module: nn.Module, world: World, settings: Settings, transport: Transport, divided: Divided | None = None
+    module: nn.Module,
+    world: World,
+    settings: Settings,
+    transport: Transport,
+    divided: Divided | None = None,
+    *,
+    recorder: Recorder,
 ) -> tuple[Engine, Monitors]:
     """Build the engine of a wrapped module, and its monitors.
 
@@ -47,6 +54,7 @@ def build_engine(
         settings: Sizes of buckets, what is ignored, what is sparse.
         transport: Carries what belongs to the module's passes: see `channels`.
         divided: None: every rank has all of the model.
+        recorder: Records the times of its steps.
     """
     named = settings.trained(module)
     dense = [each for each in named if each[0] not in settings.sparse]
@@ -84,7 +92,7 @@ def build_engine(
         world=world,
         policy=settings.policy,
         module_buffers=BufferExchange(module, data, settings.ignored, settings.buffer_rules, is_on=is_on),
-        recorder=world.telemetry.open(),
+        recorder=recorder,
         transport=transport,
         control=control,
         observers=monitors.observers,

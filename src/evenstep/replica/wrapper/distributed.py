@@ -415,7 +415,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return tensor.to(self.settings.inputs_to, non_blocking=True)
 
     def _follow_changes(self) -> None:
-        """Look for parameters that are trained now, and were not when the model was wrapped. Collective if there are any.
+        """Look for parameters that are trained now, and were not when the model was wrapped. Collective if any is.
 
         Raises:
             UsageError: A parameter was replaced; or the model can't be laid out again now.

@@ -263,6 +263,27 @@ def steps_alike(seed, kind):
                 optimizer.step()
 
 
+def adversaries(seed, kind):
+    """The generator runs for the discriminator's step, too; ranks with an empty share run neither."""
+    world = evenstep.init(quiet=False)
+    torch.manual_seed(seed)
+    generator, critic = (evenstep.DistributedDataParallel(net()) for _ in range(2))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (generator, critic)]
+    for number in range(8):
+        batch = torch.randn(0 if number % 4 == world.rank else 4, 4)
+        for x in critic.microbatches(batch):
+            fake = generator(x).detach().expand(-1, 4)
+            critic.backward(critic(x).mean() - critic(fake).mean(), weight=len(x))
+        optimizers[1].step()
+        for x in generator.microbatches(batch):
+            generator.backward(generator(x).mean(), weight=len(x))
+        optimizers[0].step()
+
+
+def test_adversaries_with_empty_shares_get_no_warning(ranks, fresh_seed):
+    assert ranks.run(told, 2, adversaries, fresh_seed, "") == [[], []]
+
+
 def fail_within(model: evenstep.DistributedDataParallel) -> None:
     handle = model.module[1].register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("out of memory")))
     try:

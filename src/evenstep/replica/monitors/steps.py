@@ -14,7 +14,8 @@ A rank that leaves out a backward pass (`if loss != 0:`) meets the others one st
 the numbers of their exchanges are equal: nothing hangs, replicas stay equal, and gradients of different steps are
 averaged. So ranks compare, from one window to the next, how often they have stepped, how many training batches they
 have drawn, and how many forward passes had no backward pass before the next one. What differs from the beginning, such
-as a forward pass on one rank before the loop, is no slip, and unequal micro-batches under `no_sync` aren't counted.
+as a forward pass on one rank before the loop, is no slip, and unequal micro-batches under `no_sync` aren't counted. A
+rank whose share is empty runs less of a step than others do, so a window with such a rank isn't judged.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class StepWatch(Observer):
         others: Observers of the model that are told of steps.
     """
 
-    num_numbers = 2 * len(_COUNTED)
+    num_numbers = 2 * len(_COUNTED) + 1
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], world: World, control: Transport, others: Sequence[Observer] = ()
@@ -152,19 +153,20 @@ class StepWatch(Observer):
         return max(self._steps.values(), default=0), batches_drawn(), self._num_forgotten
 
     def header_numbers(self, window: Window) -> Sequence[float] | Tensor:
-        """See `Observer`: of each count what has been added since the last window, and its square."""
+        """See `Observer`: of each count what has been added since the last window, and its square; an empty share."""
         self.sent = None
         before, self._before = self._before, None if self._is_apart else self._counts()
         if self._before is None or before is None or self._has_warned_of_slips:
             return (0.0,) * self.num_numbers
         self.sent = True
         added = [float(now - then) for now, then in zip(self._before, before, strict=True)]
-        return [number for each in added for number in (each, each * each)]
+        return [*(number for each in added for number in (each, each * each)), float(window.kind is None)]
 
     def judge(self, sent: Any, sums: Sequence[float]) -> None:
         """See `Observer`: equal numbers, and only those, have squares whose sum is that of the mean's."""
-        size = self._world.world_size
-        self._slipped = [which for which in range(len(_COUNTED)) if size * sums[2 * which + 1] != sums[2 * which] ** 2]
+        size, num_empty = self._world.world_size, sums[-1]
+        differing = [which for which in range(len(_COUNTED)) if size * sums[2 * which + 1] != sums[2 * which] ** 2]
+        self._slipped = [] if num_empty else differing
 
     def act(self, window: Window) -> bool:
         """Warn. Collective if a difference has changed, which all ranks know."""

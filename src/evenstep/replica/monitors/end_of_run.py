@@ -45,8 +45,8 @@ def _compare(reference: weakref.ref[World]) -> None:
         told = [watches[number].explain_end(differing) for number, differing in found.items()]
     except Exception as error:  # whatever a rank does instead, this one has done its work
         warnings.warn(
-            f"rank {world.rank}: replicas were not compared at the end of the run, because its ranks did not end within "
-            f"{_DEADLINE_S:.0f} s of each other: {error}",
+            f"rank {world.rank}: replicas were not compared at the end of the run, because its ranks did not end "
+            f"within {_DEADLINE_S:.0f} s of each other: {error}",
             stacklevel=2,
         )
         return

@@ -992,10 +992,14 @@ def failed_backward(weighted):
     def explode(_):
         raise ArithmeticError("boom")
 
-    loss = model(x, [0, 1]).sum()
+    loss, kept = model(x, [0, 1]).sum(), model(x, [1]).sum()
     model.module.layers[0].weight.register_hook(explode)
     with pytest.raises(ArithmeticError, match="boom"):
         model.backward(loss) if weighted else loss.backward()
+    if weighted:  # a pass without a forward pass between is told, too
+        for run in (model.backward, torch.Tensor.backward):
+            with pytest.raises(UsageError, match="the last backward pass raised an exception"):
+                run(kept)
     with pytest.raises(UsageError, match="the last backward pass raised an exception"):
         model(x, [0])
 

@@ -124,6 +124,19 @@ def test_a_failed_pass_is_dropped_by_the_next_forward_or_pass(
     assert model.engine.state is State.IDLE
 
 
+def test_a_failed_pass_is_dropped_by_a_pass_of_loss_backward(model: evenstep.DistributedDataParallel) -> None:
+    """Without a forward pass between the two; the next forward pass leaves the gradient alone."""
+    x = rows()
+    kept = model(x).mean()
+    with pytest.raises(RuntimeError, match="no gradient here"):
+        model.backward(Raises.apply(model.module.weight).sum() + model(x).mean())
+    assert model.engine.state is State.FAILED
+    kept.backward()
+    assert model.engine.state is State.IDLE
+    model(x)
+    torch.testing.assert_close(model.module.weight.grad, x.mean(0, keepdim=True))
+
+
 def test_a_pass_within_a_pass_is_refused(model: evenstep.DistributedDataParallel) -> None:
     inner = model(rows()).sum()
     outer = model(rows())

@@ -317,6 +317,8 @@ class Engine:
             task = graph_task_id()
             if self.state is State.SINGLE or task == self._single_pass_task:
                 return None  # another output, or another call of the module
+            if self.state is State.FAILED:
+                self.begin_forward()  # no forward pass has told of it
             if not (over_dummy or _weighted) and self._begin_single_pass():
                 self._single_pass_task = task
                 return None

@@ -203,6 +203,7 @@ ORDER: dict[str, list[str]] = {
         "clipping",
         "ema",
         "learning_rate",
+        "loading",
         "arguments",
         "consistency",
         "exact",

@@ -114,6 +114,7 @@ class Checkpointer:
         self._asynchronous = bool(asynchronous)
         self.num_steps = 0
         self._saver = Saver(storage, self.world, objects, self._directory.commit)
+        self._directory.writer = self._saver.writer
         self._requests = StatusExchange(self.world)
         self._signals: StopSignals | None = None
         self._is_closed = False
@@ -276,12 +277,12 @@ class Checkpointer:
     def close(self) -> None:
         """Save once more if there were steps since the last save, and wait until it is written.
 
-        Called at the end of the world's `with` block when that ends well, also by `sys.exit(0)`. Every rank calls it;
-        only rank 0 waits for the others, for the parts that they write. If one of them has failed, that is printed:
-        its own error ends the run.
+        Called at the end of the world's `with` block when that ends well, also by `sys.exit(0)`. Every rank calls it.
+        Rank 0 waits for the parts that the others write, and they for the checkpoint that it makes of them. If one of
+        them has failed, that is printed: its own error ends the run.
 
         Raises:
-            CheckpointError: It has failed, as far as this rank knows.
+            CheckpointError: The last save has failed, as far as this rank knows, also with `on_save_error="continue"`.
             UsageError: The metric that `best` names was never given, after a warning. Everything is saved.
         """
         if self._is_closed:
@@ -289,11 +290,12 @@ class Checkpointer:
         self._is_closed = True
         try:
             if self._directory.is_open:
-                self._finish_alone()
-                if self.num_steps > 0 and self._last_saved != self.num_steps:
+                is_good = self._finish_alone()
+                # All ranks know whether the save before this one failed, and so whether there is another one.
+                if self.num_steps > 0 and self._last_saved != self.num_steps and (is_good or self._continues_on_error):
                     self._last_saved = self.num_steps
                     self._saver.start(self.num_steps, self._metrics)
-                    self._finish_alone()
+                    self._finish_alone(raises=True)
         finally:
             self._release()
         if self._lacks_best and self._has_warned_of_best:
@@ -363,14 +365,15 @@ class Checkpointer:
         heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
         self._report_failure(failure, raises=raises)
 
-    def _finish_alone(self) -> None:
-        """Wait for the pending save on this rank; raise or print its failure.
+    def _finish_alone(self, *, raises: bool = False) -> bool:
+        """Wait for the pending save on this rank; raise or print its failure, and return whether there was none.
 
         A rank that is at its end and only missed another one has no error of its own: that rank's ends the run, or
         that it made more steps.
         """
         failure, by_peer = self._saver.finish_alone()
-        self._report_failure(failure, is_only_printed=by_peer)
+        self._report_failure(failure, raises=raises, is_only_printed=by_peer)
+        return failure is None
 
     def _report_failure(self, failure: str | None, *, raises: bool = False, is_only_printed: bool = False) -> None:
         if failure is None:

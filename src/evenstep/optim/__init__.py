@@ -8,5 +8,6 @@ Reading order, from the roof down; each imports only from those below it:
    `learning_rate`: the rate for a larger batch.
 4. `arguments` and `consistency`: what each rank is given for an optimizer and for a step; a difference between ranks is
    an error on all of them.
-5. `exact`: sums without an order, for reproducible norms. `kinds`: what is known of torch's optimizers.
+5. `loading`: an optimizer's state is loaded with the bits that it had. `exact`: sums without an order, for reproducible
+   norms. `kinds`: what is known of torch's optimizers.
 """

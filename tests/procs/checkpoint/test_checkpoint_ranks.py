@@ -209,6 +209,57 @@ def test_an_error_on_one_rank_is_raised_on_all_at_the_same_step(ranks, tmp_path,
     assert set(steps_in(LocalDirectory(tmp_path))) == {2, num_steps[0]}
 
 
+def last_commit_fails(directory: Path, goes_on: bool, fails_again: bool):
+    """A quota that is full as rank 0 commits the last step, perhaps for a moment only."""
+    world = world_for_this_test()
+    failures = [] if world.rank else [1, 2][: 1 + fails_again]
+
+    def full(operation: str, path: str) -> None:
+        if path.endswith("manifest.json") and operation == "create" and "0000002" in path and failures:
+            failures.pop()
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    storage = LocalDirectory(directory, fault=full)
+    run = Training(
+        storage, world, every_minutes=None, every_steps=1, on_save_error="continue" if goes_on else "raise"
+    ).run_to(2)
+    began, told = time.monotonic(), ""
+    try:
+        run.checkpoint.close()
+    except CheckpointError as error:
+        told = str(error)
+    assert time.monotonic() - began < 20, "nobody waits for a rank that has left"
+    return told
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "fails_again", "steps"), [(True, False, [1, 2]), (True, True, [1]), (False, False, [1])]
+)
+def test_ranks_agree_whether_the_last_step_is_saved_again(ranks, tmp_path, goes_on, fails_again, steps):
+    told, *others = ranks.run(last_commit_fails, 2, tmp_path, goes_on, fails_again)
+    assert steps_in(LocalDirectory(tmp_path)) == steps
+    assert ("step 2 could not be saved" in told) == (2 not in steps)
+    assert others == [""], "rank 0 ends the run"
+
+
+def receipts_left(directory: Path):
+    world = world_for_this_test()
+    run = Training(directory, world, every_minutes=None, every_steps=1)
+    counts = []
+    for step in (3, 12):
+        run.run_to(step)
+        run.checkpoint.wait()
+        counts.append(world.store.num_keys())
+        world.control.barrier().wait()
+    run.checkpoint.close()
+    return counts
+
+
+def test_the_store_does_not_grow_with_saves(ranks, tmp_path):
+    few, many = ranks.run(receipts_left, 2, tmp_path)[0]
+    assert many == few
+
+
 def damage_on_one_rank(directory: Path):
     """Rank 1 can't read what rank 0 can."""
     world = world_for_this_test()

@@ -302,7 +302,7 @@ def damaged_copy(saved: Path, target: Path) -> Path:
 
 
 @pytest.mark.parametrize("what", ["manifest", ".safetensors"])
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN])
 def test_what_a_rank_cannot_read_is_not_damaged(saved: Path, tmp_path: Path, what: str, code: int):
     """A process without descriptors, or without the right to read, says so, and leaves a good checkpoint alone."""
 
@@ -324,6 +324,75 @@ def test_what_a_rank_cannot_read_is_not_damaged(saved: Path, tmp_path: Path, wha
     storage.refuses = False
     assert run.checkpoint.resume() == 4
     run.checkpoint.close()
+
+
+def test_what_can_be_read_after_a_moment_is_read(saved: Path, tmp_path: Path):
+    """A file server that restarts."""
+
+    class Away(LocalDirectory):
+        num_refused = 0
+
+        def open(self, path: str):
+            if path.startswith("step-0000004") and self.num_refused < 2:
+                self.num_refused += 1
+                raise OSError(errno.ESTALE if self.num_refused == 1 else errno.ENOENT, "away")
+            return super().open(path)
+
+    run = training(Away(damaged_copy(saved, tmp_path / "x")))
+    assert run.checkpoint.resume() == 4
+    run.checkpoint.close()
+
+
+def test_a_second_checkpointer_waits_for_what_the_first_one_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A cell of a notebook that is run twice."""
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(operation: str, path: str) -> None:
+        if operation == "rename" and not goes_on.is_set():
+            begun.set()
+            goes_on.wait(20)
+
+    first = training(LocalDirectory(tmp_path, fault=slow), every_steps=2).run_to(2)
+    assert begun.wait(20)
+    threading.Timer(0.5, goes_on.set).start()
+    second = training(LocalDirectory(tmp_path), seed=7)
+    assert second.checkpoint.resume() == 2
+    assert "a second Checkpointer on" in capsys.readouterr().err
+    first.checkpoint.wait()
+    with pytest.raises(CheckpointError, match="taken over by another Checkpointer of this process"):
+        first.checkpoint.save()
+    first.checkpoint._release()
+    second.run_to(3)
+    second.checkpoint.close()
+    assert steps(tmp_path) == [2, 3]
+
+
+def test_a_file_that_a_network_file_system_still_keeps_holds_nothing_up(tmp_path: Path):
+    run = training(tmp_path, every_steps=1, keep=1).run_to(1)
+    run.checkpoint.wait()
+
+    class Kept(LocalDirectory):
+        def remove(self, folder: str) -> None:
+            if (self.root / folder).is_dir():
+                kept = self.root / folder / ".nfs00000000000a1b2c0000003"
+                unlinked = Path.unlink
+
+                def silly(path: Path, missing_ok: bool = False) -> None:
+                    if path.name.startswith(".nfs"):
+                        return
+                    unlinked(path, missing_ok=missing_ok)
+                    kept.touch()
+
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(Path, "unlink", silly)
+                    super().remove(folder)
+
+    run.checkpoint.close()
+    (tmp_path / ".saving-step-0000009-left").mkdir()
+    (tmp_path / ".saving-step-0000009-left" / "x.safetensors").write_text("x")
+    again = training(Kept(tmp_path))
+    assert again.checkpoint.resume() == 1
+    again.checkpoint.close()
 
 
 def test_no_flipped_bit_is_loaded(saved: Path, tmp_path: Path, fresh_seed: int, capsys: pytest.CaptureFixture[str]):

@@ -113,7 +113,14 @@ def dotted(path: tuple[Any, ...]) -> str:
 def _flatten(value: Any, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> Any:
     if len(path) > _MAX_DEPTH:
         raise ConfigurationError(f"the state of {path[0]!r} holds itself, or is nested too deeply to be saved.")
-    if value is None or type(value) in (bool, int, str):
+    if value is None or type(value) in (bool, int):
+        return value
+    if type(value) is str:
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise ConfigurationError(
+                f"{shown(path)} is a text with a half of a character in it (a surrogate), which no file holds. Decode "
+                f"it without surrogates, or keep its bytes."
+            )
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"~float": str(value)}
@@ -155,7 +162,7 @@ def _flatten_dict(value: dict[Any, Any], path: tuple[Any, ...], tensors: dict[st
     if type(value) is collections.Counter:
         return {"~counter": pairs()}
     if all(type(key) is str and not key.startswith("~") for key in value):
-        state: Any = {key: _flatten(item, (*path, key), tensors) for key, item in value.items()}
+        state: Any = {_flatten_key(key, path): _flatten(item, (*path, key), tensors) for key, item in value.items()}
     else:
         state = {"~dict": pairs()}
     metadata = getattr(value, "_metadata", None)
@@ -187,6 +194,10 @@ def _flatten_plain(value: Any, path: tuple[Any, ...]) -> Any:
 
 def _put(tensor: Tensor, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> str:
     name = base = dotted(path[1:]) or "value"
+    if name == "__metadata__":
+        raise ConfigurationError(
+            f"{shown(path)} has the name that safetensors' files have for what is no tensor. Give it another one."
+        )
     number = 1
     while name in tensors:  # {"a.b": t, "a": {"b": t}}
         number += 1

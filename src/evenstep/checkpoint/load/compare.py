@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from evenstep.checkpoint.format.manifest import ObjectEntry
 from evenstep.checkpoint.format.tree import unwrapped
+from evenstep.optim.loading import load_exactly
 from evenstep.optim.local_sgd.local_sgd import LocalSGD
 from evenstep.optim.local_sgd.state import ROWS
 
@@ -49,11 +50,20 @@ def fitting(state: Any, target: Any) -> Any:
     }
 
 
-def load_into(target: Any, state: Any, *, strict: bool) -> None:
-    """Load a state into an object."""
+def load_into(target: Any, state: Any, *, strict: bool, keeps_dtypes: bool) -> None:
+    """Load a state into an object.
+
+    Args:
+        target: The object.
+        state: Of it.
+        strict: A model has all that the state has, and the other way round.
+        keeps_dtypes: What an optimizer keeps has the dtypes that were saved; False: those of its parameters.
+    """
     target = unwrapped(target)
     if isinstance(target, nn.Module):
         target.load_state_dict(state, strict=strict)
+    elif isinstance(target, optim.Optimizer) and not hasattr(target, "state_shards"):
+        load_exactly(target, state, keeps_dtypes=keeps_dtypes)
     else:
         target.load_state_dict(state)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,19 @@ from evenstep.checkpoint.load import compare
 from evenstep.checkpoint.load.in_place import in_place_targets
 from evenstep.checkpoint.load.layouts import find_layouts
 from evenstep.checkpoint.load.reader import fill, read_objects, unlisted_files
-from evenstep.checkpoint.storage.directory import DamagedError, UnreadableError, folder_of, read_manifest
+from evenstep.checkpoint.storage.directory import (
+    DamagedError,
+    MissingError,
+    UnreadableError,
+    folder_of,
+    read_manifest,
+)
 from evenstep.checkpoint.storage.storage import Storage
 from evenstep.errors import CheckpointError, ConfigurationError
 from evenstep.world import World
 
 _MAX_LINES = 60
+_PAUSES_S = (0.5, 2.0)  # before what can't be read is read again
 
 
 @dataclass(frozen=True)
@@ -44,17 +52,51 @@ class Found:
 def find(storage: Storage, world: World, step: int, objects: Mapping[str, Any], *, strict: bool) -> Found:
     """Collective: read and check a checkpoint without changing anything.
 
+    What some rank can't read all ranks read once more, after a pause: a server may be away for a moment.
+
     Raises:
-        DamagedError: At least one rank finds it damaged.
+        DamagedError: At least one rank finds that it differs from what was saved, or every rank that a file is missing.
         UnreadableError: At least one rank can't read it.
         CheckpointError: It is good, but doesn't fit the objects, or a tensor of theirs can't be loaded into.
     """
+    for pause_s in (*_PAUSES_S, None):
+        found, problem = _read(storage, world, step, objects, strict=strict)
+        problems = world.exchange(problem)
+        unread = _first(problems, "missing") or _first(problems, "unread")
+        if unread is None or pause_s is None:
+            break
+        time.sleep(pause_s)
+    if all(each is not None and each[0] == "missing" for each in problems):
+        raise DamagedError(_first(problems, "missing"))
+    unread = _first(problems, "unread") or _first(problems, "missing")
+    if unread is not None:
+        raise UnreadableError(f"{storage.where}/{unread}. The checkpoint may be good: it is left as it is.")
+    if (damage := _first(problems, "damage")) is not None:
+        raise DamagedError(damage)
+    if (refused := _first(problems, "refused")) is not None:
+        raise CheckpointError(refused)
+    assert found is not None
+    listed: list[str] = next((each for each in world.exchange(found.misfits) if each), [])
+    if listed and strict:
+        more = [f"... and {len(listed) - _MAX_LINES} more"] if len(listed) > _MAX_LINES else []
+        text = "\n  ".join([*listed[:_MAX_LINES], *more])
+        raise CheckpointError(
+            f"{storage.where}/{folder_of(step)} was not saved from these objects:\n  {text}\nBuild the objects as they "
+            f"were when it was saved, or pass strict=False to load what fits."
+        )
+    return found
+
+
+def _first(problems: Sequence[tuple[str, str] | None], kind: str) -> str | None:
+    """The text of the first problem of a kind."""
+    return next((each[1] for each in problems if each is not None and each[0] == kind), None)
+
+
+def _read(
+    storage: Storage, world: World, step: int, objects: Mapping[str, Any], *, strict: bool
+) -> tuple[Found | None, tuple[str, str] | None]:
+    """Read a checkpoint on this rank: what was found, or what kind of problem there is, and its text."""
     folder = folder_of(step)
-    damage: str | None = None
-    unread: str | None = None
-    refused: str | None = None
-    misfits: list[str] = []
-    found: Found | None = None
     try:
         manifest = read_manifest(storage, folder)
         if manifest.step != step:
@@ -73,37 +115,17 @@ def find(storage: Storage, world: World, step: int, objects: Mapping[str, Any], 
             names = [name for name in (*objects, RANDOM) if name in manifest.objects]
             states = read_objects(storage, folder, manifest, names, share=share, targets=targets, layouts=layouts)
         unlisted = unlisted_files(storage, folder, manifest) if world.is_main else []
-
-        def fill_one(name: str) -> None:
-            fill(storage, folder, manifest, name, targets, share=share)
-
-        found = Found(manifest, states, fill_one, misfits, unlisted)
     except DamagedError as error:
-        damage = str(error)
+        return None, ("damage", str(error))
     except UnreadableError as error:
-        unread = f"{storage.where}/{error} (on rank {world.rank}). The checkpoint may be good: it is left as it is."
+        return None, ("missing" if isinstance(error, MissingError) else "unread", f"{error} (on rank {world.rank})")
     except ConfigurationError as error:
-        refused = f"{storage.where}/{folder}: {error} That is so on rank {world.rank}."
-    seen = world.exchange({"damage": damage, "unread": unread, "refused": refused, "misfits": misfits})
-    unread = next((each["unread"] for each in seen if each["unread"] is not None), None)
-    if unread is not None:
-        raise UnreadableError(unread)
-    damage = next((each["damage"] for each in seen if each["damage"] is not None), None)
-    if damage is not None:
-        raise DamagedError(damage)
-    refused = next((each["refused"] for each in seen if each["refused"] is not None), None)
-    if refused is not None:
-        raise CheckpointError(refused)
-    listed: list[str] = next((each["misfits"] for each in seen if each["misfits"]), [])
-    if listed and strict:
-        more = [f"... and {len(listed) - _MAX_LINES} more"] if len(listed) > _MAX_LINES else []
-        text = "\n  ".join([*listed[:_MAX_LINES], *more])
-        raise CheckpointError(
-            f"{storage.where}/{folder} was not saved from these objects:\n  {text}\nBuild the objects as they were "
-            f"when it was saved, or pass strict=False to load what fits."
-        )
-    assert found is not None
-    return found
+        return None, ("refused", f"{storage.where}/{folder}: {error} That is so on rank {world.rank}.")
+
+    def fill_one(name: str) -> None:
+        fill(storage, folder, manifest, name, targets, share=share)
+
+    return Found(manifest, states, fill_one, misfits, unlisted), None
 
 
 def apply(found: Found, world: World, objects: Mapping[str, Any], where: str) -> None:
@@ -124,8 +146,8 @@ def apply(found: Found, world: World, objects: Mapping[str, Any], where: str) ->
             state = compare.fitting(state, target)
         try:
             found.fill(name)
-            compare.load_into(target, state, strict=not misfits)
-        except DamagedError as error:
+            compare.load_into(target, state, strict=not misfits, keeps_dtypes=not found.misfits)
+        except (DamagedError, UnreadableError) as error:
             problem = f"{name} on rank {world.rank}, when it was read again: {error}"
             break
         except Exception as error:

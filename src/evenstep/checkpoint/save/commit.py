@@ -118,12 +118,12 @@ class Saver:
         return str(next((text for secondary, text in failures if not secondary), failures[0][1]))
 
     def finish_alone(self) -> tuple[str | None, bool]:
-        """Like `finish`, without the other ranks.
+        """Like `finish`, at the end of the run: without the other ranks, but for rank 0's commit.
 
         Returns:
             This rank's error, and whether it is only what another rank's failure has led to.
         """
-        error = self.writer.finish()
+        error = self.writer.finish_with_commit()
         if error is None:
             return None, False
         self._remove_partial()

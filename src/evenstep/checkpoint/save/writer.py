@@ -1,7 +1,7 @@
 """Writing a checkpoint in the background: a thread per save, on every rank.
 
     every rank   writes its files, posts a receipt with their checksums                     |
-    rank 0       ...                        awaits all receipts, writes the manifest, renames, removes old checkpoints
+    rank 0       ...             awaits all receipts, writes the manifest, renames, removes old checkpoints, posts that
 
 Ranks exchange receipts through the world's store and not by collectives, whose order belongs to the training loop. A
 rank that fails posts its error instead of a receipt, and the others stop writing.
@@ -89,6 +89,8 @@ class Writer:
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
         self.thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._job: Job | None = None  # the last one
+        self._noted: Job | None = None  # the last one that rank 0 has noted as saved
         self._abandoned = threading.Event()
 
     @property
@@ -109,7 +111,7 @@ class Writer:
     def start(self, job: Job) -> None:
         """Begin to write, in a thread. It is no daemon: an orderly exit waits for it."""
         assert self.thread is None, "one pending save at most"
-        self._error = None
+        self._error, self._job = None, job
         self.thread = threading.Thread(target=self._run, args=(job,), name=f"evenstep save {job.folder}")
         self.thread.start()
 
@@ -120,6 +122,20 @@ class Writer:
             self.thread = None
         error, self._error = self._error, None
         return error
+
+    def finish_with_commit(self) -> BaseException | None:
+        """As `finish`; on other ranks than 0 it waits until rank 0 has made the checkpoint, or has failed."""
+        was_pending = self.is_pending
+        error = self.finish()
+        if error is not None or self._job is None or self._rank == 0 or not was_pending:
+            return error
+        try:
+            self._await(self._job, "saved", 0)
+        except CheckpointError as failure:
+            return _PeerFailedError(str(failure))
+        except (RuntimeError, OSError):  # the store has ended with rank 0, whose own error there would be one
+            pass
+        return None
 
     def abandon(self, run: str) -> None:
         """This rank ends with an error: post that, and wait only briefly for the others."""
@@ -141,7 +157,8 @@ class Writer:
             receipt = self._write(job)
             self._store.set(_key(job, self._rank), json.dumps(astuple(receipt)))
             if job.commit is not None:
-                job.commit(self._await_receipts(job))
+                job.commit([self._await_receipt(job, rank) for rank in range(self._world_size)])
+                self._note_saved(job)
         except BaseException as error:
             self._error = error
             if not isinstance(error, _PeerFailedError):
@@ -197,25 +214,36 @@ class Writer:
         if failure is not None:
             raise _PeerFailedError(failure)
 
-    def _await_receipts(self, job: Job) -> list[Receipt]:
-        receipts: list[Receipt] = []
+    def _note_saved(self, job: Job) -> None:
+        self._store.set(_key(job, "saved"), "")
+        if self._noted is not None:  # one is enough: a rank asks for the last save
+            self._store.delete_key(_key(self._noted, "saved"))
+        self._noted = job
+
+    def _await_receipt(self, job: Job, rank: int) -> Receipt:
+        text = self._await(job, rank, rank)
+        self._store.delete_key(_key(job, rank))  # else the store would grow with every save
+        return Receipt(*json.loads(text))
+
+    def _await(self, job: Job, what: object, rank: int) -> str:
+        """Wait for what a rank posts.
+
+        Raises:
+            CheckpointError: It failed, or left, or has not posted it in time.
+        """
         began = time.monotonic()
         leaving_since: float | None = None
-        while len(receipts) < self._world_size:
-            text = self._read(_key(job, len(receipts)))
-            if text is not None:
-                receipts.append(Receipt(*json.loads(text)))
-                continue
+        while (text := self._read(_key(job, what))) is None:
             self._check_peers(job)
-            if self._read(_left_key(job.key.rpartition("-")[0], len(receipts))) is not None:
-                raise _PeerFailedError(f"rank {len(receipts)} has left before its part was written")
+            if self._read(_left_key(job.key.rpartition("-")[0], rank)) is not None:
+                raise _PeerFailedError(f"rank {rank} has left before its part was written")
             now = time.monotonic()
             if leaving_since is None and (self._abandoned.is_set() or not threading.main_thread().is_alive()):
                 leaving_since = now
             if now - began > self._timeout_s or (leaving_since is not None and now - leaving_since > _LAST_WAIT_S):
-                raise CheckpointError(f"rank {len(receipts)} had not written its part after {now - began:.1f} s")
+                raise CheckpointError(f"rank {rank} had not written its part after {now - began:.1f} s")
             time.sleep(_POLL_S)
-        return receipts
+        return text
 
 
 def _key(job: Job, what: object) -> str:

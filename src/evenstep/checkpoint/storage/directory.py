@@ -13,21 +13,27 @@ import contextlib
 import errno
 import re
 import threading
+import weakref
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from evenstep.checkpoint.format import manifest as manifests
 from evenstep.checkpoint.format.manifest import Manifest
 from evenstep.checkpoint.format.plan import Policy, best_step, plan_removals
 from evenstep.checkpoint.storage.lease import EXPIRES_AFTER_S
 from evenstep.checkpoint.storage.storage import Lock, Storage
+from evenstep.console import say
 from evenstep.errors import CheckpointError, EvenstepError, UsageError
 from evenstep.ground.health import heartbeat
 from evenstep.world import World
 
+if TYPE_CHECKING:
+    from evenstep.checkpoint.save.writer import Writer
+
 _STEP = re.compile(r"step-(\d{7,})")
 _WAIT_FOR_LOCK_S = EXPIRES_AFTER_S + 5.0
-# What a process lacks when it can't open a file, whatever is in that.
-_LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
+# Something else lies where a file was; or the file is shorter than it was.
+_OTHER_FILE = (0, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
 _ASIDE = re.compile(r"damaged-step-(\d{7,})(-\d+)?")
 
 
@@ -106,22 +112,28 @@ class DamagedError(CheckpointError):
 
 
 class UnreadableError(CheckpointError):
-    """A process can't read a checkpoint, for a reason of its own. The checkpoint may be good."""
+    """A process can't read a checkpoint, which may be good: the storage or the process has failed."""
+
+
+class MissingError(UnreadableError):
+    """A file isn't there. The checkpoint is damaged if no rank finds it, and not if others do."""
 
 
 def why_unread(path: str, error: OSError) -> DamagedError | UnreadableError:
-    """What follows from a file that could not be read."""
-    if error.errno in _LACKING:
-        return UnreadableError(f"{path} can't be read: {error.strerror}")
-    return DamagedError(f"{path}: {error.strerror or error}")
+    """What follows from a file that could not be read: only what was read can differ from what was written."""
+    if error.errno == errno.ENOENT:
+        return MissingError(f"{path}: {error.strerror}")
+    if error.errno in _OTHER_FILE:
+        return DamagedError(f"{path}: {error.strerror or error}")
+    return UnreadableError(f"{path} can't be read: {error.strerror or error}")
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
     """Read the manifest of a checkpoint, and confirm its checksum.
 
     Raises:
-        DamagedError: It is missing or damaged.
-        UnreadableError: This process can't read it.
+        DamagedError: It is damaged.
+        UnreadableError: This process can't read it; a MissingError if it isn't there.
     """
     path = f"{folder}/{manifests.NAME}"
     try:
@@ -137,10 +149,14 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
         raise why_unread(path, error) from None
 
 
+_open_here: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
+
+
 class RunDirectory:
     """The checkpoints of a run, known to all its ranks; only rank 0 changes files.
 
     Attributes:
+        writer: Writes here; set by who makes it.
         steps: Metrics by step of each checkpoint. On other ranks than 0 some may have been removed since.
         is_open: Whether this job has the lock.
     """
@@ -149,6 +165,7 @@ class RunDirectory:
         self.storage, self._world, self._policy = storage, world, policy
         self.steps: dict[int, Mapping[str, float]] = {}
         self.is_open = False
+        self.writer: Writer | None = None
         self._lock: Lock | None = None
 
     @property
@@ -171,6 +188,7 @@ class RunDirectory:
         found: dict[int, Mapping[str, float]] = {}
 
         def lock_and_list() -> None:
+            self._succeed_others()
             # Less than the timeout after which the other ranks give up on this one.
             wait_s = min(_WAIT_FOR_LOCK_S, self._world.timeout_s / 2)
             self._lock = self.storage.lock({"world_size": self._world.world_size}, wait_s=wait_s)
@@ -185,6 +203,15 @@ class RunDirectory:
         self._on_main(lock_and_list)
         self.steps = dict(self._world.broadcast_object([[step, dict(metrics)] for step, metrics in found.items()]))
         self.is_open = True
+        _open_here.add(self)
+
+    def _succeed_others(self) -> None:
+        """Wait for what another Checkpointer of this process is saving here, such as that of a cell that ran before."""
+        for other in list(_open_here):
+            if other is not self and other._lock is not None and other.storage.where == self.storage.where:
+                say(f"evenstep: a second Checkpointer on {self.storage.where}: the first one saves nothing more there")
+                if other.writer is not None and other.writer.thread is not None:
+                    other.writer.thread.join()
 
     def list_steps(self) -> list[int]:
         """Collective: the steps that have a checkpoint now, ascending; needs no lock.

@@ -244,11 +244,12 @@ def _renew(directory: Path, me: Mapping[str, object], mode: int) -> None:
         content = file.readall() or b""
         holder = _parsed(content)
         if holder.get("key") != me["key"]:
-            who = "another Checkpointer of this process" if _is_mine(holder, me) else f"pid {holder.get('pid')}"
+            is_mine = _is_mine(holder, me)
+            who = "another Checkpointer of this process" if is_mine else f"pid {holder.get('pid')}"
             raise LockedError(
-                f"{directory} was taken over by {who} on {holder.get('hostname')}, {_since(holder)}: this process had "
-                f"given no sign of life for {EXPIRES_AFTER_S:.0f} s (was it stopped?), or its lock was removed. It "
-                f"saves nothing more there"
+                f"{directory} was taken over by {who} on {holder.get('hostname')}, {_since(holder)}: "
+                f"{'a second one was made, or ' if is_mine else ''}this process had given no sign of life for "
+                f"{EXPIRES_AFTER_S:.0f} s (was it stopped?), or its lock was removed. It saves nothing more there"
             )
         # The same bytes in place: if another process replaces the file now, this writes to what is no lock any more.
         os.pwrite(file.fileno(), content, 0)

@@ -19,6 +19,7 @@ from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.optim.consistency import abort_peers
 from evenstep.optim.kinds import validate_optimizer
+from evenstep.optim.loading import load_exactly
 from evenstep.optim.local_sgd.state import make_equal, put_together, take_apart
 from evenstep.optim.sharded.flat_segments import Shard
 from evenstep.optim.sharded.sharded_optimizer import ShardedOptimizer
@@ -304,7 +305,7 @@ class LocalSGD:
             raise checks.refuse(f"{where}: state", state, "what state_dict() returned")
         num_steps = checks.whole(f"{where}: num_steps", state.get("num_steps"), least=0)
         if "ranks" in state:
-            self.optimizer.load_state_dict(put_together(state, self.model.world))
+            load_exactly(self.optimizer, put_together(state, self.model.world))
         self.num_steps = num_steps
         if self._is_open and state.get("is_closed", False):
             self._leave()

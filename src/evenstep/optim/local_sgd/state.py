@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, optim
 
 from evenstep.errors import ConfigurationError
+from evenstep.optim.loading import load_exactly
 from evenstep.optim.sharded.flat_segments import Shard
 from evenstep.replica.gradients.engine import Engine
 from evenstep.transport.core.object_collectives import exchange
@@ -72,7 +73,7 @@ def make_equal(optimizer: optim.Optimizer, engine: Engine) -> None:
     for each in reversed(received):  # the first rank that has something is the last to say it
         for number, entries in each["state"].items():
             found[int(number)] = {**entries, **means.get(number, {})}
-    optimizer.load_state_dict({**whole, "state": found})
+    load_exactly(optimizer, {**whole, "state": found})
 
 
 def _take_apart(whole: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], list[Shard]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from evenstep.optim.kinds import copy_options, step_without_hooks, update_options
+from evenstep.optim.loading import keep_as_it_was, laid_out_as
 from evenstep.optim.sharded.flat_segments import MASTER, STATE_DICT, Shard, State
 from evenstep.replica.gradients.buckets.bucket import view_like
 from evenstep.transport.core.transport import Transport
@@ -126,7 +127,7 @@ class PerParameterPartition:
         if states:
             self._inner.load_state_dict({"state": states, "param_groups": packed["param_groups"]})
             for number, state in states.items():
-                _keep_as_it_was(self._inner.state[mine[number]], state, is_loaded=is_loaded)
+                keep_as_it_was(self._inner.state[mine[number]], state, keeps_dtypes=not is_loaded)
 
     def _state_of(self, index: int, state: State) -> State:
         """What the inner optimizer is given. A value that was kept in full precision becomes the parameter's."""
@@ -134,7 +135,7 @@ class PerParameterPartition:
         if master is not None:
             with torch.no_grad():
                 parameter.copy_(master)
-        return {key: _laid_out_as(parameter, value) for key, value in state.items() if key != MASTER}
+        return {key: laid_out_as(parameter, value) for key, value in state.items() if key != MASTER}
 
     def _settle(self) -> None:
         """Parameters of one owner and kind lie side by side, so that few broadcasts carry them."""
@@ -201,23 +202,3 @@ class PerParameterPartition:
         """What this rank's state takes."""
         values = [value for state in self._mine().values() for value in state.values()]
         return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
-
-
-def _laid_out_as(parameter: Tensor, value: Any) -> Any:
-    """A value of the parameter's shape as the parameter lies in memory: fused steps go through both in that order."""
-    if not isinstance(value, Tensor) or value.shape != parameter.shape or value.dim() == 0:
-        return value
-    return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
-
-
-def _keep_as_it_was(loaded: State, given: State, *, is_loaded: bool) -> None:
-    """Numbers such as NAdam's products stay in their dtype, and texts are no lists: torch loads them otherwise.
-
-    What was not loaded, but only taken up again, keeps all dtypes, which its optimizer may have chosen.
-    """
-    for key, value in given.items():
-        there = loaded.get(key)
-        if isinstance(value, Tensor) and isinstance(there, Tensor) and (value.dim() == 0 or not is_loaded):
-            loaded[key] = value.detach().clone().to(there.device)
-        elif isinstance(value, str):
-            loaded[key] = value

@@ -348,13 +348,35 @@ def one_join_in_another():
         with model.join():
             for _ in range(world.rank):
                 model(batch(world.rank)).square().mean().backward()
-    with Join([first, second], enable=False):
-        first(batch(world.rank)).square().mean().backward()
 
 
 @SIZES
 def test_one_join_in_another_is_refused(ranks, nproc):
     ranks.run(one_join_in_another, nproc)
+
+
+def no_join(how):
+    """A `Join` that is disabled, or couldn't be made, changes nothing: models are as outside of one."""
+    world = evenstep.init(quiet=True)
+    models = [evenstep.DistributedDataParallel(make(s), bucket_cap_mb=2e-4) for s in (1, 2)]
+    joinables = models if how == "disabled" else [*models, make()]
+    with contextlib.suppress(AttributeError), Join(joinables, enable=False):
+        for model in models:
+            model(batch(world.rank)).square().mean().backward()
+    for seed, model in zip((1, 2), models, strict=True):
+        if how == "disabled":
+            assert model.monitors.drift.is_on
+        else:
+            model(batch(world.rank)).square().mean().backward()
+        expected = averaged(make(seed), [batch(rank) for rank in range(world.world_size)])
+        assert_same(grads(model), expected, rtol=0, atol=1e-12)
+        assert model.monitors.drift.is_on
+
+
+@pytest.mark.parametrize("how", ["disabled", "impossible"])
+@SIZES
+def test_without_a_join_models_are_as_outside_of_one(ranks, nproc, how):
+    ranks.run(no_join, nproc, how)
 
 
 def early_end():

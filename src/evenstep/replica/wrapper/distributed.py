@@ -39,7 +39,7 @@ from evenstep.replica.channels import bucket_transport, validate_thread
 from evenstep.replica.gradients.buckets.comm_hooks import CommHook
 from evenstep.replica.gradients.engine import Engine, weighted_passes
 from evenstep.replica.gradients.window import drop_grads, validate_weight
-from evenstep.replica.join import JoinOfOne, Uneven, UnevenJoinHook
+from evenstep.replica.join import Uneven, join_of_one
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
 from evenstep.replica.monitors.checks import Monitors, Policy
 from evenstep.replica.normalization.layers import SyncLayers
@@ -732,7 +732,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             )
         if self.world.world_size == 1 or not enable:
             return contextlib.nullcontext()
-        return JoinOfOne(
+        return join_of_one(
             self,
             throw_on_early_termination=throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -741,7 +741,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's `Join`: takes the keyword `divide_by_initial_world_size`."""
         by_all = bool(kwargs.get("divide_by_initial_world_size", True))
-        return UnevenJoinHook(self, by_all)
+        return Uneven(self, by_all)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:  # type: ignore[override]

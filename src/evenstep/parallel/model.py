@@ -19,7 +19,7 @@ from evenstep.replica.gradients.engine import Engine
 from evenstep.replica.gradients.exchange.base import Trained
 from evenstep.replica.gradients.strategies import WindowEnd
 from evenstep.replica.module_buffers import BufferBroadcast
-from evenstep.replica.monitors.checks import Monitors, Policy, build_monitors
+from evenstep.replica.monitors.checks import Monitors, Policy
 from evenstep.replica.normalization.sync_batchnorm import replace_torchs
 from evenstep.replica.wrapper.distributed import Batch, DistributedDataParallel
 from evenstep.replica.wrapper.settings import Settings, settle
@@ -100,7 +100,7 @@ class DividedModel(DistributedDataParallel):
         named = settings.trained(self.module)
         names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
         control = for_messages(transport, world.device)
-        monitors = build_monitors(
+        monitors = Monitors(
             names,
             parameters,
             world,

@@ -23,8 +23,9 @@ class Observer:
         gradients are averaged       act, step
 
     A check that compares ranks has a few numbers in the header: `header_numbers` gives this rank's, `judge` is given
-    their sums over ranks and decides, and `act` does what is to be done, which may take other collectives. On a GPU
-    the sums are judged at the end of the next window, so that nothing waits for them, unless `is_read_at_once`.
+    their sums over ranks and decides, and `act` has `conclude` do what is to be done, which may take other collectives.
+    On a GPU the sums are judged at the end of the next window, so that nothing waits for them, unless
+    `is_read_at_once`.
 
     A rank's own gradients are readable in `inspect` only: in `header_numbers` some buckets travel already, and `p.grad`
     is a view of them. A world of one has no buckets and no header, so only the other methods are called there; and an
@@ -35,12 +36,14 @@ class Observer:
         is_read_at_once: Whether their sums are worth waiting for a GPU.
         inspects_buckets: Whether `totals_for` and `inspect` are called.
         sent: What the numbers of this window are about, for `judge`; None: nothing, so their sums aren't judged.
+        found: What `judge` has found, for `conclude`; None: nothing. The same on all ranks, but for `sent` in it.
     """
 
     num_numbers = 0
     is_read_at_once = False
     inspects_buckets = False
     sent: Any = None
+    found: Any = None
 
     def begin_pass(self) -> None:
         """A backward pass begins."""
@@ -81,10 +84,14 @@ class Observer:
     def judge(self, sent: Any, sums: Sequence[float]) -> None:
         """Judge numbers that have been added over ranks. All ranks see the same sums. Local: what follows is `act`'s.
 
+        Here `sent` is found where a sum isn't 0.
+
         Args:
             sent: What the numbers are about: `sent`, as it was when they travelled.
             sums: Over ranks, of `header_numbers`: [num_numbers].
         """
+        if any(sums):
+            self.found = sent
 
     def act(self, window: Window) -> bool:
         """Do what follows from what has been judged. Collective if there is something, which all ranks know.
@@ -92,6 +99,11 @@ class Observer:
         Returns:
             Whether the window's gradients must be dropped, on all ranks alike.
         """
+        found, self.found = self.found, None
+        return found is not None and self.conclude(found)
+
+    def conclude(self, found: Any) -> bool:
+        """Raise, warn or act, as all ranks do. Collective. Returns as `act` does."""
         return False
 
     def step(self) -> None:

@@ -9,7 +9,7 @@ from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
 from evenstep.replica.gradients.exchange.base import Exchange, Trained
 from evenstep.replica.gradients.strategies import WindowEnd
 from evenstep.replica.module_buffers import BufferBroadcast
-from evenstep.replica.monitors.checks import Monitors, Replicas, build_monitors
+from evenstep.replica.monitors.checks import Monitors, Replicas
 from evenstep.replica.virtual_ranks.sums import VirtualRankSums
 from evenstep.replica.wrapper.settings import Settings
 from evenstep.transport.core.staged import for_messages
@@ -34,7 +34,7 @@ def build_engine(module: nn.Module, world: World, settings: Settings, transport:
     replicas = None
     if world.world_size > 1:
         replicas = Replicas(world.rank, range(world.world_size), transport, control)
-    monitors = build_monitors(
+    monitors = Monitors(
         names,
         parameters,
         world,

@@ -75,14 +75,13 @@ import marshal
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep import determinism
 from evenstep.errors import ConfigurationError, DriftError, MismatchError, NonFiniteError
@@ -92,6 +91,7 @@ from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.window import Window
 from evenstep.replica.monitors.digests import canonical, contrast, digest, distance, together
 from evenstep.replica.monitors.in_backward import InBackward
+from evenstep.replica.monitors.steps import StepWatch
 from evenstep.transport.core.nonfinite_monitor import monitor_sums
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.transport import Transport
@@ -700,9 +700,11 @@ class DriftWatch(Comparison):
         self._machine = 0.0 if is_vouched else self.contrast(describe_machine(parameters[0].device))
         self._doubts = False
         self._has_warned = False
-        self._versions: int | None = None
+        self._versions: list[int] | None = None
+        self._stepped: set[int] = set()  # optimizers since the last window, by id
+        self._left: list[int] | None = None  # versions of what steps have left; None: of steps without an average
+        self._when = ""
         self._steppers: list[weakref.ref[Any]] = []  # optimizers that have stepped the last suspect, in that order
-        self._unhook: weakref.finalize[..., Any] | None = None
         self._watch_steps(None)
 
     def set_apart(self, is_apart: bool) -> None:
@@ -730,11 +732,16 @@ class DriftWatch(Comparison):
     def end_local_pass(self) -> None:
         """See `Observer`."""
         if self._versions is None and self.is_on:
-            self._versions = self._sum_versions()
+            self._versions = self._versions_now()
+
+    def header_numbers(self, window: Window) -> Sequence[float] | Tensor:
+        """See `Observer`."""
+        self._stepped = set()
+        return super().header_numbers(window)
 
     def measure(self) -> tuple[tuple[Portion, bool], Sequence[Number]]:
         """See `Comparison`: about a portion, and whether it has differed before."""
-        if self._versions not in (None, self._sum_versions()):
+        if self._versions is not None and self._versions != self._versions_now():
             self.doubt()  # an optimizer has stepped on gradients of this rank alone
         self._versions = None
         is_again = self._suspect is not None
@@ -779,23 +786,45 @@ class DriftWatch(Comparison):
         """Take the digest of a portion behind each step of an optimizer from now on; None: of none."""
         self._suspect = suspect
         self._after_step: Tensor | None = None  # 0-dim, int64: its digest behind the last step
-        if self._unhook is not None:
-            self._unhook()
         if suspect is not None:
             self._steppers = []
-            watch = weakref.proxy(self)
-            hook = register_optimizer_step_post_hook(lambda optimizer, *_: watch._stepped(optimizer))
-            self._unhook = weakref.finalize(self, hook.remove)
 
-    def _stepped(self, optimizer: optim.Optimizer) -> None:
+    def stepped(self, optimizer: optim.Optimizer) -> None:
+        """See `Observer`."""
+        versions = self._versions_now()
+        if versions != self._left:
+            self._left = None if id(optimizer) in self._stepped else versions
+        self._stepped.add(id(optimizer))
         if self._suspect is not None:
             self._after_step = self._digest(self._suspect)
             suspects = {id(self._parameters[piece.parameter]) for piece in self._suspect}
             if any(id(p) in suspects for group in optimizer.param_groups for p in group["params"]):
                 self._steppers.append(weakref.ref(optimizer))
 
-    def _sum_versions(self) -> int:
-        return sum([parameter._version for parameter in self._parameters])
+    def left_by_last_step(self) -> list[int | None] | None:
+        """Digests of all parameters, as the last step behind an average has left them.
+
+        Returns:
+            None for those that have changed since; None for all where replicas may be meant to differ.
+        """
+        if not self.is_on or self._left is None:
+            return None
+        pieces = self._wholes(range(len(self._parameters)))
+        return [
+            int(digest([canonical(self._rows_of(piece))])) if piece.end and now == left else None
+            for piece, now, left in zip(pieces, self._versions_now(), self._left, strict=True)
+        ]
+
+    def explain_end(self, differing: Sequence[int]) -> tuple[str, bool]:
+        """Collective among replicas: as `_explain`, for some parameters, when the run has ended."""
+        self._when, self._steppers = "noticed at the end of the run", []
+        return self._explain(self._wholes(differing))
+
+    def _wholes(self, parameters: Iterable[int]) -> Portion:
+        return tuple(Piece(index, 0, _rows(self._values_of(index))[0]) for index in parameters)
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
 
     def _rows_of(self, piece: Piece) -> Tensor:
         """[rows, ...]."""
@@ -853,7 +882,7 @@ class DriftWatch(Comparison):
         names = list(dict.fromkeys(self._names[piece.parameter] for piece in pieces))
         which = f"parameter{'s' if len(names) > 1 else ''} {listed(names)}"
         amount = "by what isn't a number" if most == float("inf") else f"by up to {most:.1e} of the largest value there"
-        when = f"noticed in backward pass {self.num_windows}"
+        when = self._when or f"noticed in backward pass {self.num_windows}"
         if minority:
             ranks = f"rank{'s' if len(minority) > 1 else ''} {', '.join(str(numbers[rank]) for rank in minority)}"
             verb = "differ" if len(minority) > 1 else "differs"
@@ -902,6 +931,7 @@ class Monitors:
         options: Compares options of optimizers and arguments of steps between ranks.
         drift: Compares parameters between ranks; None: nothing is compared.
         nonfinite: Finds gradients that aren't finite; None: nothing is checked.
+        steps: Looks at optimizers' steps; None: there is nobody to be out of step with.
         observers: All of them, in the order in which the engine calls them.
     """
 
@@ -932,10 +962,12 @@ class Monitors:
             in_sums = on_nonfinite == "warn" and transport.name == "shared memory" and not is_divided
             nonfinite = NonFinite(on_nonfinite, world, control, in_sums=in_sums, of_parts=is_divided)
         steps_late = not is_divided and (world.world_size > 1 or world.virtual_ranks is not None)
+        watches = () if drift is None else (drift,)
         self.drift, self.nonfinite = drift, nonfinite
+        self.steps = StepWatch(parameters, world, control, watches) if world.world_size > 1 else None
         self.options = OptionsWatch(world, control, lambda: drift is not None and drift.is_on)
         # A step that must not be made comes first, and options before parameters: these differ where those do.
-        found = (nonfinite, self.options, drift, InBackward(parameters if steps_late else ()))
+        found = (nonfinite, self.options, drift, self.steps, InBackward(parameters if steps_late else ()))
         self.observers: tuple[Observer, ...] = tuple(each for each in found if each is not None)
 
     def are_replicas_alike(self) -> bool:

@@ -267,6 +267,7 @@ def test_what_was_suspect_before_a_join_is_not_compared_behind_it(fresh_seed, is
     for watch in ranks.watches:
         watch.set_apart(True)
     assert not any(any(ranks.end_window()) for _ in range(5))
+    assert all(watch.sent is None for watch in ranks.watches)
     ranks.watches[1]._parameters[0].data.copy_(ranks.watches[0]._parameters[0].data)
     for watch in ranks.watches:
         watch.set_apart(False)

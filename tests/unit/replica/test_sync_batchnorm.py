@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import evenstep
 from evenstep.errors import ConfigurationError
@@ -113,28 +114,67 @@ def test_statistics_of_nothing_normalise_by_one():
     assert (got.count.item(), got.mean.tolist(), got.var.tolist()) == (0, [0, 0], [1, 1])
 
 
+class Windows:
+    """What an engine tells of passes."""
+
+    num_reductions = 0
+
+    def contribution(self) -> float:
+        return 1.0
+
+    def announce(self) -> None:
+        pass
+
+
 def test_a_second_derivative_is_refused(world):
-    layers = SyncLayers(nn.Sequential(evenstep.SyncBatchNorm(2)), world)
+    windows = Windows()
+    layers = SyncLayers(nn.Sequential(evenstep.SyncBatchNorm(2)), world, windows)
     x = torch.zeros(0, 2, requires_grad=True)  # no rows: the path of several ranks
     (grad,) = torch.autograd.grad(layers.layers["0"](x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 
 
-def test_what_is_recorded_is_the_last_round(world):
-    net = nn.Sequential(evenstep.SyncBatchNorm(2), evenstep.SyncBatchNorm(2))
-    layers = SyncLayers(net, world)
+def test_what_is_recorded_is_the_last_window(world):
+    net, windows = nn.Sequential(evenstep.SyncBatchNorm(2), evenstep.SyncBatchNorm(2)), Windows()
+    layers = SyncLayers(net, world, windows)
     assert layers
-    assert not SyncLayers(nn.Linear(1, 1), world)
+    assert not SyncLayers(nn.Linear(1, 1), world, windows)
     x = torch.zeros(0, 2, requires_grad=True)
-    forward, backward = [(0, False), (1, False)], [(1, True), (0, True)]
+    forward, backward = [0, 2], [3, 1]  # twice the layer's number, and 1 more for a backward pass
     for _ in range(2):
         out = net(x)
-        assert layers.recorded == forward
+        assert layers._recorded == forward
         out.sum().backward()
-        assert layers.recorded == forward + backward
+        assert layers._recorded == forward + backward
+        windows.num_reductions += 1
     torch.stack([net(x).sum(), net(x).sum()]).sum().backward()
-    assert layers.recorded == forward * 2 + backward * 2
+    assert layers._recorded == forward * 2 + backward * 2
     layers.shadow()
-    assert layers.recorded == forward * 2 + backward * 2
+    assert layers._recorded == forward * 2 + backward * 2
     assert "8 exchanges recorded" in repr(layers)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations that are run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_no_number_is_copied_to_the_device(world, momentum):
+    """On a GPU each such copy would wait for all that is queued, a hundred times a step in a ResNet-50."""
+    windows = Windows()
+    layers = SyncLayers(nn.Sequential(evenstep.SyncBatchNorm(2, momentum=momentum)), world, windows)
+    x = torch.zeros(0, 2, requires_grad=True)
+    with Operations() as operations:
+        layers.layers["0"](x).sum().backward()
+    assert "aten.native_batch_norm_backward.default" not in operations.names  # there are no rows
+    assert "aten.clamp.default" in operations.names
+    assert not [name for name in operations.names if "lift_fresh" in name]

@@ -6,6 +6,7 @@ A rank that has left its loop takes part in the others' exchanges with count 0. 
 *window*: all forward and backward passes since gradients were last averaged. The active ranks announce a window before
 its first exchange. Every exchange carries a code of the layer and the direction, so a rank that replays an exchange
 which the others no longer make raises an error with the layers' names, instead of adding one layer's sums to another's.
+The code is twice the layer's number in the order of `named_modules`, plus 1 for a backward pass.
 
     forward   forward   backward   backward   forward   ...
     norm 1    norm 2    norm 2     norm 1     norm 1
@@ -17,14 +18,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenstep.errors import ConfigurationError, UsageError
+from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_autograd import graph_task_id
 from evenstep.replica.batches import pad_parts
 from evenstep.replica.channels import channel, channel_of
@@ -36,20 +36,7 @@ from evenstep.world import World
 Batch = TypeVar("Batch")
 
 _MAX_LAYERS = 1 << 16
-_PARTS = _MAX_LAYERS - 1  # instead of a layer: an agreement on the number of micro-batches
-
-
-@dataclass(frozen=True)
-class Exchanged:
-    """One exchange of one layer.
-
-    Attributes:
-        layer: Its index, in the order of `named_modules`; `_PARTS` for no layer.
-        is_backward: Its gradients, and not its statistics.
-    """
-
-    layer: int
-    is_backward: bool
+_PARTS = 2 * (_MAX_LAYERS - 1)  # the code of no layer: an agreement on the number of micro-batches
 
 
 class Windows(Protocol):
@@ -76,8 +63,7 @@ class SyncLayers:
     Args:
         module: The model.
         world: The ranks that take part.
-        engine: Knows of passes and windows; held weakly. None: a window ends where a forward pass follows a backward
-            pass, and everything counts.
+        engine: Knows of passes and windows; held weakly.
         is_copy: The other ranks may have no such copy of the model, so nothing can be agreed now: it shares the
             channels of layers without a model.
 
@@ -86,18 +72,16 @@ class SyncLayers:
         world: The ranks that take part.
     """
 
-    def __init__(
-        self, module: nn.Module, world: World, engine: Windows | None = None, *, is_copy: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, world: World, engine: Windows, *, is_copy: bool = False) -> None:
         self.layers = {name: each for name, each in module.named_modules() if isinstance(each, SyncBatchNorm)}
         self.world = world
         self._names = list(self.layers)
         self._index = {layer: index for index, layer in enumerate(self.layers.values())}
-        self._engine = None if engine is None else weakref.ref(engine)
+        self._engine = weakref.ref(engine)
         self._window = -1  # to which the record belongs
         self._over_dummy = False
         self._running = False
-        self._recorded: list[Exchanged] = []
+        self._recorded: list[int] = []  # codes of a window's exchanges
         self._replaying = False
         if len(self.layers) >= _MAX_LAYERS:
             raise ConfigurationError(f"{len(self.layers)} SyncBatchNorms in one model; {_MAX_LAYERS - 1} at most.")
@@ -146,7 +130,7 @@ class SyncLayers:
             batch: The share, for its structure.
             dim: The batch dimension.
         """
-        self._record(_PARTS, False)
+        self._record(_PARTS)
         return pad_parts(parts, self._most_parts(len(parts)), batch, dim)
 
     def _most_parts(self, num_parts: int) -> int:
@@ -176,7 +160,7 @@ class SyncLayers:
 
     def contribution(self) -> float | Tensor:
         """See `Overseer`."""
-        engine = None if self._engine is None else self._engine()
+        engine = self._engine()
         return 1.0 if engine is None else engine.contribution()
 
     def transport(self, layer: SyncBatchNorm, device: torch.device) -> Transport:
@@ -185,22 +169,16 @@ class SyncLayers:
 
     def report(self, layer: SyncBatchNorm, *, is_backward: bool) -> float:
         """See `Overseer`."""
-        return self._record(self._index[layer], is_backward)
+        return self._record(2 * self._index[layer] + is_backward)
 
-    def _record(self, index: int, is_backward: bool) -> float:
-        if not self._replaying:
-            engine = None if self._engine is None else self._engine()
-            if engine is not None:
-                begins_window = engine.num_reductions != self._window
-                self._window = engine.num_reductions
-                engine.announce()
-            else:
-                outside = graph_task_id() == -1
-                begins_window = not is_backward and outside and any(each.is_backward for each in self._recorded)
-            if begins_window:
-                self._recorded = []
-            self._recorded.append(Exchanged(index, is_backward))
-        return float(2 * index + is_backward)
+    def _record(self, code: int) -> float:
+        engine = self._engine()
+        if not self._replaying and engine is not None:
+            if engine.num_reductions != self._window:
+                self._window, self._recorded = engine.num_reductions, []
+            engine.announce()
+            self._recorded.append(code)
+        return float(code)
 
     def describe(self, code: float) -> str:
         """See `Overseer`."""
@@ -210,66 +188,28 @@ class SyncLayers:
 
     # ------------------------------------------------------------------ replaying
 
-    @property
-    def recorded(self) -> list[tuple[int, bool]]:
-        """The exchanges of the last window, each (layer, is_backward): what `world.exchange` can carry."""
-        return [(each.layer, each.is_backward) for each in self._recorded]
+    def shadow(self) -> None:
+        """Collective: take part with count 0 in the exchanges of a window. Running statistics follow.
 
-    def adopt(self, recorded: Sequence[Sequence[int]]) -> None:
-        """Take another rank's `recorded` for one's own, on a rank that has never run the model.
-
-        Raises:
-            UsageError: The model has no such layers.
-        """
-        if any(not 0 <= int(layer) < len(self._names) and layer != _PARTS for layer, _ in recorded):
-            raise UsageError(
-                f"rank {self.world.rank}: the recorded exchanges are not those of these layers: {recorded}."
-            )
-        self._recorded = [Exchanged(int(layer), bool(is_backward)) for layer, is_backward in recorded]
-
-    def shadow_forward(self) -> None:
-        """Collective: take part with count 0 in a window's exchanges before the first backward one.
-
-        Running statistics follow. Without a record: every layer once, in the order of `named_modules`, and back.
+        Without a record: every layer once, in the order of `named_modules`, and back.
 
         Raises:
             MismatchError: The other ranks do something else than in the recorded window.
         """
-        self._replay(self._sequence()[: self._num_forward()])
-
-    def shadow_backward(self) -> None:
-        """Collective: the rest of the window, after `shadow_forward`. Raises the same."""
-        self._replay(self._sequence()[self._num_forward() :])
-
-    def shadow(self) -> None:
-        """Collective: a whole window with count 0. Raises the same."""
-        self.shadow_forward()
-        self.shadow_backward()
-
-    def _sequence(self) -> list[Exchanged]:
-        if not self._recorded:
-            order = range(len(self._names))
-            self._recorded = [Exchanged(i, False) for i in order] + [Exchanged(i, True) for i in reversed(order)]
-        return self._recorded
-
-    def _num_forward(self) -> int:
-        for index, each in enumerate(self._sequence()):
-            if each.is_backward:
-                return index
-        return len(self._recorded)
-
-    def _replay(self, sequence: Sequence[Exchanged]) -> None:
         layers = list(self.layers.values())
+        if not self._recorded:
+            forward = range(0, 2 * len(layers), 2)
+            self._recorded = [*forward, *(code + 1 for code in reversed(forward))]
         self._replaying = True
         try:
-            for each in sequence:
-                if each.layer == _PARTS:
+            for code in self._recorded:
+                if code == _PARTS:
                     self._most_parts(0)
                     continue
-                layer = layers[each.layer]
+                layer = layers[code // 2]
                 layer.overseer = self
                 device = _device_of(layer, self.world)
-                if each.is_backward:
+                if code % 2:
                     layer.exchange_gradients(torch.zeros(2 * layer.num_features, dtype=torch.float64, device=device))
                 else:
                     with torch.no_grad():

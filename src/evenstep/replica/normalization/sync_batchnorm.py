@@ -212,14 +212,15 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         transport = self._transport(own.device)
         code = 1.0 if self.overseer is None else self.overseer.report(self, is_backward=True)
         # Equal codes are those for which n * sum of squares is the square of the sum; whole numbers, so this is exact.
-        summed = _to_carrier(torch.cat([own.new_tensor([code, code * code]), own]), transport)
+        codes = own.new_full((1,), code), own.new_full((1,), code * code)  # `new_tensor` waits for a GPU
+        summed = _to_carrier(torch.cat([*codes, own]), transport)
         self._run(lambda: transport.all_reduce(summed).wait(), code)
         if summed.device.type == "cpu":
             first, second = summed[:2].tolist()
             if transport.world_size * second != first * first:
-                codes = summed.new_empty(transport.world_size)
-                transport.all_gather(codes, summed.new_tensor([code])).wait()
-                self._check_codes(codes.tolist())
+                everybody = summed.new_empty(transport.world_size)
+                transport.all_gather(everybody, summed.new_tensor([code])).wait()
+                self._check_codes(everybody.tolist())
         return summed[2:].to(own.device)
 
     def _transport(self, device: torch.device) -> Transport:
@@ -256,9 +257,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         count, dtype = statistics.count, statistics.mean.dtype
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(count > 0)
-        factor = torch.as_tensor(0.0 if self.momentum is None else self.momentum, dtype=dtype, device=count.device)
         if self.momentum is None:
             factor = 1.0 / self.num_batches_tracked.to(dtype).clamp(min=1)
+        else:
+            factor = torch.full((), self.momentum, dtype=dtype, device=count.device)  # others wait for a GPU
         factor = torch.where(count > 0, factor, 0.0)
         unbiased = statistics.var * (count / (count - 1).clamp(min=1))
         for running, new in ((self.running_mean, statistics.mean), (self.running_var, unbiased)):

@@ -239,7 +239,7 @@ ORDER: dict[str, list[str]] = {
     "replica.gradients.exchange": ["all_reduce", "across_ranks", "base", "header", "sparse", "weights"],
     "replica.monitors": ["end_of_run", "checks", "steps", "digests", "in_backward"],
     "replica.normalization": ["layers", "sync_batchnorm"],
-    "replica.sharded": ["exchange", "bucket", "gradient_placeholder"],
+    "replica.sharded": ["exchange", "bucket", "slices", "values", "gradient_placeholder"],
     "replica.virtual_ranks": ["loop", "sums"],
     "replica.wrapper": ["distributed", "assembly", "model_check", "settings", "reducer"],
     "parallel": ["parallelize", "model", "exchange", "replicas", "layout", "blocks", "optimizers"],

@@ -456,7 +456,7 @@ class Engine:
         if all(parameter.grad is None for parameter in self.parameters):
             return
         # zero_grad(set_to_none=False): nothing to keep, and the views stay where they are.
-        clear = {p for each in self.buckets if each.hides or self.exchange.is_clear(each) for p in each.parameters}
+        clear = {p for each in self.buckets if each.hides or each.is_clear for p in each.parameters}
         window.saved.save([p for p in self.parameters if p.grad is not None and p not in clear], is_copied=True)
 
     def _count(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from evenstep.ground.health.telemetry import REDUCED, WAITING
-from evenstep.replica.gradients.buckets.bucket import Bucket, CastBucket
+from evenstep.replica.gradients.buckets.bucket import Bucket, whole_memory
 from evenstep.replica.gradients.buckets.comm_hooks import CommHook, HookQueue
 from evenstep.replica.gradients.buckets.launch import LaunchOrder
 from evenstep.replica.gradients.buckets.layout import BucketLayout, Layout, ParameterSpec, plan_layout
@@ -75,9 +75,8 @@ class AllReduceExchange(AcrossRanks):
             observer.watch_buckets(self.buckets)
 
     def _build_bucket(self, layout: BucketLayout, allocator: Transport) -> Bucket:
-        is_cast = layout.dtype is not self._parameters[layout.slots[0].parameter].dtype
-        kind = CastBucket if is_cast else Bucket
-        return kind(layout, self._parameters, self._names, self._transport, allocator=allocator)
+        memory = whole_memory(layout, self._parameters[layout.slots[0].parameter].dtype, allocator)
+        return Bucket(layout, self._parameters, self._names, self._transport, memory)
 
     def last_pass_begins(self, window: Window) -> None:
         """See `Exchange`; collective where there is a hook, which is handed means."""
@@ -190,7 +189,7 @@ class AllReduceExchange(AcrossRanks):
         self.hook = hook
         self._hooks = HookQueue(hook, self._world)
         self._policy = hook.suit(self._policy, self._header.tensor.device)
-        self._build(self.layout)
+        self._lay_out_again(self.layout)
 
     def set_uneven(self, uneven: Uneven | None) -> None:
         """See `Exchange`."""
@@ -235,7 +234,6 @@ class AllReduceExchange(AcrossRanks):
 
     def _pack(self, bucket: Bucket, window: Window) -> None:
         self._recorder.mark(bucket.layout.index)
-        self._make_room(bucket)
         totals: list[float] | None = None
         if self._inspectors and not self._ending.sums_first:
             wanted = [each.totals_for(bucket) for each in self._inspectors]
@@ -250,9 +248,6 @@ class AllReduceExchange(AcrossRanks):
         self._ending.add_to(bucket)
         for observer in self._inspectors:
             observer.inspect(bucket, totals)
-
-    def _make_room(self, bucket: Bucket) -> None:
-        """Prepare a bucket's memory before it is packed; where buckets share memory, take it over."""
 
     def _divide(self) -> None:
         """Divide what neither the transport nor a hook has divided: see [Note: one division]."""

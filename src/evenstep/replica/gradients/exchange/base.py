@@ -118,11 +118,6 @@ class Exchange:
     def complete(self, bucket: int, window: Window) -> None:
         """Send a bucket, which has all its gradients, when its turn comes."""
 
-    def is_clear(self, bucket: Bucket) -> bool:
-        """Whether a bucket's gradients are its views and all zero, as far as that can be seen without waiting."""
-        all_views = all(p.grad is view for p, view in zip(bucket.parameters, bucket.views, strict=True))
-        return all_views and bucket.is_zero
-
     def was_weighted(self) -> bool:
         """Whether the last window that any rank had a pass in was WEIGHTED. On a GPU this waits for it."""
         return False

@@ -238,7 +238,7 @@ ORDER: dict[str, list[str]] = {
     "replica.gradients.buckets": ["launch", "bucket", "comm_hooks", "layout"],
     "replica.gradients.exchange": ["all_reduce", "across_ranks", "base", "header", "sparse", "weights"],
     "replica.monitors": ["checks", "digests", "in_backward"],
-    "replica.normalization": ["layers", "sync_batchnorm"],
+    "replica.normalization": ["sync_batchnorm", "arithmetic"],
     "replica.sharded": ["exchange", "bucket", "gradient_placeholder"],
     "replica.virtual_ranks": ["loop", "sums"],
     "replica.wrapper": ["distributed", "assembly", "model_check", "settings", "reducer"],

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
-from evenstep.errors import MismatchError, UsageError
-from evenstep.replica.normalization.layers import SyncLayers
+from evenstep.errors import MismatchError
+from evenstep.replica.normalization.sync_batchnorm import SyncLayers
 
 SIZES = pytest.mark.parametrize("nproc", [2, 3, 4])
 PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -334,53 +334,73 @@ def test_the_loaders_short_last_batch(ranks, fresh_seed):
 # ---------------------------------------------------------------------- ranks that have run out of batches
 
 
-def replayed(seed, by_adoption):
-    """Rank 0 goes on; the others shadow its rounds, and their running statistics stay equal."""
-    world = evenstep.init(quiet=True)
-    net = Net(evenstep.SyncBatchNorm, seed)
-    layers = SyncLayers(net, world)
-    plain = Net(nn.BatchNorm1d, seed)
+class Windows:
+    """What the layers see of an engine: a window is a forward and a backward pass."""
+
+    num_reductions = 0
+
+    def contribution(self):
+        return 1.0
+
+    def announce(self):
+        pass
+
+
+class Straight(Net):
+    """Every normalisation once, in the order of `named_modules`."""
+
+    def forward(self, x):
+        x = self.norms[1](torch.tanh(self.norms[0](self.first(x))))
+        return self.head(torch.tanh(self.norms[2](x)))
+
+
+def replayed(seed, has_record):
+    """Rank 0 goes on; the others shadow its windows, and their running statistics stay equal."""
+    world, engine = evenstep.init(quiet=True), Windows()
+    kind = Net if has_record else Straight
+    net, plain = kind(evenstep.SyncBatchNorm, seed), kind(nn.BatchNorm1d, seed)
+    layers = SyncLayers(net, world, engine)
     generator = torch.Generator().manual_seed(seed)
-    if not by_adoption:
+    if has_record:
         whole = torch.randn(world.world_size * 2, 5, generator=generator).double()
         net(whole[world.rank * 2 :][:2]).square().sum().backward()
         plain(whole).square().sum().backward()
         net.zero_grad(), plain.zero_grad()
     x = torch.randn(5, 5, generator=generator).double()
-    if by_adoption:
-        with pytest.raises(UsageError, match="not those of these layers"):
-            layers.adopt([(3, False)])
-        if world.rank == 0:
-            layers.adopt([(0, False), (1, False), (2, False), (1, False), (1, True), (2, True), (1, True), (0, True)])
-        layers.adopt(world.exchange(layers.recorded)[0])
     for _ in range(2):
+        engine.num_reductions += 1
         if world.rank == 0:
             net(x).square().sum().backward()
         else:
-            layers.shadow_forward()
-            layers.shadow_backward()
+            layers.shadow()
         plain(x).square().sum().backward()
     for (name, a), b in zip(net.named_buffers(), plain.buffers(), strict=True):
         close(a, b, name)
     if world.rank == 0:
         for (name, a), b in zip(net.named_parameters(), plain.parameters(), strict=True):
-            close(a.grad, b.grad, name)
-    return layers.recorded
+            if b.grad is not None:
+                close(a.grad, b.grad, name)
+    return [(list(layers.layers.values()).index(layer), is_backward) for layer, is_backward in layers.recorded]
 
 
-@pytest.mark.parametrize("by_adoption", [True, False])
 @pytest.mark.parametrize("nproc", [2, 3])
-def test_a_rank_without_batches_replays_what_was_recorded(ranks, fresh_seed, nproc, by_adoption):
-    recorded = ranks.run(replayed, nproc, fresh_seed, by_adoption)
+def test_a_rank_without_batches_replays_what_was_recorded(ranks, fresh_seed, nproc):
+    recorded = ranks.run(replayed, nproc, fresh_seed, True)
     assert recorded[0] == [(0, False), (1, False), (2, False), (1, False), (1, True), (2, True), (1, True), (0, True)]
     assert all(each == recorded[0] for each in recorded)
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_a_rank_that_never_had_a_batch_takes_the_layers_in_order_and_back(ranks, fresh_seed, nproc):
+    ranks.run(replayed, nproc, fresh_seed, False)
 
 
 def changed(backward):
     """Rank 0 uses another layer than the one that is replayed."""
     world = evenstep.init(quiet=True)
     net = nn.ModuleDict({name: evenstep.SyncBatchNorm(3) for name in ("left", "right")})
-    layers = SyncLayers(net, world)
+    engine = Windows()
+    layers = SyncLayers(net, world, engine)
     x = torch.randn(4, 3, requires_grad=True)
     if backward:
         outs = [net["left"](x).sin().sum(), net["right"](x).sin().sum()]
@@ -402,10 +422,11 @@ def test_a_changed_sequence_is_an_error_with_names(ranks, backward):
 def forward_meets_backward():
     world = evenstep.init(quiet=True)
     net = nn.ModuleDict({"only": evenstep.SyncBatchNorm(3)})
-    layers = SyncLayers(net, world)
+    engine = Windows()
+    layers = SyncLayers(net, world, engine)
     out = net["only"](torch.randn(4, 3, requires_grad=True)).sin().sum()
     with pytest.raises(MismatchError, match=r"(for|back)ward of SyncBatchNorm 'only': "):
-        out.backward() if world.rank else layers.shadow_forward()
+        out.backward() if world.rank else layers.shadow()
     world.close()  # the channel is of no use after that
 
 

@@ -15,17 +15,20 @@ Six sides of the same training take turns within one run, in blocks of equally m
     evenstep   evenstep.DistributedDataParallel with a fused optimizer
     sharded    the same with evenstep.ShardedOptimizer
 
-In a world of one there are bare and evenstep; `--sides bare sharded` measures that one. Three more sides are measured
-where `--sides` names them:
+In a world of one there are bare and evenstep; `--sides bare sharded` measures that one. More sides are measured where
+`--sides` names them:
 
     hook          evenstep with fp16_compress_hook, a communication hook of torch's
     reproducible  evenstep in reproducible mode, a virtual rank on each rank; on CPUs
     attached      torch's FSDP2, each part of the model sharded by itself, under evenstep.attach
+    weighted      evenstep with model.backward(loss, weight=)
+    uneven        weighted, with batches of 1:4 that alternate between the ranks
+    accumulated   weighted, a window of four passes over a quarter of the batch each
 
-While others run, torch's
-global optimizer hooks are taken off, through which evenstep sees optimizers. What a side adds is the difference of
-neighbouring blocks to bare. A block is timed from barrier to barrier, on the slowest rank; the tables have medians over
-blocks, with quartiles.
+While others run, torch's global optimizer hooks are taken off, through which evenstep sees optimizers. What a side adds
+is the difference of neighbouring blocks to bare; uneven and accumulated have a bare side of their own, with the same
+batches, and uneven's has an empty barrier in each step. A block is timed from barrier to barrier, on the slowest rank;
+the tables have medians over blocks, with quartiles.
 
 Several CPU ranks have a limit: the bare step, the bytes that have to be moved at the speed of plain copies, and one
 empty barrier, all three measured in blocks of the same run. What has to be moved is, of as many numbers as there are
@@ -41,6 +44,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -71,7 +75,9 @@ from evenstep.virtual_ranks import VirtualRanks
 
 Step = Callable[[], None]
 SIDES = ["bare", "tutorial", "best", "ZeRO", "evenstep", "sharded"]
-MORE_SIDES = ["hook", "reproducible", "attached"]
+MORE_SIDES = ["hook", "reproducible", "attached", "weighted", "uneven", "accumulated"]
+# Sides whose batches aren't the usual ones: what they are compared with.
+BARE_OF = {side: f"bare {side}" for side in ("uneven", "accumulated")}
 OURS = [*SIDES[4:], *MORE_SIDES]
 LIMITED = SIDES[4:]
 # Parts of the limit, which take turns with the sides.
@@ -120,6 +126,7 @@ def build_step(case: Case, side: str, world: evenstep.World, torchs: dist.Proces
     else:
         model = module
     fused = {} if side == "tutorial" else {"fused": True}
+    kind, is_bare = side.removeprefix("bare "), side.startswith("bare")
     optimizer: torch.optim.Optimizer
     if side == "sharded":
         optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
@@ -141,6 +148,28 @@ def build_step(case: Case, side: str, world: evenstep.World, torchs: dist.Proces
         optimizer.step()
         optimizer.zero_grad()
 
+    turns = itertools.count(world.rank)
+
+    def step_of_weights() -> None:
+        shares = [(x, y)]
+        if kind == "accumulated":
+            shares = list(zip(x.chunk(4), y.chunk(4), strict=True))
+        elif kind == "uneven" and next(turns) % 2:
+            shares = [(x[: max(1, len(x) // 4)], y[: max(1, len(y) // 4)])]
+        for number, (some_x, some_y) in enumerate(shares, start=1):
+            with contextlib.nullcontext() if is_bare or number == len(shares) else model.no_sync():
+                loss = case.loss(model(some_x), some_y)
+                if is_bare:
+                    loss.backward()
+                else:
+                    model.backward(loss, weight=len(some_x))
+        if side == BARE_OF["uneven"]:
+            world.barrier()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if kind in ("weighted", "uneven", "accumulated"):
+        return step_of_weights
     return step_under_our_loop if side in ("reproducible", "attached") else step
 
 
@@ -173,7 +202,7 @@ def measure(
     world = evenstep.init(quiet=True, device=device.name, transport=device.transport)
     torchs = dist.new_group(backend="gloo") if world.world_size > 1 and not device.is_cuda else None
     steps = {}
-    for side in sides:
+    for side in [*sides, *(bare for side, bare in BARE_OF.items() if side in sides)]:
         with around(side, world):
             steps[side] = build_step(case, side, world, torchs)
     if world.world_size > 1 and not device.is_cuda:
@@ -206,16 +235,14 @@ def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, list[float
 
     Of evenstep and sharded also the ratio to the limit, where its parts were measured.
     """
-    bare = seconds["bare"]
-    found = {
-        side: {
-            "step_us": quartiles([value * 1e6 for value in each]),
-            "added_us": quartiles([(value - other) * 1e6 for value, other in zip(each, bare, strict=True)]),
-            "ratio": ratios(each, bare),
+    bare, found = seconds["bare"], {}
+    for side in (each for each in seconds if each not in (*PARTS, *BARE_OF.values())):
+        pairs = list(zip(seconds[side], seconds[BARE_OF.get(side, "bare")], strict=True))
+        found[side] = {
+            "step_us": quartiles([value * 1e6 for value, _ in pairs]),
+            "added_us": quartiles([(value - other) * 1e6 for value, other in pairs]),
+            "ratio": ratios(*zip(*pairs, strict=True)),
         }
-        for side, each in seconds.items()
-        if side not in PARTS
-    }
     for side in LIMITED:
         if side in found and BARRIER in seconds:
             parts = (bare, seconds[SHARDED_COPIES if side == "sharded" else COPIES], seconds[BARRIER])

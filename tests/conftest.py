@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 
@@ -23,6 +24,10 @@ _TOLD = pytest.StashKey[tuple[int, int]]()
 _SETTLE_S = 3.0
 _SETTLE_BESIDE_OTHERS_S = 30.0  # for files in /dev/shm of another pytest process, whose killed ranks end in their time
 _NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # torch sets the latter when it first needs dynamo
+
+# No test is timed: on a busy machine an example may take as long as it likes.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

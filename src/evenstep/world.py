@@ -119,6 +119,7 @@ class World:
         self.data_parallel: World = self
         self.model_ranks: World = self
         self._at_end: list[Callable[[BaseException | None], object]] = []
+        self.before_close: list[Callable[[], object]] = []  # called where a block ends well
         if device.type == "cpu":
             heap.keep_freed_memory()
 
@@ -528,7 +529,7 @@ class World:
         if ended_well(error):
             error = None
             heartbeat.mark(heartbeat.Phase.ENDED)
-            first = [self.close]
+            first = [*self.before_close, self.close]
         elif _current is self:
             # The sockets stay open until this process has said why it ends: peers see the connection break only
             # after that, so no secondary failure looks like the root cause. Closed at exit, or by the next `init`.

@@ -237,7 +237,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "replica.gradients.buckets": ["launch", "bucket", "comm_hooks", "layout"],
     "replica.gradients.exchange": ["all_reduce", "across_ranks", "base", "header", "sparse", "weights"],
-    "replica.monitors": ["checks", "digests", "in_backward"],
+    "replica.monitors": ["end_of_run", "checks", "steps", "digests", "in_backward"],
     "replica.normalization": ["sync_batchnorm", "arithmetic"],
     "replica.sharded": ["exchange", "bucket", "gradient_placeholder"],
     "replica.virtual_ranks": ["loop", "sums"],

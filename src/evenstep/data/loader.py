@@ -27,6 +27,7 @@ from evenstep.data.sources.streams import StreamSource
 from evenstep.errors import ConfigurationError, EvenstepError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.environment import settings
+from evenstep.ground.health.steps import count_batch
 from evenstep.randomness import mix
 from evenstep.world import World
 
@@ -364,6 +365,8 @@ class DataLoader:
                 end = Mark(epoch, position)
                 if iteration == self._num_iterations:
                     progress.add(end, loaded.batch)
+                if progress.trains:
+                    count_batch()
                 yield loaded.batch
                 if iteration != self._num_iterations:
                     self._refuse_or_warn_of_older()

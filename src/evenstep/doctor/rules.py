@@ -398,6 +398,16 @@ _ALL = [
         _BOTH,
         _ERROR,
     ),
+    Rule(
+        "EV510",
+        "forward pass around the wrapper",
+        "step",
+        "The loss that is trained on comes from model.module or one of its methods, and the wrapper is never called.",
+        "Gradients aren't averaged: every rank trains a model of its own, and nothing says so.",
+        "# class Model: forward(self, *args) is what calls compute_loss(...)\nloss = model(x, y)\nloss.backward()",
+        _READING,
+        _ERROR,
+    ),
     # --- starting ---
     Rule(
         "EV601",

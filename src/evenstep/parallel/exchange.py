@@ -50,15 +50,10 @@ class MeshExchange(AcrossRanks):
         self._managed = sharded.parameters  # read once: to look again lets go of gathered ones, which autograd may need
         managed = set(map(id, self._managed))
         self._others = [index for index, p in enumerate(trained.parameters) if id(p) not in managed]
+        self._scale_weights({*sharded.dtypes, *(p.dtype for p in trained.parameters)}, sharded.rescale)
         self._added_by_torch = [p for p in trained.parameters if id(p) in managed]
-        dtypes = {*sharded.dtypes, *(p.dtype for p in trained.parameters)}
-        self._scale_weights(overflows=torch.float16 in dtypes)
 
     # ------------------------------------------------------------------ while a window runs
-
-    def _rescale(self, by: float) -> None:
-        super()._rescale(by)
-        self._sharded.rescale(by)
 
     def begin_pass(self, kind: Kind, *, travels: bool) -> None:
         """See `Exchange`."""
@@ -81,9 +76,8 @@ class MeshExchange(AcrossRanks):
 
     def finish(self, window: Window) -> None:
         """See `Exchange`."""
-        if self._weights.is_due:
-            self._weights.start_agreement()
-        scale = self._weights.end_window(reads=window.kind is not Kind.PLAIN)
+        self.scale.start_agreement()
+        scale = self.scale.end_window(window.kind)
         self._recorder.mark(WAITING)
         used = self._used_here()
         self._header.fill(window, used, scale=scale)
@@ -93,7 +87,7 @@ class MeshExchange(AcrossRanks):
         if used is not self._all_used:
             self._used = self._header.used_anywhere()
             self._publish()
-        sent_buffers = self._module_buffers.start(0)
+        sent_buffers = self._module_buffers.start()
         self._add_others()
         self._recorder.mark(REDUCED)
         self._divide()

@@ -16,14 +16,11 @@ from evenstep.parallel.replicas import find_replicas
 from evenstep.replica.batches import DummyBatch, pad_parts
 from evenstep.replica.channels import bucket_transport, channel_of, validate_thread
 from evenstep.replica.gradients.engine import Engine
-from evenstep.replica.gradients.exchange.base import Trained
-from evenstep.replica.gradients.strategies import WindowEnd
-from evenstep.replica.module_buffers import BufferBroadcast
-from evenstep.replica.monitors.checks import Monitors, Policy, build_monitors
+from evenstep.replica.monitors.checks import Monitors, Policy
 from evenstep.replica.normalization.sync_batchnorm import replace_torchs
+from evenstep.replica.wrapper.assembly import Divided, build_engine
 from evenstep.replica.wrapper.distributed import Batch, DistributedDataParallel
 from evenstep.replica.wrapper.settings import Settings, settle
-from evenstep.transport.core.staged import for_messages
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
@@ -97,48 +94,25 @@ class DividedModel(DistributedDataParallel):
         self._dummy = DummyBatch(self.dim)
 
     def _build_engine(self, world: World, settings: Settings, transport: Transport) -> tuple[Engine, Monitors]:
-        named = settings.trained(self.module)
-        names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
-        control = for_messages(transport, world.device)
-        monitors = build_monitors(
-            names,
-            parameters,
-            world,
-            transport,
-            control,
-            on_nonfinite=settings.on_nonfinite,
-            compare_every=settings.compare_every,
-            starts_equal=True,
-            replicas=None if settings.compare_every == 0 else find_replicas(parameters, self._everybody, self),
-            is_divided=True,
+        data = transport if self._data is world else channel_of(self, self._data, "gradients", world.device)
+        divided = Divided(
+            data,
+            find_replicas=lambda parameters: find_replicas(parameters, self._everybody, self),
+            exchange=lambda trained: MeshExchange(trained, self._sharded, data),
         )
-        ending = WindowEnd(self._data.world_size)
-        data_transport = transport
-        if self._data is not world:
-            data_transport = channel_of(self, self._data, "gradients", world.device)
-        trained = Trained(
-            names=names,
-            parameters=parameters,
-            num_dense=len(parameters),
-            world=world,
-            policy=settings.policy,
-            module_buffers=BufferBroadcast(
-                self.module,
-                data_transport,
-                settings.ignored,
-                is_on=settings.sync_buffers and data_transport.world_size > 1,
-            ),
-            recorder=world.telemetry.open(),
-            transport=transport,
-            control=control,
-            observers=monitors.observers,
-            ending=ending,
-        )
-        exchange = MeshExchange(trained, self._sharded, data_transport)
-        return Engine(trained, exchange, ending, label=type(self.module).__name__), monitors
+        return build_engine(self.module, world, settings, transport, divided, recorder=self._recorder())
 
-    def _validate_registered(self) -> None:
-        """Nothing: parameters come and go, as FSDP2 gathers them and lets them go."""
+    def _follow_changes(self) -> None:
+        """Registered parameters come and go, as FSDP2 gathers them and lets them go.
+
+        Raises:
+            UsageError: One that was frozen is trained now.
+        """
+        if any(parameter.requires_grad for parameter in self._frozen):
+            raise UsageError(
+                "a parameter that was frozen when the divided model was attached is trained now; its gradient would "
+                "not be averaged. Freeze parameters behind that, or attach the model again."
+            )
 
     def _pad(self, parts: list[Batch], batch: Batch) -> list[Batch]:
         """FSDP2 gathers parameters in every part, so every data rank needs as many."""

@@ -204,7 +204,7 @@ def _validate_together(module: nn.Module, world: World, who: str, validate: Call
 
     def with_stage() -> dict[str, Any]:
         validate_on_all_ranks(stage, who, lambda: facts)
-        validate_same_model(module.named_parameters(), module.named_buffers(), stage)
+        validate_same_model(module.named_parameters(), module.named_buffers(), stage.exchange)
         return {}
 
     validate_on_all_ranks(world, who, alone)

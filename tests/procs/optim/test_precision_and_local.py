@@ -377,7 +377,7 @@ def half_gradients(seed: int, gloo: bool, dtype: torch.dtype, options: dict, wei
             model.backward(loss, weight=weight)
         else:
             loss.backward()
-        scale = model.engine.exchange._weights.agreed if weighted else 1.0
+        scale = model.engine.exchange.scale.agreed if weighted else 1.0
         (own * (weight / scale)).backward()
         for parameter, each in zip(model.parameters(), twin.parameters(), strict=True):
             exact = world.gather(each.grad.double().unsqueeze(0)).sum(0) * scale / total
@@ -422,7 +422,7 @@ def without_samples(seed: int, weighted: list[bool | None], gloo: bool) -> list[
             loss = model(part).float().square().mean()
             model.backward(loss, weight=1024 * len(part)) if counts else loss.backward()
         if counts:
-            assert world.world_size == 1 or model.engine.exchange._weights.agreed > 1024
+            assert world.world_size == 1 or model.engine.exchange.scale.agreed > 1024
         optimizer.step()
         optimizer.zero_grad()
     if gloo:
@@ -450,7 +450,7 @@ def counts_later(seed: int) -> float:
         loss.backward() if weight is None else model.backward(loss, weight=weight)
         assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
         model.zero_grad()
-    return model.engine.exchange._weights.agreed
+    return model.engine.exchange.scale.agreed
 
 
 def test_weights_that_come_later_are_divided_too(ranks, fresh_seed):

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import evenstep
 from evenstep.errors import UsageError
+from evenstep.replica.gradients.window import State
 
 # Attributes that ours lacks: why.
 LEFT_OUT = {
@@ -80,16 +81,16 @@ def test_the_entries_of_the_logging_data_that_programs_read_are_there(ranks):
 
 def steered():
     _, ours = both()
-    assert not ours.engine.is_prepared
+    assert ours.engine.state is State.IDLE
     ours.reducer.prepare_for_forward()
     assert ours.reducer._rebuild_buckets() is False
     ours.reducer.prepare_for_backward([])
-    assert ours.engine.is_prepared
+    assert ours.engine.state is State.FORWARD
     ours.zero_grad()
     rank = ours.world.rank
     (ours.module(torch.randn(2, 3)).sum() + rank * ours.module[1].bias.sum()).backward()
     torch.testing.assert_close(ours.module[1].bias.grad, torch.full((4,), 2.5))  # the mean over both ranks
-    assert not ours.engine.is_prepared
+    assert ours.engine.state is State.IDLE
     assert not hasattr(ours.reducer, "_get_local_used_map")
     with pytest.raises(AttributeError, match="torch's reducer isn't set up"):
         ours._set_sparse_metadata({})

@@ -184,7 +184,8 @@ def test_other_programs_are_not_put_down_to_the_script(fresh_seed: int) -> None:
 def test_ranks_that_other_programs_make_late_are_no_small_batch(fresh_seed: int) -> None:
     """An exchange of 4 % of the step, and ranks that are late by turns by another 8 %."""
     draw = random.Random(fresh_seed)
-    times = {(rank, step): draw.uniform(50, 80) for rank in range(2) for step in range(40)}
+    pairs = [sorted((draw.uniform(50, 80), draw.uniform(50, 80))) for _ in range(40)]
+    times = {(rank, step): pair[(rank + step) % 2] for step, pair in enumerate(pairs) for rank in range(2)}
     found = weak_pair(2, lambda r, s: {**CALM, "backward": times[r, s]}, exchange_ms=6, seed=fresh_seed, facts=FACTS)
     case = case_of(curve(found.curves["weak"], found.rounds)[-1])
     only(find(case), "small batch")

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import evenstep
 from evenstep.errors import ConfigurationError
@@ -159,3 +160,28 @@ def test_what_is_recorded_is_the_last_window(world):
     assert layers.recorded == expected
     assert engine.num_announced == 17  # by the ranks that have batches
     assert "9 exchanges recorded" in repr(layers)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations that are run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_no_number_is_copied_to_the_device(world, momentum):
+    """On a GPU each such copy would wait for all that is queued, a hundred times a step in a ResNet-50."""
+    windows = Windows()
+    layers = SyncLayers(nn.Sequential(evenstep.SyncBatchNorm(2, momentum=momentum)), world, windows)
+    x = torch.zeros(0, 2, requires_grad=True)
+    with Operations() as operations:
+        layers.layers["0"](x).sum().backward()
+    assert "aten.native_batch_norm_backward.default" not in operations.names  # there are no rows
+    assert "aten.clamp.default" in operations.names
+    assert not [name for name in operations.names if "lift_fresh" in name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import pytest
@@ -92,6 +93,32 @@ def test_ranks_that_mean_different_things_are_told():
         header.kinds()
 
 
+def late_header(num_parameters: int, *observers: Observer) -> Header:
+    """As on a GPU: numbers are written elsewhere, and read a window late."""
+    header = Header(num_parameters, CPU, observers)
+    header.is_late, header._numbers = True, None
+    header._hosts = [torch.full_like(header.tensor, torch.nan) for _ in range(2)]
+    header._written = [(ctypes.c_double * len(host)).from_address(host.data_ptr()) for host in header._hosts]
+    return header
+
+
+def on_time_header(num_parameters: int, *observers: Observer) -> Header:
+    return Header(num_parameters, CPU, observers)
+
+
+def test_on_a_gpu_numbers_are_written_in_turns_and_a_weight_isnt_read():
+    header = late_header(2)
+    for number in range(5):
+        window, other = Window(), header._hosts[1 - number % 2].clone()
+        weight = torch.tensor(6.0 + number, dtype=torch.float64)
+        window.add(Kind.WEIGHTED, weight)
+        header.fill(window, [True, number % 2 == 0], scale=2.0)
+        assert header.tensor.tolist() == [3.0 + number / 2, 1.0, 0.0, 1.0, float(number % 2 == 0)]
+        torch.testing.assert_close(header._hosts[1 - number % 2], other, equal_nan=True)  # perhaps still being copied
+        assert header.divisor(2.0).item() == 3.0 + number / 2
+        header.read()
+
+
 def read_late(late: Header, header: Header) -> None:
     """As on a GPU."""
     late.tensor.copy_(header.tensor)
@@ -103,8 +130,7 @@ def test_on_a_gpu_ranks_that_mean_different_things_are_told_a_window_later(when)
     """The numbers of one window are wrong; the first two are read at once."""
     alike = header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.WEIGHTED, 3.0, [True]))
     mixed = header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.PLAIN, 0.0, [True]))
-    late = Header(1, CPU)
-    late.is_late = True
+    late = late_header(1)
     told = when if when <= 2 else when + 1
     for number in range(1, told):
         read_late(late, mixed if number == when else alike)
@@ -114,8 +140,7 @@ def test_on_a_gpu_ranks_that_mean_different_things_are_told_a_window_later(when)
 
 
 def test_on_a_gpu_ranks_without_a_pass_are_left_alone():
-    late = Header(1, CPU)
-    late.is_late = True
+    late = late_header(1)
     for number in range(40):
         kinds = [(Kind.PLAIN if number % 2 else Kind.WEIGHTED, 1.0, [True]), (None, 0.0, [False])]
         read_late(late, header_of(*kinds))
@@ -140,8 +165,7 @@ def test_observers_judge_what_they_have_sent(is_late, is_read_at_once):
 
     sent, counts = [], Counts()
     counts.is_read_at_once = is_read_at_once
-    header = Header(2, CPU, [Observer(), counts, Observer()])
-    header.is_late = is_late
+    header = (late_header if is_late else on_time_header)(2, Observer(), counts, Observer())
     seen = []
     for _ in range(8):
         header.fill(Window(), [True, False])

@@ -38,6 +38,7 @@ def check(script: Script) -> Iterator[Finding]:
         yield from _learning_rate(script)
         yield from _batch_norm(script)
         yield from _schedulers(script)
+        yield from _around_the_wrapper(script)
     yield from _replaced_parameters(script)
     yield from _clipping(script)
 
@@ -476,3 +477,44 @@ def _counted_before_prepare(script: Script, scheduler: Call, length: cst.CSTNode
         if divided and before and all(one.site in script.values.prepared for one in divided):
             return text_of(inner)
     return ""
+
+
+def _around_the_wrapper(script: Script) -> Iterator[Finding]:
+    """Passes that no call of the wrapper begins."""
+    for loop in script.step_loops:
+        inside = [call for call in script.calls if loop in script.loops_around(call.frame)]
+        if any("wrapped" in _kinds(script, call.node.func, call) for call in inside):
+            continue
+        losses = {
+            name
+            for backward in script.backward_calls
+            if loop in script.loops_around(backward.frame)
+            for node in (backward.receiver, *backward.arguments)
+            for name in names_in(node)
+        }
+        for call in inside:
+            if not any(target in losses for target in _targets(call)):
+                continue
+            past = [inner for inner in walk(call.node.func) if isinstance(inner, cst.Attribute)]
+            if any(each.attr.value == "module" and "wrapped" in _kinds(script, each.value, call) for each in past):
+                yield found(
+                    "EV510", call, f"{call.text} goes around the wrapper, and {_text_of_loop(loop)} never calls that"
+                )
+                break
+
+
+def _kinds(script: Script, node: cst.CSTNode, call: Call) -> set[str]:
+    return {thing.kind for thing in script.things(node, call.frame)}
+
+
+def _targets(call: Call) -> list[str]:
+    """Names that are assigned what a call returns."""
+    return [
+        dotted(each.target)
+        for each in call.frame.file.assignments
+        if each.frame.function is call.frame.function and any(inner is call.node for inner in walk(each.value))
+    ]
+
+
+def _text_of_loop(loop: Loop) -> str:
+    return "the training loop" if loop.iterates is None else f"the loop over {shortened(text_of(loop.iterates), 40)}"

@@ -157,6 +157,15 @@ def add_backend(
 VISITS_BACKENDS = hasattr(torch._C._distributed_c10d, "HealthCheckHook")
 
 
+def num_collectives() -> int:
+    """How many calls all process groups of the script have made so far, on this rank."""
+    total = 0
+    for group in getattr(distributed_c10d._world, "pg_map", ()):
+        with contextlib.suppress(RuntimeError):  # its backend doesn't count
+            total += group._get_sequence_number_for_group()
+    return total
+
+
 def is_made(group: dist.ProcessGroup) -> bool:
     """Whether torch has finished making a group."""
     return group in distributed_c10d._world.pg_map
@@ -280,6 +289,11 @@ NAMES = (
     ),
     PrivateName(
         f"{_C10D}:_world.pg_map", "the groups that torch has named", "a forked child may hang or crash at its end"
+    ),
+    PrivateName(
+        f"{_GROUP}._get_sequence_number_for_group",
+        "whether a script has made a collective",
+        "an AttributeError where gradients stay on a rank",
     ),
     PrivateName(f"{_GROUP}._set_sequence_number_for_group", "lets Gloo count its calls", NOTHING, SEEN[:3]),
     PrivateName(f"{_GROUP}._register_backend", "lets a backend carry some devices' tensors", _GROUPS_FAIL),

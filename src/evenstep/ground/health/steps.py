@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from evenstep.console import say
@@ -25,15 +26,18 @@ WINDOW_S = 10.0
 
 
 _is_watching = _is_told_of_compiling = False
-_listeners: list[weakref.WeakMethod[Callable[[bool], None]]] = []
+Listener = Callable[[Optimizer, bool], None]  # with whether the step has ended
+
+_listeners: list[weakref.WeakMethod[Listener]] = []
+_num_batches = 0
 _counts: dict[int, int] = {}  # steps of each optimizer that exists, by id: weak keys take as long as all else here
 
 
-def count_optimizer_steps(listener: Callable[[bool], None] | None = None) -> None:
+def count_optimizer_steps(listener: Listener | None = None) -> None:
     """From now on the page says when an optimizer steps, and how often the busiest of them has. Twice is once.
 
     Args:
-        listener: A method that is called, too, as long as its object lives, with whether the step has ended.
+        listener: A method that is called, too, as long as its object lives.
     """
     global _is_watching
     if listener is not None:
@@ -44,13 +48,13 @@ def count_optimizer_steps(listener: Callable[[bool], None] | None = None) -> Non
         register_optimizer_step_post_hook(_optimizer_ended)
 
 
-def _optimizer_begins(*_: object) -> None:
+def _optimizer_begins(optimizer: Optimizer, *_: object) -> None:
     mark(Phase.OPTIMIZER)
-    _call_listeners(False)
+    _call_listeners(optimizer, False)
 
 
 def _optimizer_ended(optimizer: Any, *_: object) -> None:
-    _call_listeners(True)
+    _call_listeners(optimizer, True)
     if heartbeat.current is None:
         return
     key = id(optimizer)
@@ -65,10 +69,21 @@ def _optimizer_ended(optimizer: Any, *_: object) -> None:
         _watch.look(time.monotonic())
 
 
-def _call_listeners(has_ended: bool) -> None:
+def _call_listeners(optimizer: Optimizer, has_ended: bool) -> None:
     for each in _listeners:
         if (listener := each()) is not None:
-            listener(has_ended)
+            listener(optimizer, has_ended)
+
+
+def count_batch() -> None:
+    """A batch for training has been drawn from a loader."""
+    global _num_batches
+    _num_batches += 1
+
+
+def batches_drawn() -> int:
+    """How many batches for training this process has drawn from loaders of evenstep's."""
+    return _num_batches
 
 
 def mark_compilations() -> None:

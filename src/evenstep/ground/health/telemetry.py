@@ -163,7 +163,7 @@ class Recorder:
         self._is_over = True
         mark_phase(Phase.BETWEEN_STEPS)
 
-    def mark_optimizer(self, has_ended: bool) -> None:
+    def mark_optimizer(self, _: object, has_ended: bool) -> None:
         """An optimizer's step begins or has ended, whichever model it is for."""
         marks = self._steps[-1]
         if 0 < len(marks) < _MOST_PER_STEP:

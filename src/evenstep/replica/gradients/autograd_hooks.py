@@ -18,6 +18,9 @@ When a pass arrives at the module's outputs, autograd knows which parameters it 
 sentinels and about parameters that were unused before: a bucket doesn't wait for them. Autograd doesn't know of what a
 reentrant checkpoint will compute in a backward pass within the backward pass, so those parameters always are expected.
 
+Autograd has a thread for each GPU, so hooks of a model on two of them are called by two threads. One lock is held from
+the hook to the launch of the buckets that it completes.
+
 A parameter that receives several gradients in one pass (reentrant checkpoints) makes its bucket *patient*: it is
 complete only when the pass has ended. An unexpected late gradient changes the version of the bucket's memory, which the
 bucket compares when the sum arrives.
@@ -25,6 +28,7 @@ bucket compares when the sum arrives.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
@@ -41,7 +45,7 @@ from evenstep.replica.gradients.buckets.layout import Layout
 class Listener(Protocol):
     """Gets the events of `Readiness`."""
 
-    def gradient_came(self) -> bool:
+    def gradient_came(self, parameter: int) -> bool:
         """A watched parameter has its gradient. Returns whether this pass fills buckets."""
 
     def bucket_complete(self, bucket: int) -> None:
@@ -61,9 +65,13 @@ class Readiness:
         parameters: In registration order.
         layout: Which of them lies in which bucket.
         listener: Gets the events, for as long as it lives.
+
+    Attributes:
+        lock: Held while an event is handled.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, listener: Listener) -> None:
+        self.lock = threading.RLock()
         self._parameters = parameters
         self._nodes = [_accumulator(parameter) for parameter in parameters]
         self._listener = weakref.ref(listener)
@@ -199,7 +207,7 @@ class Readiness:
 
     def _gradient_came(self, parameter: int) -> None:
         listener = self._listener()
-        if listener is None or not listener.gradient_came():
+        if listener is None or not listener.gradient_came(parameter):
             return
         if self.is_counting:
             if graph_task_id() != self._graph_task:
@@ -281,7 +289,8 @@ class Readiness:
         def gradient_accumulated(_: Tensor) -> None:
             readiness = this()
             if readiness is not None:
-                readiness._gradient_came(index)
+                with readiness.lock:
+                    readiness._gradient_came(index)
 
         handle: RemovableHandle = self._parameters[index].register_post_accumulate_grad_hook(gradient_accumulated)  # type: ignore[no-untyped-call]
         return handle

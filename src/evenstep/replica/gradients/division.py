@@ -12,7 +12,7 @@ function says what the rows' sum means (`transport.core.reduction.divisor_of`). 
 Two kinds of gradients are smaller before the sum, and so have less to be divided by after it:
 
     float16, plain       divided by the number of ranks as they are packed; 64 ranks with 1,500 each would be infinite
-    a hook's             means: of a weighted window by the sum of weights (`WeightScale.divide_by_total`); the hook
+    a hook's             means: of a weighted window by the sum of weights (`AgreedScale.divide_by_total`); the hook
                          itself averages over ranks
 """
 

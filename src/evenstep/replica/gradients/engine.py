@@ -27,7 +27,8 @@ pass the wrapper's own.
                                                         no pytree knows. This is all that torch's class goes by
 
 A rank's own pass isn't followed: its gradients count as what somebody has put into `p.grad`. So a PLAIN window averages
-them with its own, as torch's class does.
+them with its own, as torch's class does. `window.State` says where a model is, and `window.TRANSITIONS` where it goes
+from there.
 
 [Note: a loss that goes through several models]
 
@@ -40,6 +41,7 @@ to a model that wasn't named, that is an error. `loss.backward()` means the same
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -54,16 +56,22 @@ from evenstep.replica.gradients.division import divide_alone
 from evenstep.replica.gradients.exchange.base import Exchange, Trained
 from evenstep.replica.gradients.strategies import WindowEnd
 from evenstep.replica.gradients.window import (
-    SINGLE_PASS,
+    TRANSITIONS,
+    Effect,
+    Event,
     Kind,
     Pass,
     SavedGradients,
+    State,
+    Turn,
     Window,
     all_zero,
     as_multiplied,
     drop_grads,
-    weighted_pass,
+    effect_of,
 )
+
+_FAILED = "the last backward pass raised an exception, so its gradients were not averaged"
 
 
 class Engine:
@@ -77,6 +85,7 @@ class Engine:
 
     Attributes:
         ending: How windows end now; a `LocalSGD` replaces it for a while.
+        state: Where the model is.
     """
 
     def __init__(self, trained: Trained, exchange: Exchange, ending: WindowEnd, *, label: str) -> None:
@@ -89,18 +98,17 @@ class Engine:
         self.readiness = Readiness(self.parameters, exchange.layout, self)
         self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
         self.synchronise = True  # whether the next backward pass ends the window
-        self.is_prepared = False  # see [Note: passes of the wrapper's own]
+        self.state = State.IDLE
         self.is_apart = False  # local SGD: parameters differ between ranks
         self.was_scaled = False  # whether a GradScaler has scaled what is in `p.grad` of a window that ended here alone
         self.num_reductions, self.has_learned_order = 0, False
-        self._hooks = OutputHooks(self._outputs_reached)
+        self._hooks = OutputHooks(self._real_outputs_reached)
         self._dummy_hooks = OutputHooks(self._dummy_outputs_reached, is_tracked=True)
         self._window: Window | None = None
         self._pass: Pass | None = None
         self._single_pass_task = -1  # of autograd: the last pass that was a whole window
         self._muted: list[RemovableHandle] = []  # while a dummy batch has outputs that can't be muted
         self._left_early: str | None = None
-        self._broken: str | None = None
         self._label = label
         self._may_be_single = not (
             exchange.travels or ending.sums_first or any(each.inspects_buckets for each in self.observers)
@@ -120,16 +128,16 @@ class Engine:
             UsageError: An earlier backward pass failed half-way, or a loop over micro-batches was left early.
         """
         if self._pass is not None and graph_task_id() == -1:
-            if self._pass.confirmed or self.readiness.any_has_come():
+            if self.state is State.COUNTED or self.readiness.any_has_come():
                 self.fail()
             else:
                 self._cancel_pass()  # a torch.autograd.grad that has raised
         if self._window is not None or self._left_early is not None:
             self._drop_zeroed_window()
-        problem = self._broken or self._left_early
+        problem = _FAILED if self.state is State.FAILED else self._left_early
         if problem is not None and self.world.world_size > 1:
             raise UsageError(f"rank {self.world.rank}: {problem}. The replicas are no longer in step; start again.")
-        if self._broken is not None:
+        if self.state is State.FAILED:
             self._reset_after_error()
 
     def end_forward(self, outputs: object, began_ns: int, *, over_dummy: bool) -> None:
@@ -140,13 +148,21 @@ class Engine:
             began_ns: When the forward pass began, on the clock of `time.perf_counter_ns`.
             over_dummy: The module ran on a dummy batch in place of an empty share.
         """
-        self.is_prepared |= self.synchronise
+        if self.synchronise:
+            self.prepare()
         if not (self._dummy_hooks if over_dummy else self._hooks).put_on(outputs) and graph_task_id() == -1:
             self.readiness.count()
             if over_dummy and not self._muted:
                 trained = [each for each in self.parameters if each.requires_grad]
                 self._muted = [each.register_hook(torch.zeros_like) for each in trained]  # type: ignore[no-untyped-call]
         self.recorder.forward(began_ns)
+
+    def prepare(self) -> None:
+        """Have the next pass count as the wrapper's own; see [Note: passes of the wrapper's own]."""
+        if self.state is State.FORWARD:
+            for observer in self.observers:
+                observer.forget_forward()
+        self._enter(Event.FORWARD)
 
     def is_over_dummies(self, loss: Tensor) -> bool:
         """Whether a loss goes through outputs over dummy batches, and through none over samples."""
@@ -166,7 +182,7 @@ class Engine:
         scale: float | None,
         *,
         is_scaled: bool,
-        shares_loss: bool,
+        turn: Turn,
         only_dummies: bool,
         dtype: torch.dtype,
     ) -> float:
@@ -176,40 +192,41 @@ class Engine:
             weight: Of the pass.
             scale: By which another model of the same pass divides weights; None: this is the one that decides.
             is_scaled: The loss was scaled by a GradScaler.
-            shares_loss: The loss goes through other models, too.
+            turn: Of this model in the pass.
             only_dummies: See `is_over_dummies`.
             dtype: Of the loss.
 
         Returns:
             The scale by which the weight is divided.
         """
-        may_be_single = isinstance(weight, float) and weight > 0 and not (shares_loss or only_dummies)
+        self.begin_forward()  # a pass may have failed since the forward pass
+        may_be_single = isinstance(weight, float) and weight > 0 and turn is Turn.ALONE and not only_dummies
         is_alone = may_be_single and self._begin_single_pass()
         opens_window = not self.is_in_window
         if scale is None:
-            scale = self.exchange.agree_scale(weight, opens_window=opens_window)
+            scale = self.exchange.scale.agree(weight, opens_window=opens_window)
         else:
-            self.exchange.adopt_scale(scale, opens_window=opens_window)
+            self.exchange.scale.adopt(scale, opens_window=opens_window)
         if is_alone:
-            self._pass, self.was_scaled = SINGLE_PASS, is_scaled
+            self._enter(Event.SINGLE)
+            self.was_scaled = is_scaled
         else:
-            self.exchange.shares_loss = shares_loss
+            self.exchange.turn = turn
             takes_part = self.exchange.takes_every_pass
-            self._open_pass(
-                weighted_pass(
-                    as_multiplied(weight, scale, dtype),
-                    is_scaled=is_scaled,
-                    only_dummies=only_dummies and not takes_part,
-                    shares_statistics=self.shares_statistics or takes_part,
-                )
+            counted = as_multiplied(weight, scale, dtype)
+            effect = effect_of(
+                counted,
+                only_dummies=only_dummies and not takes_part,
+                shares_statistics=self.shares_statistics or takes_part,
             )
-            self._confirm()
+            self._open_pass(Pass(Kind.WEIGHTED, counted, effect, is_scaled))
+            self._count()
         return scale
 
     def end_weighted_pass(self) -> None:
         """End the pass of `begin_weighted_pass`. Collective if the engine synchronises."""
-        if self._pass is SINGLE_PASS:
-            self._pass = None
+        if self.state is State.SINGLE:
+            self._pass_ended()
             self.recorder.end()
         else:
             self._close_pass()
@@ -221,7 +238,7 @@ class Engine:
             UsageError: As `begin_forward`, which such a rank may not have run.
         """
         self.begin_forward()
-        self.exchange.agree_scale(None, opens_window=not self.is_in_window)
+        self.exchange.scale.agree(None, opens_window=not self.is_in_window)
         if self._window is None:
             self._window = window = self._new_window(is_running=False)
             window.has_leftovers = not all_zero(self.parameters)
@@ -286,28 +303,36 @@ class Engine:
 
     # ------------------------------------------------------------------ called by autograd
 
+    def _real_outputs_reached(self, grad: Tensor) -> Tensor | None:
+        with self.readiness.lock:
+            return self._outputs_reached(grad, over_dummy=False)
+
     def _dummy_outputs_reached(self, grad: Tensor) -> Tensor:
-        self._outputs_reached(grad, over_dummy=True)
+        with self.readiness.lock:
+            self._outputs_reached(grad, over_dummy=True)
         return torch.zeros_like(grad)  # the loss may go through outputs over samples, too
 
-    def _outputs_reached(self, grad: Tensor, *, over_dummy: bool = False) -> Tensor | None:
+    def _outputs_reached(self, grad: Tensor, *, over_dummy: bool) -> Tensor | None:
         if self._pass is None:
             task = graph_task_id()
-            if task == self._single_pass_task:
+            if self.state is State.SINGLE or task == self._single_pass_task:
                 return None  # another output, or another call of the module
+            if self.state is State.FAILED:
+                self.begin_forward()  # no forward pass has told of it
             if not (over_dummy or _weighted) and self._begin_single_pass():
                 self._single_pass_task = task
                 return None
-            self._open_plain_pass(discards=over_dummy and not self.exchange.takes_every_pass)
+            is_dropped = over_dummy and not self.exchange.takes_every_pass
+            self._open_plain_pass(Effect.DROPPED if is_dropped else Effect.ADDED)
         assert self._pass is not None
         if self._pass.kind is Kind.PLAIN and not over_dummy:
-            self._pass.discards = False  # outputs over a dummy batch were reached first
+            self._pass.effect = Effect.ADDED  # outputs over a dummy batch were reached first
         if self._pass.fills_buckets:
             self.readiness.outputs_reached()
         return self._pass.at_outputs(grad)
 
     def _begin_single_pass(self) -> bool:
-        """Begin a pass that needs nothing but autograd, if this is one: see `SINGLE_PASS`."""
+        """Begin a pass that needs nothing but autograd, if this is one: see `State.SINGLE`."""
         if not self._may_be_single or self.is_in_window or not self.synchronise or self.recorder.is_profiled:
             return False  # of a profile's ranges the end is needed, too
         self.was_scaled = False
@@ -315,22 +340,22 @@ class Engine:
         self.recorder.begin_backward(is_whole=True)
         return True
 
-    def gradient_came(self) -> bool:
+    def gradient_came(self, parameter: int | None = None) -> bool:
         """See `Listener`."""
         if self._pass is None:  # the loss uses the parameter directly; perhaps the module's outputs too
-            if not (self.is_prepared or self._counts_weights()):
+            # Where weights count, a gradient without one is a mistake, which `_count` explains.
+            is_weighted = self._window is not None and self._window.kind is Kind.WEIGHTED
+            if not (self.state is State.FORWARD or is_weighted or _weighted):
+                if parameter is not None and not self.stays_local:
+                    for observer in self.observers:
+                        observer.passed_by(self.parameters[parameter])
                 return False  # see [Note: passes of the wrapper's own]
-            self._open_plain_pass(discards=False, is_found_late=True)
+            self._open_plain_pass(Effect.ADDED, is_found_late=True)
         current = self._pass
         assert current is not None
-        if not current.confirmed:
-            self._confirm()
+        if self.state is State.STARTED:
+            self._count()
         return current.fills_buckets
-
-    def _counts_weights(self) -> bool:
-        """Whether a gradient without a weight is a mistake here, which `_confirm` explains."""
-        is_weighted = self._window is not None and self._window.kind is Kind.WEIGHTED
-        return is_weighted or bool(_weighted)
 
     def bucket_complete(self, bucket: int) -> None:
         """See `Listener`."""
@@ -345,17 +370,29 @@ class Engine:
         self.exchange.when_added(self._plain_pass_ended)
 
     def _plain_pass_ended(self) -> None:
-        current = self._pass
-        if current is None:
+        if self._pass is None:
             return
-        if not current.confirmed:
+        if self.state is State.STARTED:
             if not self.readiness.any_has_come():  # it was torch.autograd.grad: there is nothing to average
                 self._cancel_pass()
                 return
-            self._confirm()
+            self._count()
         self._close_pass()
 
     # ------------------------------------------------------------------ passes and windows
+
+    def _enter(self, event: Event) -> None:
+        """Change the state.
+
+        Raises:
+            UsageError: The event isn't possible in this state.
+        """
+        if event not in TRANSITIONS[self.state]:
+            raise UsageError(
+                f"backward on rank {self.world.rank}: a pass of a wrapped {self._label} begins within another one "
+                f"({event.name} in {self.state.name}). Run them one after the other."
+            )
+        self.state = TRANSITIONS[self.state][event]
 
     def _cancel_pass(self) -> None:
         """End a pass in which no parameter has received a gradient."""
@@ -364,19 +401,22 @@ class Engine:
         if self._pass.opens_window:
             self.cancel_window()
         self.readiness.end()
-        self._pass = None
+        self.state, self._pass = self._pass.before, None
 
-    def _open_plain_pass(self, *, discards: bool, is_found_late: bool = False) -> None:
+    def _open_plain_pass(self, effect: Effect, *, is_found_late: bool = False) -> None:
         """Begin a pass of `loss.backward()`. Within autograd it ends when autograd does.
 
         Args:
-            discards: See `Pass`.
+            effect: See `Pass`.
             is_found_late: A gradient has come, and no output was reached before it.
         """
-        self.exchange.shares_loss = False
-        self._open_pass(Pass(Kind.PLAIN, 0.0, discards, is_foreign=bool(_weighted)))
+        global _last_begun
+        before, _last_begun = None if _last_begun is None else _last_begun(), weakref.ref(self)
+        is_alone = before is None or before is self or not before.is_in_pass
+        self.exchange.turn = Turn.ALONE if is_alone else Turn.BEHIND
+        self._open_pass(Pass(Kind.PLAIN, 0.0, effect))
         if self.exchange.takes_every_pass:
-            self._confirm()
+            self._count()
         if graph_task_id() == -1:
             return
         node = enclosing_node() if is_found_late else None
@@ -388,19 +428,22 @@ class Engine:
     def _open_pass(self, opened: Pass) -> None:
         self.ending.validate_pass("a backward pass")
         self.recorder.begin_backward()
-        opened.opens_window = self.window is None
+        opened.before, opened.opens_window = self.state, self.window is None
+        self._enter(Event.START)
         self._pass = opened
-        opened.ends_window, opened.travels = self.synchronise, self.synchronise and self.ending.exchanges
-        self.exchange.begin_pass(opened.kind, travels=opened.travels)
+        opened.ends_window = self.synchronise
+        travels = self.synchronise and self.ending.exchanges
+        self.exchange.begin_pass(opened.kind, travels=travels)
         for observer in self.observers:
             observer.begin_pass()
         if opened.opens_window:
             self._window = self._new_window(is_running=graph_task_id() != -1)
             if opened.kind is Kind.WEIGHTED:
                 self._save_reduced(self._window)
-        if opened.discards:
+        if opened.effect is Effect.DROPPED:
             opened.saved = SavedGradients()
             opened.saved.save(self.parameters, is_copied=False)
+        opened.fills_buckets = travels and opened.saved is None
         self.readiness.begin()
 
     def _new_window(self, *, is_running: bool) -> Window:
@@ -416,26 +459,25 @@ class Engine:
         clear = {p for each in self.buckets if each.hides or self.exchange.is_clear(each) for p in each.parameters}
         window.saved.save([p for p in self.parameters if p.grad is not None and p not in clear], is_copied=True)
 
-    def _confirm(self) -> None:
+    def _count(self) -> None:
         """Count the pass in the window: a parameter has received a gradient, or will."""
         assert self._pass is not None
         assert self._window is not None
-        if self._pass.is_foreign:
+        if self._pass.kind is Kind.PLAIN and _weighted:
             raise UsageError(
                 f"backward on rank {self.world.rank}: the loss goes through a wrapped {self._label}, too, and its "
                 f"gradients belong to another model's backward. Name all wrapped models that the loss goes through: "
                 f"evenstep.backward([encoder, decoder], loss, weight=...). Or another thread is in model.backward: "
                 f"then call that in this thread, too."
             )
-        self._pass.confirmed = True
+        self._enter(Event.COUNT)
         self._window.add(self._pass.kind, self._pass.weight, is_scaled=self._pass.is_scaled)
-        if self._pass.travels:
+        if self._pass.ends_window and self.ending.exchanges:
             self.exchange.last_pass_begins(self._window)
 
     def _close_pass(self) -> None:
         current = self._pass
         assert current is not None
-        self.is_prepared = False
         self._unmute()
         current.end_apart()
         self.readiness.end()
@@ -446,6 +488,10 @@ class Engine:
             self._window.note_gradients(self.parameters)
             for observer in self.observers:
                 observer.end_local_pass()
+            self._pass_ended()
+
+    def _pass_ended(self) -> None:
+        self._enter(Event.END)
         self._pass = None
 
     def _unmute(self) -> None:
@@ -471,6 +517,7 @@ class Engine:
         assert self._window is not None
         if not self.ending.exchanges:
             self.end_local_window()
+            self._pass_ended()
             return
         self.ending.close(self._window, self.buckets)
         first = self.num_dense if self.exchange.buckets else 0
@@ -486,7 +533,7 @@ class Engine:
             self.exchange.learn_order(self.readiness.order)
         if self.readiness.is_counting:
             self.readiness.watch(self.exchange.layout)
-        self._pass = None  # it has ended on all ranks, whatever is said of it
+        self._pass_ended()  # on all ranks, whatever is said of it
         if any(observer.act(window) for observer in self.observers):
             drop_grads(self.parameters)
         for observer in self.observers:
@@ -497,7 +544,7 @@ class Engine:
         window = self.window
         if window is None:
             return
-        divide_alone(self.parameters, window, plain=self.ending.num_shares, scale=self.exchange.scale)
+        divide_alone(self.parameters, window, plain=self.ending.num_shares, scale=self.exchange.scale.of_window)
         window.saved.add_back()
         self.was_scaled, self._window = window.is_scaled, None
 
@@ -505,13 +552,13 @@ class Engine:
 
     def fail(self) -> None:
         """Note that a backward pass has raised an exception: replicas are no longer in step."""
-        self._broken = "the last backward pass raised an exception, so its gradients were not averaged"
-        self._pass = None
+        self.state, self._pass = State.FAILED, None
         self._unmute()
 
     def _reset_after_error(self) -> None:
         """Drop the gradients of a failed pass, in a world of one: the model is as before it."""
-        self._broken = self._window = None
+        self._enter(Event.RESET)
+        self._window = None
         self.exchange.reset()
         self.readiness.end()
         drop_grads(self.parameters)
@@ -523,6 +570,8 @@ class Engine:
 # The `weighted_passes` that run, in any thread: on a GPU autograd has one thread for the passes of all threads, so the
 # thread doesn't show whose pass it is. A set, because two threads may change it at once.
 _weighted: set[object] = set()
+# The engine whose pass of `loss.backward()` began last.
+_last_begun: weakref.ref[Engine] | None = None
 
 
 @contextlib.contextmanager
@@ -549,17 +598,17 @@ def weighted_passes(
     this, scale = object(), None
     _weighted.add(this)
     try:
-        shares_loss = len(engines) > 1
-        if shares_loss:
+        if len(engines) > 1:
             _validate_disjoint(engines)
-        if shares_loss and (largest := max(engines, key=_num_ranks)) is not engines[0]:
+        if (largest := max(engines, key=_num_ranks)) is not engines[0]:
             # A group's own model is named before one of more ranks, in whose sums gradients would have each group's
             # scale. Nothing is agreed here: a rank without samples ends the first model's window before it takes part
             # in another's.
-            scale = largest.exchange.agree_scale(None, opens_window=not largest.is_in_window)
-        for engine, is_dummy in zip(engines, only_dummies, strict=True):
+            scale = largest.exchange.scale.agree(None, opens_window=not largest.is_in_window)
+        turns = [Turn.FIRST if len(engines) > 1 else Turn.ALONE, *[Turn.BEHIND] * (len(engines) - 1)]
+        for engine, turn, is_dummy in zip(engines, turns, only_dummies, strict=True):
             scale = engine.begin_weighted_pass(
-                weight, scale, is_scaled=is_scaled, shares_loss=shares_loss, only_dummies=is_dummy, dtype=dtype
+                weight, scale, is_scaled=is_scaled, turn=turn, only_dummies=is_dummy, dtype=dtype
             )
         assert scale is not None
         yield scale

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from evenstep.replica.gradients.buckets.bucket import Bucket
 from evenstep.replica.gradients.window import Window
@@ -16,11 +17,14 @@ class Observer:
 
         a pass begins                begin_pass
         a pass ends, no window does  end_local_pass       `no_sync`, `accumulate`, all but the last of `microbatches`
+        a pass goes past the model   passed_by            what it adds to `p.grad` is this rank's own
+        a forward pass is forgotten  forget_forward       another one came, and no pass between
         the last pass has ended      end_window
         a bucket is packed           totals_for, inspect  if `inspects_buckets`; while autograd runs, and the rest, with
                                                           shared memory always the last one, after `end_window`
         the header travels           header_numbers, judge
         gradients are averaged       act, step
+        an optimizer has stepped     stepped
 
     A check that compares ranks has a few numbers in the header: `header_numbers` gives this rank's, `judge` is given
     their sums over ranks and decides, and `act` does what is to be done, which may take other collectives. On a GPU
@@ -28,7 +32,7 @@ class Observer:
 
     A rank's own gradients are readable in `inspect` only: in `header_numbers` some buckets travel already, and `p.grad`
     is a view of them. A world of one has no buckets and no header, so only the other methods are called there; and an
-    observer that inspects buckets turns off its short path (`window.SINGLE_PASS`).
+    observer that inspects buckets turns off its short path (`window.State.SINGLE`).
 
     Attributes:
         num_numbers: How many numbers it has in the header of every window. A constant of the class.
@@ -47,6 +51,12 @@ class Observer:
 
     def end_local_pass(self) -> None:
         """A backward pass has ended within a window, and its gradients stay on this rank for now."""
+
+    def passed_by(self, parameter: nn.Parameter) -> None:
+        """A backward pass that isn't the wrapper's own has left a gradient in a parameter."""
+
+    def forget_forward(self) -> None:
+        """A forward pass outside of `no_sync` has been followed by another, without a backward pass between."""
 
     def watch_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Buckets have been laid out."""
@@ -96,6 +106,9 @@ class Observer:
 
     def step(self) -> None:
         """Step optimizers that step within the backward pass; gradients have been averaged."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped; perhaps it is another model's."""
 
     def set_apart(self, is_apart: bool) -> None:
         """Ranks step each for itself from now on, or together again: within a join they leave one by one."""

@@ -38,6 +38,50 @@ class Kind(Enum):
     WEIGHTED = auto()
 
 
+class State(Enum):
+    """Where a model is between two steps of its optimizer."""
+
+    IDLE = auto()  # no pass runs; one that doesn't reach the wrapper's outputs is this rank's own
+    FORWARD = auto()  # a forward pass of the wrapper has run outside of `no_sync`: the next pass is the wrapper's own
+    STARTED = auto()  # a pass has reached an output of the wrapper; perhaps it is `torch.autograd.grad`
+    COUNTED = auto()  # a pass has given a parameter a gradient, or will: it counts in its window
+    SINGLE = auto()  # a pass of `model.backward` that is a window, on one rank: there is nothing to follow in it
+    FAILED = auto()  # a pass has raised, so that gradients weren't averaged
+
+
+class Event(Enum):
+    """What changes the state."""
+
+    FORWARD = auto()  # a forward pass outside of `no_sync` has ended
+    START = auto()  # a pass has begun
+    COUNT = auto()  # a parameter has received a gradient, or will
+    SINGLE = auto()  # a pass has begun that is a window of its own
+    END = auto()  # a pass that counts, or the window of a rank without a pass, has ended
+    RESET = auto()  # what a failed pass has left is dropped
+
+
+# What isn't here is a fault of evenstep's own, but for two rules: a pass that ends without a gradient leaves the state
+# in which it began, and whatever raises leads to FAILED.
+TRANSITIONS = {
+    State.IDLE: {
+        Event.FORWARD: State.FORWARD,
+        Event.START: State.STARTED,
+        Event.SINGLE: State.SINGLE,
+        Event.END: State.IDLE,
+    },
+    State.FORWARD: {
+        Event.FORWARD: State.FORWARD,
+        Event.START: State.STARTED,
+        Event.SINGLE: State.SINGLE,
+        Event.END: State.IDLE,
+    },
+    # Forward passes within a pass are those of a reentrant checkpoint.
+    State.STARTED: {Event.FORWARD: State.STARTED, Event.COUNT: State.COUNTED},
+    State.COUNTED: {Event.FORWARD: State.COUNTED, Event.END: State.IDLE},
+    State.SINGLE: {Event.FORWARD: State.SINGLE, Event.END: State.IDLE},
+    State.FAILED: {Event.FORWARD: State.FAILED, Event.RESET: State.IDLE},
+}
+
 CALLS = {Kind.PLAIN: "loss.backward()", Kind.WEIGHTED: "model.backward(loss, ...)"}
 
 
@@ -154,48 +198,51 @@ class Window:
         return parameter.grad is not grad or grad._version != version
 
 
+class Turn(Enum):
+    """The turn of a model in a pass through several of them: see [Note: one order] in `exchange.all_reduce`."""
+
+    ALONE = auto()  # as far as is known
+    FIRST = auto()
+    BEHIND = auto()  # another model's buckets travel first
+
+
+class Effect(Enum):
+    """What a pass does to the sum of its window: see [Note: passes that contribute nothing]."""
+
+    ADDED = auto()  # its gradients are added
+    DROPPED = auto()  # its gradients are dropped at its end
+    MUTED = auto()  # where its weight is 0, zeros reach the module's outputs
+
+
 @dataclass
 class Pass:
     """One run of autograd, and how it counts in its window.
 
-        ordinary    its gradients are added to the window's sum
-        discarding  its gradients are dropped at its end: see [Note: passes that contribute nothing]
-        muted       zeros reach the module's outputs: see the same note
-
     Attributes:
         kind: What it means.
         weight: Its share in the window's sum.
-        discards: Its gradients are dropped, as far as is known.
-        mutes: The gradient that reaches the module's outputs is replaced by zeros; a tensor: where that is true.
+        effect: As far as is known.
         is_scaled: The loss was scaled by a GradScaler.
-        confirmed: A parameter has received a gradient, so this is no `torch.autograd.grad`.
-        saved: Gradients of the window so far, while a pass runs that began as a discarding one.
-        is_foreign: It belongs to the `backward` of another model that doesn't name this one.
+        before: The state in which it began.
         opens_window: No window was open when it began.
         ends_window: It ends the window; decided when it begins.
-        travels: Its gradients travel to other ranks as it ends the window.
+        fills_buckets: Gradients travel as soon as autograd has produced them.
+        saved: Gradients of the window so far, while a pass runs that began as a dropped one.
     """
 
     kind: Kind
     weight: float | Tensor
-    discards: bool = False
-    mutes: bool | Tensor = False
+    effect: Effect = Effect.ADDED
     is_scaled: bool = False
-    confirmed: bool = False
-    saved: SavedGradients | None = None
-    is_foreign: bool = False
+    before: State = State.IDLE
     opens_window: bool = False
     ends_window: bool = False
-    travels: bool = False
-
-    @property
-    def fills_buckets(self) -> bool:
-        """Whether gradients travel as soon as autograd has produced them."""
-        return self.travels and self.saved is None
+    fills_buckets: bool = False
+    saved: SavedGradients | None = None
 
     def end_apart(self) -> None:
-        """Drop the gradients of a discarding pass, or add them to those of the window if it is none after all."""
-        if self.saved is not None and self.discards:
+        """Drop the gradients of a dropped pass, or add them to those of the window if it is none after all."""
+        if self.saved is not None and self.effect is Effect.DROPPED:
             self.saved.put_back()
         elif self.saved is not None:
             self.saved.add_back()
@@ -203,35 +250,34 @@ class Pass:
     @property
     def contribution(self) -> float | Tensor:
         """0.0 where its gradients are dropped, else not 0.0; a weight that is a tensor isn't read, and may be 0."""
-        if self.discards:
+        if self.effect is Effect.DROPPED:
             return 0.0
         return self.weight if isinstance(self.weight, Tensor) else 1.0
 
     def at_outputs(self, grad: Tensor) -> Tensor | None:
         """Return what replaces a gradient that reaches the module's outputs; None: nothing does."""
-        if isinstance(self.mutes, Tensor):
-            return torch.where(self.mutes.to(grad.device), 0.0, grad)
-        return torch.zeros_like(grad) if self.mutes else None
+        if self.effect is not Effect.MUTED:
+            return None
+        if isinstance(self.weight, Tensor):
+            return torch.where(self.weight.to(grad.device) == 0, 0.0, grad)
+        return torch.zeros_like(grad)
 
 
-# A pass of `model.backward` over real samples that is a window of its own, where nothing travels and nothing inspects
-# gradients: its weight is what it is divided by, so there is nothing to follow in it. Never written to.
-SINGLE_PASS = Pass(Kind.WEIGHTED, 1.0, confirmed=True)
-
-
-def weighted_pass(weight: float | Tensor, *, is_scaled: bool, only_dummies: bool, shares_statistics: bool) -> Pass:
-    """A pass of `model.backward`, counted as [Note: passes that contribute nothing] says. Pure.
+def effect_of(weight: float | Tensor, *, only_dummies: bool, shares_statistics: bool) -> Effect:
+    """What a pass of `model.backward` does; see [Note: passes that contribute nothing]. Pure.
 
     Args:
         weight: Of the pass; a tensor isn't read.
-        is_scaled: The loss was scaled by a GradScaler.
         only_dummies: The loss goes through outputs over dummy batches, and through none over samples.
         shares_statistics: Other ranks' outputs depend on this rank's rows.
     """
-    is_zero: bool | Tensor = weight == 0.0
-    mutes = is_zero if shares_statistics and not only_dummies else False
-    discards = only_dummies or (is_zero is True and mutes is False)
-    return Pass(Kind.WEIGHTED, weight, discards, mutes, is_scaled)
+    if only_dummies:
+        return Effect.DROPPED
+    if isinstance(weight, Tensor):
+        return Effect.MUTED if shares_statistics else Effect.ADDED
+    if weight > 0:
+        return Effect.ADDED
+    return Effect.MUTED if shares_statistics else Effect.DROPPED
 
 
 def as_multiplied(weight: float | Tensor, scale: float, dtype: torch.dtype) -> float | Tensor:

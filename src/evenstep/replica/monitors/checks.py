@@ -74,14 +74,13 @@ import math
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep.errors import ConfigurationError, DriftError, MismatchError, NonFiniteError
 from evenstep.ground.compat.torch_tensors import local_part
@@ -90,6 +89,7 @@ from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.window import Window
 from evenstep.replica.monitors.digests import canonical, contrast, describe_machine, digest, distance, together
 from evenstep.replica.monitors.in_backward import InBackward
+from evenstep.replica.monitors.steps import StepWatch
 from evenstep.transport.core.nonfinite_monitor import monitor_sums
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.transport import Transport
@@ -717,11 +717,13 @@ class DriftWatch(Observer):
         self._is_apart = False
         self._has_warned = False
         self._num_windows = 0
-        self._versions: int | None = None
+        self._versions: list[int] | None = None
         self._suspect: Portion | None = None
         self._after_step: Tensor | None = None  # 0-dim, int64: digest of the suspect behind an optimizer's step
-        self._step_hook: Any = None
         self._steppers: list[weakref.ref[Any]] = []  # optimizers that have stepped the suspect, in that order
+        self._stepped: set[int] = set()  # optimizers since the last window, by id
+        self._left: list[int] | None = None  # versions of what steps have left; None: of steps without an average
+        self._when = ""
         self._found: Portion | None = None
 
     def set_apart(self, is_apart: bool) -> None:
@@ -749,16 +751,17 @@ class DriftWatch(Observer):
     def end_local_pass(self) -> None:
         """See `Observer`."""
         if self._versions is None and not self._is_off and not self._is_apart:
-            self._versions = self._sum_versions()
+            self._versions = self._versions_now()
 
     def header_numbers(self, window: Window) -> Sequence[float] | Tensor:
         """See `Observer`."""
+        self._stepped = set()
         self.sent = None
         if self._is_off or self._is_apart:
             return (0.0, 0.0)
         number, self._num_windows = self._num_windows, self._num_windows + 1
         if self._versions is not None:
-            if self._versions != self._sum_versions():
+            if self._versions != self._versions_now():
                 self.doubt()  # an optimizer has stepped on gradients of this rank alone
             self._versions = None
         whole: int | Tensor
@@ -813,23 +816,45 @@ class DriftWatch(Observer):
 
     def _watch_steps(self, portion: Portion | None) -> None:
         self._suspect, self._after_step = portion, None
-        if self._step_hook is not None:
-            self._step_hook.remove()
-            self._step_hook = None
         if portion is not None:
-            watch, suspects = weakref.ref(self), {id(self._parameters[piece.parameter]) for piece in portion}
             self._steppers = []
 
-            def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
-                if (alive := watch()) is not None and alive._suspect is not None:
-                    alive._after_step = alive._digest(alive._suspect)
-                    if any(id(p) in suspects for group in optimizer.param_groups for p in group["params"]):
-                        alive._steppers.append(weakref.ref(optimizer))
+    def stepped(self, optimizer: optim.Optimizer) -> None:
+        """See `Observer`."""
+        versions = self._versions_now()
+        if versions != self._left:
+            self._left = None if id(optimizer) in self._stepped else versions
+        self._stepped.add(id(optimizer))
+        if self._suspect is not None:
+            self._after_step = self._digest(self._suspect)
+            suspects = {id(self._parameters[piece.parameter]) for piece in self._suspect}
+            if any(id(p) in suspects for group in optimizer.param_groups for p in group["params"]):
+                self._steppers.append(weakref.ref(optimizer))
 
-            self._step_hook = register_optimizer_step_post_hook(stepped)
+    def left_by_last_step(self) -> list[int | None] | None:
+        """Digests of all parameters, as the last step behind an average has left them.
 
-    def _sum_versions(self) -> int:
-        return sum([parameter._version for parameter in self._parameters])
+        Returns:
+            None for those that have changed since; None for all where replicas may be meant to differ.
+        """
+        if not self.is_on or self._left is None:
+            return None
+        pieces = self._wholes(range(len(self._parameters)))
+        return [
+            int(digest([canonical(self._rows_of(piece))])) if piece.end and now == left else None
+            for piece, now, left in zip(pieces, self._versions_now(), self._left, strict=True)
+        ]
+
+    def explain_end(self, differing: Sequence[int]) -> tuple[str, bool]:
+        """Collective among replicas: as `_explain`, for some parameters, when the run has ended."""
+        self._when, self._steppers = "noticed at the end of the run", []
+        return self._explain(self._wholes(differing))
+
+    def _wholes(self, parameters: Iterable[int]) -> Portion:
+        return tuple(Piece(index, 0, _rows(self._values_of(index))[0]) for index in parameters)
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
 
     def _rows_of(self, piece: Piece) -> Tensor:
         """[rows, ...], or the whole of a parameter that has no dimensions."""
@@ -887,7 +912,7 @@ class DriftWatch(Observer):
         names = list(dict.fromkeys(self._names[piece.parameter] for piece in pieces))
         which = f"parameter{'s' if len(names) > 1 else ''} {listed(names)}"
         amount = "by what isn't a number" if most == float("inf") else f"by up to {most:.1e} of the largest value there"
-        when = f"noticed in backward pass {self._num_windows}"
+        when = self._when or f"noticed in backward pass {self._num_windows}"
         if minority:
             ranks = f"rank{'s' if len(minority) > 1 else ''} {', '.join(str(numbers[rank]) for rank in minority)}"
             verb = "differ" if len(minority) > 1 else "differs"
@@ -919,19 +944,21 @@ class Monitors:
         options: Compares options of optimizers and arguments of steps between ranks.
         drift: Compares parameters between ranks; None: nothing is compared.
         nonfinite: Finds gradients that aren't finite; None: nothing is checked.
+        steps: Looks at optimizers' steps; None: there is nobody to be out of step with.
         in_backward: Steps optimizers within the backward pass.
     """
 
     options: OptionsWatch
     drift: DriftWatch | None
     nonfinite: NonFinite | None
+    steps: StepWatch | None
     in_backward: InBackward
 
     @property
     def observers(self) -> tuple[Observer, ...]:
         """Those that there are, in the order in which the engine calls them."""
         # A step that must not be made comes first, and options before parameters: these differ where those do.
-        found = (self.nonfinite, self.options, self.drift, self.in_backward)
+        found = (self.nonfinite, self.options, self.drift, self.steps, self.in_backward)
         return tuple(each for each in found if each is not None)
 
     def are_replicas_alike(self) -> bool:
@@ -976,4 +1003,7 @@ def build_monitors(
     options = OptionsWatch(world, control, lambda: drift is not None and drift.is_on)
     nonfinite = build_nonfinite(on_nonfinite, world, transport, control, of_parts=is_divided)
     steps_late = not is_divided and (world.world_size > 1 or world.virtual_ranks is not None)
-    return Monitors(options, drift, nonfinite, InBackward(parameters if steps_late else ()))
+    steps = None
+    if world.world_size > 1:
+        steps = StepWatch(parameters, world, control, () if drift is None else (drift,))
+    return Monitors(options, drift, nonfinite, steps, InBackward(parameters if steps_late else ()))

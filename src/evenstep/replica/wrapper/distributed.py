@@ -11,6 +11,7 @@ import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from sys import modules
 from typing import Any, TypeVar
 
@@ -34,10 +35,13 @@ from evenstep.ground.compat.torch_ddp import active_in_dynamo
 from evenstep.ground.compat.torch_dynamo import any_compiled, compiled_backends, keep_out_of_graphs, untraced
 from evenstep.ground.health import heartbeat
 from evenstep.ground.health.steps import mark_compilations
+from evenstep.ground.health.telemetry import Recorder
 from evenstep.replica.batches import DummyBatch, input_watchers, is_empty_batch, show_inputs, split
 from evenstep.replica.channels import bucket_transport, validate_thread
 from evenstep.replica.gradients.buckets.comm_hooks import CommHook
 from evenstep.replica.gradients.engine import Engine, weighted_passes
+from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
+from evenstep.replica.gradients.exchange.base import Exchange
 from evenstep.replica.gradients.window import drop_grads, validate_weight
 from evenstep.replica.join import JoinOfOne, Uneven, UnevenJoinHook
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
@@ -48,7 +52,8 @@ from evenstep.replica.virtual_ranks.loop import VirtualRankBuffers
 from evenstep.replica.wrapper.assembly import build_engine
 from evenstep.replica.wrapper.model_check import validate_for_virtual_ranks, validate_same_model
 from evenstep.replica.wrapper.reducer import Reducer
-from evenstep.replica.wrapper.settings import Settings, group_of, settle
+from evenstep.replica.wrapper.settings import Settings, group_of, settle, sparse_parameters
+from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
@@ -136,6 +141,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         compare_every: In so many synchronised backward passes every trained parameter is compared between ranks once,
             some in each; where one isn't the same, a DriftError on every rank. None: 64, as long as ranks are surely
             meant to have the same (see docs/explanation/drift.md); a number: always; 0: never.
+        buffers: What becomes of module buffers at the end of a synchronised backward pass, by patterns of their names,
+            the first that fits: "mean" and "sum" of what ranks have added to them since the last one, for codebooks and
+            counters; "rank 0"; "own": each rank keeps its own. All others: as `broadcast_buffers` says.
         world: The ranks that take part; None: the current world.
 
     Raises:
@@ -181,6 +189,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         reduce_dtype: torch.dtype | None = None,
         on_nonfinite: Policy | None = "warn",
         compare_every: int | None = None,
+        buffers: Mapping[str, str] | None = None,
         world: World | None = None,
     ) -> None:
         nn.Module.__init__(self)
@@ -188,12 +197,22 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         everybody = worlds.chosen(world, "DistributedDataParallel")
         validate_thread(everybody, self)
         world = everybody.data_parallel if group is None else everybody.of_group(group)
+        # Remembered for those who ask; nothing depends on them.
+        remembered = {
+            "find_unused_parameters": find_unused_parameters,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+            "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
+            "batched_grad_copy": batched_grad_copy,
+            "lazy_bucket_allocation": lazy_bucket_allocation,
+        }
         settings = settle(
             world,
             module,
             dim=dim,
             devices=(device_ids, output_device),
             buffers=(broadcast_buffers, forward_sync_buffers),
+            buffer_rules=buffers,
             buckets=(bucket_cap_mb, first_bucket_cap_mb, bucket_cap_mb_list),
             init_sync=init_sync,
             on_nonfinite=on_nonfinite,
@@ -204,13 +223,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 "param_to_hook_all_reduce": param_to_hook_all_reduce,
                 "mixed_precision": mixed_precision,
             },
-            find_unused_parameters=find_unused_parameters,
             check_reduction=check_reduction,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            batched_grad_copy=batched_grad_copy,
-            lazy_bucket_allocation=lazy_bucket_allocation,
+            **remembered,
         )
         if everybody.virtual_ranks is not None:
             per_rank = everybody.virtual_ranks.per_rank
@@ -225,22 +239,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.device_type = self.device.type
         self.device_ids = None if settings.inputs_to is None else [settings.inputs_to.index]
         self.output_device = None if settings.inputs_to is None else settings.inputs_to.index
-        # Remembered for those who ask; nothing depends on them.
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.static_graph = static_graph
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
-        self.batched_grad_copy = batched_grad_copy
-        self.lazy_bucket_allocation = lazy_bucket_allocation
+        self.__dict__.update(remembered)
         self.bucket_bytes_cap_list = [int(size * (1 << 20)) for size in bucket_cap_mb_list or ()]
         self.mixed_precision = None
         if device_mesh is not None:  # otherwise torch's class has no such attribute either
             self.device_mesh = device_mesh
         transport = bucket_transport(world, self)
         if settings.init_sync:
-            buffers = settings.kept_buffers(module) if settings.init_sync_buffers else []
-            validate_same_model(settings.kept(module), buffers, world)
-            tensors = [*(p.data for _, p in settings.kept(module)), *(buffer for _, buffer in buffers)]
+            kept = settings.kept_buffers(module) if settings.init_sync_buffers else []
+            validate_same_model(settings.kept(module), kept, world.exchange)
+            tensors = [*(p.data for _, p in settings.kept(module)), *(buffer for _, buffer in kept)]
             finish_broadcast(start_broadcast(tensors, transport))
         self._set_up(world, settings, transport)
         self._dummy = DummyBatch(self.dim)
@@ -273,7 +281,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.reducer = Reducer(self.engine)  # type: ignore[assignment]
         self._hook: CommHook | None = None
         self._hook_name = ""
-        self._frozen = [(name, p) for name, p in settings.kept(self.module) if not p.requires_grad]
+        self._frozen = [p for _, p in settings.kept(self.module) if not p.requires_grad]
         # What torch's class has, for those who read it.
         self.parameters_to_ignore = set(settings.ignored)
         # torch.compile splits graphs at buckets of this size, and insists on a minimum.
@@ -292,7 +300,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._wrapped_inside = [part for part in parts if part.engine is not self.engine]
 
     def _build_engine(self, world: World, settings: Settings, transport: Transport) -> tuple[Engine, Monitors]:
-        return build_engine(self.module, world, settings, transport)
+        return build_engine(self.module, world, settings, transport, recorder=self._recorder())
+
+    def _recorder(self) -> Recorder:
+        """Records the times of this model's steps, also where its engine is another one."""
+        engine = self.__dict__.get("engine")
+        return self.world.telemetry.open() if engine is None else engine.recorder
 
     # ------------------------------------------------------------------ forward
 
@@ -304,8 +317,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         the outputs has length 0. Its gradients count for nothing.
 
         Raises:
-            UsageError: The replicas are no longer in step (an earlier backward pass failed), or a parameter that was
-                frozen when the model was wrapped is trained now.
+            UsageError: The replicas are no longer in step (an earlier backward pass failed), or a parameter was
+                replaced.
         """
         # Has anything been imported or compiled? First, because torch.compile is not to trace what follows.
         if len(modules) != self._num_modules or len(self._backends) != self._num_backends:
@@ -334,12 +347,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self._wrapped_already() is not None:
             return self.module(*inputs, **kwargs)
         is_compiled = _compilation_is_in_use()
-        engine = self.engine
         with_grad = torch.is_grad_enabled()
         show_inputs((inputs, kwargs))
         if with_grad:
+            self._follow_changes()
+        engine = self.engine
+        if with_grad:
             engine.begin_forward()
-            self._validate_parameters()
             if self.training:
                 if not self.world.has_diverged:
                     self.world.diverge_random_streams()
@@ -353,6 +367,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         first = inputs[0] if inputs else None
         has_rows = isinstance(first, Tensor) and first.numel() > 0 and first.dim() > self.dim >= 0
         is_empty = not has_rows and is_empty_batch((inputs, kwargs), self.dim)
+        if with_grad and engine.trained.module_buffers.has_statistics:
+            engine.trained.module_buffers.begin_forward(over_dummy=is_empty)
         is_first = not (is_empty or self._dummy.has_sample)
         if is_first:
             self._dummy.remember((inputs, kwargs))
@@ -376,6 +392,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             or self.sync_layers.layers
             or self.settings.inputs_to is not None
             or self.world.virtual_ranks is not None
+            or self.engine.trained.module_buffers.has_statistics
             or not self._dummy.has_sample
         )
         if not (asks_for_care or _compilation_is_in_use()):
@@ -396,21 +413,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.settings.inputs_to, non_blocking=True)
 
-    def _validate_parameters(self) -> None:
-        """Raise for what was frozen and is trained now, and for what is registered since."""
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UsageError(
-                    f"parameter {name!r} was frozen when the model was wrapped and is trained now; its gradient would "
-                    f"not be averaged. Freeze parameters after wrapping, or wrap the module again."
-                )
-        if _num_registered != self._num_registrations:
-            counted = _num_registered
-            self._validate_registered()
-            self._num_registrations = counted  # not before: who catches these is told again
+    def _follow_changes(self) -> None:
+        """Look for parameters that are trained now, and were not when the model was wrapped. Collective if any is.
 
-    def _validate_registered(self) -> None:
-        trained = [(name, p) for name, p in self.settings.kept(self.module) if p.requires_grad]
+        Raises:
+            UsageError: A parameter was replaced; or the model can't be laid out again now.
+        """
+        counted = _num_registered
+        if counted == self._num_registrations and not any(p.requires_grad for p in self._frozen):
+            return
+        trained = self.settings.trained(self.module)
         known, own = set(self._names), set(map(id, self._module_parameters))
         replaced = [name for name, p in trained if name in known and id(p) not in own]
         if replaced:  # whose gradients would come where nobody looks
@@ -419,11 +431,47 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 f"(load_state_dict(assign=True), or an nn.Parameter put in its place); its gradient would not be "
                 f"averaged. Copy into parameters instead, or wrap the model, and make its optimizer, behind that."
             )
-        new = [name for name, p in trained if name not in known and id(p) not in own]  # not those that pruning renames
+        new = [(name, p) for name, p in trained if id(p) not in self.engine.parameter_ids]  # not those pruning renames
         if new:
+            self._lay_out_again(new)
+        self._num_registrations = counted  # not before: who catches these is told again
+
+    def _lay_out_again(self, new: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Collective, between two windows: parameters are trained from now on. Added ones become rank 0's."""
+        before, (first, _) = self.engine, new[0]
+        obstacles = {
+            "inside of an accumulation window": before.is_in_pass or before.is_in_window,
+            "in reproducible mode": self.world.virtual_ranks is not None,
+            "with a communication hook": self._hook is not None,
+            "within LocalSGD": before.stays_local or before.is_apart,
+            "with a ShardedOptimizer": type(before.exchange) not in (Exchange, AllReduceExchange),
+        }
+        obstacle = next((name for name, is_there in obstacles.items() if is_there), None)
+        if obstacle is not None:
             raise UsageError(
-                f"parameter {new[0]!r} was added after the model was wrapped; its gradient would not be averaged. "
-                f"Wrap the module again."
+                f"parameter {first!r} is trained now, and was frozen or not there when the model was wrapped. Its "
+                f"gradient would not be averaged, and {obstacle} the model can't follow. Wrap the module again, or "
+                f"change it before it is wrapped."
+            )
+        validate_same_model(self.settings.kept(self.module), (), partial(exchange, before.control))
+        tensors = [parameter.data for _, parameter in new]
+        of_new = set(map(id, (parameter for _, parameter in new)))
+        for part in self.module.modules():
+            if any(id(each) in of_new for each in part.parameters(recurse=False)):
+                tensors += part.buffers(recurse=False)
+        finish_broadcast(start_broadcast(tensors, before.transport))
+        num_skipped = self.skipped_steps
+        settings = dataclasses.replace(self.settings, sparse=sparse_parameters(self.module))
+        self._set_up(self.world, settings, before.transport)
+        self.engine.num_reductions, self.engine.synchronise = before.num_reductions, before.synchronise
+        if self.monitors.nonfinite is not None:
+            self.monitors.nonfinite.num_skipped = num_skipped
+        if self.world.is_main:
+            others = f" and {len(new) - 1} more" if len(new) > 1 else ""
+            warnings.warn(
+                f"parameter {first!r}{others} is trained now, and was not when the model was wrapped. Gradients are "
+                f"averaged from now on; an optimizer that doesn't have it yet gets it by add_param_group.",
+                stacklevel=4,
             )
 
     # ------------------------------------------------------------------ backward

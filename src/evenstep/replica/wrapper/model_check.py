@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.replica.normalization.sync_batchnorm import SyncBatchNorm
 from evenstep.replica.wrapper.settings import Settings
-from evenstep.world import World
 
 Description = tuple[str, str, str, bool]  # name, shape, dtype, requires_grad
 
@@ -22,9 +22,16 @@ def describe(tensors: Iterable[tuple[str, Tensor]]) -> list[Description]:
 
 
 def validate_same_model(
-    parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]], world: World
+    parameters: Iterable[tuple[str, Tensor]],
+    buffers: Iterable[tuple[str, Tensor]],
+    exchange: Callable[[Any], list[Any]],
 ) -> None:
     """Collective: compare the named parameters and module buffers of all ranks, in registration order.
+
+    Args:
+        parameters: Of this rank.
+        buffers: Of this rank.
+        exchange: Gives what all ranks give it.
 
     Raises:
         MismatchError: Number, names, order, shapes, dtypes or what is trained differ. Raised on every rank, with the
@@ -32,9 +39,9 @@ def validate_same_model(
     """
     mine = {"parameter": describe(parameters), "module buffer": describe(buffers)}
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    if len(set(world.exchange(digest))) == 1:
+    if len(set(exchange(digest))) == 1:
         return
-    everybody = world.exchange({kind: [list(entry) for entry in entries] for kind, entries in mine.items()})
+    everybody = exchange({kind: [list(entry) for entry in entries] for kind, entries in mine.items()})
     findings = [check_same_model([list(map(_as_description, each[kind])) for each in everybody], kind) for kind in mine]
     finding = next((finding for finding in findings if finding is not None), None)
     assert finding is not None, "equal descriptions have equal digests"
@@ -119,6 +126,8 @@ def validate_for_virtual_ranks(
                 f"Build the "
                 f"embedding with sparse=False."
             )
+    if settings.buffer_rules:
+        raise ConfigurationError(f"{where}: buffers= would add over ranks, and not over virtual ranks. Leave it out.")
     if not settings.sync_buffers and any(True for _ in settings.kept_buffers(module)):
         raise ConfigurationError(
             f"{where}: with broadcast_buffers=False every rank has module buffers of its own. Leave it out."

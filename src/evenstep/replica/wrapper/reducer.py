@@ -35,7 +35,7 @@ class Reducer:
         Args:
             outputs: Unused: parameters that receive no gradient are found while the pass runs.
         """
-        self._engine.is_prepared = True
+        self._engine.prepare()
 
     def _rebuild_buckets(self) -> bool:
         """Nothing: buckets are laid out again when the first pass has ended. False, as torch's later calls."""

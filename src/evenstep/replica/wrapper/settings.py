@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_ddp import is_slice, localise_parameters
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.replica.gradients.buckets.layout import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
+from evenstep.replica.module_buffers import validate_rules
 from evenstep.replica.monitors.checks import Policy, validate_policy
 from evenstep.transport.core.validation import validate_group
 from evenstep.world import World
@@ -39,6 +40,7 @@ class Settings:
         init_sync: Compare the models of all ranks and make them equal at the start.
         init_sync_buffers: Make module buffers equal at the start, too.
         sync_buffers: Make module buffers equal at the end of every synchronised backward pass.
+        buffer_rules: By pattern of a name: what becomes of such module buffers then.
         on_nonfinite: What happens to a step with a gradient that isn't finite; None: nothing is checked.
         compare_every: In so many windows parameters are compared between ranks once; None: where they are surely meant
             to be equal, in the usual number; 0: never.
@@ -54,6 +56,7 @@ class Settings:
     sync_buffers: bool
     on_nonfinite: Policy | None = None
     compare_every: int | None = None
+    buffer_rules: Mapping[str, str] = field(default_factory=dict)
 
     def trained(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are kept in step, in registration order."""
@@ -288,6 +291,7 @@ def settle(
     compare_every: int | None,
     reduce_dtype: torch.dtype | None,
     refused: Mapping[str, object],
+    buffer_rules: Mapping[str, str] | None = None,
     **switches: Any,
 ) -> Settings:
     """What a module is wrapped with, if that is in order on every rank.
@@ -306,6 +310,7 @@ def settle(
         compare_every: How often replicas are compared.
         reduce_dtype: The dtype in which gradients are added over ranks.
         refused: torch's arguments that have to be None.
+        buffer_rules: `buffers`.
         switches: torch's, on which nothing depends here.
 
     Raises:
@@ -327,6 +332,7 @@ def settle(
         check_refused(refused)
         check_reduce_dtype(reduce_dtype)
         at_start, after_steps = resolve_buffers(*buffers)
+        validate_rules({} if buffer_rules is None else buffer_rules, module, ignored)
         settings = Settings(
             policy=replace(bucket_policy(*buckets), reduce_dtype=reduce_dtype),
             ignored=ignored,
@@ -338,6 +344,7 @@ def settle(
             sync_buffers=after_steps,
             on_nonfinite=on_nonfinite,
             compare_every=compare_every,
+            buffer_rules=dict(buffer_rules or {}),
         )
         made.append(settings)
         return {
@@ -348,6 +355,7 @@ def settle(
             "on_nonfinite": on_nonfinite,
             "compare_every": compare_every,
             "reduce_dtype": str(reduce_dtype),
+            "buffers": sorted(settings.buffer_rules.items()),
         }
 
     validate_on_all_ranks(world, "DistributedDataParallel", validate)

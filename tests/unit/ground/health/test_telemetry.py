@@ -201,6 +201,6 @@ def test_an_optimizers_step_ends_a_step_whose_window_nobody_ended() -> None:
     for _ in range(2):
         recorder.forward(recorder.begin_forward())
         recorder.begin_backward()
-        recorder.mark_optimizer(False)
-        recorder.mark_optimizer(True)
+        recorder.mark_optimizer(None, False)
+        recorder.mark_optimizer(None, True)
     assert [times.optimizer_s > 0 for times in recorder.steps()] == [True, True]

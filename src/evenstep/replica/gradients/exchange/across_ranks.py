@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
 
 from evenstep.errors import UsageError
 from evenstep.replica.gradients.exchange.base import Exchange, Trained
 from evenstep.replica.gradients.exchange.header import Header
-from evenstep.replica.gradients.exchange.weights import WeightScale, rescale
+from evenstep.replica.gradients.exchange.weights import AgreedScale, rescale
 from evenstep.replica.gradients.window import Window
 
 
@@ -23,6 +22,7 @@ class AcrossRanks(Exchange):
     """
 
     travels = True
+    scale: AgreedScale
 
     def __init__(self, trained: Trained, device: torch.device) -> None:
         super().__init__(trained.parameters, trained.ending)
@@ -31,41 +31,23 @@ class AcrossRanks(Exchange):
         self._header = Header(len(trained.parameters), device, trained.observers)
         self._was_weighted: bool | None = None  # the last window; None: not known, as always on a GPU
         self._used = self._all_used = [True] * len(trained.parameters)
-        self._weights: WeightScale
 
-    def _scale_weights(self, *, overflows: bool) -> None:
-        """Build the scale of weights, before the first window; ranks agree on one where gradients have 16 bits."""
-        method = weakref.WeakMethod(self._rescale)  # or an exchange that is replaced would keep its buckets
+    def _scale_weights(self, dtypes: Iterable[torch.dtype], *others: Callable[[float], object]) -> None:
+        """Build the scale of weights, before the first window.
+
+        Args:
+            dtypes: Those in which gradients are accumulated and added.
+            others: Each multiplies gradients of the window that runs which aren't in `p.grad`.
+        """
+        parameters = self._parameters  # not by way of `self`: an exchange that is replaced would keep its buckets
 
         def rescale_window(by: float) -> None:
-            if (rescales := method()) is not None:
-                rescales(by)
+            rescale(parameters, by)
+            for other in others:
+                other(by)
 
-        device = self._header.tensor.device
-        self._weights = WeightScale(self._transport, device, rescale_window, is_needed=overflows)
-
-    def _rescale(self, by: float) -> None:
-        """Multiply the gradients of the window that runs."""
-        rescale(self._parameters, by)
-
-    def agree_scale(self, weight: float | Tensor | None, *, opens_window: bool) -> float:
-        """See `Exchange`. Collective in the first windows of 16-bit models: see `WeightScale`."""
-        if weight is not None and self._weights.is_due:
-            self.announce()
-            self._weights.start_agreement(weight)
-            self._weights.finish_agreement(reads=True)
-        # Also of a weight of 0: what ranks add up has one scale on all of them.
-        self._weights.use(self._weights.agreed, opens_window=opens_window)
-        return self._weights.agreed
-
-    def adopt_scale(self, scale: float, *, opens_window: bool) -> None:
-        """See `Exchange`."""
-        self._weights.use(scale, opens_window=opens_window)
-
-    @property
-    def scale(self) -> float:
-        """See `Exchange`."""
-        return self._weights.of_window
+        is_needed = torch.float16 in dtypes
+        self.scale = AgreedScale(self._transport, self._header.tensor.device, rescale_window, is_needed=is_needed)
 
     def was_weighted(self) -> bool:
         """See `Exchange`."""

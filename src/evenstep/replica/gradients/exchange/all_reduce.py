@@ -1,4 +1,13 @@
-"""Between ranks buckets travel while the backward pass runs, a header behind them, and module buffers behind that."""
+"""Between ranks buckets travel while the backward pass runs, a header behind them, and module buffers behind that.
+
+[Note: one order]
+
+A loss may go through several wrapped models. A rank with samples launches the buckets of both as they fill; a rank
+whose share is empty launches first all of the one, then all of the other. Each model has a transport of its own, so on
+the CPU that is right. On a GPU two transports are two communicators that share its queues, and where ranks begin their
+calls in different orders they may wait for each other for ever. So there the buckets of all models but the first are
+launched when the pass has ended, on all ranks. First is who is named first, else whose outputs a pass reaches first.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +25,7 @@ from evenstep.replica.gradients.division import divide, row_of, zero_where
 from evenstep.replica.gradients.exchange.across_ranks import AcrossRanks
 from evenstep.replica.gradients.exchange.base import Trained
 from evenstep.replica.gradients.exchange.sparse import sum_over_ranks
-from evenstep.replica.gradients.window import Kind, Window
+from evenstep.replica.gradients.window import Kind, Turn, Window
 from evenstep.replica.join import Uneven
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.local import LocalTransport
@@ -38,13 +47,11 @@ class AllReduceExchange(AcrossRanks):
         self._inspectors = [each for each in trained.observers if each.inspects_buckets]
         self._hooks: HookQueue | None = None
         self._uneven: Uneven | None = None
+        self._shares_queue = self._header.tensor.device.type != "cpu"
         # A backward pass reaches the last layers first; the second layout knows better.
         self._build(self._plan(range(trained.num_dense - 1, -1, -1)))
         # Autograd multiplies weights into gradients of the parameters' dtype, whatever these are added in.
-        self._scale_weights(
-            overflows=any(each.dtype is torch.float16 for each in trained.parameters)
-            or any(bucket.overflows for bucket in self.buckets)
-        )
+        self._scale_weights({*(p.dtype for p in trained.parameters), *(bucket.layout.dtype for bucket in self.buckets)})
 
     def _describe(self, index: int) -> ParameterSpec:
         parameter = self._parameters[index]
@@ -75,16 +82,14 @@ class AllReduceExchange(AcrossRanks):
     def last_pass_begins(self, window: Window) -> None:
         """See `Exchange`; collective where there is a hook, which is handed means."""
         if self._hooks is not None:
-            if self._weights.is_due:
-                self._weights.start_agreement()
+            self.scale.start_agreement()
             if self._uneven is not None:
                 self._uneven.announce_bucket()
-            self._weights.start_total(window)
+            self.scale.start_total(window)
 
     def complete(self, bucket: int, window: Window) -> None:
         """See `Exchange`."""
-        if self._weights.is_due:
-            self._weights.start_agreement()
+        self.scale.start_agreement()
         if not self._launches_at_end:
             self._launch(self._launches.complete(bucket), window)
 
@@ -92,26 +97,28 @@ class AllReduceExchange(AcrossRanks):
     def _launches_at_end(self) -> bool:
         """Whether buckets are launched when the pass has ended: before that, peers may wait for this rank elsewhere.
 
-        Before a bucket is handed to a hook weights of all ranks are awaited. Where a loss goes through several models,
-        a rank without samples sends those of one model behind all of another. And ranks that have left a join of
-        several models join in when a window ends; a hook's calls may be of the group in which that is.
+        See [Note: one order]. And before a bucket is handed to a hook weights of all ranks are awaited. Where a loss
+        goes through several models, a rank without samples sends those of one model behind all of another. And ranks
+        that have left a join of several models join in when a window ends; a hook's calls may be of the group in which
+        that is.
         """
-        return self._hooks is not None and (self.shares_loss or self._uneven is not None)
+        if self._hooks is not None and (self.turn is not Turn.ALONE or self._uneven is not None):
+            return True
+        return self.turn is Turn.BEHIND and self._shares_queue
 
     def finish(self, window: Window) -> None:
         """See `Exchange`."""
         self.announce()  # before anything is waited for
-        if self._weights.is_due:
-            self._weights.start_agreement()
+        self.scale.start_agreement()
         if self._hooks is not None:
-            self._weights.start_total(window)
+            self.scale.start_total(window)
         launches = list(self._launches.finish())
         # Who has left a join sends nothing beside.
         last = self.buckets[launches.pop()] if self._is_beside and self._uneven is None else None
         self._launch(launches, window)
         if last is not None:
             self._pack(last, window)
-        scale = self._weights.end_window(reads=window.kind is not Kind.PLAIN)
+        scale = self.scale.end_window(window.kind)
         if isinstance(window.weight, Tensor):  # see `_pack`; what is in no bucket
             zero_where(window.weight == 0, [p.grad for p in self._parameters[self._num_dense :] if p.grad is not None])
         self._recorder.mark(WAITING)
@@ -188,6 +195,7 @@ class AllReduceExchange(AcrossRanks):
     def set_uneven(self, uneven: Uneven | None) -> None:
         """See `Exchange`."""
         self._uneven = uneven
+        self.scale.announce = uneven.announce if uneven else lambda: None
         for observer in self._observers:
             observer.set_apart(uneven is not None)
 
@@ -213,7 +221,7 @@ class AllReduceExchange(AcrossRanks):
             if self._hooks is not None:
                 bucket.launch_hook(self._hooks, is_last=index == len(self.buckets) - 1)
             else:
-                self._send(bucket, window, self.scale)
+                self._send(bucket, window, self.scale.of_window)
 
     def _send(self, bucket: Bucket, window: Window, scale: float, beside: Tensor | None = None) -> None:
         row = row_of(window.kind, self._ending.weight_of(window), scale) if self._sends_rows else None
@@ -238,7 +246,7 @@ class AllReduceExchange(AcrossRanks):
             # On a GPU a weight isn't read, so a window of weight 0 hasn't been recognised: contribute zeros.
             zero_where(window.weight_held == 0, [bucket.flat])
         if self._hooks is not None and window.kind is Kind.WEIGHTED:
-            self._weights.divide_by_total(bucket.flat)
+            self.scale.divide_by_total(bucket.flat)
         self._ending.add_to(bucket)
         for observer in self._inspectors:
             observer.inspect(bucket, totals)

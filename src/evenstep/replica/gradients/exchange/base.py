@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from evenstep.ground.health.telemetry import Recorder
 from evenstep.replica.gradients.buckets.bucket import Bucket
 from evenstep.replica.gradients.buckets.comm_hooks import CommHook
 from evenstep.replica.gradients.buckets.layout import BucketPolicy, Layout
 from evenstep.replica.gradients.division import divide_alone
-from evenstep.replica.gradients.exchange.weights import rescale
+from evenstep.replica.gradients.exchange.weights import Scale, rescale
 from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.strategies import WindowEnd
-from evenstep.replica.gradients.window import Kind, SavedGradients, Window
+from evenstep.replica.gradients.window import Kind, SavedGradients, Turn, Window
 from evenstep.replica.join import Uneven
-from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.replica.module_buffers import BufferExchange
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
@@ -50,7 +51,7 @@ class Trained:
     num_dense: int
     world: World
     policy: BucketPolicy
-    module_buffers: BufferBroadcast
+    module_buffers: BufferExchange
     recorder: Recorder
     transport: Transport
     control: Transport
@@ -70,7 +71,8 @@ class Exchange:
         layout: Which gradient lies in which bucket; without buckets where nothing travels.
         buckets: Those buckets.
         hook: Averages buckets instead of the transport, or None.
-        shares_loss: The loss of the running pass goes through other models, too.
+        scale: Of weights, before they multiply gradients.
+        turn: Of the running pass.
         takes_every_pass: Gradients are added over ranks by torch's FSDP2 while autograd runs. So every pass of this
             rank has to take part: one that contributes nothing is muted and not dropped, and any pass counts that
             reaches the module's outputs.
@@ -83,42 +85,12 @@ class Exchange:
         self.layout = Layout((), (0,) * len(parameters))
         self.buckets: Sequence[Bucket] = ()
         self.hook: CommHook | None = None
-        self.shares_loss = False
+        self.turn = Turn.ALONE
         self._parameters = parameters
         self._ending = ending
-        self._scale = 1.0
+        self.scale = Scale(partial(rescale, parameters), is_one=ending.sums_first)
 
     # ------------------------------------------------------------------ while a window runs
-
-    def agree_scale(self, weight: float | Tensor | None, *, opens_window: bool) -> float:
-        """Return the scale that divides weights before they multiply gradients; one for all passes of a window.
-
-        Here it is the window's first weight, so that a window of one pass has nothing to divide by.
-
-        Args:
-            weight: Of the pass; None: this rank has no pass, and doesn't know of what kind the others' are.
-            opens_window: The pass is the first of its window.
-        """
-        if opens_window and not self._ending.sums_first:
-            self._scale = weight if isinstance(weight, float) and weight > 0 else 1.0
-        return self._scale
-
-    def adopt_scale(self, scale: float, *, opens_window: bool) -> None:
-        """Use the scale of another model, with which this one shares a loss.
-
-        Args:
-            scale: By which that model divides weights.
-            opens_window: The pass is the first of this model's window.
-        """
-        if not self._ending.sums_first:
-            if not opens_window and scale != self._scale:
-                rescale(self._parameters, self._scale / scale)
-            self._scale = scale
-
-    @property
-    def scale(self) -> float:
-        """By which the weights of the open window are divided."""
-        return self._scale
 
     def begin_pass(self, kind: Kind, *, travels: bool) -> None:
         """A pass begins.
@@ -159,7 +131,7 @@ class Exchange:
 
     def finish(self, window: Window) -> None:
         """End the window. Collective: afterwards `p.grad` is the global mean on every rank."""
-        divide_alone(self._parameters, window, plain=self._ending.num_shares, scale=self.scale)
+        divide_alone(self._parameters, window, plain=self._ending.num_shares, scale=self.scale.of_window)
 
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """Lay the buckets out in the order in which rank 0's gradients were ready. Collective, once."""

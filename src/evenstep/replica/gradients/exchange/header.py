@@ -39,6 +39,10 @@ class Header:
     all ranks in the same one. Only in the first windows all ranks wait, for the kinds: a script that mixes
     loss.backward() and model.backward usually does so from the beginning.
 
+    Numbers are written on the host, where that costs a GPU's header no more than one copy that nothing waits for. There
+    are two places to write them, used in turns: when the second window after this one is filled, the numbers of this
+    one have come back, so its copy is over.
+
     Args:
         num_parameters: Of the model.
         device: Of the model.
@@ -56,12 +60,14 @@ class Header:
             begin += observer.num_numbers
         self._begin_of_used, numel = begin, begin + num_parameters
         self.tensor = torch.zeros(numel, dtype=torch.float64, device=device)
-        # The same memory as numbers: an element of a tensor takes microseconds to read or write, and there are many.
-        # So `tensor` is never replaced by another one.
-        self._numbers: Any = None
-        if device.type == "cpu":
-            self._numbers = (ctypes.c_double * numel).from_address(self.tensor.data_ptr())
         self.is_late = device.type != "cpu"
+        self._hosts = [self.tensor]
+        if self.is_late:
+            self._hosts = [torch.zeros_like(self.tensor, device="cpu", pin_memory=True) for _ in range(2)]
+        # The same memory as numbers: an element of a tensor takes microseconds to read or write, and there are many.
+        # So none of these tensors is ever replaced by another one.
+        self._written: list[Any] = [(ctypes.c_double * numel).from_address(host.data_ptr()) for host in self._hosts]
+        self._numbers: Any = None if self.is_late else self._written[0]
         self._coming: tuple[Coming, list[_Late]] | None = None  # the numbers of the window before
         self._num_windows = 0
         self._flags: list[bool] = []  # as in `_filled`
@@ -83,22 +89,19 @@ class Header:
                 tensors.append((begin, end, each))
                 each = (0.0,) * (end - begin)
             numbers_sent += each
-        if self._numbers is not None:
-            numbers = self._numbers
-            if used != self._flags or self._filled is None:
-                unsent = (0.0,) * self._begin_of_used
-                self._flags, self._filled = used, (ctypes.c_double * len(numbers))(*unsent, *used)
-            ctypes.memmove(numbers, self._filled, ctypes.sizeof(numbers))
-            numbers[:3] = row_of(window.kind, window.weight, scale)
-            numbers[3 : self._begin_of_used] = numbers_sent
-        else:
-            # Not `tensor[0] = number`: that waits for a GPU.
-            weight = window.weight
-            row = row_of(window.kind, 0.0 if isinstance(weight, Tensor) else weight, scale)
-            made = torch.tensor([*row, *numbers_sent, *map(float, used)], dtype=torch.float64, device="cpu")
-            self.tensor.copy_(made, non_blocking=True)
-            if isinstance(weight, Tensor):
-                self.tensor[0] = weight / scale
+        turn = self._num_windows % len(self._hosts)
+        numbers, weight = self._written[turn], window.weight
+        if used != self._flags or self._filled is None:
+            unsent = (0.0,) * self._begin_of_used
+            self._flags, self._filled = used, (ctypes.c_double * len(numbers))(*unsent, *used)
+        ctypes.memmove(numbers, self._filled, ctypes.sizeof(numbers))
+        is_unread = self.is_late and isinstance(weight, Tensor)
+        numbers[:3] = row_of(window.kind, 0.0 if is_unread else weight, scale)
+        numbers[3 : self._begin_of_used] = numbers_sent
+        if self.is_late:
+            self.tensor.copy_(self._hosts[turn], non_blocking=True)
+        if is_unread:
+            self.tensor[0] = weight / scale
         for begin, end, each in tensors:
             self.tensor[begin:end] = each
 

@@ -1,4 +1,4 @@
-"""The scale of loss weights: a divisor that all ranks agree on, before weights multiply gradients.
+"""The scale of loss weights: what weights are divided by before they multiply gradients.
 
 [Note: the scale of weights]
 
@@ -29,47 +29,102 @@ from evenstep.transport.base import Work
 from evenstep.transport.core.transport import Transport
 
 
-class WeightScale:
-    """The scale of a model's weights, and the sum of all ranks' weights; see [Note: the scale of weights].
+class Scale:
+    """The scale of the weights of one rank, which needs nobody's agreement.
 
-    Within a window what is in `p.grad` is a sum of weight / scale * gradient.
+    It is a window's first weight, so that a window of one pass has nothing to divide by. Within a window what is in
+    `p.grad` is a sum of weight / scale * gradient.
+
+    Args:
+        rescale: Multiplies the gradients of the window that runs.
+        is_one: Weights aren't scaled.
+
+    Attributes:
+        of_window: The scale of the window that runs.
+    """
+
+    def __init__(self, rescale: Callable[[float], object], *, is_one: bool = False) -> None:
+        self.of_window = 1.0
+        self._rescale = rescale
+        self._is_one = is_one
+
+    def agree(self, weight: float | Tensor | None, *, opens_window: bool) -> float:
+        """Return the scale that divides weights before they multiply gradients; one for all passes of a window.
+
+        Args:
+            weight: Of the pass; None: this rank has no pass, and doesn't know of what kind the others' are.
+            opens_window: The pass is the first of its window.
+        """
+        if opens_window and not self._is_one:
+            self.of_window = weight if isinstance(weight, float) and weight > 0 else 1.0
+        return self.of_window
+
+    def adopt(self, scale: float, *, opens_window: bool) -> None:
+        """Use the scale of another model, with which this one shares a loss.
+
+        Args:
+            scale: By which that model divides weights.
+            opens_window: As in `agree`; else what there is of the window is brought to the scale of its next pass.
+        """
+        if self._is_one:
+            return
+        if not opens_window and scale != self.of_window:
+            self._rescale(self.of_window / scale)
+        self.of_window = scale
+
+
+class AgreedScale(Scale):
+    """The scale that all ranks of a model have for its weights, and their sum; see [Note: the scale of weights].
 
     Args:
         transport: Carries the agreements.
         device: Of what it carries.
-        rescale: Multiplies the gradients of the window that runs.
+        rescale: As in `Scale`.
         is_needed: Gradients are float16, or are added in it. The same on all ranks.
 
     Attributes:
+        of_window: As in `Scale`.
         agreed: The scale that ranks have agreed on, or 1.
-        is_due: In this window ranks agree, and this one hasn't begun to.
+        announce: Called before the first collective of a window; see `join.Uneven.announce`.
     """
 
     def __init__(
         self, transport: Transport, device: torch.device, rescale: Callable[[float], object], *, is_needed: bool
     ) -> None:
+        super().__init__(rescale)
+        self._is_needed = self._is_due = is_needed  # until ranks have agreed; in this window, and not begun
+        self.announce: Callable[[], object] = lambda: None
         self.agreed = 1.0
-        self.is_due = is_needed
-        self._is_needed = is_needed  # until ranks have agreed
-        self._transport, self._device, self._rescale = transport, device, rescale
+        self._transport, self._device = transport, device
         self._agreement: tuple[Work, Tensor] | None = None
-        self._of_window: float | None = None
         self._total: tuple[Work, Tensor] | None = None
 
+    def agree(self, weight: float | Tensor | None, *, opens_window: bool) -> float:
+        """See `Scale`. Collective in the first windows of 16-bit models."""
+        if weight is not None and self._is_due:
+            self.announce()
+            self.start_agreement(weight)
+            self._finish_agreement(reads=True)
+        # Also of a weight of 0: what ranks add up has one scale on all of them.
+        self.adopt(self.agreed, opens_window=opens_window)
+        return self.agreed
+
     def start_agreement(self, weight: float | Tensor | None = None) -> None:
-        """Begin to agree. Collective, once per window while it is due, before anything else of the window.
+        """Begin to agree, if that is due. Collective, once per window, before anything else of the window.
 
         Args:
             weight: Of a WEIGHTED pass; None: there is none on this rank so far.
         """
-        self.is_due = False
+        if not self._is_due:
+            return
+        self._is_due = False
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         if weight is not None:
             total[:1].add_(weight)
             total[1:].fill_(1.0)
         self._agreement = self._transport.all_reduce(total), total
 
-    def finish_agreement(self, *, reads: bool) -> None:
+    def _finish_agreement(self, *, reads: bool) -> None:
         """Wait for the agreement, if one was started.
 
         Args:
@@ -84,17 +139,6 @@ class WeightScale:
             if num_weighted:
                 self.agreed = nearest_power_of_two(weights)
                 self._is_needed = False
-
-    def use(self, scale: float, *, opens_window: bool) -> None:
-        """Bring what there is of the window to the scale of its next pass."""
-        if not opens_window and self._of_window is not None and scale != self._of_window:
-            self._rescale(self._of_window / scale)
-        self._of_window = scale
-
-    @property
-    def of_window(self) -> float:
-        """The scale of the window that runs."""
-        return self._of_window or 1.0
 
     def start_total(self, window: Window) -> None:
         """Begin to add all ranks' weights. Collective, once per window; again in the same window: nothing.
@@ -121,18 +165,18 @@ class WeightScale:
         work.wait()
         flat.div_(torch.where(total > 0, total / self._transport.world_size, torch.inf).to(flat.device))
 
-    def end_window(self, *, reads: bool) -> float:
+    def end_window(self, kind: Kind | None) -> float:
         """Wait for whatever was started, and return the window's scale.
 
         Args:
-            reads: As in `finish_agreement`.
+            kind: Of the window; if it is PLAIN nobody's has weights, and nothing is learned.
         """
-        self.finish_agreement(reads=reads)
+        self._finish_agreement(reads=kind is not Kind.PLAIN)
         if self._total is not None:
             self._total[0].wait()
             self._total = None
-        self.is_due = self._is_needed
-        scale, self._of_window = self.of_window, None
+        self._is_due = self._is_needed
+        scale, self.of_window = self.of_window, 1.0
         return scale
 
 

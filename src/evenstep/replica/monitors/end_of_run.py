@@ -1,0 +1,71 @@
+"""The end of a run: replicas are compared once more.
+
+While a model trains each of its parameters is compared in some window of 64 only, so a short run, and the end of a long
+one, would go unseen. What is compared is what the last step behind an average has left: a parameter that has changed
+since (`load_state_dict(best)` on rank 0, averaged or quantised weights) is skipped.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+import torch.distributed as dist
+
+from evenstep.errors import DriftError
+from evenstep.replica.monitors.checks import DriftWatch
+from evenstep.transport.core.object_collectives import exchange
+from evenstep.world import World
+
+_DEADLINE_S = 10.0
+
+_watches: weakref.WeakKeyDictionary[World, list[weakref.ref[DriftWatch]]] = weakref.WeakKeyDictionary()
+
+
+def compare_at_end(watch: DriftWatch, world: World) -> None:
+    """Compare a model's replicas when its world's block has ended well. Collective then."""
+    if world not in _watches:
+        world.before_close.append(partial(_compare, weakref.ref(world)))
+    _watches.setdefault(world, []).append(weakref.ref(watch))
+
+
+def _compare(reference: weakref.ref[World]) -> None:
+    world = reference()
+    assert world is not None
+    watches = {str(number): watch for number, ref in enumerate(_watches[world]) if (watch := ref()) is not None}
+    if world.process_group is not None and not dist.is_initialized():
+        return  # the script has ended its groups
+    mine = {number: watch.left_by_last_step() for number, watch in watches.items()}
+    try:
+        world.control.set_timeout(_DEADLINE_S)
+        everybody = exchange(world.control, mine, what="the comparison of replicas at the end")
+        found = {number: differing for number in mine if (differing := differing_at_end(number, everybody))}
+        told = [watches[number].explain_end(differing) for number, differing in found.items()]
+    except Exception as error:  # whatever a rank does instead, this one has done its work
+        warnings.warn(
+            f"rank {world.rank}: replicas were not compared at the end of the run, because its ranks did not end "
+            f"within {_DEADLINE_S:.0f} s of each other: {error}",
+            stacklevel=2,
+        )
+        return
+    for text, is_rounding in told:
+        if text and not is_rounding:
+            raise DriftError(text)
+
+
+def differing_at_end(number: str, everybody: Sequence[dict[str, Sequence[int | None] | None]]) -> list[int]:
+    """Which parameters of a model differ between ranks. Pure.
+
+    Args:
+        number: Of the model.
+        everybody: By rank and model the digest of each parameter; None: it is not to be compared. A model that some
+            rank has no more isn't compared either.
+    """
+    digests = [each.get(number) for each in everybody]
+    found = [each for each in digests if each is not None]
+    if len(found) < len(digests):
+        return []
+    columns = enumerate(zip(*found, strict=True))
+    return [index for index, column in columns if None not in column and len(set(column)) > 1]

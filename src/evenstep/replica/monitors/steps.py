@@ -1,0 +1,195 @@
+"""Optimizers' steps beside a model's windows: on gradients that weren't averaged, and of ranks that are out of step.
+
+[Note: gradients that weren't averaged]
+
+`model.module.compute_loss(x).backward()` and a pass under `no_sync` leave this rank's own gradients in `p.grad`. A step
+on them is right in local SGD, and where the script averages by hand; else replicas drift apart. So a warning is due
+where an optimizer steps a parameter whose gradient such a pass has left, in the tensor in which it was left
+(`zero_grad` drops it, or makes it zero), and where no process group has made a call since. A script that logs with a
+collective between pass and step gets no warning: a wrong one would be worse.
+
+[Note: slipped steps]
+
+A rank that leaves out a backward pass (`if loss != 0:`) meets the others one step later, and when each has left out one
+the numbers of their exchanges are equal: nothing hangs, replicas stay equal, and gradients of different steps are
+averaged. So ranks compare, from one window to the next, how often they have stepped, how many training batches they
+have drawn, and how many forward passes had no backward pass before the next one. What differs from the beginning, such
+as a forward pass on one rank before the loop, is no slip, and unequal micro-batches under `no_sync` aren't counted. A
+rank whose share is empty runs less of a step than others do, so a window with such a rank isn't judged.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from evenstep.ground.compat.torch_distributed import num_collectives
+from evenstep.ground.compat.torch_tensors import local_part
+from evenstep.ground.health.steps import batches_drawn, count_optimizer_steps
+from evenstep.ground.health.users_code import user_site
+from evenstep.replica.gradients.observer import Observer
+from evenstep.replica.gradients.window import Window
+from evenstep.transport.core.object_collectives import exchange
+from evenstep.transport.core.transport import Transport
+from evenstep.world import World
+
+# What is counted: as it is told.
+_NOT_COUNTED = -1
+_COUNTED = ("optimizer steps", "training batches drawn", "forward passes without a backward pass")
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A gradient that this rank alone has left, and how many calls process groups had made then."""
+
+    parameter: nn.Parameter
+    gradient: Tensor
+    num_collectives: int
+    is_held_back: bool
+
+
+class StepWatch(Observer):
+    """Warns of steps on gradients that weren't averaged, and of ranks that are out of step; each once.
+
+    Args:
+        parameters: Those that are trained.
+        world: The ranks that take part, several of them.
+        control: Carries messages on the CPU, in order with what belongs to the model's passes.
+        others: Observers of the model that are told of steps.
+    """
+
+    num_numbers = 2 * len(_COUNTED) + 1
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], world: World, control: Transport, others: Sequence[Observer] = ()
+    ) -> None:
+        self._parameters = frozenset(map(id, parameters))
+        self._in_order = parameters
+        self._world, self._control, self._others = world, control, others
+        self._left: _Left | None = None
+        self._has_warned_of_gradients = self._has_warned_of_slips = False
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._is_apart = False
+        self._num_forgotten = 0  # forward passes
+        self._before: tuple[int, ...] | None = None  # counts at the last window's end; None: nothing to compare with
+        self._slipped: list[int] = []  # numbers of what is counted
+        count_optimizer_steps(self.optimizer_steps)
+
+    # ------------------------------------------------------------------ what happens
+
+    def begin_pass(self) -> None:
+        """See `Observer`: what it adds to is averaged with it, or noted again."""
+        self._left = None
+
+    def passed_by(self, parameter: nn.Parameter) -> None:
+        """See `Observer`."""
+        self._note(parameter, is_held_back=False)
+
+    def end_local_pass(self) -> None:
+        """See `Observer`."""
+        held = next((each for each in self._in_order if each.grad is not None), None)
+        if held is not None:
+            self._note(held, is_held_back=True)
+
+    def forget_forward(self) -> None:
+        """See `Observer`."""
+        self._num_forgotten += 1
+
+    def set_apart(self, is_apart: bool) -> None:
+        """See `Observer`."""
+        self._is_apart, self._before = is_apart, None
+
+    def optimizer_steps(self, optimizer: Optimizer, has_ended: bool) -> None:
+        """Called before and after each step of any optimizer."""
+        if has_ended:
+            count = self._steps.get(optimizer)
+            if count is None:
+                holds_some = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
+                count = 0 if holds_some else _NOT_COUNTED
+            self._steps[optimizer] = count if count == _NOT_COUNTED else count + 1
+            for other in self._others:
+                other.stepped(optimizer)
+        elif self._left is not None and not self._has_warned_of_gradients:
+            self._judge_step(optimizer, self._left)
+
+    # ------------------------------------------------------------------ steps on gradients that weren't averaged
+
+    def _note(self, parameter: nn.Parameter, *, is_held_back: bool) -> None:
+        gradient = parameter.grad
+        if gradient is not None and not self._has_warned_of_gradients:
+            self._left = _Left(parameter, gradient, num_collectives(), is_held_back)
+
+    def _judge_step(self, optimizer: Optimizer, left: _Left) -> None:
+        if not any(p is left.parameter for group in optimizer.param_groups for p in group["params"]):
+            return
+        self._left = None
+        values = left.gradient._values() if left.gradient.is_sparse else local_part(left.gradient)
+        is_its_own = left.parameter.grad is left.gradient and num_collectives() == left.num_collectives
+        if not (is_its_own and values.any()):
+            return
+        self._has_warned_of_gradients = True
+        why = (
+            "they come from a backward pass under no_sync or accumulate, and none has ended that window. Run the last "
+            "backward pass before the step outside"
+            if left.is_held_back
+            else "the backward pass went past the wrapper, which averages what a call of it began: call model(...) and "
+            "not model.module or a method of it, or give the loss to model.backward(loss)"
+        )
+        warnings.warn(
+            f"rank {self._world.rank}: {type(optimizer).__name__}.step at {user_site()} uses gradients that were not "
+            f"averaged over ranks, so replicas drift apart: {why}. This warning comes once.",
+            stacklevel=2,
+        )
+
+    # ------------------------------------------------------------------ slipped steps
+
+    def _counts(self) -> tuple[int, ...]:
+        return max(self._steps.values(), default=0), batches_drawn(), self._num_forgotten
+
+    def header_numbers(self, window: Window) -> Sequence[float] | Tensor:
+        """See `Observer`: of each count what has been added since the last window, and its square; an empty share."""
+        self.sent = None
+        before, self._before = self._before, None if self._is_apart else self._counts()
+        if self._before is None or before is None or self._has_warned_of_slips:
+            return (0.0,) * self.num_numbers
+        self.sent = True
+        added = [float(now - then) for now, then in zip(self._before, before, strict=True)]
+        return [*(number for each in added for number in (each, each * each)), float(window.kind is None)]
+
+    def judge(self, sent: Any, sums: Sequence[float]) -> None:
+        """See `Observer`: equal numbers, and only those, have squares whose sum is that of the mean's."""
+        size, num_empty = self._world.world_size, sums[-1]
+        differing = [which for which in range(len(_COUNTED)) if size * sums[2 * which + 1] != sums[2 * which] ** 2]
+        self._slipped = [] if num_empty else differing
+
+    def act(self, window: Window) -> bool:
+        """Warn. Collective if a difference has changed, which all ranks know."""
+        slipped, self._slipped = self._slipped, []
+        if not slipped or self._has_warned_of_slips:
+            return False
+        self._has_warned_of_slips = True
+        everybody = exchange(self._control, self._before)
+        if self._world.is_main:
+            warnings.warn(_story(slipped[0], everybody), stacklevel=2)
+        return False
+
+
+def _story(which: int, everybody: Sequence[Sequence[int]]) -> str:
+    """What differs, for all ranks' counts. Pure."""
+    counts = [each[which] for each in everybody]
+    low, high = counts.index(min(counts)), counts.index(max(counts))
+    found = f"rank {high} has {counts[high]} {_COUNTED[which]}, rank {low} has {counts[low]}"
+    if low == high:
+        found = f"ranks have {counts[low]} {_COUNTED[which]}, in other steps"
+    return (
+        f"ranks are out of step: since the last average of gradients some have gone further than others ({found}), so "
+        f"gradients of different steps are averaged. A rank has probably left out a backward pass, a batch or a step. "
+        f"It takes part without adding anything by model.backward(loss, weight=0), or by an empty share. This warning "
+        f"comes once."
+    )

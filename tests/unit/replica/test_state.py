@@ -1,0 +1,172 @@
+"""Where a model is between two steps: the table alone, and what scripts of one process make of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.errors import UsageError
+from evenstep.replica.gradients.window import TRANSITIONS, Event, State
+
+
+def reachable(start: State) -> set[State]:
+    """States that some events lead to; whatever raises leads to FAILED, and a pass without a gradient goes back."""
+    seen, pending = set(), [start]
+    while pending:
+        state = pending.pop()
+        if state not in seen:
+            seen.add(state)
+            pending += [*TRANSITIONS[state].values(), State.FAILED]
+    return seen
+
+
+@pytest.mark.parametrize("start", State)
+def test_every_state_leads_to_every_other(start: State) -> None:
+    assert reachable(start) == set(State)
+
+
+def test_only_what_counts_ends_and_nothing_begins_twice() -> None:
+    assert {state for state in State if Event.START in TRANSITIONS[state]} == {State.IDLE, State.FORWARD}
+    assert {state for state in State if Event.SINGLE in TRANSITIONS[state]} == {State.IDLE, State.FORWARD}
+    assert [state for state in State if Event.COUNT in TRANSITIONS[state]] == [State.STARTED]
+    assert Event.END not in TRANSITIONS[State.STARTED]
+    assert Event.END not in TRANSITIONS[State.FAILED]
+    assert all(Event.FORWARD in TRANSITIONS[state] for state in State)
+
+
+@pytest.fixture
+def world() -> Iterator[evenstep.World]:
+    with evenstep.World.alone(device="cpu") as alone:
+        yield alone
+
+
+@pytest.fixture(params=[False, True], ids=["single", "followed"])
+def model(request: pytest.FixtureRequest, world: evenstep.World) -> evenstep.DistributedDataParallel:
+    wrapped = evenstep.DistributedDataParallel(nn.Linear(3, 1), world=world)
+    wrapped.engine._may_be_single = not request.param
+    return wrapped
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(4, 3)
+
+
+def test_a_forward_pass_outside_of_no_sync_prepares_and_its_pass_ends_that(
+    model: evenstep.DistributedDataParallel,
+) -> None:
+    engine = model.engine
+    assert engine.state is State.IDLE
+    with model.no_sync():
+        loss = model(rows()).sum()
+    assert engine.state is State.IDLE
+    with torch.no_grad():
+        model(rows())
+    assert engine.state is State.IDLE
+    loss = model(rows()).sum() + loss
+    assert engine.state is State.FORWARD
+    model.backward(loss)
+    assert engine.state is State.IDLE
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_autograd_grad_leaves_the_state_in_which_it_began(
+    model: evenstep.DistributedDataParallel, prepared: bool
+) -> None:
+    model.engine._may_be_single = False
+    x = rows().requires_grad_()
+    loss = model(x).sum()
+    if not prepared:
+        loss.backward(retain_graph=True)
+    before = model.engine.state
+    assert before is (State.FORWARD if prepared else State.IDLE)
+    torch.autograd.grad(loss, x, retain_graph=True)
+    assert model.engine.state is before
+    assert not model.engine.is_in_window
+
+
+class Raises(torch.autograd.Function):
+    """Its backward pass fails."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no gradient here")
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_failed_pass_is_dropped_by_the_next_forward_or_pass(
+    model: evenstep.DistributedDataParallel, weighted: bool
+) -> None:
+    """On one rank; the gradient of what runs afterwards is what it is without the failure."""
+    model.engine._may_be_single = False
+    run: Callable[[torch.Tensor], None] = model.backward if weighted else torch.Tensor.backward
+    kept = model(rows()).sum()
+    with pytest.raises(RuntimeError, match="no gradient here"):
+        run(Raises.apply(model.module.weight).sum() + model(rows()).sum())
+    x = rows()
+    loss = model(x).mean()
+    assert model.engine.state is State.FORWARD
+    assert model.module.weight.grad is None
+    run(loss)
+    torch.testing.assert_close(model.module.weight.grad, x.mean(0, keepdim=True))
+    with pytest.raises(RuntimeError, match="no gradient here"):
+        model.backward(Raises.apply(model.module.weight).sum())
+    assert model.engine.state is State.FAILED
+    model.backward(kept)  # without a forward pass between
+    assert model.engine.state is State.IDLE
+
+
+def test_a_failed_pass_is_dropped_by_a_pass_of_loss_backward(model: evenstep.DistributedDataParallel) -> None:
+    """Without a forward pass between the two; the next forward pass leaves the gradient alone."""
+    x = rows()
+    kept = model(x).mean()
+    with pytest.raises(RuntimeError, match="no gradient here"):
+        model.backward(Raises.apply(model.module.weight).sum() + model(x).mean())
+    assert model.engine.state is State.FAILED
+    kept.backward()
+    assert model.engine.state is State.IDLE
+    model(x)
+    torch.testing.assert_close(model.module.weight.grad, x.mean(0, keepdim=True))
+
+
+def test_a_pass_within_a_pass_is_refused(model: evenstep.DistributedDataParallel) -> None:
+    inner = model(rows()).sum()
+    outer = model(rows())
+    outer.register_hook(lambda _: model.backward(inner))
+    with pytest.raises(UsageError, match="a pass of a wrapped Linear begins within another one"):
+        model.backward(outer.sum())
+
+
+def test_random_scripts_end_where_they_should(model: evenstep.DistributedDataParallel, fresh_seed: int) -> None:
+    """Forward passes, evaluations, accumulation, `autograd.grad` and steps in any order; the sum is what it is."""
+    drawn = random.Random(fresh_seed)
+    total = torch.zeros(1, 3)
+    for _ in range(40):
+        x, action = rows(), drawn.choice(("accumulate", "forward", "grad", "evaluate", "end"))
+        if action == "accumulate":
+            with model.no_sync():
+                model(x).mean().backward()
+            total += x.mean(0)
+        elif action == "forward":
+            model(x)
+            assert model.engine.state is State.FORWARD
+        elif action == "grad":
+            torch.autograd.grad(model(x).sum(), model.module.weight)
+            assert model.engine.state is State.FORWARD
+        elif action == "evaluate":
+            with torch.no_grad():
+                model(x)
+        else:
+            model(x).mean().backward()
+            torch.testing.assert_close(model.module.weight.grad, total + x.mean(0))
+            total = torch.zeros(1, 3)
+            model.zero_grad()
+            assert not model.engine.is_in_window

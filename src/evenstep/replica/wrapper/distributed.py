@@ -46,8 +46,7 @@ from evenstep.replica.gradients.window import drop_grads, validate_weight
 from evenstep.replica.join import Uneven, join_of_one
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
 from evenstep.replica.monitors.checks import Monitors, Policy
-from evenstep.replica.normalization.layers import SyncLayers
-from evenstep.replica.normalization.sync_batchnorm import replace_torchs
+from evenstep.replica.normalization.sync_batchnorm import SyncLayers, replace_torchs
 from evenstep.replica.virtual_ranks import loop
 from evenstep.replica.virtual_ranks.loop import VirtualRankBuffers
 from evenstep.replica.wrapper.assembly import build_engine

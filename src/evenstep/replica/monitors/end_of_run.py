@@ -19,7 +19,7 @@ from evenstep.replica.monitors.checks import DriftWatch
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.world import World
 
-_DEADLINE_S = 10.0
+_DEADLINE_S = 5.0  # a rank whose loop was shorter waits as long before the others lose it
 
 _watches: weakref.WeakKeyDictionary[World, list[weakref.ref[DriftWatch]]] = weakref.WeakKeyDictionary()
 

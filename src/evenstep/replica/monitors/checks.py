@@ -773,6 +773,7 @@ class DriftWatch(Comparison):
         received: list[tuple[str, bool]] = exchange(self._everybody, self._explain(found))
         for text, is_rounding in received:
             if text and not is_rounding:
+                self._left = None  # who catches this has been told, and isn't told again at the end
                 raise DriftError(text)
         texts = [text for text, _ in received if text]
         if texts and self._everybody.rank == 0 and not self._has_warned:

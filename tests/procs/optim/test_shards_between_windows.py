@@ -24,7 +24,7 @@ class Two(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def second_window(seed: int, shard_gradients: bool) -> None:
+def second_window(seed: int, shard_gradients: bool, is_weighted: bool) -> None:
     """Behind the first window one gradient is dropped, and one is the program's own."""
     world = evenstep.init(quiet=True)
     torch.manual_seed(seed + world.rank)
@@ -37,10 +37,12 @@ def second_window(seed: int, shard_gradients: bool) -> None:
         else:
             optimizer = kind(model, torch.optim.SGD, lr=0.1, shard_gradients=shard_gradients)
         net = model.module
-        model(xs[0]).square().mean().backward()
+        loss = model(xs[0]).square().mean()
+        model.backward(loss, weight=3 + world.rank) if is_weighted else loss.backward()
         net.first.weight.grad = None
         net.second.weight.grad = torch.full_like(net.second.weight, 0.5)
-        model(xs[1]).square().mean().backward()
+        loss = model(xs[1]).square().mean()
+        model.backward(loss, weight=2 + world.rank) if is_weighted else loss.backward()
         optimizer.step()
         pair.append(net)
     for (name, ours), theirs in zip(pair[0].named_parameters(), pair[1].parameters(), strict=True):
@@ -48,9 +50,10 @@ def second_window(seed: int, shard_gradients: bool) -> None:
 
 
 @KINDS
+@pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("nproc", [2, 3])
-def test_a_second_window_adds_to_each_gradient_that_there_is(ranks, fresh_seed, nproc, shard_gradients):
-    ranks.run(second_window, nproc, fresh_seed, shard_gradients)
+def test_a_second_window_adds_to_each_gradient_that_there_is(ranks, fresh_seed, nproc, is_weighted, shard_gradients):
+    ranks.run(second_window, nproc, fresh_seed, shard_gradients, is_weighted)
 
 
 class Squares(nn.Module):

@@ -18,8 +18,7 @@ class Observer:
         a pass begins                begin_pass
         a pass ends, no window does  end_local_pass       `no_sync`, `accumulate`, all but the last of `microbatches`
         a pass goes past the model   passed_by            what it adds to `p.grad` is this rank's own
-        a forward pass is forgotten  forget_forward       another one came, and no pass between
-        the last pass has ended      end_window
+        the last pass has ended      end_window, forget_forwards
         a bucket is packed           totals_for, inspect  if `inspects_buckets`; while autograd runs, and the rest, with
                                                           shared memory always the last one, after `end_window`
         the header travels           header_numbers, judge
@@ -58,8 +57,8 @@ class Observer:
     def passed_by(self, parameter: nn.Parameter) -> None:
         """A backward pass that isn't the wrapper's own has left a gradient in a parameter."""
 
-    def forget_forward(self) -> None:
-        """A forward pass outside of `no_sync` has been followed by another, without a backward pass between."""
+    def forget_forwards(self, number: int) -> None:
+        """So many training forward passes since the last window were reached by no backward pass."""
 
     def watch_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Buckets have been laid out."""

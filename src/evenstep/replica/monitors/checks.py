@@ -4,6 +4,7 @@
     NonFinite     found something; has a scaler     some rank has          the step is skipped, an error, or one warning
     OptionsWatch  contrasts of options and calls    not 0: ranks differ    `MismatchError` names the option or the call
     DriftWatch    doubts; contrast of a digest      not 0, twice           `DriftError` names ranks and parameters
+    StepWatch     steps, batches, passes (`steps`)  ranks have others      one warning
 
 Each is an `Observer`: a header that travels in any case carries its numbers, each rank judges their sums, and only if
 they show something ranks exchange what they have, and make one message of it. The last two compare ranks, so they are a
@@ -475,6 +476,12 @@ class OptionsWatch(Comparison):
         """The optimizers that are divided, or would be if there were several ranks."""
         return list(self._optimizers.values())
 
+    def has_divided(self) -> bool:
+        """Whether a ShardedOptimizer of the model is in use."""
+        if self.alive:
+            gc.collect()  # an optimizer is in a cycle: what looks alive may have been left long ago
+        return bool(self.alive)
+
     def measure(self) -> tuple[Sequence[Call], Sequence[Number]]:
         """See `Comparison`: about the calls since the last window; these and options, and options that aren't read."""
         calls, self._calls = self._calls, []
@@ -816,8 +823,15 @@ class DriftWatch(Comparison):
             for piece, now, left in zip(pieces, self._versions_now(), self._left, strict=True)
         ]
 
-    def explain_end(self, differing: Sequence[int]) -> tuple[str, bool]:
-        """Collective among replicas: as `_explain`, for some parameters, when the run has ended."""
+    def explain_end(self, differing: Sequence[int], timeout_s: float) -> tuple[str, bool]:
+        """Collective among replicas: as `_explain`, for some parameters, when the run has ended.
+
+        Args:
+            differing: Numbers of the parameters.
+            timeout_s: Deadline for the other replicas, of which one may do something else.
+        """
+        for transport in (self._replicas.control, self._replicas.transport):
+            transport.set_timeout(timeout_s)
         self._when, self._steppers = "noticed at the end of the run", []
         return self._explain(self._wholes(differing))
 

@@ -14,7 +14,6 @@ from evenstep.replica.gradients.exchange.base import Exchange, Trained
 from evenstep.replica.gradients.strategies import WindowEnd
 from evenstep.replica.module_buffers import BufferExchange
 from evenstep.replica.monitors.checks import Monitors, Replicas
-from evenstep.replica.monitors.end_of_run import compare_at_end
 from evenstep.replica.virtual_ranks.sums import VirtualRankSums
 from evenstep.replica.wrapper.settings import Settings
 from evenstep.transport.core.staged import for_messages
@@ -80,8 +79,6 @@ def build_engine(
         replicas=replicas,
         is_divided=divided is not None,
     )
-    if monitors.drift is not None and divided is None:
-        compare_at_end(monitors.drift, world)
     virtual_ranks = world.virtual_ranks
     ending = WindowEnd(data.world_size) if virtual_ranks is None else VirtualRankSums(virtual_ranks, parameters)
     is_on = settings.sync_buffers and data.world_size > 1

@@ -73,6 +73,7 @@ class Exchange:
         hook: Averages buckets instead of the transport, or None.
         scale: Of weights, before they multiply gradients.
         turn: Of the running pass.
+        uneven: The model's part in a `Join`, while ranks may leave one by one; else None.
         takes_every_pass: Gradients are added over ranks by torch's FSDP2 while autograd runs. So every pass of this
             rank has to take part: one that contributes nothing is muted and not dropped, and any pass counts that
             reaches the module's outputs.
@@ -86,6 +87,7 @@ class Exchange:
         self.buckets: Sequence[Bucket] = ()
         self.hook: CommHook | None = None
         self.turn = Turn.ALONE
+        self.uneven: Uneven | None = None
         self._parameters = parameters
         self._ending = ending
         self.scale = Scale(partial(rescale, parameters), is_one=ending.sums_first)

@@ -30,7 +30,7 @@ from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
 from evenstep.ground.coordination.agreement import judge
 from evenstep.replica.gradients.engine import Engine
-from evenstep.replica.monitors.checks import checksum, find_difference
+from evenstep.replica.monitors.checks import checksum, find_difference, plain
 from evenstep.replica.monitors.digests import contrast
 from evenstep.replica.wrapper.distributed import DistributedDataParallel, wrapped_models
 from evenstep.transport.core.object_collectives import exchange
@@ -145,7 +145,7 @@ class Given:
         if numbers[0] != -numbers[1]:
             problem = "" if self.problem is None else str(self.problem).removeprefix(f"{self.who}: ")
             own = {"what": self.who, "kind": problem and ConfigurationError.__name__, "problem": problem, "facts": {}}
-            facts = {name: repr(value) for name, value in self.facts}
+            facts = {name: plain(value) for name, value in self.facts}
             received = exchange(transport, {**own, "given": facts})
             finding = judge(received)
             if finding is not None:

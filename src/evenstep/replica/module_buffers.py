@@ -4,7 +4,9 @@
 
 A codebook or a counter is a statistic of all ranks' samples. What a rank has added to one since the window's first
 forward pass is added over ranks; of "mean" it is divided by the number of ranks that had samples. An average that
-decays, and is linear in what each rank adds, is so that of the whole batch where shares have equal sizes.
+decays, and is linear in what each rank adds, is so that of the whole batch where shares have equal sizes. Statistics
+begin as rank 0's. What a program writes into one outside of forward passes with gradients (a start by k-means, a state
+that is loaded) isn't added over ranks: it has to be the same on all of them.
 """
 
 from __future__ import annotations
@@ -102,6 +104,11 @@ def validate_rules(rules: Mapping[str, str], module: nn.Module, ignored: Collect
     for pattern, word in rules.items():
         if word not in words:
             raise checks.refuse(f"{who}: {pattern!r}", word, f"one of {', '.join(map(repr, words))}")
+        if word in ("mean", "sum"):
+            absent = [name for owner, key, name in named_places(module, ignored) if buffer_at(owner, key) is None]
+            for name in absent:
+                if fnmatch.fnmatchcase(name, pattern):
+                    raise ConfigurationError(f"{who}: {name!r} isn't there yet. Run the module once, and wrap it then.")
         if not any(fnmatch.fnmatchcase(name, pattern) for name in buffers):
             known = f"those are {', '.join(sorted(buffers))}" if buffers else "it has none"
             raise ConfigurationError(f"{who}: {pattern!r} fits no buffer of the module; {known}.")

@@ -1,7 +1,7 @@
-"""Moves tensors between ranks: one interface (`base.Transport`) and its implementations.
+"""Moves tensors between ranks: one interface (`core.transport.Transport`) and its implementations.
 
-Read `base`, then follow an all-reduce of CPU ranks of one node through `shm`, whose docstring has the steps. The rest
-by its place in the order of imports, from the roof down:
+Read `base` (what a call is) and `core.transport`, then follow an all-reduce of CPU ranks of one node through `shm`,
+whose docstring has the steps. The rest by its place in the order of imports, from the roof down:
 
 1. `backend/`: the `torch.distributed` backend "evenstep", by which any torch program uses these transports.
 2. `factory`: which transports a world gets, and how ranks that share a node find each other.
@@ -11,7 +11,7 @@ by its place in the order of imports, from the roof down:
 6. `shm/`: CPU ranks of one node, through memory that they share.
 7. `local`: a world of one.
 8. `core/`: what several transports use, such as headers, the checks of arguments, and the arithmetic of reductions.
-9. `base`: the interface.
+9. `base`: a call, as plain data.
 
 To add a collective, see "Where to add something" in docs/contributing/architecture.md.
 """

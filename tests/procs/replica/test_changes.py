@@ -83,9 +83,10 @@ def test_a_model_that_changes_steps_as_one_process(ranks, fresh_seed, nproc, way
     ]
 
 
-def refused(kind: str) -> None:
+def refused(kind: str, elementwise: bool = True) -> None:
     evenstep.init(quiet=True)
     torch.manual_seed(0)
+    held: list[object] = []
     module = net()
     model = evenstep.DistributedDataParallel(module)
     x = torch.randn(3, 4).double()
@@ -95,7 +96,8 @@ def refused(kind: str) -> None:
     elif kind == "with a communication hook":
         model.register_comm_hook(None, lambda state, bucket: None)
     elif kind == "with a ShardedOptimizer":
-        evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        # Unreferenced it would be gone.
+        held.append(evenstep.ShardedOptimizer(model, torch.optim.SGD, elementwise=elementwise, lr=0.1))
     elif kind == "within LocalSGD":
         evenstep.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
     module[0].requires_grad_(True)
@@ -121,6 +123,100 @@ def refused(kind: str) -> None:
 )
 def test_where_a_model_cannot_be_followed_it_is_said(ranks, kind):
     ranks.run(refused, 2, kind)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_an_optimizer_that_is_divided_at_parameters_is_in_the_way_too(ranks, nproc):
+    ranks.run(refused, nproc, "with a ShardedOptimizer", False)
+
+
+def changed_within_a_join() -> None:
+    evenstep.init(quiet=True)
+    torch.manual_seed(0)
+    module = net()
+    model = evenstep.DistributedDataParallel(module)
+    x = torch.randn(3, 4).double()
+    with model.join():
+        model(x).sum().backward()
+        module[0].requires_grad_(True)
+        with pytest.raises(UsageError, match="within a join the model can't follow"):
+            model(x)
+        module[0].requires_grad_(False)
+        model(x).sum().backward()
+    module[0].requires_grad_(True)
+    model(x).sum().backward()
+    assert module[0].weight.grad is not None
+
+
+def test_within_a_join_a_model_cannot_change(ranks):
+    ranks.run(changed_within_a_join, 2)
+
+
+class Part(nn.Module):
+    """With buffers that each rank keeps for itself, of other lengths on each."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64), requires_grad=False)
+        self.register_buffer("own", torch.full((2,), float(rank)))
+        self.register_buffer("equal", torch.full((2,), float(rank)))
+        self.register_buffer("cache", torch.full((3 + rank,), float(rank)), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def buffers_of_each_rank() -> None:
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4).double(), Part(world.rank))
+    module._ddp_params_and_buffers_to_ignore = {"1.cache"}
+    model = evenstep.DistributedDataParallel(module, buffers={"1.own": "own"})
+    assert module[1].own.tolist() == [world.rank] * 2
+    assert module[1].equal.tolist() == [0.0] * 2
+    x = torch.randn(3, 4).double()
+    model(x).sum().backward()
+    module[1].weight.requires_grad_(True)
+    model(x).sum().backward()
+    assert module[1].weight.grad is not None
+    assert module[1].own.tolist() == [world.rank] * 2
+    assert module[1].cache.tolist() == [world.rank] * (3 + world.rank)
+    with model.join():
+        pass
+    assert module[1].own.tolist() == [world.rank] * 2
+
+
+def test_buffers_that_are_each_ranks_own_stay_so(ranks):
+    ranks.run(buffers_of_each_rank, 2)
+
+
+def wrapped_twice(seed: int) -> None:
+    """An outer wrapper of the same ranks, and a wrapped part, to which a layer is added."""
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inner = evenstep.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4)).double())
+        outer = evenstep.DistributedDataParallel(inner)
+        whole = evenstep.DistributedDataParallel(
+            nn.Sequential(
+                nn.Linear(4, 4).double(), evenstep.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4)).double())
+            )
+        )
+    torch.manual_seed(seed + world.rank)
+    x = torch.randn(3, 4).double()
+    for model, part in ((outer, inner.module), (whole, whole.module[1].module)):
+        part.append(nn.Linear(4, 4).double())
+        for _ in range(2):
+            model.zero_grad()
+            model.backward(model(x).square().mean(), weight=1 + world.rank)
+        for parameter in model.parameters():
+            everybody = world.exchange(parameter.grad.sum().item())
+            assert len(set(everybody)) == 1
+
+
+def test_a_wrapped_part_that_changes_is_followed(ranks, fresh_seed):
+    ranks.run(wrapped_twice, 2, fresh_seed)
 
 
 def alone() -> None:

@@ -9,6 +9,7 @@ import inspect
 import pickle
 import warnings
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -348,13 +349,60 @@ def one_join_in_another():
         with model.join():
             for _ in range(world.rank):
                 model(batch(world.rank)).square().mean().backward()
-    with Join([first, second], enable=False):
-        first(batch(world.rank)).square().mean().backward()
 
 
 @SIZES
 def test_one_join_in_another_is_refused(ranks, nproc):
     ranks.run(one_join_in_another, nproc)
+
+
+def no_join(how):
+    """A `Join` that is disabled, or couldn't be made, changes nothing: models are as outside of one."""
+    world = evenstep.init(quiet=True)
+    models = [evenstep.DistributedDataParallel(make(s), bucket_cap_mb=2e-4) for s in (1, 2)]
+    joinables = models if how == "disabled" else [*models, make()]
+    with contextlib.suppress(AttributeError), Join(joinables, enable=False):
+        for model in models:
+            model(batch(world.rank)).square().mean().backward()
+    if how == "impossible":
+        with models[0].join():  # nor has what was listed beside it to do with its next one
+            for _ in range(2 + world.rank):
+                models[0](batch(world.rank)).square().mean().backward()
+        models[0].zero_grad()
+    for seed, model in zip((1, 2), models, strict=True):
+        if how == "disabled":
+            assert model.monitors.drift.is_on
+        else:
+            model(batch(world.rank)).square().mean().backward()
+        expected = averaged(make(seed), [batch(rank) for rank in range(world.world_size)])
+        assert_same(grads(model), expected, rtol=0, atol=1e-12)
+        assert model.monitors.drift.is_on
+
+
+@pytest.mark.parametrize("how", ["disabled", "impossible"])
+@SIZES
+def test_without_a_join_models_are_as_outside_of_one(ranks, nproc, how):
+    ranks.run(no_join, nproc, how)
+
+
+def counted():
+    """The collective in which `Join` counts a rank is awaited once per window."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(make())
+    waits = []
+
+    def notify(joinable, notify=Join.notify_join_context):
+        work = notify(joinable)
+        return mock.Mock(wait=lambda: waits.append(work.wait()))
+
+    with mock.patch.object(Join, "notify_join_context", notify), model.join():
+        for step in range(2 + world.rank):
+            model(batch(step)).sum().backward()
+            assert len(waits) == step + 1
+
+
+def test_being_counted_is_awaited(ranks):
+    ranks.run(counted, 2)
 
 
 def early_end():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 
@@ -49,6 +50,21 @@ def run_to_its_end(seed: int, kind: str) -> None:
             parameters[0].data.mul_(1.5)  # unseen by versions, as faulty memory is
         if kind == "the best weights on rank 0" and world.rank == 0:
             model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+        if kind == "the best weights on rank 0, and a probe" and world.rank == 0:
+            model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+            probe = nn.Parameter(torch.zeros(1))
+            probe.grad = torch.ones(1)
+            torch.optim.SGD([probe], lr=0.1).step()
+        if kind == "a copy on one rank":
+            copied = copy.deepcopy(model) if world.rank == 0 else None
+            later = evenstep.DistributedDataParallel(nn.Linear(4, 1))
+            step = torch.optim.SGD(later.parameters(), lr=0.1)
+            later(torch.randn(3, 4)).mean().backward()
+            step.step()
+            if copied is not None:
+                with torch.no_grad():
+                    next(copied.parameters()).add_(1)
+                torch.optim.SGD(copied.parameters(), lr=0.1).step()
         if kind == "quantised on rank 0" and world.rank == 0:
             with torch.no_grad():
                 parameters[0].round_()
@@ -78,6 +94,8 @@ def test_replicas_that_differ_at_the_end_are_an_error_on_all_ranks(ranks, fresh_
         "local steps at the end",
         "another model's steps",
         "the best weights on rank 0",
+        "the best weights on rank 0, and a probe",
+        "a copy on one rank",
         "quantised on rank 0",
     ],
 )

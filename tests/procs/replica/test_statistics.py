@@ -119,3 +119,40 @@ def test_a_dummy_batch_changes_no_buffer_also_where_the_module_replaces_it() -> 
         assert model.module.total is held
         for name, buffer in model.named_buffers():
             assert torch.equal(buffer, before[name]), name
+
+
+def start(init_sync: bool) -> None:
+    """Statistics that each rank has drawn for itself begin as rank 0's, also where other buffers are left alone."""
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(world.rank)
+    module = Counting()
+    with torch.no_grad():
+        for each in (module.mean, module.own, module.first):
+            each.uniform_()
+        if not init_sync:
+            for parameter in module.parameters():
+                parameter.zero_()
+    own = module.own.item()
+    model = evenstep.DistributedDataParallel(
+        module, buffers={"mean": "mean", "own": "own"}, broadcast_buffers=False, init_sync=init_sync
+    )
+    for _ in range(2):
+        assert len(set(map(tuple, world.exchange(module.mean.tolist())))) == 1
+        model(torch.randn(3, 3)).sum().backward()
+    assert len(set(world.exchange(module.first.item()))) == world.world_size
+    assert module.own.item() != own
+
+
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_statistics_begin_equal(ranks, init_sync):
+    ranks.run(start, 2, init_sync)
+
+
+def test_a_statistic_that_is_not_there_yet_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("codebook", None)
+    module.register_buffer("codes", torch.zeros(2))
+    with evenstep.World.alone(device="cpu") as world:
+        with pytest.raises(ConfigurationError, match=r"'codebook' isn't there yet. Run the module once"):
+            evenstep.DistributedDataParallel(module, buffers={"code*": "mean"}, world=world)
+        evenstep.DistributedDataParallel(module, buffers={"codes": "mean"}, world=world)

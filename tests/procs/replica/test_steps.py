@@ -81,7 +81,7 @@ def test_a_step_on_gradients_that_were_not_averaged_is_named_once(ranks, fresh_s
 def averaged_some_other_way(seed, kind):
     s = Setting(seed)
     model, optimizer, size = s.model, s.optimizer, s.world.world_size
-    local = evenstep.LocalSGD(model, optimizer, every=3) if kind == "LocalSGD" else None
+    local = evenstep.LocalSGD(model, optimizer, every=3) if kind.startswith("LocalSGD") else None
     zero = None
     if kind == "ZeRO":
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -121,6 +121,9 @@ def averaged_some_other_way(seed, kind):
             model(s.rows()).mean().backward()
         elif kind == "LocalSGD":
             model(s.rows()).mean().backward()
+        elif kind == "LocalSGD, all under no_sync":
+            with model.no_sync():
+                model(s.rows()).mean().backward()
         else:
             for part in model.microbatches(s.rows(4), 2):
                 model.backward(model(part).mean(), weight=len(part))
@@ -137,6 +140,7 @@ def averaged_some_other_way(seed, kind):
         "a saliency map",
         "another optimizer",
         "LocalSGD",
+        "LocalSGD, all under no_sync",
         "ZeRO",
         "ShardedOptimizer",
         "micro-batches",
@@ -250,7 +254,14 @@ def steps_alike(seed, kind):
                     fail_within(model)
             elif kind == "two forward passes":
                 model(torch.randn(2, 4))
+            elif kind == "validation on one rank" and world.rank == 0 and number > 1:
+                model.eval()
+                model(torch.randn(2, 4))
+                model.train()
             loss = model(torch.randn(3, 4)).mean()
+            if kind == "a cell":
+                for _ in range(number * world.rank):
+                    loss = loss + model(torch.randn(3, 4) + loss).mean()
             if kind == "a scaler":
                 if number == 1:
                     loss = loss * float("inf")
@@ -302,6 +313,8 @@ def fail_within(model: evenstep.DistributedDataParallel) -> None:
         "unequal parts",
         "out of memory",
         "two forward passes",
+        "validation on one rank",
+        "a cell",
         "a scaler",
         "every other pass",
     ],

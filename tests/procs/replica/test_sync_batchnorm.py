@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.errors import MismatchError
-from evenstep.replica.normalization.layers import SyncLayers
+from evenstep.replica.normalization.sync_batchnorm import SyncLayers
 
 SIZES = pytest.mark.parametrize("nproc", [2, 3, 4])
 PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -335,7 +335,7 @@ def test_the_loaders_short_last_batch(ranks, fresh_seed):
 
 
 class Windows:
-    """What an engine tells of passes."""
+    """What the layers see of an engine: a window is a forward and a backward pass."""
 
     num_reductions = 0
 
@@ -346,20 +346,29 @@ class Windows:
         pass
 
 
-def replayed(seed):
+class Straight(Net):
+    """Every normalisation once, in the order of `named_modules`."""
+
+    def forward(self, x):
+        x = self.norms[1](torch.tanh(self.norms[0](self.first(x))))
+        return self.head(torch.tanh(self.norms[2](x)))
+
+
+def replayed(seed, has_record):
     """Rank 0 goes on; the others shadow its windows, and their running statistics stay equal."""
-    world = evenstep.init(quiet=True)
-    net, windows = Net(evenstep.SyncBatchNorm, seed), Windows()
-    layers = SyncLayers(net, world, windows)
-    plain = Net(nn.BatchNorm1d, seed)
+    world, engine = evenstep.init(quiet=True), Windows()
+    kind = Net if has_record else Straight
+    net, plain = kind(evenstep.SyncBatchNorm, seed), kind(nn.BatchNorm1d, seed)
+    layers = SyncLayers(net, world, engine)
     generator = torch.Generator().manual_seed(seed)
-    whole = torch.randn(world.world_size * 2, 5, generator=generator).double()
-    net(whole[world.rank * 2 :][:2]).square().sum().backward()
-    plain(whole).square().sum().backward()
-    net.zero_grad(), plain.zero_grad()
+    if has_record:
+        whole = torch.randn(world.world_size * 2, 5, generator=generator).double()
+        net(whole[world.rank * 2 :][:2]).square().sum().backward()
+        plain(whole).square().sum().backward()
+        net.zero_grad(), plain.zero_grad()
     x = torch.randn(5, 5, generator=generator).double()
     for _ in range(2):
-        windows.num_reductions += 1
+        engine.num_reductions += 1
         if world.rank == 0:
             net(x).square().sum().backward()
         else:
@@ -369,22 +378,29 @@ def replayed(seed):
         close(a, b, name)
     if world.rank == 0:
         for (name, a), b in zip(net.named_parameters(), plain.parameters(), strict=True):
-            close(a.grad, b.grad, name)
-    return layers._recorded
+            if b.grad is not None:
+                close(a.grad, b.grad, name)
+    return [(list(layers.layers.values()).index(layer), is_backward) for layer, is_backward in layers.recorded]
 
 
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_a_rank_without_batches_replays_what_was_recorded(ranks, fresh_seed, nproc):
-    recorded = ranks.run(replayed, nproc, fresh_seed)
-    assert recorded == [[0, 2, 4, 2, 3, 5, 3, 1]] * nproc  # twice the layer's number, and 1 more for a backward pass
+    recorded = ranks.run(replayed, nproc, fresh_seed, True)
+    assert recorded[0] == [(0, False), (1, False), (2, False), (1, False), (1, True), (2, True), (1, True), (0, True)]
+    assert all(each == recorded[0] for each in recorded)
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_a_rank_that_never_had_a_batch_takes_the_layers_in_order_and_back(ranks, fresh_seed, nproc):
+    ranks.run(replayed, nproc, fresh_seed, False)
 
 
 def changed(backward):
     """Rank 0 uses another layer than the one that is replayed."""
     world = evenstep.init(quiet=True)
     net = nn.ModuleDict({name: evenstep.SyncBatchNorm(3) for name in ("left", "right")})
-    windows = Windows()
-    layers = SyncLayers(net, world, windows)
+    engine = Windows()
+    layers = SyncLayers(net, world, engine)
     x = torch.randn(4, 3, requires_grad=True)
     if backward:
         outs = [net["left"](x).sin().sum(), net["right"](x).sin().sum()]
@@ -393,7 +409,6 @@ def changed(backward):
             outs[world.rank].backward()
         return
     net["left"](x).sum().backward()
-    windows.num_reductions += 1
     pattern = "rank 0 is in forward of SyncBatchNorm 'right'; rank 1 is in forward of SyncBatchNorm 'left'"
     with pytest.raises(MismatchError, match=pattern):
         layers.shadow() if world.rank else net["right"](x)
@@ -407,8 +422,8 @@ def test_a_changed_sequence_is_an_error_with_names(ranks, backward):
 def forward_meets_backward():
     world = evenstep.init(quiet=True)
     net = nn.ModuleDict({"only": evenstep.SyncBatchNorm(3)})
-    windows = Windows()
-    layers = SyncLayers(net, world, windows)
+    engine = Windows()
+    layers = SyncLayers(net, world, engine)
     out = net["only"](torch.randn(4, 3, requires_grad=True)).sin().sum()
     with pytest.raises(MismatchError, match=r"(for|back)ward of SyncBatchNorm 'only': "):
         out.backward() if world.rank else layers.shadow()

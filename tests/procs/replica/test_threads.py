@@ -23,6 +23,7 @@ from evenstep.errors import UsageError
 from evenstep.replica.gradients.exchange import all_reduce
 from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
 from evenstep.replica.monitors.checks import NonFinite
+from evenstep.replica.normalization.sync_batchnorm import SyncLayers
 from evenstep.transport.core import staged
 
 NAMES = ("one", "other")
@@ -30,8 +31,8 @@ DELAY_S = 0.05
 MEETINGS = [
     (AllReduceExchange, "learn_order"),
     (all_reduce, "sum_over_ranks"),
-    (evenstep.SyncBatchNorm, "exchange_gradients"),
-    (evenstep.SyncBatchNorm, "exchange_statistics"),
+    (SyncLayers, "exchange_gradients"),
+    (SyncLayers, "exchange_statistics"),
 ]
 
 

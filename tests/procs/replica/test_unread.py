@@ -30,7 +30,7 @@ def as_on_a_gpu() -> Iterator[None]:
             "validate_weight",
             lambda weight, *, rank: torch.tensor(validate_weight(weight, rank=rank), dtype=torch.float64),
         )
-        patch.setattr(Bucket, "is_zero", property(lambda self: False))
+        patch.setattr(Bucket, "is_clear", property(lambda self: False))
         yield
 
 

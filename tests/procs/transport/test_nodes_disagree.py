@@ -21,6 +21,13 @@ LONG = 1 << 19  # 2 MiB of float32: more than one chunk
 
 Make = Callable[[Transport, bool], Any]  # a call of a rank, and whether that is the odd one
 
+
+def in_and_out(transport: Transport, is_odd: bool) -> Any:
+    """Of a long and a short tensor none can be both."""
+    given = torch.ones(transport.world_size * 3)
+    return transport.reduce_scatter(given if is_odd else torch.empty(3), given)
+
+
 REFUSED: dict[str, tuple[str, Make]] = {
     "sparse": (
         "sparse_coo float32",
@@ -40,6 +47,7 @@ REFUSED: dict[str, tuple[str, Make]] = {
         "times the elements of out",
         lambda t, odd: t.reduce_scatter(torch.empty(70_000 + odd), torch.ones(t.world_size * 70_000)),
     ),
+    "the same tensor twice": ("times the elements of out", lambda t, odd: in_and_out(t, odd)),
     "no place": (
         "share memory",
         lambda t, odd: t.all_reduce(torch.ones(1).expand(LONG) if odd else torch.ones(LONG)),
@@ -154,6 +162,28 @@ def test_what_one_rank_calls_otherwise_is_the_same_error_on_all(ranks: RankPool,
         (said,) = of_ranks
         assert f"rank {odd}: " in said, (name, said)
         assert words in said.partition(f"rank {odd}: ")[2], (name, said)
+
+
+def unlike_splits(names: str, sent: int) -> str:
+    """Everybody sends two elements to each, but the last rank another number to the first, which expects two."""
+    transport = new_transport(names)
+    size, splits = transport.world_size, [2] * transport.world_size
+    transport.all_to_all(torch.empty(2 * size), torch.ones(2 * size), splits, splits).wait()
+    given = [sent, *splits[1:]] if transport.rank == size - 1 else splits
+    with pytest.raises(MismatchError) as caught:
+        transport.all_to_all(torch.empty(2 * size), torch.ones(sum(given)), splits, given).wait()
+    transport.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sent", [1, 3])
+@pytest.mark.parametrize("names", ["aaa", "aabb", "aab"])
+def test_who_is_sent_another_number_than_it_expects_is_the_same_error_on_all(
+    ranks: RankPool, names: str, sent: int
+) -> None:
+    told = set(ranks.run(unlike_splits, len(names), names, sent))
+    assert len(told) == 1
+    assert f"rank {len(names) - 1} sends {sent} elements to rank 0, which expects 2." in told.pop()
 
 
 BESIDE = {

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from evenstep.replica.gradients.buckets.bucket import CastBucket
+from evenstep.replica.gradients.buckets.bucket import Bucket, whole_memory
 from evenstep.replica.gradients.buckets.layout import BucketPolicy, ParameterSpec, plan_layout
 from evenstep.transport.local import LocalTransport
 
 SHAPES = ((300, 200), (7,), (5, 3), (2, 2, 3, 3))
 
 
-def built(dtype: torch.dtype, added_in: torch.dtype) -> CastBucket:
+def built(dtype: torch.dtype, added_in: torch.dtype) -> Bucket:
     parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
     parameters[3].data = parameters[3].data.to(memory_format=torch.channels_last)
     names = [f"p{index}" for index in range(len(SHAPES))]
@@ -22,7 +22,7 @@ def built(dtype: torch.dtype, added_in: torch.dtype) -> CastBucket:
         for name, p in zip(names, parameters, strict=True)
     ]
     (layout,) = plan_layout(specs, range(3, -1, -1), BucketPolicy()).buckets
-    return CastBucket(layout, parameters, names, LocalTransport(), allocator=LocalTransport())
+    return Bucket(layout, parameters, names, LocalTransport(), whole_memory(layout, dtype, LocalTransport()))
 
 
 @pytest.mark.parametrize(

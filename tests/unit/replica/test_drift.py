@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from torch import nn
 
 from evenstep.replica.gradients.exchange.header import Header
 from evenstep.replica.gradients.window import Kind, Window
+from evenstep.replica.monitors import checks
 from evenstep.replica.monitors.checks import DriftWatch, Replicas, find_minority, plan_portions
-from evenstep.replica.monitors.digests import canonical, contrast, digest, distance
+from evenstep.replica.monitors.digests import canonical, contrast, digest, distance, together
 
 
 def test_portions_cover_each_row_once_and_cost_about_the_same(fresh_seed):
@@ -70,6 +73,13 @@ def test_a_digest_sees_every_change_of_bits_and_nothing_else(fresh_seed, dtype):
                 flat[[place, other]] = flat[[other, place]]
             if not torch.equal(flat.view(torch.uint8), tensors[number].reshape(-1).view(torch.uint8)):
                 assert int(digest(changed)) != before, (number, change)
+
+
+def test_only_small_neighbours_of_one_kind_are_copied():
+    large, small, wide = torch.ones(100, 300), torch.ones(2, 3), torch.ones(4, dtype=torch.float64)
+    flat = together([large, large, small, small, torch.ones(0), small, wide, wide, large, small])
+    assert [each.numel() for each in flat] == [30_000, 30_000, 18, 8, 30_000, 6]
+    assert [each.data_ptr() == large.data_ptr() for each in flat] == [True, True, False, False, True, False]
 
 
 def test_rows_that_changed_places_are_seen():
@@ -165,8 +175,8 @@ class Ranks:
         for header in self.headers:
             header.tensor.copy_(sums)
             header.read()
-        found = [watch._found is not None for watch in self.watches]
-        states = {(watch._suspect is None, watch._is_off, *watch.sent[:1]) for watch in self.watches if watch.sent}
+        found = [watch.found is not None for watch in self.watches]
+        states = {(watch._suspect is None, *watch.sent[1:]) for watch in self.watches if watch.sent}
         assert len(states) <= 1, "ranks are in different states"
         return found
 
@@ -185,6 +195,18 @@ def test_all_ranks_find_a_difference_in_the_same_window(fresh_seed, groups, is_l
     first = next(number for number, each in enumerate(seen) if each[0])
     assert (2 if is_late else 1) <= first <= 4 + 2 * is_late, "not before an optimizer could put it right"
     assert all(watch.is_on for watch in ranks.watches)
+
+
+def test_what_has_been_found_is_not_suspect_again_at_once(fresh_seed):
+    """A difference by rounding stays, and would be compared in every window."""
+    ranks = Ranks(fresh_seed, [0, 0], is_late=True)
+    ranks.change(1)
+    while not ranks.end_window()[0]:
+        assert ranks.watches[0].num_windows < 20
+    for watch in ranks.watches:
+        watch.found = None
+    assert not any(ranks.end_window()), "it was sent a second time before it was judged"
+    assert all(watch._suspect is None for watch in ranks.watches)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -209,26 +231,43 @@ def test_with_one_doubt_nobody_compares(fresh_seed, is_late):
     assert not any(watch.is_on for watch in ranks.watches)
 
 
+def unlike_machines():
+    """Whatever is built inside is on a machine of its own."""
+    return mock.patch.object(checks.determinism, "facts", side_effect=({"cpu": str(n)} for n in itertools.count()))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_on_unlike_machines_nobody_compares(fresh_seed, is_late):
+    with unlike_machines():
+        ranks = Ranks(fresh_seed, [0, 0], is_late=is_late)
+    ranks.change(1)
+    assert not any(any(ranks.end_window()) for _ in range(20))
+    assert not any(watch.is_on for watch in ranks.watches)
+
+
 def test_who_is_asked_for_doubts_nothing(fresh_seed):
-    ranks = Ranks(fresh_seed, [0, 0], is_late=False, is_vouched=True)
+    with unlike_machines():
+        ranks = Ranks(fresh_seed, [0, 0], is_late=False, is_vouched=True)
     for watch in ranks.watches:
         watch.doubt()
-        watch._machine += id(watch) << 24
     assert not any(any(ranks.end_window()) for _ in range(6))
     ranks.change(1)
     assert any(all(ranks.end_window()) for _ in range(7))
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_what_was_suspect_before_a_join_is_not_compared_behind_it(fresh_seed, is_late):
+@pytest.mark.parametrize(("is_late", "num_unread"), [(False, 0), (True, 0), (True, 1)])
+def test_what_was_suspect_before_a_join_is_not_compared_behind_it(fresh_seed, is_late, num_unread):
     """A join makes ranks equal at its end; within it those that have left take part in windows, and don't step."""
     ranks = Ranks(fresh_seed, [0, 0], is_late=is_late)
     while ranks.watches[0]._suspect is None:
         ranks.end_window()
         ranks.change(1)
+    for _ in range(num_unread):  # the suspect is sent again, and its sums come when the join has begun
+        assert not any(ranks.end_window())
     for watch in ranks.watches:
         watch.set_apart(True)
     assert not any(any(ranks.end_window()) for _ in range(5))
+    assert all(watch.sent is None for watch in ranks.watches)
     ranks.watches[1]._parameters[0].data.copy_(ranks.watches[0]._parameters[0].data)
     for watch in ranks.watches:
         watch.set_apart(False)

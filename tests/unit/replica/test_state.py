@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.errors import UsageError
+from evenstep.errors import NonFiniteError, UsageError
 from evenstep.replica.gradients.window import TRANSITIONS, Event, State
 
 
@@ -170,3 +170,46 @@ def test_random_scripts_end_where_they_should(model: evenstep.DistributedDataPar
             total = torch.zeros(1, 3)
             model.zero_grad()
             assert not model.engine.is_in_window
+
+
+@pytest.mark.parametrize("began", [State.STARTED, State.COUNTED])
+def test_a_pass_of_loss_backward_that_has_failed_is_noticed_by_the_next(world: evenstep.World, began: State) -> None:
+    """Autograd tells nobody that it has raised. Without a forward pass between, the next pass seemed a part of it."""
+    model, x = evenstep.DistributedDataParallel(nn.Linear(3, 1), world=world), rows()
+    model.engine._may_be_single = False
+    for _ in range(2):
+        model(x).mean().backward()
+        model.zero_grad()
+    kept = model(x).mean()
+    broken = model(x).mean()
+    weight = model.module.weight
+    handle = weight.register_hook(lambda grad: explode()) if began is State.STARTED else None
+    loss = broken if handle is not None else broken + Raises.apply(weight * 1).sum()
+    with pytest.raises(RuntimeError):
+        loss.backward()
+    if handle is not None:
+        handle.remove()
+    kept.backward()
+    assert not model.engine.is_in_pass
+    assert model.engine.state is State.IDLE
+    model(x)
+    torch.testing.assert_close(weight.grad, x.mean(0, keepdim=True))
+
+
+def explode() -> None:
+    raise RuntimeError("boom")
+
+
+def test_all_models_of_a_pass_end_it_also_where_one_finds_fault() -> None:
+    with evenstep.World.alone(device="cpu") as world:
+        first, second = (
+            evenstep.DistributedDataParallel(torch.nn.Linear(2, 2), world=world, on_nonfinite="raise") for _ in range(2)
+        )
+        x = torch.ones(3, 2)
+        with pytest.raises(NonFiniteError):
+            evenstep.backward([first, second], (second(first(x)) * float("inf")).sum(), weight=1)
+        assert [each.engine.state for each in (first, second)] == [State.IDLE] * 2
+        for each in (first, second):
+            each.zero_grad()
+        evenstep.backward([first, second], second(first(x)).sum(), weight=1)
+        assert [each.engine.state for each in (first, second)] == [State.IDLE] * 2

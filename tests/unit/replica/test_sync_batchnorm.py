@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import evenstep
 from evenstep.errors import ConfigurationError
-from evenstep.replica.normalization.layers import SyncLayers
-from evenstep.replica.normalization.sync_batchnorm import combine, local_statistics, replace_torchs
+from evenstep.replica.normalization.arithmetic import combine, local_statistics
+from evenstep.replica.normalization.sync_batchnorm import SyncLayers, replace_torchs
 
 
 @pytest.fixture
@@ -101,58 +101,65 @@ def test_statistics_of_parts_are_those_of_the_whole(shape):
     generator = torch.Generator().manual_seed(len(shape))
     whole = torch.randn(shape, dtype=torch.float64, generator=generator) + 1000
     rows = [local_statistics(part) for part in whole.split(1)] + [torch.zeros(7, dtype=torch.float64)]
-    got = combine(torch.stack(rows))
+    count, mean, var = combine(torch.stack(rows))
     dims = [dim for dim in range(len(shape)) if dim != 1]
-    var, mean = torch.var_mean(whole, dims, correction=0)
-    assert got.count == whole.numel() / 3
-    torch.testing.assert_close(got.mean, mean, rtol=1e-13, atol=0)
-    torch.testing.assert_close(got.var, var, rtol=1e-10, atol=0)
+    expected_var, expected_mean = torch.var_mean(whole, dims, correction=0)
+    assert count == whole.numel() / 3
+    torch.testing.assert_close(mean, expected_mean, rtol=1e-13, atol=0)
+    torch.testing.assert_close(var, expected_var, rtol=1e-10, atol=0)
 
 
 def test_statistics_of_nothing_normalise_by_one():
-    got = combine(torch.zeros(3, 5, dtype=torch.float64))
-    assert (got.count.item(), got.mean.tolist(), got.var.tolist()) == (0, [0, 0], [1, 1])
-
-
-class Windows:
-    """What an engine tells of passes."""
-
-    num_reductions = 0
-
-    def contribution(self) -> float:
-        return 1.0
-
-    def announce(self) -> None:
-        pass
+    count, mean, var = combine(torch.zeros(3, 5, dtype=torch.float64))
+    assert (count.item(), mean.tolist(), var.tolist()) == (0, [0, 0], [1, 1])
 
 
 def test_a_second_derivative_is_refused(world):
-    windows = Windows()
-    layers = SyncLayers(nn.Sequential(evenstep.SyncBatchNorm(2)), world, windows)
+    layer = evenstep.SyncBatchNorm(2)
+    evenstep.DistributedDataParallel(layer, world=world)
     x = torch.zeros(0, 2, requires_grad=True)  # no rows: the path of several ranks
-    (grad,) = torch.autograd.grad(layers.layers["0"](x).square().sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 
 
+class Windows:
+    """What the layers see of an engine."""
+
+    num_reductions = 0
+    num_announced = 0
+    part = 1.0
+
+    def contribution(self):
+        return self.part
+
+    def announce(self):
+        self.num_announced += 1
+
+
 def test_what_is_recorded_is_the_last_window(world):
-    net, windows = nn.Sequential(evenstep.SyncBatchNorm(2), evenstep.SyncBatchNorm(2)), Windows()
-    layers = SyncLayers(net, world, windows)
+    net, engine = nn.Sequential(evenstep.SyncBatchNorm(2), evenstep.SyncBatchNorm(2)), Windows()
+    layers = SyncLayers(net, world, engine)
     assert layers
-    assert not SyncLayers(nn.Linear(1, 1), world, windows)
+    assert not SyncLayers(nn.Linear(1, 1), world, engine)
     x = torch.zeros(0, 2, requires_grad=True)
-    forward, backward = [0, 2], [3, 1]  # twice the layer's number, and 1 more for a backward pass
+    forward, backward = [(net[0], False), (net[1], False)], [(net[1], True), (net[0], True)]
     for _ in range(2):
         out = net(x)
-        assert layers._recorded == forward
+        assert layers.recorded == forward
         out.sum().backward()
-        assert layers._recorded == forward + backward
-        windows.num_reductions += 1
-    torch.stack([net(x).sum(), net(x).sum()]).sum().backward()
-    assert layers._recorded == forward * 2 + backward * 2
+        assert layers.recorded == forward + backward
+        engine.num_reductions += 1
+    net(x).sum().backward()
+    layers.pad([x, x], x)
+    net(x).sum().backward()
+    expected = [*forward, *backward, (None, False), *forward, *backward]
+    assert layers.recorded == expected
+    assert engine.num_announced == 17
     layers.shadow()
-    assert layers._recorded == forward * 2 + backward * 2
-    assert "8 exchanges recorded" in repr(layers)
+    assert layers.recorded == expected
+    assert engine.num_announced == 17  # by the ranks that have batches
+    assert "9 exchanges recorded" in repr(layers)
 
 
 class Operations(TorchDispatchMode):

@@ -22,7 +22,7 @@ from evenstep.transport.shm.lanes import SHORT_BYTES
 from evenstep.transport.shm.progress import background
 from evenstep.transport.shm.queue import SharedWork
 from evenstep.transport.shm.segment import CHUNK_BYTES, EAGER_BYTES, NUM_RECORDS, NUM_SLOTS
-from evenstep.transport.shm.sync import Phase
+from evenstep.transport.shm.sync import Phase, sem_trywait
 from evenstep.transport.shm.transport import SharedMemoryTransport
 
 TIMEOUT_S = 20.0
@@ -406,3 +406,55 @@ def test_a_callback_that_runs_as_the_process_ends_is_finished() -> None:
     """Python ends threads wherever they are; inside C++, as in a future's callback, that is std::terminate."""
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "ended None\n"), ended.stderr
+
+
+def test_several_callbacks_of_one_call_are_all_called(pair: list[SharedMemoryTransport]) -> None:
+    first, second = pair
+    called: list[int] = []
+    over = threading.Event()
+    work = first.all_reduce(torch.ones(3))
+    work.add_done_callback(lambda error: called.append(1))
+    work.add_done_callback(lambda error: (called.append(2), over.set()))
+    second.all_reduce(torch.ones(3)).wait()
+    assert over.wait(TIMEOUT_S)
+    assert called == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "all_gather"])
+def test_who_reads_the_memory_of_a_rank_that_has_left_has_no_result(
+    by_hand: list[SharedMemoryTransport], kind: str
+) -> None:
+    """The first has read and signalled, is interrupted as it waits, and frees its bucket before the second reads."""
+    first, second = by_hand
+    numel = 2 * CHUNK_BYTES // 4
+
+    def call(each: SharedMemoryTransport) -> SharedWork:
+        given = each.allocate(numel, dtype=torch.float32, device=CPU).fill_(1.0)
+        if kind == "broadcast":
+            return each.broadcast(given, 0)
+        if kind == "all_reduce":
+            return each.all_reduce(given)
+        return each.all_gather(torch.empty(2 * numel), given)
+
+    ours, theirs = call(first), call(second)
+    assert first._step(ours, blocking=False)  # as far as the point where it waits for the second
+    first._fail(KeyboardInterrupt())
+    with pytest.raises(
+        PeerLostError, match="rank 1 lost rank 0, which has given up or closed its end while its tensor"
+    ):
+        theirs.wait()
+
+
+def test_who_only_sends_does_not_gather_rings(pair: list[SharedMemoryTransport]) -> None:
+    """The other rank rings for all that it reads, and a rank that has no reason to sleep took none of that."""
+    first, second = pair
+    given, got = torch.ones(3), torch.zeros(3)
+    for _ in range(3 * NUM_RECORDS):
+        first.send(given, 1).wait()
+        second.receive(got, 0)[0].wait()
+    first.send(given, 1)
+    num_rings = 0
+    while sem_trywait(first._doorbells[0]) == 0:
+        num_rings += 1
+    assert num_rings <= NUM_RECORDS
+    second.receive(got, 0)[0].wait()

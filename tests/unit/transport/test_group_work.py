@@ -96,3 +96,25 @@ def test_several_calls_in_one_are_waited_for_as_long_as_the_shortest_allows() ->
     works = [Heard(), Heard(), Heard()]
     merge([GroupWork([works[0]], []), GroupWork([works[1]], [], (), 7.0), GroupWork([works[2]], [], (), 3.0)]).wait()
     assert [each.timeouts for each in works] == [[3.0]] * 3
+
+
+def test_a_future_ends_also_where_the_result_cannot_be_copied() -> None:
+    """Whoever waits for it in C++ would wait for ever."""
+    last = Heard()
+    work = GroupWork([last], [torch.zeros(2)], [(torch.zeros(2), torch.ones(3))])
+    future = work.get_future()
+    last.end()
+    with pytest.raises(RuntimeError, match="must match"):
+        future.wait()
+    assert not work.is_success()
+
+
+def test_what_is_called_at_the_end_is_called_once() -> None:
+    called: list[int] = []
+    before, behind = GroupWork([], []), GroupWork([], [])
+    before.call_at_end(lambda: called.append(1))
+    before.wait()
+    before._conclude()
+    behind.wait()
+    behind.call_at_end(lambda: called.append(2))
+    assert called == [1, 2]

@@ -92,3 +92,28 @@ def test_every_call_ends_whatever_it_and_closing_raise(error: BaseException) -> 
         assert "in closing" in str(raised.value)
     with pytest.raises(OSError, match="in closing"):
         thread.close(PeerLostError("closed"))
+
+
+def test_a_callback_may_start_calls_and_wait_for_them() -> None:
+    """As torch's PowerSGD does between its two calls."""
+    thread = WorkerThread("evenstep test", on_close=lambda: None)
+    go_on, over, order = threading.Event(), threading.Event(), []
+
+    def hear(error: EvenstepError | None) -> None:
+        assert error is None
+        for name in "bc":
+            thread.submit(name, lambda number, name=name: order.append(name)).wait(10.0)
+        order.append("heard")
+        over.set()
+
+    def run(number: int) -> None:
+        assert go_on.wait(20)
+        order.append("a")
+
+    thread.submit("a", run).add_done_callback(hear)
+    go_on.set()
+    assert over.wait(20)
+    thread.submit("d", lambda number: order.append("d")).wait(10.0)
+    assert order == ["a", "b", "c", "heard", "d"]
+    thread.close(PeerLostError("closed"))
+    assert sum(each.name == "evenstep test" and each.is_alive() for each in threading.enumerate()) == 0

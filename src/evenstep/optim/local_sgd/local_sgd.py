@@ -6,7 +6,6 @@ between two averages replicas differ.
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -84,7 +83,7 @@ class LocalSGD:
             validate_optimizer("optimizer", optimizer)
             if isinstance(optimizer, ShardedOptimizer):
                 raise checks.refuse("optimizer", optimizer, "a plain torch optimizer: every rank steps all parameters")
-            if _has_divided(model):
+            if model.monitors.options.has_divided():
                 raise UsageError(
                     "the model has a ShardedOptimizer, which steps with the mean of all ranks' gradients, and from now "
                     "on there would be none. Give its parameters to the plain optimizer."
@@ -120,8 +119,8 @@ class LocalSGD:
         self._num_left_out = 0
         self._has_warned = False
         self._scaler: torch.amp.GradScaler | None = None
-        if model.monitors.drift is not None:
-            model.monitors.drift.set_apart(True)
+        for observer in model.engine.observers:
+            observer.set_apart(True)
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> bool:
         """Step on this rank's gradients. Collective if parameters are averaged now; returns whether they are equal.
@@ -317,12 +316,5 @@ class LocalSGD:
         engine.ending = self._usual_ending
         if self.model.world.world_size > 1:
             drop_grads(engine.parameters)
-        if self.model.monitors.drift is not None:
-            self.model.monitors.drift.set_apart(False)
-
-
-def _has_divided(model: DistributedDataParallel) -> bool:
-    """Whether a ShardedOptimizer of the model is in use."""
-    if model.monitors.options.alive:
-        gc.collect()  # an optimizer is in a cycle: what looks alive may have been left long ago
-    return bool(model.monitors.options.alive)
+        for observer in engine.observers:
+            observer.set_apart(False)

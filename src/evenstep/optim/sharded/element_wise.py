@@ -57,7 +57,7 @@ class ElementWisePartition:
         self._versions: list[int] = []  # of parameters, if values are kept in another precision beside them
         self._inner: optim.Optimizer
         self.load_state({})
-        exchange.follow(self)
+        exchange.followers[owner] = self
 
     @property
     def buckets(self) -> Sequence[ShardedBucket]:
@@ -74,35 +74,28 @@ class ElementWisePartition:
     def step(self, groups: Groups) -> None:
         """Collective: step this rank's shards, and give every rank the values of all."""
         self._take_over_changes()
-        for bucket in self._buckets:
-            bucket.keep_hold()
         self._set_gradients()
         update_options(groups, self._inner)
         step_without_hooks(self._kind)(self._inner)
         if self._master:
             for segment in self._segments:
                 if segment.has_master:
-                    segment.bucket.own[segment.begin : segment.end].copy_(segment.values)
-        works = [bucket.start_gather() for bucket in self._buckets]
-        for bucket, work in zip(self._buckets, works, strict=True):
-            bucket.finish_gather(work)
+                    segment.own.copy_(segment.values)
+        for finish_gather in [bucket.values.start_gather() for bucket in self._buckets]:
+            finish_gather()
         self._versions = self._count_changes()
 
     def _take_over_changes(self) -> None:
-        """Copy values that the program has written into parameters to their master weights.
+        """Take back parameters that the program has moved, and copy values that it has written to master weights.
 
         Where it wrote nothing the master weights stay. Writing through `p.data` isn't noticed.
         """
-        if not self._master:
-            return
-        is_replaced = any(bucket.replaced() is not None for bucket in self._buckets)
-        for bucket in self._buckets:
-            bucket.keep_hold()
-        if not is_replaced and self._versions == self._count_changes():
+        are_replaced = [bucket.values.keep_hold() for bucket in self._buckets]
+        if not self._master or (not any(are_replaced) and self._versions == self._count_changes()):
             return
         for segment in self._segments:
             if segment.has_master:
-                own = segment.bucket.own[segment.begin : segment.end]
+                own = segment.own
                 segment.values.copy_(
                     torch.where(segment.values.to(own.dtype) == own, segment.values, own.to(segment.values.dtype))
                 )
@@ -234,7 +227,7 @@ class ElementWisePartition:
         received: Mapping[int, tuple[State, dict[str, str]]],
     ) -> None:
         """Collective: one entry of all parameters of a bucket."""
-        shard = torch.zeros(bucket.own.numel(), dtype=dtype, device=bucket.own.device)
+        shard = torch.zeros_like(bucket.values.own, dtype=dtype)
         for segment in self._segments:
             value = segment.elements().get(key) if segment.bucket is bucket else None
             if value is not None:
@@ -264,7 +257,7 @@ class ElementWisePartition:
             for key, value in segment.elements().items():
                 for part in segment.slices:
                     parameter = segment.bucket.parameters[part.index]
-                    if not part.numel and not segment.bucket.is_first:
+                    if not part.numel and segment.bucket.transport.rank > 0:
                         continue  # of a parameter without elements, which every rank has
                     values = segment.part(value, part)
                     whole = permuted.get(part.parameter)

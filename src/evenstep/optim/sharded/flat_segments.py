@@ -20,7 +20,8 @@ from torch import Tensor
 
 from evenstep.optim.kinds import is_divided
 from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION
-from evenstep.replica.sharded.bucket import ShardedBucket, ShardSlice, in_memory_order
+from evenstep.replica.sharded.bucket import ShardedBucket
+from evenstep.replica.sharded.slices import ShardSlice
 
 STATE_DICT = "a state_dict of an optimizer"  # the call, for an error where other ranks make another
 
@@ -75,9 +76,14 @@ class FlatSegment:
         return self.slices[-1].end
 
     @property
+    def own(self) -> Tensor:
+        """[numel], the parameters' values: a view of the shard."""
+        return self.bucket.values.own[self.begin : self.end]
+
+    @property
     def has_master(self) -> bool:
         """Whether `values` are a copy in another precision."""
-        return self.values.dtype is not self.bucket.own.dtype
+        return self.values.dtype is not self.bucket.values.own.dtype
 
     def part(self, tensor: Tensor, part: ShardSlice) -> Tensor:
         """Return a slice of a tensor that is as long as the segment. A view."""
@@ -137,7 +143,7 @@ def build_segments(
     for _, same in groupby(here, kind):
         slices = tuple(same)
         group = group_of(slices[0].parameter)
-        values = bucket.own[slices[0].begin : slices[-1].end].detach()
+        values = bucket.values.own[slices[0].begin : slices[-1].end].detach()
         segment = FlatSegment(
             bucket, slices, group, values.float() if master and values.dtype in HALF_PRECISION else values
         )
@@ -156,7 +162,7 @@ def _fill(segment: FlatSegment, states: Sequence[State], *, is_loaded: bool) -> 
         into = segment.values if key == MASTER else torch.zeros_like(segment.values, dtype=dtype)
         for part, state in zip(segment.slices, states, strict=True):
             home = segment.bucket.parameters[part.index]
-            segment.part(into, part).copy_(in_memory_order(state[key], home)[part.offset : part.offset + part.numel])
+            segment.part(into, part).copy_(part.of_whole(state[key], home))
         if key != MASTER:
             segment.state[key] = into
 

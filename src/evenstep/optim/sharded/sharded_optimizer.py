@@ -144,10 +144,11 @@ class ShardedOptimizer(optim.Optimizer):
         stays_whole = model.world.world_size == 1 and model.world.virtual_ranks is None and not keeps_master
         this = weakref.proxy(self)  # no cycle: what is deleted is freed at once
         if by_elements and not stays_whole:
+            has_peers = model.world.world_size > 1
             self._sharding = Sharding(
                 _free_owner(model),
-                frees_gradients=bool(shard_gradients),
-                reduce_dtype=reduce_dtype if model.world.world_size > 1 else None,
+                frees_gradients=bool(shard_gradients) and has_peers,
+                reduce_dtype=reduce_dtype if has_peers else None,
             )
             self._partition = ElementWisePartition(
                 self._shard(self._sharding),
@@ -459,11 +460,10 @@ def _shardings_of_others(model: DistributedDataParallel, owner: int) -> dict[int
     exchange = model.engine.exchange
     if not isinstance(exchange, ShardedExchange):
         return {}
-    alive = exchange.owners_alive()
     return {
         index: (sharding, group)
         for index, (sharding, group) in exchange.shardings.items()
-        if sharding.owner != owner and sharding.owner in alive
+        if sharding.owner != owner and sharding.owner in exchange.followers
     }
 
 

@@ -41,6 +41,7 @@ to a model that wasn't named, that is an error. `loss.backward()` means the same
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -106,6 +107,8 @@ class Engine:
         self._dummy_hooks = OutputHooks(self._dummy_outputs_reached, is_tracked=True)
         self._window: Window | None = None
         self._pass: Pass | None = None
+        # Training forward passes since the last window, outputs that have hooks, and those that passes have reached.
+        self._num_forwards = self._num_hooked = self._num_reached = 0
         self._single_pass_task = -1  # of autograd: the last pass that was a whole window
         self._muted: list[RemovableHandle] = []  # while a dummy batch has outputs that can't be muted
         self._left_early: str | None = None
@@ -140,17 +143,22 @@ class Engine:
         if self.state is State.FAILED:
             self._reset_after_error()
 
-    def end_forward(self, outputs: object, began_ns: int, *, over_dummy: bool) -> None:
+    def end_forward(self, outputs: object, began_ns: int, *, over_dummy: bool, is_training: bool) -> None:
         """Put hooks on the module's outputs, which begin a pass when a backward pass reaches them.
 
         Args:
             outputs: What the module returned, any pytree of tensors.
             began_ns: When the forward pass began, on the clock of `time.perf_counter_ns`.
             over_dummy: The module ran on a dummy batch in place of an empty share.
+            is_training: The module is in training mode.
         """
         if self.synchronise:
             self.prepare()
-        if not (self._dummy_hooks if over_dummy else self._hooks).put_on(outputs) and graph_task_id() == -1:
+        num_hooked = (self._dummy_hooks if over_dummy else self._hooks).put_on(outputs)
+        if is_training and num_hooked:
+            self._num_forwards += 1
+            self._num_hooked += num_hooked
+        if not num_hooked and graph_task_id() == -1:
             self.readiness.count()
             if over_dummy and not self._muted:
                 trained = [each for each in self.parameters if each.requires_grad]
@@ -159,9 +167,6 @@ class Engine:
 
     def prepare(self) -> None:
         """Have the next pass count as the wrapper's own; see [Note: passes of the wrapper's own]."""
-        if self.state is State.FORWARD:
-            for observer in self.observers:
-                observer.forget_forward()
         self._enter(Event.FORWARD)
 
     def is_over_dummies(self, loss: Tensor) -> bool:
@@ -313,6 +318,8 @@ class Engine:
         return torch.zeros_like(grad)  # the loss may go through outputs over samples, too
 
     def _outputs_reached(self, grad: Tensor, *, over_dummy: bool) -> Tensor | None:
+        self._num_reached += 1
+        self._notice_failure()
         if self._pass is None:
             task = graph_task_id()
             if self.state is State.SINGLE or task == self._single_pass_task:
@@ -331,6 +338,15 @@ class Engine:
             self.readiness.outputs_reached()
         return self._pass.at_outputs(grad)
 
+    def _notice_failure(self) -> None:
+        """Notice that the pass of `loss.backward()` which seems to run has raised: autograd tells nobody of that."""
+        if self._pass is None or not self._pass.tasks or (task := graph_task_id()) in self._pass.tasks or task == -1:
+            return
+        if enclosing_node() is None:
+            self.fail()
+        else:
+            self._pass.tasks.add(task)
+
     def _begin_single_pass(self) -> bool:
         """Begin a pass that needs nothing but autograd, if this is one: see `State.SINGLE`."""
         if not self._may_be_single or self.is_in_window or not self.synchronise or self.recorder.is_profiled:
@@ -342,6 +358,9 @@ class Engine:
 
     def gradient_came(self, parameter: int | None = None) -> bool:
         """See `Listener`."""
+        self._notice_failure()
+        if self.state is State.FAILED:
+            self.begin_forward()  # no forward pass has told of it
         if self._pass is None:  # the loss uses the parameter directly; perhaps the module's outputs too
             # Where weights count, a gradient without one is a mistake, which `_count` explains.
             is_weighted = self._window is not None and self._window.kind is Kind.WEIGHTED
@@ -417,8 +436,10 @@ class Engine:
         self._open_pass(Pass(Kind.PLAIN, 0.0, effect))
         if self.exchange.takes_every_pass:
             self._count()
-        if graph_task_id() == -1:
+        if (task := graph_task_id()) == -1:
             return
+        if self._pass is not None:
+            self._pass.tasks.add(task)
         node = enclosing_node() if is_found_late else None
         if node is None:
             at_end_of_backward(self._autograd_ended)
@@ -456,7 +477,7 @@ class Engine:
         if all(parameter.grad is None for parameter in self.parameters):
             return
         # zero_grad(set_to_none=False): nothing to keep, and the views stay where they are.
-        clear = {p for each in self.buckets if each.hides or self.exchange.is_clear(each) for p in each.parameters}
+        clear = {p for each in self.buckets if each.hides or each.is_clear for p in each.parameters}
         window.saved.save([p for p in self.parameters if p.grad is not None and p not in clear], is_copied=True)
 
     def _count(self) -> None:
@@ -486,7 +507,7 @@ class Engine:
         else:
             assert self._window is not None
             self._window.note_gradients(self.parameters)
-            for observer in self.observers:
+            for observer in self.observers if not self.stays_local else ():
                 observer.end_local_pass()
             self._pass_ended()
 
@@ -523,6 +544,8 @@ class Engine:
         first = self.num_dense if self.exchange.buckets else 0
         for observer in self.observers:
             observer.end_window(self.names[first:], self.parameters[first:])
+            observer.forget_forwards(self._num_forgotten())
+        self._num_forwards = self._num_hooked = self._num_reached = 0
         self.exchange.finish(self._window)
         self._window.saved.add_back(to_shards=True)
         window, self._window = self._window, None
@@ -538,6 +561,15 @@ class Engine:
             drop_grads(self.parameters)
         for observer in self.observers:
             observer.step()
+
+    def _num_forgotten(self) -> int:
+        """How many training forward passes since the last window no backward pass has reached.
+
+        Of forward passes that have several outputs each, passes may reach some: those count as one.
+        """
+        if self._num_reached >= self._num_hooked:
+            return 0
+        return self._num_forwards - math.ceil(self._num_reached * self._num_forwards / self._num_hooked)
 
     def end_local_window(self) -> None:
         """End a window without the other ranks: `p.grad` is this rank's mean, or its sum of PLAIN passes."""
@@ -595,11 +627,11 @@ def weighted_passes(
         dtype: Of the loss.
         is_scaled: The loss was scaled by a GradScaler.
     """
+    if len(engines) > 1:
+        _validate_disjoint(engines)
     this, scale = object(), None
     _weighted.add(this)
     try:
-        if len(engines) > 1:
-            _validate_disjoint(engines)
         if (largest := max(engines, key=_num_ranks)) is not engines[0]:
             # A group's own model is named before one of more ranks, in whose sums gradients would have each group's
             # scale. Nothing is agreed here: a rank without samples ends the first model's window before it takes part
@@ -618,8 +650,9 @@ def weighted_passes(
         raise
     finally:
         _weighted.discard(this)
-    for engine in engines:
-        engine.end_weighted_pass()
+    with contextlib.ExitStack() as stack:  # each ends its pass, whatever is said of another one's gradients
+        for engine in reversed(engines):
+            stack.callback(engine.end_weighted_pass)
 
 
 def _validate_disjoint(engines: Sequence[Engine]) -> None:

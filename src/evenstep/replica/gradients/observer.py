@@ -18,8 +18,7 @@ class Observer:
         a pass begins                begin_pass
         a pass ends, no window does  end_local_pass       `no_sync`, `accumulate`, all but the last of `microbatches`
         a pass goes past the model   passed_by            what it adds to `p.grad` is this rank's own
-        a forward pass is forgotten  forget_forward       another one came, and no pass between
-        the last pass has ended      end_window
+        the last pass has ended      end_window, forget_forwards
         a bucket is packed           totals_for, inspect  if `inspects_buckets`; while autograd runs, and the rest, with
                                                           shared memory always the last one, after `end_window`
         the header travels           header_numbers, judge
@@ -27,8 +26,9 @@ class Observer:
         an optimizer has stepped     stepped
 
     A check that compares ranks has a few numbers in the header: `header_numbers` gives this rank's, `judge` is given
-    their sums over ranks and decides, and `act` does what is to be done, which may take other collectives. On a GPU
-    the sums are judged at the end of the next window, so that nothing waits for them, unless `is_read_at_once`.
+    their sums over ranks and decides, and `act` has `conclude` do what is to be done, which may take other collectives.
+    On a GPU the sums are judged at the end of the next window, so that nothing waits for them, unless
+    `is_read_at_once`.
 
     A rank's own gradients are readable in `inspect` only: in `header_numbers` some buckets travel already, and `p.grad`
     is a view of them. A world of one has no buckets and no header, so only the other methods are called there; and an
@@ -39,12 +39,14 @@ class Observer:
         is_read_at_once: Whether their sums are worth waiting for a GPU.
         inspects_buckets: Whether `totals_for` and `inspect` are called.
         sent: What the numbers of this window are about, for `judge`; None: nothing, so their sums aren't judged.
+        found: What `judge` has found, for `conclude`; None: nothing. The same on all ranks, but for `sent` in it.
     """
 
     num_numbers = 0
     is_read_at_once = False
     inspects_buckets = False
     sent: Any = None
+    found: Any = None
 
     def begin_pass(self) -> None:
         """A backward pass begins."""
@@ -55,8 +57,8 @@ class Observer:
     def passed_by(self, parameter: nn.Parameter) -> None:
         """A backward pass that isn't the wrapper's own has left a gradient in a parameter."""
 
-    def forget_forward(self) -> None:
-        """A forward pass outside of `no_sync` has been followed by another, without a backward pass between."""
+    def forget_forwards(self, number: int) -> None:
+        """So many training forward passes since the last window were reached by no backward pass."""
 
     def watch_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Buckets have been laid out."""
@@ -91,10 +93,14 @@ class Observer:
     def judge(self, sent: Any, sums: Sequence[float]) -> None:
         """Judge numbers that have been added over ranks. All ranks see the same sums. Local: what follows is `act`'s.
 
+        Here `sent` is found where a sum isn't 0.
+
         Args:
             sent: What the numbers are about: `sent`, as it was when they travelled.
             sums: Over ranks, of `header_numbers`: [num_numbers].
         """
+        if any(sums):
+            self.found = sent
 
     def act(self, window: Window) -> bool:
         """Do what follows from what has been judged. Collective if there is something, which all ranks know.
@@ -102,6 +108,11 @@ class Observer:
         Returns:
             Whether the window's gradients must be dropped, on all ranks alike.
         """
+        found, self.found = self.found, None
+        return found is not None and self.conclude(found)
+
+    def conclude(self, found: Any) -> bool:
+        """Raise, warn or act, as all ranks do. Collective. Returns as `act` does."""
         return False
 
     def step(self) -> None:

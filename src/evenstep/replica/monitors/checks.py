@@ -2,12 +2,15 @@
 
     check         in the header                     what the sum shows     what is done, on all ranks alike
     NonFinite     found something; has a scaler     some rank has          the step is skipped, an error, or one warning
-    OptionsWatch  contrast of a checksum            not 0: ranks differ    `MismatchError` names the option or the call
+    OptionsWatch  contrasts of options and calls    not 0: ranks differ    `MismatchError` names the option or the call
     DriftWatch    doubts; contrast of a digest      not 0, twice           `DriftError` names ranks and parameters
+    StepWatch     steps, batches, passes (`steps`)  ranks have others      one warning
 
 Each is an `Observer`: a header that travels in any case carries its numbers, each rank judges their sums, and only if
-they show something ranks exchange what they have, and make one message of it. `header` reads them late on a GPU, and
-counts kinds of passes itself. `digests` has the numbers by which values are compared.
+they show something ranks exchange what they have, and make one message of it. The last two compare ranks, so they are a
+`Comparison`, and so is another row: what all ranks have alike (`measure`), and the message if they don't (`conclude`).
+`header` reads them late on a GPU, and counts kinds of passes itself. `digests` has the numbers by which values are
+compared.
 
 [Note: how gradients are checked]
 
@@ -25,10 +28,10 @@ Of a model that is divided over ranks each rank inspects its parts of the sums, 
 
 Of the options of all parameter groups of optimizers that are divided over ranks, every rank makes a checksum at the
 end of each window. Where checksums differ, which all ranks see, ranks exchange their options, and all raise. The
-checksum is made anew only when an option is another object than in the window before. Hosts that round otherwise may
+checksum is made anew only when an option has another value than in the window before. Hosts that round otherwise may
 have another last digit in a cosine: the checksum is of numbers rounded to `_DIGITS`, and those that lie within
-`_OPTIONS_ROUNDING` of each other are the same. Options that are tensors on a GPU aren't read: their digest, rounded
-too, is added there.
+`_OPTIONS_ROUNDING` of each other are the same. Options that are tensors on a GPU aren't read: a digest of them, rounded
+too, is the second number.
 
 What else a step is given (`OptionsWatch.note`) is in the same checksum: arguments of clipping.
 
@@ -37,11 +40,11 @@ What else a step is given (`OptionsWatch.note`) is in the same checksum: argumen
 Trained parameters are divided into *portions* of equal cost. At the end of a window in which a portion is due, each
 rank makes a digest of its bytes, and the header, which travels in any case, carries two numbers:
 
-    [0]  whether this rank doubts that replicas are meant to be equal
+    [0]  whether this rank doubts that replicas are meant to be equal, and a contrast of what its rounding depends on
     [1]  a contrast of the digest with other ranks' (`digests.contrast`)
 
-Added over ranks, the second is 0 if all digests are the same: so every rank knows, and all know the same, without a
-collective of its own. Only where they differ do ranks find out which, and by how much.
+Added over ranks, a contrast is 0 if all have the same: so every rank knows, and all know the same, without a collective
+of its own. Only where digests differ do ranks find out which, and by how much.
 
 Of a divided model, ranks that differ only along "replicate" have the same parts of all parameters. The header is added
 over all ranks of the model, and a digest is contrasted with those of the same parts. All ranks come to the same windows
@@ -56,7 +59,7 @@ and states, whatever each has to compare, so all of them raise if replicas of an
   compares any more.
 - Ranks of a `LocalSGD`, until it is closed, which makes parameters and what optimizers keep equal again.
 - Ranks within `join`, of which some have left. They are made equal at its end.
-- Ranks on unlike machines, which may round differently. They find out in the first window.
+- Ranks on unlike machines, which may round differently, unless the user has set `compare_every`.
 - Parameters that aren't trained aren't read: training doesn't change them. Module buffers are either made equal at the
   end of every window, or are each rank's own.
 
@@ -65,13 +68,12 @@ A difference of rounding alone leads to one warning, and ends nothing.
 
 from __future__ import annotations
 
-import ast
 import functools
 import gc
 import hashlib
 import itertools
+import marshal
 import math
-import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -82,18 +84,69 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from evenstep import determinism
 from evenstep.errors import ConfigurationError, DriftError, MismatchError, NonFiniteError
 from evenstep.ground.compat.torch_tensors import local_part
 from evenstep.replica.gradients.buckets.bucket import Bucket, total_of
 from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.window import Window
-from evenstep.replica.monitors.digests import canonical, contrast, describe_machine, digest, distance, together
+from evenstep.replica.monitors.digests import canonical, contrast, digest, distance, together
 from evenstep.replica.monitors.in_backward import InBackward
 from evenstep.replica.monitors.steps import StepWatch
 from evenstep.transport.core.nonfinite_monitor import monitor_sums
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
+
+Number = float | Tensor  # 0-dim, float64, if it comes from a GPU, which isn't waited for
+
+
+class Comparison(Observer):
+    """A check that ranks have the same. A row of the table is a subclass with `measure`, and `conclude`, its message.
+
+    Args:
+        rank: Of those that are compared.
+        num_ranks: How many are compared.
+
+    Attributes:
+        num_windows: In how many windows this rank has compared.
+        is_apart: Ranks step each for itself, and nothing is compared.
+    """
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.num_windows = 0
+        self.is_apart = False
+        self._place = (rank, num_ranks)
+
+    def measure(self) -> tuple[Any, Sequence[Number]]:
+        """Return what this window's numbers are about, for `judge` and `conclude`, and `num_numbers` `contrast`s."""
+        raise NotImplementedError
+
+    def contrast(self, value: Any) -> Number:
+        """A number that adds up to 0 over ranks that have the same: plain values, but for rounding, or a digest."""
+        return contrast(value if isinstance(value, Tensor) else checksum(value), *self._place)
+
+    def header_numbers(self, window: Window) -> Sequence[float] | Tensor:
+        """See `Observer`."""
+        self.sent = None
+        if self.is_apart:
+            return (0.0,) * self.num_numbers
+        self.num_windows += 1
+        self.sent, numbers = self.measure()
+        return as_row(*numbers)
+
+    def set_apart(self, is_apart: bool) -> None:
+        """See `Observer`."""
+        self.is_apart = is_apart
+
+
+def as_row(*numbers: Number) -> Sequence[float] | Tensor:
+    """Return numbers as `Observer.header_numbers` does: one tensor if some of them are on a GPU."""
+    like = next((each for each in numbers if isinstance(each, Tensor)), None)
+    if like is None:
+        return numbers  # type: ignore[return-value]
+    return torch.stack([each if isinstance(each, Tensor) else torch.full_like(like, each) for each in numbers])
+
 
 # ---------------------------------------------------------------------- gradients that aren't finite
 
@@ -128,15 +181,12 @@ class Finder:
         found = [(name, each) for name, each in zip(names, gradients, strict=True) if each.numel()]
         if not found:
             return
-        is_on_cpu = found[0][1].device.type == "cpu"
         with torch.no_grad():
             by_size = sorted(whole or gradients, key=Tensor.numel)  # so that all small ones are neighbours
-            if is_on_cpu and all(map(math.isfinite, map(total_of, together(by_size)))):
+            if found[0][1].device.type == "cpu" and all(map(math.isfinite, map(total_of, together(by_size)))):
                 return
             peaks = torch.stack([each.abs().amax().double() for _, each in found])
-            if is_on_cpu and bool(peaks.isfinite().all()):
-                return  # a large total of finite numbers
-            self._peaks.append(([name for name, _ in found], peaks))
+        self._peaks.append(([name for name, _ in found], peaks))
 
     def look_in_grads(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Look at what `p.grad` of some parameters has on this rank."""
@@ -146,11 +196,12 @@ class Finder:
             [grad._values() if grad.is_sparse else local_part(grad) for _, grad in found],
         )
 
-    def count(self) -> float | Tensor:
-        """0 if nothing has been found since the last `take`; 0-dim on a GPU, without waiting for it."""
-        count: float | Tensor = 0.0
+    def count(self) -> Number:
+        """0 if nothing has been found since the last `take`."""
+        count: Number = 0.0
         for _, peaks in self._peaks:
-            count = count + (1.0 if peaks.device.type == "cpu" else (~peaks.amax().isfinite()).double())
+            bad = (~peaks.isfinite()).sum(dtype=torch.float64)
+            count = count + (float(bad) if bad.device.type == "cpu" else bad)
         return count
 
     def take(self) -> list[str]:
@@ -158,10 +209,6 @@ class Finder:
         peaks, self._peaks = self._peaks, []
         both = [each for names, values in peaks for each in zip(names, values.isfinite().tolist(), strict=True)]
         return [name for name, is_finite in both if not is_finite]
-
-    def forget(self) -> None:
-        """Forget what was found."""
-        self._peaks = []
 
 
 class NonFinite(Observer):
@@ -189,18 +236,17 @@ class NonFinite(Observer):
         self._policy = policy
         self._world = world
         self._control = control
-        self._in_sums, self._of_parts = in_sums, of_parts
+        self._of_parts = of_parts
         self._finder = Finder()
         self._findings: set[tuple[int, int, str]] = set()  # in sums: window, rank (-1: of all together), parameter
         self._num_windows = 0
-        self._is_told: bool | None = None  # None: no header has come
         self._is_off = False  # it has warned
 
     # ------------------------------------------------------------------ look
 
     def watch_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Check the sums of buckets, as long as their memory lives."""
-        for bucket in buckets if self._in_sums else ():
+        for bucket in () if self.inspects_buckets else buckets:
             layout = bucket.layout
             is_lent = layout.sharding is not None and layout.sharding.frees_gradients  # memory of several buckets
             if layout.dtype.is_floating_point and not is_lent:
@@ -219,7 +265,7 @@ class NonFinite(Observer):
 
     def end_window(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         """See `Observer`."""
-        if not self._in_sums and not self._is_off:
+        if self.inspects_buckets and not self._is_off:
             self._finder.look_in_grads(names, parameters)
 
     def _look_at_sum(
@@ -230,23 +276,16 @@ class NonFinite(Observer):
         places = (~torch.isfinite(result)).nonzero()[:, 0]
         if len(places) == 0:
             return  # a large total of finite numbers
-        slots = torch.searchsorted(begins, places + begin, right=True) - 1
-        own: int | None = None
-        others_are_small = torch.ones(len(places), dtype=torch.bool, device="cpu")
-        bad_of: dict[int, Tensor] = {}
+        values = torch.stack([given[places] for given in inputs])
+        bad, is_small = ~values.isfinite(), values.abs() < torch.finfo(values.dtype).max / (2 * len(inputs))
         for rank, given in enumerate(inputs):
             if given.data_ptr() == result.data_ptr():
-                own = rank  # overwritten by the sum: it is what the others don't explain, or not known to be
-                continue
-            values = given[places]
-            bad_of[rank] = ~values.isfinite()
-            others_are_small &= values.abs() < torch.finfo(given.dtype).max / (2 * len(inputs))
-        if own is not None:
-            bad_of[own] = others_are_small
-        explained = torch.stack([*bad_of.values()]).any(0)
-        bad_of[-1] = ~explained
-        for rank, bad in bad_of.items():
-            self._findings |= {(self._num_windows, rank, names[slot]) for slot in set(slots[bad].tolist())}
+                # Overwritten by the sum: it is what the others don't explain, or not known to be.
+                is_small[rank] = True
+                bad[rank] = is_small.all(0)
+        slots = torch.searchsorted(begins, places + begin, right=True) - 1
+        for rank, here in enumerate([~bad.any(0), *bad], -1):
+            self._findings |= {(self._num_windows, rank, names[slot]) for slot in set(slots[here].tolist())}
 
     # ------------------------------------------------------------------ tell
 
@@ -254,28 +293,31 @@ class NonFinite(Observer):
         """See `Observer`: how much this rank has found that others don't know yet, and whether a scaler handles it."""
         self.sent = True
         found = self._finder.count() + len(self._findings) if not self._is_off else 0.0
-        if isinstance(found, Tensor):
-            return torch.stack([found, torch.full_like(found, window.is_scaled)])
-        return (found, float(window.is_scaled))
+        return as_row(found, float(window.is_scaled))
 
     def judge(self, sent: Any, sums: Sequence[float]) -> None:
         """See `Observer`."""
-        self._is_told = sums[0] > 0 and (self._policy == "warn" or not sums[1])
+        if sums[0] > 0 and (self._policy == "warn" or not sums[1]):
+            self.found = sent
 
     def act(self, window: Window) -> bool:
-        """Skip the step, raise or warn, if some rank has found something. Collective then, which all ranks know.
+        """See `Observer`."""
+        if self.sent is None:  # a world of one has no header
+            numbers = self.header_numbers(window)
+            self.judge(self.sent, numbers.tolist() if isinstance(numbers, Tensor) else numbers)
+        self.sent = None
+        self._num_windows += 1
+        if self.found is None:
+            self._finder = Finder()  # what a scaler handles is told to nobody
+        return super().act(window)
+
+    def conclude(self, found: Any) -> bool:
+        """Skip the step, raise or warn.
 
         Raises:
             NonFiniteError: By policy "raise"; on all ranks, with the same text.
         """
-        if self._is_told is None:  # a world of one has no header
-            numbers = self.header_numbers(window)
-            self.judge(True, numbers.tolist() if isinstance(numbers, Tensor) else numbers)
-        is_told, self._is_told = self._is_told, None
-        number, self._num_windows = self._num_windows, self._num_windows + 1
-        if not is_told:
-            self._finder.forget()
-            return False
+        number = self._num_windows - 1
         mine = [*sorted(self._findings), *((number, self._world.rank, name) for name in self._finder.take())]
         received = exchange(self._control, {"found": mine, "has_scaler": has_scaler()})
         message, first = self._story([each for theirs in received for each in theirs["found"]])
@@ -319,18 +361,6 @@ class NonFinite(Observer):
         return f"a gradient was infinite or not a number{where} {text}", first
 
 
-def build_nonfinite(
-    policy: Policy | None, world: World, transport: Transport, control: Transport, *, of_parts: bool
-) -> NonFinite | None:
-    """Build the check of a policy; None: none. "warn" checks CPUs only, because it would wait for a GPU."""
-    if policy is None or (
-        policy == "warn" and (world.device.type != "cpu" or (world.world_size == 1 and not of_parts))
-    ):
-        return None
-    in_sums = policy == "warn" and transport.name == "shared memory" and not of_parts
-    return NonFinite(policy, world, control, in_sums=in_sums, of_parts=of_parts)
-
-
 def has_scaler() -> bool:
     """Whether a GradScaler is in use in this process, so that an overflow now and then is no fault."""
     gc.collect()  # one of a training that is over may wait in a circle of references
@@ -347,38 +377,36 @@ def listed(names: Sequence[str]) -> str:
 # ---------------------------------------------------------------------- options and calls that differ
 
 Call = tuple[str, tuple[tuple[str, Any], ...]]  # who was called, and what it was given: plain values
-Facts = tuple[str, Mapping[str, str]]  # whose, and the texts of values that all ranks have alike, by name
+Facts = tuple[str, Mapping[str, Any]]  # whose, and plain values that all ranks have alike, by name
 
 _MAX_CALLS = 1000  # between two windows
 ABOUT_SCHEDULERS = "a scheduler that is given a loss, such as ReduceLROnPlateau, wants everybody's: world.mean(loss)."
 
-_SIMPLE = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, float, str)
 _NOT_PLAIN = "(not compared)"
 _DIGITS = 9
+_MARSHAL_VERSION = 2  # of later ones the bytes depend on who else holds the values
 _OPTIONS_ROUNDING = 1e-8  # not less than the last of the digits
 _ROUNDING_OF_ZERO = 1e-15  # what is left of a cosine that has come to its end
 _ROUNDED_BITS = 24  # of a float64's 52, on a GPU; about the digits
 _MAX_NUMEL = 16  # of a tensor that is an option; a larger one is told by its shape
 
 
-def options_of(optimizer: optim.Optimizer) -> dict[str, str]:
-    """Return the options that an optimizer's step reads from its parameter groups, by readable name, as texts.
+def options_of(optimizer: optim.Optimizer) -> dict[str, Any]:
+    """Return the options that an optimizer's step reads from its parameter groups, by readable name.
 
     Args:
         optimizer: Whose. Only options that its class has are in it, and only plain ones: numbers, texts, small tensors.
     """
-    found = {"the number of parameter groups": str(len(optimizer.param_groups))}
+    found: dict[str, Any] = {"the number of parameter groups": len(optimizer.param_groups)}
     for number, group in enumerate(optimizer.param_groups):
         of = f" of parameter group {number}"
-        found[f"the number of parameters{of}"] = str(len(group["params"]))
-        for name in optimizer.defaults:
-            received = _plain(group.get(name), reads_devices=True)
-            if received is not _NOT_PLAIN:
-                found[f"{name}{of}"] = repr(received)
-    return found
+        found[f"the number of parameters{of}"] = len(group["params"])
+        found |= {f"{name}{of}": plain(group.get(name)) for name in optimizer.defaults}
+    return {name: value for name, value in found.items() if value is not _NOT_PLAIN}
 
 
-def facts_of(optimizers: Sequence[Mapping[str, str]]) -> list[Facts]:
+def facts_of(optimizers: Sequence[Mapping[str, Any]]) -> list[Facts]:
     """`options_of` several optimizers as `find_difference` takes them. Pure."""
     count = len(optimizers)
     return [(f"optimizer {n + 1} of {count}" if count > 1 else "", each) for n, each in enumerate(optimizers)]
@@ -399,12 +427,13 @@ def find_difference(received: Sequence[Sequence[Facts]]) -> str | None:
                 return f"rank 0 called {first[0]} where rank {rank} called {other[0]}"
             for name in (*first[1], *other[1]):
                 ours, theirs = first[1].get(name), other[1].get(name)
-                if not _are_alike(ours, theirs):
-                    return f"{first[0]}{': ' if first[0] else ''}{name} is {ours} on rank 0 and {theirs} on rank {rank}"
+                if not _are_close(ours, theirs):
+                    whose = f"{first[0]}: {name}" if first[0] else name
+                    return f"{whose} is {ours!r} on rank 0 and {theirs!r} on rank {rank}"
     return None
 
 
-class OptionsWatch(Observer):
+class OptionsWatch(Comparison):
     """Compares the options of optimizers that are divided over ranks, and what else steps are given.
 
     Args:
@@ -414,28 +443,27 @@ class OptionsWatch(Observer):
             they like, if their optimizers aren't sharded.
     """
 
-    num_numbers = 1
+    num_numbers = 2
 
     def __init__(self, world: World, control: Transport, are_replicas_alike: Callable[[], bool]) -> None:
+        super().__init__(world.rank, world.world_size)
         self._are_replicas_alike = are_replicas_alike
         self._world = world
         self._control = control
-        self._is_apart = False
         self._calls: list[Call] = []
-        self._optimizers: dict[int, weakref.ref[optim.Optimizer]] = {}
-        self._num_windows = 0
-        self._before: list[Any] | None = None  # the options behind `_number`, if it is enough to look at who they are
-        self._key: Any = None  # and what else it is of
-        self._number: Sequence[float] | Tensor = (0.0,)
-        self._found: Sequence[Call] | None = None  # the calls of a window in which something differed
+        self._next_number = itertools.count().__next__
+        # By numbers that all ranks give alike, though an optimizer that was thrown away may live on on some of them.
+        self._optimizers: weakref.WeakValueDictionary[int, optim.Optimizer] = weakref.WeakValueDictionary()
+        self._written = b""  # options and calls of the window before: what shows soonest that nothing has changed
+        self._number: Number = 0.0  # of them
 
     def add(self, optimizer: optim.Optimizer) -> None:
         """Collective: compare this optimizer's options from now on, for as long as it lives."""
-        self._optimizers[max(self._optimizers, default=-1) + 1] = weakref.ref(optimizer)
+        self._optimizers[self._next_number()] = optimizer
 
     def note(self, who: str, given: Sequence[tuple[str, Any]]) -> None:
         """A call of which every rank makes one like it before the next window ends."""
-        if len(self._calls) < _MAX_CALLS:
+        if len(self._calls) < _MAX_CALLS and not self.is_apart:
             self._calls.append((who, tuple(given)))
 
     @property
@@ -446,60 +474,44 @@ class OptionsWatch(Observer):
     @property
     def alive(self) -> list[optim.Optimizer]:
         """The optimizers that are divided, or would be if there were several ranks."""
-        return [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
+        return list(self._optimizers.values())
 
-    def header_numbers(self, window: Window) -> Sequence[float] | Tensor:
-        """See `Observer`."""
-        self.sent = None
-        if self._is_apart:
-            return (0.0,)
-        self._num_windows += 1
-        self.sent, self._calls = tuple(self._calls), []
-        groups = [(optimizer, group) for optimizer in self.alive for group in optimizer.param_groups]
-        now = [each for _, group in groups for each in group.values()]
-        before, key_before, self._before = self._before, self._key, None
-        self._key = (self.sent, [len(group["params"]) for _, group in groups])
-        is_same = before is not None and len(before) == len(now) and all(map(operator.is_, before, now))
-        if is_same and self._key == key_before:
-            self._before = before
-            return self._number
-        values: list[Any] = [[*map(group.get, optimizer.defaults)] for optimizer, group in groups]
-        if all(map(_are_simple, values)):
-            self._before = now
-        else:
-            values = [_plain(each, reads_devices=False) for each in values]
-        self._number = self._contrast(checksum((self._key, values)), [group for _, group in groups])
-        return self._number
+    def has_divided(self) -> bool:
+        """Whether a ShardedOptimizer of the model is in use."""
+        if self.alive:
+            gc.collect()  # an optimizer is in a cycle: what looks alive may have been left long ago
+        return bool(self.alive)
 
-    def judge(self, sent: Sequence[Call], sums: Sequence[float]) -> None:
-        """See `Observer`."""
-        if sums[0]:
-            self._found = sent
+    def measure(self) -> tuple[Sequence[Call], Sequence[Number]]:
+        """See `Comparison`: about the calls since the last window; these and options, and options that aren't read."""
+        calls, self._calls = self._calls, []
+        groups = [(group, optimizer.defaults) for optimizer in self.alive for group in optimizer.param_groups]
+        options: list[list[Any]] = [[*map(group.get, names)] for group, names in groups]
+        values: Any = (calls, [len(group["params"]) for group, _ in groups], options)
+        far = []
+        try:
+            written = marshal.dumps(values, _MARSHAL_VERSION)
+        except ValueError:  # not all is plain
+            far = [_rounded_bits(value) for each in options for value in each if _is_far(value)]
+            values = plain(values, reads_devices=False)
+            written = marshal.dumps(values, _MARSHAL_VERSION)
+        if written != self._written:
+            self._written, self._number = written, self.contrast(plain(values))
+        return calls, [self._number, self.contrast(digest(far)) if far else 0.0]
 
-    def set_apart(self, is_apart: bool) -> None:
-        """See `Observer`."""
-        self._is_apart = is_apart
-        self._calls = []
-
-    def act(self, window: Window) -> bool:
-        """Name the options or calls that differ. Collective if some were found to, which all ranks know.
+    def conclude(self, found: Sequence[Call]) -> bool:
+        """Name the options or calls that differ.
 
         Raises:
             MismatchError: On every rank, with the same text.
         """
-        found, self._found = self._found, None
-        if found is None:
-            return False
-        mine = {
-            str(number): options_of(each) for number, ref in self._optimizers.items() if (each := ref()) is not None
-        }
-        calls = [(who, {name: repr(value) for name, value in given}) for who, given in found]
+        mine = {str(number): options_of(each) for number, each in self._optimizers.items()}
+        calls = [(who, {name: plain(value) for name, value in given}) for who, given in found]
         received = exchange(self._control, {"options": mine, "calls": calls, "alike": self._are_replicas_alike()})
-        # One that has been thrown away may live on for a while on some of the ranks.
         numbers = [number for number in mine if all(number in each["options"] for each in received)]
-        self._optimizers = {int(number): self._optimizers[int(number)] for number in numbers}
-        self._before = None
-        noticed = f"noticed in backward pass {self._num_windows}"
+        for number in mine.keys() - numbers:
+            del self._optimizers[int(number)]
+        noticed = f"noticed in backward pass {self.num_windows}"
         difference = find_difference([facts_of([each["options"][number] for number in numbers]) for each in received])
         if difference is not None:
             raise MismatchError(
@@ -515,16 +527,6 @@ class OptionsWatch(Observer):
                 )
         return False
 
-    def _contrast(self, found: int, groups: Sequence[Mapping[str, Any]]) -> Sequence[float] | Tensor:
-        far = [value.detach().reshape(-1) for group in groups for value in group.values() if _is_far(value)]
-        whole: int | Tensor = found
-        if far:
-            bits = torch.cat([each.to(far[0].device, torch.float64) for each in far]).view(torch.int64)
-            rounded = (bits + (1 << (_ROUNDED_BITS - 1))) >> _ROUNDED_BITS
-            whole = digest([rounded]) + found
-        number = contrast(whole, self._world.rank, self._world.world_size)
-        return number.reshape(1) if isinstance(number, Tensor) else (number,)
-
 
 def checksum(value: Any) -> int:
     """Of plain values: 64 bits. Numbers that differ by rounding have the same, but for some at the border. Pure."""
@@ -532,53 +534,46 @@ def checksum(value: Any) -> int:
     return int.from_bytes(made, "little", signed=True)
 
 
-def _is_far(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.device.type != "cpu" and value.numel() <= _MAX_NUMEL
+def plain(value: Any, *, reads_devices: bool = True) -> Any:
+    """Return an option or argument as a number, a text, or tuples of them; "(not compared)" for what is none.
 
-
-def _are_simple(values: Sequence[Any]) -> bool:
-    """Whether the values are plain and immutable, so that identity shows a change."""
-    return all(
-        type(each) in _SIMPLE or (type(each) is tuple and all(type(part) in _SIMPLE for part in each))
-        for each in values
-    )
-
-
-def _plain(value: Any, *, reads_devices: bool) -> Any:
-    """An option as a number, a text, or lists of them; `_NOT_PLAIN` for what is none."""
+    Args:
+        value: Numbers, texts, small tensors, and lists and tuples of them are compared.
+        reads_devices: Read tensors on a GPU, which waits for it; else their shape is all that is compared.
+    """
+    if value is None or type(value) in _PLAIN:
+        return value
     if isinstance(value, Tensor):
         is_read = value.numel() <= _MAX_NUMEL and (reads_devices or value.device.type == "cpu")
         return value.tolist() if is_read else f"a tensor {list(value.shape)}"
     if isinstance(value, tuple | list):
-        return tuple(_plain(each, reads_devices=reads_devices) for each in value)
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)  # numpy's numbers become python's
-    return None if value is None else _NOT_PLAIN
+        return tuple(plain(each, reads_devices=reads_devices) for each in value)
+    return next((kind(value) for kind in _PLAIN if isinstance(value, kind)), _NOT_PLAIN)  # numpy's become python's
+
+
+def _is_far(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu" and value.numel() <= _MAX_NUMEL
+
+
+def _rounded_bits(value: Tensor) -> Tensor:
+    bits = value.detach().to(torch.float64, copy=True).reshape(-1).view(torch.int64)
+    return (bits + (1 << (_ROUNDED_BITS - 1))) >> _ROUNDED_BITS
 
 
 def _rounded(value: Any) -> Any:
-    """What `_plain` has given, or a list of it, with numbers as the checksum has them."""
+    """What `plain` has given, or a list of it, with numbers as the checksum has them."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     return tuple(map(_rounded, value)) if isinstance(value, tuple | list) else value
 
 
-def _are_alike(one: str | None, other: str | None) -> bool:
-    """Whether two texts of `options_of` mean the same, but for rounding."""
-    if one == other or one is None or other is None:
-        return one == other
-    try:
-        return _are_close(ast.literal_eval(one), ast.literal_eval(other))
-    except (ValueError, SyntaxError):  # "nan", "inf", or no text of numbers
-        return False
-
-
 def _are_close(one: Any, other: Any) -> bool:
+    """Whether two values of `plain` are the same, but for rounding."""
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(map(_are_close, one, other))
     if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=_OPTIONS_ROUNDING, abs_tol=_ROUNDING_OF_ZERO)
+        is_close = math.isclose(one, other, rel_tol=_OPTIONS_ROUNDING, abs_tol=_ROUNDING_OF_ZERO)
+        return is_close or (math.isnan(one) and math.isnan(other))
     return type(one) is type(other) and bool(one == other)
 
 
@@ -637,20 +632,17 @@ def plan_portions(sizes: Sequence[tuple[int, int]], every: int) -> tuple[Portion
     """
     in_all = sum(rows * row_bytes + _CALL_BYTES for rows, row_bytes in sizes if rows)
     enough = max(_LEAST_BYTES, -(-in_all // every))
-    portions: list[list[Piece]] = [[]]
-    missing = enough
+    portions: list[list[Piece]] = [[] for _ in range(-(-in_all // enough))]
+    cost = 0  # of all that comes before this parameter's rows
     for index, (rows, row_bytes) in enumerate(sizes):
-        missing -= _CALL_BYTES if rows else 0
+        cost += _CALL_BYTES if rows else 0
         begin = 0
         while begin < rows:
-            if missing <= 0:
-                portions.append([])
-                missing += enough
-                continue
-            end = min(rows, begin + max(1, -(-missing // row_bytes)))
-            portions[-1].append(Piece(index, begin, end))
-            missing -= (end - begin) * row_bytes
+            number = (cost + begin * row_bytes) // enough
+            end = min(rows, -((cost - (number + 1) * enough) // row_bytes))  # the row that comes to the border is in it
+            portions[number].append(Piece(index, begin, end))
             begin = end
+        cost += rows * row_bytes
     return tuple(tuple(portion) for portion in portions if portion)
 
 
@@ -677,7 +669,7 @@ def find_minority(digests: Sequence[Sequence[int]]) -> tuple[list[int], list[int
     return differing, sorted(minority), typical
 
 
-class DriftWatch(Observer):
+class DriftWatch(Comparison):
     """Compares this rank's parameters with its replicas'.
 
     Args:
@@ -701,45 +693,41 @@ class DriftWatch(Observer):
         every: int,
         is_vouched: bool,
     ) -> None:
+        super().__init__(replicas.rank, len(replicas.numbers))
         self._names = names
         self._parameters = parameters
         self._replicas = replicas
         self._everybody = everybody
         self._is_vouched = is_vouched
         portions = plan_portions([_rows(self._values_of(index)) for index in range(len(parameters))], every)
-        # The first window has something else to tell.
-        places = [(1 + number * every // len(portions)) % every for number in range(len(portions))]
+        # None in the first of many windows, before which no optimizer has stepped.
+        places = [(2 + number * every // len(portions)) % every for number in range(len(portions))]
         self._due = dict(zip(places, portions, strict=True))
         self._every = every
-        self._machine = describe_machine(parameters[0].device)
-        self._doubts = 0.0
-        self._is_off = False
-        self._is_apart = False
+        self._machine = 0.0 if is_vouched else self.contrast(describe_machine(parameters[0].device))
+        self._doubts = False
         self._has_warned = False
-        self._num_windows = 0
         self._versions: list[int] | None = None
-        self._suspect: Portion | None = None
-        self._after_step: Tensor | None = None  # 0-dim, int64: digest of the suspect behind an optimizer's step
-        self._steppers: list[weakref.ref[Any]] = []  # optimizers that have stepped the suspect, in that order
         self._stepped: set[int] = set()  # optimizers since the last window, by id
         self._left: list[int] | None = None  # versions of what steps have left; None: of steps without an average
         self._when = ""
-        self._found: Portion | None = None
+        self._steppers: list[weakref.ref[Any]] = []  # optimizers that have stepped the last suspect, in that order
+        self._watch_steps(None)
 
     def set_apart(self, is_apart: bool) -> None:
         """See `Observer`. Replicas are equal again when ranks come together, whatever there was before."""
-        self._is_apart, self._versions = is_apart, None
+        super().set_apart(is_apart)
+        self._versions = None
         self._watch_steps(None)
 
     @property
     def is_on(self) -> bool:
         """Whether parameters are compared, as far as this rank knows."""
-        return not (self._is_off or self._doubts or self._is_apart)
+        return not (self._doubts or self.is_apart)
 
     def doubt(self) -> None:
         """Replicas may be meant to differ from now on, unless the user vouches for the contrary."""
-        if not self._is_vouched:
-            self._doubts = 1.0
+        self._doubts = self._doubts or not self._is_vouched
 
     def doubt_hook(self, function: Callable[..., Any]) -> None:
         """Doubt, unless a communication hook is known to average."""
@@ -750,61 +738,49 @@ class DriftWatch(Observer):
 
     def end_local_pass(self) -> None:
         """See `Observer`."""
-        if self._versions is None and not self._is_off and not self._is_apart:
+        if self._versions is None and self.is_on:
             self._versions = self._versions_now()
 
     def header_numbers(self, window: Window) -> Sequence[float] | Tensor:
         """See `Observer`."""
         self._stepped = set()
-        self.sent = None
-        if self._is_off or self._is_apart:
-            return (0.0, 0.0)
-        number, self._num_windows = self._num_windows, self._num_windows + 1
-        if self._versions is not None:
-            if self._versions != self._versions_now():
-                self.doubt()  # an optimizer has stepped on gradients of this rank alone
-            self._versions = None
-        whole: int | Tensor
-        if number == 0:
-            self.sent, whole = ("machine", ()), self._machine
-        elif self._suspect is not None:
-            self.sent = "again", self._suspect
-            whole = self._digest(self._suspect) if self._after_step is None else self._after_step
-        else:
-            portion = self._due.get(number % self._every, ())
-            self.sent, whole = ("first", portion), self._digest(portion) if portion else 0
-        found = contrast(whole, self._replicas.rank, len(self._replicas.numbers))
-        if isinstance(found, Tensor):
-            return torch.stack([torch.full_like(found, self._doubts), found])
-        return (self._doubts, found)
+        return super().header_numbers(window)
 
-    def judge(self, sent: tuple[str, Portion], sums: Sequence[float]) -> None:
+    def measure(self) -> tuple[tuple[Portion, bool], Sequence[Number]]:
+        """See `Comparison`: about a portion, and whether it has differed before."""
+        if self._versions is not None and self._versions != self._versions_now():
+            self.doubt()  # an optimizer has stepped on gradients of this rank alone
+        self._versions = None
+        is_again = self._suspect is not None
+        portion = self._suspect or self._due.get(self.num_windows % self._every, ())
+        number: Number = 0.0
+        if portion and self.is_on:
+            number = self.contrast(self._digest(portion) if self._after_step is None else self._after_step)
+        return (portion, is_again), [self._machine + self._doubts, number]
+
+    def judge(self, sent: tuple[Portion, bool], sums: Sequence[float]) -> None:
         """See `Observer`. A difference counts if it is there again behind the next step of an optimizer."""
-        why, portion = sent
-        num_doubts, differs = sums[0], sums[1] != 0
-        if num_doubts or (why == "machine" and differs and not self._is_vouched):
-            self._is_off = True
+        portion, is_again = sent
+        some_doubt, differs = map(bool, sums)
+        if some_doubt:
+            self._doubts = True
             self._watch_steps(None)
-        if self._is_off:
-            return
-        if why == "first" and differs and self._suspect is None:  # one at a time
+        elif is_again and portion is self._suspect:  # on a GPU it has been sent twice when it is judged
+            self._watch_steps(None)
+            self.found = portion if differs else None
+        elif differs and not is_again and self._suspect is None:  # one at a time
             self._watch_steps(portion)
-        elif why == "again" and portion is self._suspect:  # on a GPU it has been sent twice when it is judged
-            self._watch_steps(None)
-            self._found = portion if differs else None
 
-    def act(self, window: Window) -> bool:
-        """Raise what differs. Collective if a difference has been found, which all ranks know.
+    def conclude(self, found: Portion) -> bool:
+        """Raise what differs, or warn.
 
         Raises:
             DriftError: On every rank, with the same text.
         """
-        portion, self._found = self._found, None
-        if portion is None:
-            return False
-        received: list[tuple[str, bool]] = exchange(self._everybody, self._explain(portion))
+        received: list[tuple[str, bool]] = exchange(self._everybody, self._explain(found))
         for text, is_rounding in received:
             if text and not is_rounding:
+                self._left = None  # who catches this has been told, and isn't told again at the end
                 raise DriftError(text)
         texts = [text for text, _ in received if text]
         if texts and self._everybody.rank == 0 and not self._has_warned:
@@ -814,9 +790,11 @@ class DriftWatch(Observer):
 
     # ------------------------------------------------------------------ parts
 
-    def _watch_steps(self, portion: Portion | None) -> None:
-        self._suspect, self._after_step = portion, None
-        if portion is not None:
+    def _watch_steps(self, suspect: Portion | None) -> None:
+        """Take the digest of a portion behind each step of an optimizer from now on; None: of none."""
+        self._suspect = suspect
+        self._after_step: Tensor | None = None  # 0-dim, int64: its digest behind the last step
+        if suspect is not None:
             self._steppers = []
 
     def stepped(self, optimizer: optim.Optimizer) -> None:
@@ -845,8 +823,15 @@ class DriftWatch(Observer):
             for piece, now, left in zip(pieces, self._versions_now(), self._left, strict=True)
         ]
 
-    def explain_end(self, differing: Sequence[int]) -> tuple[str, bool]:
-        """Collective among replicas: as `_explain`, for some parameters, when the run has ended."""
+    def explain_end(self, differing: Sequence[int], timeout_s: float) -> tuple[str, bool]:
+        """Collective among replicas: as `_explain`, for some parameters, when the run has ended.
+
+        Args:
+            differing: Numbers of the parameters.
+            timeout_s: Deadline for the other replicas, of which one may do something else.
+        """
+        for transport in (self._replicas.control, self._replicas.transport):
+            transport.set_timeout(timeout_s)
         self._when, self._steppers = "noticed at the end of the run", []
         return self._explain(self._wholes(differing))
 
@@ -857,13 +842,13 @@ class DriftWatch(Observer):
         return [parameter._version for parameter in self._parameters]
 
     def _rows_of(self, piece: Piece) -> Tensor:
-        """[rows, ...], or the whole of a parameter that has no dimensions."""
-        values = self._values_of(piece.parameter)
-        return values[piece.begin : piece.end] if values.dim() else values
+        """[rows, ...]."""
+        return self._values_of(piece.parameter)[piece.begin : piece.end]
 
     def _values_of(self, parameter: int) -> Tensor:
-        """What replicas have alike of a parameter."""
-        return local_part(self._parameters[parameter]).data
+        """What replicas have alike of a parameter; one without dimensions has one row."""
+        values = local_part(self._parameters[parameter]).data
+        return values if values.dim() else values.reshape(1)
 
     def _digest(self, portion: Portion) -> Tensor:
         return digest([self._rows_of(piece) for piece in portion])
@@ -912,7 +897,7 @@ class DriftWatch(Observer):
         names = list(dict.fromkeys(self._names[piece.parameter] for piece in pieces))
         which = f"parameter{'s' if len(names) > 1 else ''} {listed(names)}"
         amount = "by what isn't a number" if most == float("inf") else f"by up to {most:.1e} of the largest value there"
-        when = self._when or f"noticed in backward pass {self._num_windows}"
+        when = self._when or f"noticed in backward pass {self.num_windows}"
         if minority:
             ranks = f"rank{'s' if len(minority) > 1 else ''} {', '.join(str(numbers[rank]) for rank in minority)}"
             verb = "differ" if len(minority) > 1 else "differs"
@@ -929,57 +914,20 @@ def _rows(values: Tensor) -> tuple[int, int]:
     """(number of rows, bytes of one); none of what isn't compared."""
     if type(values) is not Tensor or values.layout is not torch.strided or not values.numel():
         return 0, 0
-    rows = values.shape[0] if values.dim() else 1
-    return rows, values.nbytes // rows
+    return len(values), values.nbytes // len(values)
+
+
+def describe_machine(device: torch.device) -> dict[str, str]:
+    """Return what is the same on ranks that round alike."""
+    facts = determinism.facts(device)
+    return {name: fact for name, fact in facts.items() if device.type == "cpu" or name != "num_threads"}
 
 
 # ---------------------------------------------------------------------- all of them
 
 
-@dataclass(frozen=True)
 class Monitors:
     """What watches the steps of one model.
-
-    Attributes:
-        options: Compares options of optimizers and arguments of steps between ranks.
-        drift: Compares parameters between ranks; None: nothing is compared.
-        nonfinite: Finds gradients that aren't finite; None: nothing is checked.
-        steps: Looks at optimizers' steps; None: there is nobody to be out of step with.
-        in_backward: Steps optimizers within the backward pass.
-    """
-
-    options: OptionsWatch
-    drift: DriftWatch | None
-    nonfinite: NonFinite | None
-    steps: StepWatch | None
-    in_backward: InBackward
-
-    @property
-    def observers(self) -> tuple[Observer, ...]:
-        """Those that there are, in the order in which the engine calls them."""
-        # A step that must not be made comes first, and options before parameters: these differ where those do.
-        found = (self.nonfinite, self.options, self.drift, self.steps, self.in_backward)
-        return tuple(each for each in found if each is not None)
-
-    def are_replicas_alike(self) -> bool:
-        """Return whether replicas are meant to be equal, as far as this rank knows."""
-        return self.drift is not None and self.drift.is_on
-
-
-def build_monitors(
-    names: Sequence[str],
-    parameters: Sequence[nn.Parameter],
-    world: World,
-    transport: Transport,
-    control: Transport,
-    *,
-    on_nonfinite: Policy | None,
-    compare_every: int | None,
-    starts_equal: bool,
-    replicas: Replicas | None,
-    is_divided: bool = False,
-) -> Monitors:
-    """Build the monitors of a model.
 
     Args:
         names: Of the parameters.
@@ -993,17 +941,50 @@ def build_monitors(
         starts_equal: The replicas were made equal when the model was wrapped.
         replicas: The ranks that have the same parameters as this one, or the same parts of them; None: no others have.
         is_divided: FSDP2 or tensor parallelism has divided the model over ranks, and adds gradients.
+
+    Attributes:
+        options: Compares options of optimizers and arguments of steps between ranks.
+        drift: Compares parameters between ranks; None: nothing is compared.
+        nonfinite: Finds gradients that aren't finite; None: nothing is checked.
+        steps: Looks at optimizers' steps; None: there is nobody to be out of step with.
+        observers: All of them, in the order in which the engine calls them.
     """
-    drift = None
-    if replicas is not None and compare_every != 0:
-        every, is_vouched = compare_every or DEFAULT_EVERY, compare_every is not None
-        drift = DriftWatch(names, parameters, replicas, control, every=every, is_vouched=is_vouched)
-        if not starts_equal:
-            drift.doubt()
-    options = OptionsWatch(world, control, lambda: drift is not None and drift.is_on)
-    nonfinite = build_nonfinite(on_nonfinite, world, transport, control, of_parts=is_divided)
-    steps_late = not is_divided and (world.world_size > 1 or world.virtual_ranks is not None)
-    steps = None
-    if world.world_size > 1:
-        steps = StepWatch(parameters, world, control, () if drift is None else (drift,))
-    return Monitors(options, drift, nonfinite, steps, InBackward(parameters if steps_late else ()))
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        world: World,
+        transport: Transport,
+        control: Transport,
+        *,
+        on_nonfinite: Policy | None,
+        compare_every: int | None,
+        starts_equal: bool,
+        replicas: Replicas | None,
+        is_divided: bool = False,
+    ) -> None:
+        drift = None
+        if replicas is not None and compare_every != 0:
+            every, is_vouched = compare_every or DEFAULT_EVERY, compare_every is not None
+            drift = DriftWatch(names, parameters, replicas, control, every=every, is_vouched=is_vouched)
+            if not starts_equal:
+                drift.doubt()
+        nonfinite = None
+        # "warn" checks CPUs only, because it would wait for a GPU.
+        has_sums = world.device.type == "cpu" and (world.world_size > 1 or is_divided)
+        if on_nonfinite in ("skip", "raise") or (on_nonfinite == "warn" and has_sums):
+            in_sums = on_nonfinite == "warn" and transport.name == "shared memory" and not is_divided
+            nonfinite = NonFinite(on_nonfinite, world, control, in_sums=in_sums, of_parts=is_divided)
+        steps_late = not is_divided and (world.world_size > 1 or world.virtual_ranks is not None)
+        watches = () if drift is None else (drift,)
+        self.drift, self.nonfinite = drift, nonfinite
+        self.steps = StepWatch(parameters, world, control, watches) if world.world_size > 1 else None
+        self.options = OptionsWatch(world, control, lambda: drift is not None and drift.is_on)
+        # A step that must not be made comes first, and options before parameters: these differ where those do.
+        found = (nonfinite, self.options, drift, self.steps, InBackward(parameters if steps_late else ()))
+        self.observers: tuple[Observer, ...] = tuple(each for each in found if each is not None)
+
+    def are_replicas_alike(self) -> bool:
+        """Return whether replicas are meant to be equal, as far as this rank knows."""
+        return self.drift is not None and self.drift.is_on

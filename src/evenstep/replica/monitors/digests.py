@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import platform
+import itertools
 import random
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -60,34 +58,23 @@ def contrast(value: int | Tensor, rank: int, num_ranks: int) -> float | Tensor:
 
 def together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """All elements in fewer tensors, flat: neighbours that are small become one. Complex numbers become pairs."""
-    flat: list[Tensor] = []
-    small: list[Tensor] = []
-    for tensor in tensors:
-        if tensor.numel() == 0 or tensor.untyped_storage().nbytes() == 0:  # who has freed it will fill it again
-            continue
-        if small and (
-            tensor.nbytes > _SMALL_BYTES or (tensor.dtype, tensor.device) != (small[0].dtype, small[0].device)
-        ):
-            flat.append(torch.cat(small))
-            small = []
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor.resolve_conj())
-        one = tensor.contiguous().reshape(-1)
-        (small if tensor.nbytes <= _SMALL_BYTES else flat).append(one)
-    if small:
-        flat.append(torch.cat(small))
-    return flat
+    # Who has freed a tensor's memory will fill it again.
+    filled = [each for each in tensors if each.numel() and each.untyped_storage().nbytes()]
+    real = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in filled]
+    runs = itertools.groupby([each.contiguous().reshape(-1) for each in real], _kind)
+    return [torch.cat(run) if len(run) > 1 else run[0] for run in (list(each) for _, each in runs)]
+
+
+def _kind(flat: Tensor) -> object:
+    """What neighbours have in common that become one; large ones have nothing."""
+    return (flat.dtype, flat.device) if flat.nbytes <= _SMALL_BYTES else id(flat)
 
 
 def _weigh(words: Tensor) -> Tensor:
-    weights = _weights(words.device)
     rows, rest = divmod(words.numel(), _NUM_COLUMNS)
-    last = words[rows * _NUM_COLUMNS :]
-    total = (last.to(torch.int64) * weights[:rest]).sum()
-    if rows:
-        columns = words[: rows * _NUM_COLUMNS].view(rows, _NUM_COLUMNS).sum(0)
-        total = total * _ODD + (columns * weights).sum()
-    return total
+    columns = words[: rows * _NUM_COLUMNS].view(rows, _NUM_COLUMNS).sum(0)
+    columns[:rest] += words[rows * _NUM_COLUMNS :]
+    return (columns * _weights(words.device)).sum()
 
 
 @functools.cache
@@ -116,20 +103,3 @@ def distance(one: Tensor, other: Tensor) -> float:
     largest = max(float(torch.where(each.isfinite(), each.abs(), 0.0).max()) for each in (one, other))
     ratio = apart / largest if largest else float("inf")
     return ratio if ratio == ratio else float("inf")
-
-
-def describe_machine(device: torch.device) -> int:
-    """A number that is the same on ranks that round alike: processor, device, number of threads, torch."""
-    facts = [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), _processor()]
-    facts.append(str(torch.get_num_threads()) if device.type == "cpu" else "")
-    if device.type == "cuda":
-        facts.append(torch.cuda.get_device_name(device))
-    made = hashlib.blake2b("|".join(facts).encode(), digest_size=8).digest()
-    return int.from_bytes(made, "little", signed=True)
-
-
-@functools.cache
-def _processor() -> str:
-    with suppress(OSError), open("/proc/cpuinfo") as file:
-        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    return platform.processor()

@@ -14,12 +14,12 @@ from functools import partial
 
 import torch.distributed as dist
 
-from evenstep.errors import DriftError
+from evenstep.errors import CollectiveTimeoutError, DriftError, PeerLostError
 from evenstep.replica.monitors.checks import DriftWatch
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.world import World
 
-_DEADLINE_S = 10.0
+_DEADLINE_S = 5.0  # a rank whose loop was shorter waits as long before the others lose it
 
 _watches: weakref.WeakKeyDictionary[World, list[weakref.ref[DriftWatch]]] = weakref.WeakKeyDictionary()
 
@@ -42,11 +42,12 @@ def _compare(reference: weakref.ref[World]) -> None:
         world.control.set_timeout(_DEADLINE_S)
         everybody = exchange(world.control, mine, what="the comparison of replicas at the end")
         found = {number: differing for number in mine if (differing := differing_at_end(number, everybody))}
-        told = [watches[number].explain_end(differing) for number, differing in found.items()]
+        told = [watches[number].explain_end(differing, _DEADLINE_S) for number, differing in found.items()]
     except Exception as error:  # whatever a rank does instead, this one has done its work
+        is_late = isinstance(error, CollectiveTimeoutError | PeerLostError)
+        why = f"its ranks did not end within {_DEADLINE_S:.0f} s of each other" if is_late else "that failed"
         warnings.warn(
-            f"rank {world.rank}: replicas were not compared at the end of the run, because its ranks did not end "
-            f"within {_DEADLINE_S:.0f} s of each other: {error}",
+            f"rank {world.rank}: replicas were not compared at the end of the run, because {why}: {error}",
             stacklevel=2,
         )
         return

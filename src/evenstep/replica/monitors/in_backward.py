@@ -12,6 +12,7 @@ from evenstep.replica.gradients.observer import Observer
 
 # Read in `sys.modules`: where nobody has imported it no optimizer is there, and importing it takes a second.
 _TORCH_MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
+_OPTIMIZERS = "_in_backward_optimizers"  # torch's attribute of a parameter
 
 
 class InBackward(Observer):
@@ -27,22 +28,17 @@ class InBackward(Observer):
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        self._stepped: list[Any] = [each for each in parameters if hasattr(each, "_in_backward_optimizers")]
+        self._stepped: list[Any] = [each for each in parameters if hasattr(each, _OPTIMIZERS)]
         self.begin_pass()
 
     def begin_pass(self) -> None:
         """Take torch's hooks off the parameters, while any parameter in the process has some."""
         module = sys.modules.get(_TORCH_MODULE)
-        if module is None or not len(module.param_to_optim_hook_handle_map):
-            return
-        hooked = module.param_to_optim_hook_handle_map
-        known = set(map(id, self._stepped))
-        for parameter in self._parameters:
-            handles = hooked.pop(parameter, ())
-            for handle in handles:
-                handle.remove()
-            if handles and id(parameter) not in known:
-                self._stepped.append(parameter)
+        if module is not None and len(module.param_to_optim_hook_handle_map):
+            for parameter in self._parameters:
+                for handle in module.param_to_optim_hook_handle_map.pop(parameter, ()):
+                    handle.remove()
+            self._stepped = [each for each in self._parameters if hasattr(each, _OPTIMIZERS)]
 
     def step(self) -> None:
         """Step their parameters with averaged gradients, and set those to None."""

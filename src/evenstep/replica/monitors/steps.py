@@ -13,9 +13,10 @@ collective between pass and step gets no warning: a wrong one would be worse.
 A rank that leaves out a backward pass (`if loss != 0:`) meets the others one step later, and when each has left out one
 the numbers of their exchanges are equal: nothing hangs, replicas stay equal, and gradients of different steps are
 averaged. So ranks compare, from one window to the next, how often they have stepped, how many training batches they
-have drawn, and how many forward passes had no backward pass before the next one. What differs from the beginning, such
-as a forward pass on one rank before the loop, is no slip, and unequal micro-batches under `no_sync` aren't counted. A
-rank whose share is empty runs less of a step than others do, so a window with such a rank isn't judged.
+have drawn, and how many training forward passes no backward pass has reached (`Engine.end_forward`). What differs from
+the beginning, such as a forward pass on one rank before the loop, is no slip; nor are unequal micro-batches, or a cell
+that is called once for each part of a sequence. A rank whose share is empty runs less of a step than others do, so a
+window with such a rank isn't judged.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
+_NOT_COUNTED = -1  # an optimizer that has no parameter of the model
 # What is counted: as it is told.
-_NOT_COUNTED = -1
 _COUNTED = ("optimizer steps", "training batches drawn", "forward passes without a backward pass")
 
 
@@ -76,6 +77,7 @@ class StepWatch(Observer):
         self._has_warned_of_gradients = self._has_warned_of_slips = False
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._is_apart = False
+        self._num_steps = 0  # the most of one optimizer
         self._num_forgotten = 0  # forward passes
         self._before: tuple[int, ...] | None = None  # counts at the last window's end; None: nothing to compare with
         self._slipped: list[int] = []  # numbers of what is counted
@@ -97,9 +99,9 @@ class StepWatch(Observer):
         if held is not None:
             self._note(held, is_held_back=True)
 
-    def forget_forward(self) -> None:
+    def forget_forwards(self, number: int) -> None:
         """See `Observer`."""
-        self._num_forgotten += 1
+        self._num_forgotten += number
 
     def set_apart(self, is_apart: bool) -> None:
         """See `Observer`."""
@@ -112,7 +114,11 @@ class StepWatch(Observer):
             if count is None:
                 holds_some = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
                 count = 0 if holds_some else _NOT_COUNTED
-            self._steps[optimizer] = count if count == _NOT_COUNTED else count + 1
+            if count == _NOT_COUNTED:
+                self._steps[optimizer] = count
+                return
+            self._steps[optimizer] = count + 1
+            self._num_steps = max(self._num_steps, count + 1)
             for other in self._others:
                 other.stepped(optimizer)
         elif self._left is not None and not self._has_warned_of_gradients:
@@ -150,7 +156,7 @@ class StepWatch(Observer):
     # ------------------------------------------------------------------ slipped steps
 
     def _counts(self) -> tuple[int, ...]:
-        return max(self._steps.values(), default=0), batches_drawn(), self._num_forgotten
+        return self._num_steps, batches_drawn(), self._num_forgotten
 
     def header_numbers(self, window: Window) -> Sequence[float] | Tensor:
         """See `Observer`: of each count what has been added since the last window, and its square; an empty share."""
@@ -174,7 +180,7 @@ class StepWatch(Observer):
         if not slipped or self._has_warned_of_slips:
             return False
         self._has_warned_of_slips = True
-        everybody = exchange(self._control, self._before)
+        everybody = exchange(self._control, self._counts())
         if self._world.is_main:
             warnings.warn(_story(slipped[0], everybody), stacklevel=2)
         return False

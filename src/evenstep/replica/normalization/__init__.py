@@ -1,5 +1,5 @@
 """Batch normalisation over the rows of all ranks.
 
-Reading order: `layers` (all layers of a model: the order of their exchanges, and ranks that have left their loop),
-`sync_batchnorm` (one layer: what it exchanges, forward and backward).
+Reading order: `sync_batchnorm` (the layer; what the layers of a model exchange, and ranks that have left their loop),
+`arithmetic` (statistics of rows, of one rank and of all).
 """

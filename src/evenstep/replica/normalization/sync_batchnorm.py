@@ -14,14 +14,25 @@ rank's own: `DistributedDataParallel` averages them with all others.
 [Note: rows that don't count]
 
 The module runs on a dummy batch of a few rows for an empty share (`batches.DummyBatch`). Those rows count 0: they
-are normalised with the other ranks' statistics, and nothing of them travels, forward or backward. The layer's
-`overseer`, which the wrapper sets (`layers.SyncLayers`), knows when that is so.
+are normalised with the other ranks' statistics, and nothing of them travels, forward or backward.
+
+[Note: the recorded sequence]
+
+A rank that has left its loop takes part in the others' exchanges with count 0. It replays the exchanges of the last
+*window*: all forward and backward passes since gradients were last averaged. The active ranks announce a window before
+its first exchange. Every exchange carries a code of the layer and the direction, so a rank that replays an exchange
+which the others no longer make raises an error with the layers' names, instead of adding one layer's sums to another's.
+
+    forward   forward   backward   backward   forward   ...
+    norm 1    norm 2    norm 2     norm 1     norm 1
+    |--------------- a window --------------| |- the next
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -33,50 +44,16 @@ from torch.nn.parameter import UninitializedParameter
 from evenstep import checks
 from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
+from evenstep.ground.compat.torch_autograd import graph_task_id
 from evenstep.ground.compat.torch_dynamo import outside_graphs
 from evenstep.ground.compat.torch_modules import BatchNorm
-from evenstep.replica.channels import channel
+from evenstep.replica.batches import pad_parts
+from evenstep.replica.channels import channel, channel_of
+from evenstep.replica.normalization.arithmetic import combine, local_statistics, update_running_statistics
+from evenstep.transport.core.staged import for_messages
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import validate_group
 from evenstep.world import World
-
-PURPOSE = "batch normalisation"  # of the channels; see `replica.channels`
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """Of the rows of all ranks.
-
-    Attributes:
-        count: 0-dim float64: values per channel.
-        mean: [num_features].
-        var: [num_features], biased; 1 where there was no row at all.
-    """
-
-    count: Tensor
-    mean: Tensor
-    var: Tensor
-
-
-class Overseer(Protocol):
-    """Knows the pass and the model in which a layer runs."""
-
-    world: World
-
-    def counts_rows(self) -> bool:
-        """Whether the rows that a layer sees now are samples, and no dummies."""
-
-    def contribution(self) -> float | Tensor:
-        """What the running backward pass counts for: 0 where it is dropped. A 0-dim tensor is not read."""
-
-    def transport(self, layer: SyncBatchNorm, device: torch.device) -> Transport:
-        """What carries the exchanges of a layer whose inputs are on a device. Collective the first time."""
-
-    def report(self, layer: SyncBatchNorm, *, is_backward: bool) -> float:
-        """An exchange begins. Returns a whole number below 2 ** 23 that is equal on all ranks if they do the same."""
-
-    def describe(self, code: float) -> str:
-        """What a number from `report` stands for."""
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -105,7 +82,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         ConfigurationError: An argument is wrong.
     """
 
-    overseer: Overseer | None = None
+    overseer: SyncLayers | None = None
 
     def __init__(
         self,
@@ -148,125 +125,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return self._train_uncompiled(input) if torch.compiler.is_compiling() else self._train(input)
 
     def _train(self, input: Tensor) -> Tensor:
-        counts = input.numel() > 0 and (self.overseer is None or self.overseer.counts_rows())
-        if counts and self._transport(input.device).world_size == 1:
+        layers = self.overseer or SyncLayers(self, worlds.current())
+        counts = input.numel() > 0 and layers.counts_rows()
+        if counts and layers.channel(input.device, self.process_group).world_size == 1:
             return BatchNorm.forward(self, input)
-        dtype = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
-        with torch.no_grad():
-            own = local_statistics(input.detach().to(dtype)) if counts else self.no_rows(input.device)
-            statistics = self.exchange_statistics(own)
-            self.update_running_statistics(statistics)
-        output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input,
-            self.weight,
-            self.bias,
-            statistics.mean.to(dtype),
-            statistics.var.to(dtype),
-            statistics.count,
-            self,
-            counts,
-        )
-        return output
+        return _Normalise.apply(input, self.weight, self.bias, self, layers, counts)  # type: ignore[no-any-return, no-untyped-call]
 
     _train_uncompiled = outside_graphs(_train)
-
-    # ------------------------------------------------------------------ exchanges
-
-    def no_rows(self, device: torch.device) -> Tensor:
-        """What a rank sends that has no rows: [1 + 2 * num_features], float64."""
-        return torch.zeros(1 + 2 * self.num_features, dtype=torch.float64, device=device)
-
-    def exchange_statistics(self, own: Tensor) -> Statistics:
-        """Collective: the statistics of all ranks' rows.
-
-        Args:
-            own: [1 + 2 * num_features], float64, as `local_statistics` makes it.
-
-        Raises:
-            ValueError: There is one value per channel in all. Raised on every rank; not on CUDA, where the running
-                variance takes the biased one instead of waiting for the device.
-            MismatchError: See `forward`.
-        """
-        transport = self._transport(own.device)
-        code = 0.0 if self.overseer is None else self.overseer.report(self, is_backward=False)
-        sent = _to_carrier(torch.cat([own.new_full((1,), code), own]), transport)
-        rows = sent.new_empty(transport.world_size * sent.numel())
-        self._run(lambda: transport.all_gather(rows, sent).wait(), code)
-        rows = rows.view(transport.world_size, -1)
-        if rows.device.type == "cpu":
-            self._check_codes(rows[:, 0].tolist())
-            total = float(rows[:, 1].sum())
-            if total == 1:
-                raise ValueError(
-                    f"Expected more than 1 value per channel when training, got 1 on all ranks together "
-                    f"(in {self._describe(code)})"
-                )
-        return combine(rows[:, 1:].to(own.device))
-
-    def exchange_gradients(self, own: Tensor) -> Tensor:
-        """Collective: the sum over ranks of [2 * num_features], float64: sums of dy and of dy * xhat.
-
-        Raises:
-            MismatchError: See `forward`.
-        """
-        transport = self._transport(own.device)
-        code = 1.0 if self.overseer is None else self.overseer.report(self, is_backward=True)
-        # Equal codes are those for which n * sum of squares is the square of the sum; whole numbers, so this is exact.
-        codes = own.new_full((1,), code), own.new_full((1,), code * code)  # `new_tensor` waits for a GPU
-        summed = _to_carrier(torch.cat([*codes, own]), transport)
-        self._run(lambda: transport.all_reduce(summed).wait(), code)
-        if summed.device.type == "cpu":
-            first, second = summed[:2].tolist()
-            if transport.world_size * second != first * first:
-                everybody = summed.new_empty(transport.world_size)
-                transport.all_gather(everybody, summed.new_tensor([code])).wait()
-                self._check_codes(everybody.tolist())
-        return summed[2:].to(own.device)
-
-    def _transport(self, device: torch.device) -> Transport:
-        if self.overseer is None:
-            return channel(worlds.current(), PURPOSE, device, self.process_group)
-        return self.overseer.transport(self, device)
-
-    def _run(self, exchange: Callable[[], None], code: float) -> None:
-        try:
-            exchange()
-        except EvenstepError as error:
-            # The same failure, and whose it was: a transport knows only of numbers and lengths.
-            raise type(error)(f"{self._describe(code)}: {error}") from error
-
-    def _describe(self, code: float) -> str:
-        if self.overseer is not None:
-            return self.overseer.describe(code)
-        return f"{'backward' if code else 'forward'} of a SyncBatchNorm of {self.num_features} channels"
-
-    def _check_codes(self, codes: list[float]) -> None:
-        if len(set(codes)) > 1:
-            received = "; ".join(f"rank {rank} is in {self._describe(code)}" for rank, code in enumerate(codes))
-            raise MismatchError(
-                f"the ranks run different batch normalisations at the same time: {received}. Every rank runs the same "
-                f"layers in the same order, whatever its batch."
-            )
-
-    # ------------------------------------------------------------------ running statistics
-
-    def update_running_statistics(self, statistics: Statistics) -> None:
-        """Count one more batch, unless it had no rows; equal on all ranks."""
-        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
-            return
-        count, dtype = statistics.count, statistics.mean.dtype
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(count > 0)
-        if self.momentum is None:
-            factor = 1.0 / self.num_batches_tracked.to(dtype).clamp(min=1)
-        else:
-            factor = torch.full((), self.momentum, dtype=dtype, device=count.device)  # others wait for a GPU
-        factor = torch.where(count > 0, factor, 0.0)
-        unbiased = statistics.var * (count / (count - 1).clamp(min=1))
-        for running, new in ((self.running_mean, statistics.mean), (self.running_var, unbiased)):
-            running.copy_(running.to(dtype) * (1 - factor) + new * factor)
-
-    # ------------------------------------------------------------------ conversion
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
@@ -287,11 +152,296 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if not isinstance(module, nn.Module):
             raise checks.refuse("convert_sync_batchnorm: module", module, "a torch.nn.Module")
         validate_group("convert_sync_batchnorm: process_group", process_group)
-        return _replaced(module, lambda each: _converted(cls, each, process_group), {})
+        return _with_replaced(
+            module,
+            {each: _converted(cls, each, process_group) for each in module.modules() if isinstance(each, BatchNorm)},
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # An overseer belongs to a running world; a copy or a file has none.
         return {name: value for name, value in self.__dict__.items() if name != "overseer"}
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalise over all ranks. Collective, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        layer: SyncBatchNorm,
+        layers: SyncLayers,
+        counts: bool,
+    ) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        own = local_statistics(x.to(dtype)) if counts else _nothing(layer, x.device, is_backward=False)
+        layers.record(layer, is_backward=False)
+        count, mean, var = layers.exchange_statistics(layer, own)
+        mean, var = mean.to(dtype), var.to(dtype)
+        ctx.save_for_backward(x, weight, mean, (var + layer.eps).rsqrt(), count)
+        ctx.layer, ctx.layers, ctx.counts = layer, layers, counts
+        scale, shift = (None if each is None else each.to(dtype) for each in (weight, bias))
+        return nn.functional.batch_norm(x, mean, var, scale, shift, training=False, momentum=0.0, eps=layer.eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, invstd, count = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        own = mean.new_zeros(2, len(mean))  # sums of dy, and of dy * xhat
+        if ctx.counts:
+            x, dy = x.to(mean.dtype), dy.to(mean.dtype)
+            # Sums don't depend on the weight; but without one CUDA's kernel returns none of dy * xhat.
+            _, own[1], own[0] = torch.ops.aten.native_batch_norm_backward(
+                dy, x, invstd, None, None, mean, invstd, True, ctx.layer.eps, [False, True, True]
+            )
+        dx = None
+        if needs_x:
+            ctx.layers.record(ctx.layer, is_backward=True)
+            sums = ctx.layers.exchange_gradients(ctx.layer, own.view(-1).double())
+            mean_dy, mean_dy_xhat = (sums / count.clamp(min=1)).to(mean.dtype).view(2, -1)
+            if ctx.counts:
+                shape = (1, -1) + (1,) * (x.dim() - 2)
+                scale = invstd if weight is None else invstd * weight.to(mean.dtype)
+                dx = x - mean.view(shape)
+                dx.mul_((-invstd * mean_dy_xhat).view(shape)).add_(dy).sub_(mean_dy.view(shape)).mul_(scale.view(shape))
+            else:
+                dx = torch.zeros_like(x)
+        # In dtypes of their own: autograd converts a gradient to what it is the gradient of.
+        return dx, own[1] if needs_weight else None, own[0] if needs_bias else None, None, None, None
+
+
+class Windows(Protocol):
+    """The engine, as these layers see it.
+
+    Attributes:
+        num_reductions: How many windows have ended.
+    """
+
+    num_reductions: int
+
+    def contribution(self) -> float | Tensor:
+        """What the running backward pass counts for: 0 where it is dropped. A 0-dim tensor is not read."""
+
+    def announce(self) -> None:
+        """Collective with ranks that have left their loop, once per window."""
+
+
+class SyncLayers:
+    """All SyncBatchNorms of a module, and what they exchange. False where there are none.
+
+    Collective, but for copies: every rank makes one, for the same model.
+
+    Args:
+        module: The model; or a layer that is in no wrapped model, for one forward pass and its backward pass.
+        world: The ranks that take part.
+        engine: Knows of the model's passes and windows; held weakly. None: of a layer that is in no wrapped model.
+        is_copy: The other ranks may have no such copy of the model, so nothing can be agreed now: it shares the
+            channels of layers without a model.
+
+    Attributes:
+        layers: By name.
+        recorded: The exchanges of the last window, each as (layer, is_backward); without a layer: an agreement on the
+            number of micro-batches.
+    """
+
+    def __init__(
+        self, module: nn.Module, world: World, engine: Windows | None = None, *, is_copy: bool = False
+    ) -> None:
+        self.layers = {name: each for name, each in module.named_modules() if isinstance(each, SyncBatchNorm)}
+        self.recorded: list[tuple[SyncBatchNorm | None, bool]] = []
+        self._index = {layer: index for index, layer in enumerate(self.layers.values())}
+        self._world = world
+        self._engine = (lambda: None) if engine is None else weakref.ref(engine)
+        self._has_channels = engine is not None and not is_copy
+        self._channels: dict[tuple[torch.device, dist.ProcessGroup | None], Transport] = {}
+        self._window = -1  # to which the record belongs
+        self._over_dummy = self._running = False
+        for layer in self.layers.values() if engine is not None else ():
+            layer.overseer = self
+            # Now, while all ranks are here: a rank without a batch would not be there when a layer first needs it.
+            if self._has_channels:
+                self.channel(self._device_of(layer), layer.process_group)
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    def __repr__(self) -> str:
+        return f"<SyncLayers {len(self.layers)} layers, {len(self.recorded)} exchanges recorded>"
+
+    # ------------------------------------------------------------------ called by the wrapper
+
+    @contextmanager
+    def forward_pass(self, *, over_dummy: bool) -> Iterator[None]:
+        """Around the module's forward pass.
+
+        Args:
+            over_dummy: It runs on a dummy batch for an empty share: its rows count 0, now and in its backward pass.
+        """
+        for layer in self.layers.values():
+            layer.overseer = self  # a module may have been wrapped twice
+        self._over_dummy, self._running = over_dummy, True
+        try:
+            yield
+        finally:
+            self._running = False
+
+    def buffers(self) -> list[Tensor]:
+        """The running statistics, which are the same on all ranks, also on those whose share was empty."""
+        return [buffer for layer in self.layers.values() for buffer in layer.buffers(recurse=False)]
+
+    def pad(self, parts: Sequence[Any], batch: Any, dim: int = 0) -> list[Any]:
+        """As many parts of a batch on every rank as on the one that has most of them; the empty ones come first.
+
+        Collective. Statistics are exchanged in every part, so every rank has to run the module equally often.
+
+        Args:
+            parts: What this rank's share was divided into.
+            batch: The share, for its structure.
+            dim: The batch dimension.
+        """
+        self.record(None)
+        return pad_parts(parts, self._most_parts(len(parts)), batch, dim)
+
+    def _most_parts(self, num_parts: int) -> int:
+        device = self._device_of(next(iter(self.layers.values())))
+        most = torch.tensor([num_parts], device="cpu")
+        for_messages(self.channel(device, None), device).all_reduce(most, "max").wait()
+        return int(most)
+
+    def shadow(self) -> None:
+        """Collective: take part with count 0 in all exchanges of a window. Running statistics follow.
+
+        Without a record: every layer once, in the order of `named_modules`, and back.
+
+        Raises:
+            MismatchError: The other ranks do something else than in the recorded window.
+        """
+        forward = [(layer, False) for layer in self.layers.values()]
+        for layer, is_backward in self.recorded or forward + [(layer, True) for layer, _ in reversed(forward)]:
+            if layer is None:
+                self._most_parts(0)
+            else:
+                exchange = self.exchange_gradients if is_backward else self.exchange_statistics
+                exchange(layer, _nothing(layer, self._device_of(layer), is_backward=is_backward))
+
+    # ------------------------------------------------------------------ called by layers
+
+    def channel(self, device: torch.device, group: dist.ProcessGroup | None) -> Transport:
+        """What carries the exchanges of inputs on a device. Collective the first time.
+
+        It is this model's own: another model's exchanges may come in another order.
+        """
+        if (device, group) not in self._channels:
+            args = self._world, "batch normalisation", device, group
+            self._channels[device, group] = channel_of(self, *args) if self._has_channels else channel(*args)
+        return self._channels[device, group]
+
+    def counts_rows(self) -> bool:
+        """Whether the rows that a layer sees now are samples, and no dummies.
+
+        Outside the wrapper's forward pass, and so also inside `model.module(x)`, rows count.
+        """
+        contribution = self._contribution()
+        is_dropped = not isinstance(contribution, Tensor) and contribution == 0
+        # An activation checkpoint runs the layer again inside the backward pass: as in the forward pass before it.
+        runs_again = graph_task_id() != -1 and is_dropped
+        return not (self._over_dummy and (self._running or runs_again))
+
+    def _contribution(self) -> float | Tensor:
+        engine = self._engine()
+        return 1.0 if engine is None else engine.contribution()
+
+    def record(self, layer: SyncBatchNorm | None, *, is_backward: bool = False) -> None:
+        """An exchange follows. Collective with ranks that have left their loop.
+
+        Args:
+            layer: Whose; None: the ranks agree on the number of micro-batches.
+            is_backward: Its gradients, and not its statistics.
+        """
+        engine = self._engine()
+        if engine is not None:
+            if engine.num_reductions != self._window:
+                self._window, self.recorded = engine.num_reductions, []
+            engine.announce()
+            self.recorded.append((layer, is_backward))
+
+    def exchange_statistics(self, layer: SyncBatchNorm, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Collective: the statistics of all ranks' rows, as `combine` returns them. The layer's running ones follow.
+
+        Args:
+            layer: One of these.
+            own: [1 + 2 * num_features], float64, as `local_statistics` makes it.
+
+        Raises:
+            ValueError: There is one value per channel in all. Raised on every rank; not on CUDA, where the running
+                variance takes the biased one instead of waiting for the device.
+            MismatchError: Another rank is in another exchange.
+        """
+        rows = self._exchange(layer, own, is_backward=False)
+        if rows.device.type == "cpu" and rows[:, 0].sum() == 1:
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got 1 on all ranks together "
+                f"(in {self._describe(2 * self._index[layer])})"
+            )
+        combined = combine(rows.to(own.device))
+        update_running_statistics(layer, *combined)
+        return combined
+
+    def exchange_gradients(self, layer: SyncBatchNorm, own: Tensor) -> Tensor:
+        """Collective: the sum over ranks of [2 * num_features], float64: sums of dy and of dy * xhat.
+
+        Raises:
+            MismatchError: Another rank is in another exchange.
+        """
+        part = self._contribution()
+        if isinstance(part, Tensor):
+            own = torch.where(part.to(own.device) == 0, 0.0, own)
+        elif part == 0:
+            own = torch.zeros_like(own)
+        return self._exchange(layer, own, is_backward=True)[0].to(own.device)
+
+    def _exchange(self, layer: SyncBatchNorm, own: Tensor, *, is_backward: bool) -> Tensor:
+        """Returns the rows of all ranks, or [1, n], their sum, on the device that carries them."""
+        transport = self.channel(own.device, layer.process_group)
+        code = float(2 * self._index[layer] + is_backward)
+        # Equal codes are those for which n * sum of squares is the square of the sum; whole numbers, so this is exact.
+        # (`new_tensor` would wait for a GPU.)
+        sent = torch.cat([own.new_full((1,), code), own.new_full((1,), code * code), own])
+        sent = sent if transport.name == "nccl" else sent.cpu()
+        received = sent if is_backward else sent.new_empty(transport.world_size * len(sent))
+        try:
+            (transport.all_reduce(sent) if is_backward else transport.all_gather(received, sent)).wait()
+        except EvenstepError as error:
+            # The same failure, and whose it was: a transport knows only of numbers and lengths.
+            raise type(error)(f"{self._describe(code)}: {error}") from error
+        received = received.view(-1, len(sent))
+        if received.device.type == "cpu":
+            first, second = received[:, :2].sum(0).tolist()
+            if transport.world_size * second != first * first:
+                codes = sent.new_empty(transport.world_size)
+                transport.all_gather(codes, sent.new_tensor([code])).wait()
+                all_codes = "; ".join(f"rank {rank} is in {self._describe(c)}" for rank, c in enumerate(codes.tolist()))
+                raise MismatchError(
+                    f"the ranks run different batch normalisations at the same time: {all_codes}. Every rank runs the "
+                    f"same layers in the same order, whatever its batch."
+                )
+        return received[:, 2:]
+
+    def _describe(self, code: float) -> str:
+        index, is_backward = divmod(int(code), 2)
+        known = [
+            f"SyncBatchNorm {name!r}" if name else f"a SyncBatchNorm of {layer.num_features} channels"
+            for name, layer in self.layers.items()
+        ]
+        which = known[index] if index < len(known) else f"SyncBatchNorm number {index}"
+        return f"{'backward' if is_backward else 'forward'} of {which}"
+
+    def _device_of(self, layer: SyncBatchNorm) -> torch.device:
+        """Where a layer's inputs will be."""
+        return next((tensor.device for tensor in _tensors(layer)), self._world.device)
 
 
 def replace_torchs(module: nn.Module) -> nn.Module:
@@ -305,141 +455,39 @@ def replace_torchs(module: nn.Module) -> nn.Module:
     Returns:
         The module, or what replaces it.
     """
-
-    def replacement(each: nn.Module) -> nn.Module | None:
-        if type(each) is nn.SyncBatchNorm and all(tensor.device.type == "cpu" for tensor in _tensors(each)):
-            return _converted(SyncBatchNorm, each, each.process_group)
-        return None
-
-    return _replaced(module, replacement, {})
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
+    return _with_replaced(
+        module,
+        {
+            each: _converted(SyncBatchNorm, each, each.process_group)
+            for each in module.modules()
+            if type(each) is nn.SyncBatchNorm and all(tensor.device.type == "cpu" for tensor in _tensors(each))
+        },
+    )
 
 
-def _replaced(
-    module: nn.Module, replacement: Callable[[nn.Module], nn.Module | None], seen: dict[nn.Module, nn.Module]
-) -> nn.Module:
-    """`module` with everything replaced for which `replacement` has something; what occurs twice stays one."""
-    if module not in seen:
-        new = replacement(module)
-        seen[module] = module if new is None else new
-        for name, child in list(module._modules.items()):
-            if child is not None:
-                seen[module]._modules[name] = _replaced(child, replacement, seen)
-    return seen[module]
+def _nothing(layer: SyncBatchNorm, device: torch.device, *, is_backward: bool) -> Tensor:
+    """What a rank without rows sends."""
+    return torch.zeros(2 * layer.num_features + (not is_backward), dtype=torch.float64, device=device)
 
 
-def _converted(
-    cls: type[SyncBatchNorm], module: nn.Module, process_group: dist.ProcessGroup | None
-) -> SyncBatchNorm | None:
-    if not isinstance(module, BatchNorm):
-        return None
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _with_replaced(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and child in replaced:
+                parent._modules[name] = replaced[child]
+    return replaced.get(module, module)
+
+
+def _converted(cls: type[SyncBatchNorm], module: BatchNorm, process_group: dist.ProcessGroup | None) -> SyncBatchNorm:
+    """A layer of this class with all that another has."""
     if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters(recurse=False)):
         raise ConfigurationError(
             f"{type(module).__name__} doesn't know its number of channels yet; run one batch before converting it."
         )
     new = cls.__new__(cls)
-    new.__dict__.update({name: value for name, value in module.__dict__.items() if name != "overseer"})
-    new.process_group = process_group
+    new.__dict__.update(module.__dict__ | {"process_group": process_group, "overseer": None})
     return new
-
-
-# ---------------------------------------------------------------------- arithmetic
-
-
-def local_statistics(x: Tensor) -> Tensor:
-    """(count, mean, M2) of one rank's rows: [1 + 2 * num_features], float64. Pure.
-
-    Args:
-        x: [n, num_features, ...], n > 0, float32 or float64.
-    """
-    mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
-    count = x.numel() // x.shape[1]
-    own = torch.empty(1 + 2 * x.shape[1], dtype=torch.float64, device=x.device)
-    own[:1].fill_(count)  # `own[0] = count` waits for a GPU
-    own[1 : 1 + x.shape[1]] = mean
-    own[1 + x.shape[1] :] = var
-    own[1 + x.shape[1] :] *= count
-    return own
-
-
-def combine(rows: Tensor) -> Statistics:
-    """The statistics of all rows out of those of each rank; in float64. Pure.
-
-    Args:
-        rows: [num_ranks, 1 + 2 * num_features]: (count, mean, M2) of each rank.
-    """
-    num_features = rows.shape[1] // 2
-    counts, means, m2 = rows.tensor_split([1, 1 + num_features], dim=1)
-    count = counts.sum()
-    divisor = count.clamp(min=1)
-    mean = (counts * means).sum(0) / divisor
-    var = (m2 + counts * (means - mean).square()).sum(0) / divisor
-    return Statistics(count, mean, torch.where(count > 0, var, 1.0))
-
-
-class _Normalise(torch.autograd.Function):
-    """Normalise with given statistics, which are differentiated through all the same."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        count: Tensor,
-        layer: SyncBatchNorm,
-        counts: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, mean, (var + layer.eps).rsqrt(), count)
-        ctx.layer, ctx.counts, ctx.bias_dtype = layer, counts, None if bias is None else bias.dtype
-        if x.numel() == 0:
-            return torch.empty_like(x)
-        scale = None if weight is None else weight.to(mean.dtype)
-        shift = None if bias is None else bias.to(mean.dtype)
-        return nn.functional.batch_norm(x, mean, var, scale, shift, training=False, momentum=0.0, eps=layer.eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, invstd, count = ctx.saved_tensors
-        layer: SyncBatchNorm = ctx.layer
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dtype, num_features = mean.dtype, len(mean)
-        own = torch.zeros(2, num_features, dtype=dtype, device=x.device)  # sums of dy, and of dy * xhat
-        has_rows = ctx.counts and x.numel() > 0
-        if has_rows:
-            values, dy = x.to(dtype), dy.to(dtype)
-            # Sums don't depend on the weight; but without one CUDA's kernel returns none of dy * xhat.
-            _, own[1], own[0] = torch.ops.aten.native_batch_norm_backward(
-                dy, values, invstd, None, None, mean, invstd, True, layer.eps, [False, True, True]
-            )
-        dx = None
-        if needs_x:
-            part = 1.0 if layer.overseer is None else layer.overseer.contribution()
-            sent = own.reshape(-1).double()
-            if isinstance(part, Tensor):
-                sent = torch.where(part.to(sent.device) == 0, 0.0, sent)
-            elif part == 0:
-                sent = torch.zeros_like(sent)
-            mean_dy, mean_dy_xhat = (layer.exchange_gradients(sent) / count.clamp(min=1)).to(dtype).view(2, -1)
-            if has_rows:
-                shape = (1, -1) + (1,) * (x.dim() - 2)
-                scale = invstd if weight is None else invstd * weight.to(dtype)
-                dx = values - mean.view(shape)
-                dx.mul_((-invstd * mean_dy_xhat).view(shape)).add_(dy).sub_(mean_dy.view(shape))
-                dx = dx.mul_(scale.view(shape)).to(x.dtype)
-            else:
-                dx = torch.zeros_like(x)
-        d_weight = own[1].to(weight.dtype) if needs_weight else None
-        d_bias = own[0].to(ctx.bias_dtype) if needs_bias else None
-        return dx, d_weight, d_bias, None, None, None, None, None
-
-
-def _to_carrier(packed: Tensor, transport: Transport) -> Tensor:
-    return packed if transport.name == "nccl" else packed.cpu()

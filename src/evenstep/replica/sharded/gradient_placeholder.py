@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partialmethod
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import UsageError
 from evenstep.ground.compat.torch_autograd import graph_task_id
+from evenstep.ground.compat.torch_pytree import tree_leaves
 from evenstep.ground.compat.torch_tensors import disabled_function, make_wrapper_subclass, unscale
 from evenstep.transport.core.transport import Transport
 
@@ -23,12 +25,10 @@ class PlaceholderBucket(Protocol):
 
     Attributes:
         names: Of the parameters, slot by slot.
-        num_shards: Over how many ranks they are divided.
-        transport: Between these ranks.
+        transport: Between the ranks that divide them.
     """
 
     names: list[str]
-    num_shards: int
     transport: Transport
 
     def show_zeros(self, index: int) -> None:
@@ -80,8 +80,9 @@ class GradientPlaceholder(Tensor):
         if func is _UNSCALE:
             _unscale(*args, **(kwargs or {}))
             return None
-        given = _leaves((args, tuple((kwargs or {}).values())))  # `out=`, too
-        hidden = next(each for each in given if isinstance(each, GradientPlaceholder))
+        hidden = next(
+            each for each in tree_leaves((args, kwargs)) if isinstance(each, GradientPlaceholder)
+        )  # also `out`
         if func is _aten.zero_.default:
             hidden.bucket.show_zeros(hidden.slot_number)
             return hidden
@@ -92,22 +93,24 @@ class GradientPlaceholder(Tensor):
         if func is _aten.add_.Tensor and args[0] is hidden and graph_task_id() != -1:
             hidden.bucket.receive(hidden.slot_number, args[1])  # autograd accumulates
             return hidden
-        by = str(func).removeprefix("aten.").partition(".")[0]
-        raise hidden.refusal(by)
+        return hidden.refuse(str(func).removeprefix("aten.").partition(".")[0])
 
-    def refusal(self, by: str) -> UsageError:
-        """The error for code that reads it.
+    def refuse(self, by: str, *_: Any, **__: Any) -> NoReturn:
+        """Refuse to be read.
 
         Args:
             by: The operation.
+
+        Raises:
+            UsageError: Always.
         """
-        num_shards = self.bucket.num_shards
+        num_shards = self.bucket.transport.world_size
         where = f"divided over {num_shards} ranks by a ShardedOptimizer"
         otherwise = "an optimizer that isn't sharded"
         if num_shards == 1:
             where = "kept in the reduce_dtype in which it was added, for an optimizer that steps there"
             otherwise = "an optimizer that isn't sharded, or no reduce_dtype"
-        return UsageError(
+        raise UsageError(
             f"the gradient of {self.parameter_name!r} is {where}, and was read by {by}. Clip with "
             f"evenstep.clip_grad_norm_(optimizer, ...) or evenstep.clip_grad_value_; to log norms, "
             f"evenstep.clip_grad_norm_([parameter], math.inf) returns one and changes nothing. What else needs whole "
@@ -128,7 +131,7 @@ class GradientPlaceholder(Tensor):
         Raises:
             UsageError: Always.
         """
-        raise self.refusal("data")
+        self.refuse("data")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<GradientPlaceholder of {self.parameter_name!r} {list(self.shape)}, divided over the ranks>"
@@ -155,42 +158,23 @@ _BY_MEMORY = (
 )
 
 
-def _refuse(name: str) -> Callable[..., Any]:
-    def refused(self: GradientPlaceholder, *_: Any, **__: Any) -> Any:
-        raise self.refusal(name)
-
-    return refused
-
-
 for _name in _BY_MEMORY:
-    setattr(GradientPlaceholder, _name, _refuse(_name))
+    setattr(GradientPlaceholder, _name, partialmethod(GradientPlaceholder.refuse, _name))
 
 
 def local_parts(gradients: Iterable[GradientPlaceholder]) -> list[Tensor]:
     """This rank's parts of some gradients as few flat tensors: neighbours become one. Views, [n] each."""
-    indices: dict[int, tuple[PlaceholderBucket, list[int]]] = {}
+    by_bucket: dict[PlaceholderBucket, list[int]] = {}
     for gradient in gradients:
-        bucket = gradient.bucket
-        indices.setdefault(id(bucket), (bucket, []))[1].append(gradient.slot_number)
-    return [part for bucket, which in indices.values() for part in bucket.local_parts(which)]
+        by_bucket.setdefault(gradient.bucket, []).append(gradient.slot_number)
+    return [part for bucket, indices in by_bucket.items() for part in bucket.local_parts(indices)]
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """A GradScaler's unscaling, of this rank's shards; `found_inf` becomes 1 on all ranks if it is 1 on one."""
     hidden = [each for each in gradients if isinstance(each, GradientPlaceholder)]
     parts = local_parts(hidden) + [each for each in gradients if not isinstance(each, GradientPlaceholder)]
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for part in parts:
-        by_dtype.setdefault(part.dtype, []).append(part)
-    for same in by_dtype.values():
-        unscale(same, found_inf, inverse_scale)
+    for part in parts:  # one by one: they may be of several dtypes
+        unscale([part], found_inf, inverse_scale)
     if hidden:  # of one model, whose ranks share them
         hidden[0].bucket.transport.all_reduce(found_inf, "max").wait()
-
-
-def _leaves(args: Iterable[Any]) -> Iterable[Any]:
-    for each in args:
-        if isinstance(each, list | tuple):
-            yield from _leaves(each)
-        else:
-            yield each

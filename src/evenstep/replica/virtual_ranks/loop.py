@@ -14,7 +14,7 @@ from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.replica.batches import rows_of, split
 from evenstep.replica.gradients.engine import Engine
 from evenstep.replica.module_buffers import buffer_at, places_of
-from evenstep.replica.normalization.layers import SyncLayers
+from evenstep.replica.normalization.sync_batchnorm import SyncLayers
 from evenstep.replica.virtual_ranks.sums import VirtualRankSums
 from evenstep.virtual_ranks import begin_of
 from evenstep.world import World

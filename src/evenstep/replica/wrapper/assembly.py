@@ -13,8 +13,7 @@ from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
 from evenstep.replica.gradients.exchange.base import Exchange, Trained
 from evenstep.replica.gradients.strategies import WindowEnd
 from evenstep.replica.module_buffers import BufferExchange
-from evenstep.replica.monitors.checks import Monitors, Replicas, build_monitors
-from evenstep.replica.monitors.end_of_run import compare_at_end
+from evenstep.replica.monitors.checks import Monitors, Replicas
 from evenstep.replica.virtual_ranks.sums import VirtualRankSums
 from evenstep.replica.wrapper.settings import Settings
 from evenstep.transport.core.staged import for_messages
@@ -68,7 +67,7 @@ def build_engine(
             replicas = divided.find_replicas(parameters)
     elif world.world_size > 1:
         replicas = Replicas(world.rank, range(world.world_size), transport, control)
-    monitors = build_monitors(
+    monitors = Monitors(
         names,
         parameters,
         world,
@@ -80,8 +79,6 @@ def build_engine(
         replicas=replicas,
         is_divided=divided is not None,
     )
-    if monitors.drift is not None and divided is None:
-        compare_at_end(monitors.drift, world)
     virtual_ranks = world.virtual_ranks
     ending = WindowEnd(data.world_size) if virtual_ranks is None else VirtualRankSums(virtual_ranks, parameters)
     is_on = settings.sync_buffers and data.world_size > 1

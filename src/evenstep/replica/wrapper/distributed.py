@@ -40,20 +40,18 @@ from evenstep.replica.batches import DummyBatch, input_watchers, is_empty_batch,
 from evenstep.replica.channels import bucket_transport, validate_thread
 from evenstep.replica.gradients.buckets.comm_hooks import CommHook
 from evenstep.replica.gradients.engine import Engine, weighted_passes
-from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
-from evenstep.replica.gradients.exchange.base import Exchange
 from evenstep.replica.gradients.window import drop_grads, validate_weight
-from evenstep.replica.join import JoinOfOne, Uneven, UnevenJoinHook
+from evenstep.replica.join import Uneven, join_of_one
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
 from evenstep.replica.monitors.checks import Monitors, Policy
-from evenstep.replica.normalization.layers import SyncLayers
-from evenstep.replica.normalization.sync_batchnorm import replace_torchs
+from evenstep.replica.monitors.end_of_run import compare_at_end
+from evenstep.replica.normalization.sync_batchnorm import SyncLayers, replace_torchs
 from evenstep.replica.virtual_ranks import loop
 from evenstep.replica.virtual_ranks.loop import VirtualRankBuffers
 from evenstep.replica.wrapper.assembly import build_engine
 from evenstep.replica.wrapper.model_check import validate_for_virtual_ranks, validate_same_model
 from evenstep.replica.wrapper.reducer import Reducer
-from evenstep.replica.wrapper.settings import Settings, group_of, settle, sparse_parameters
+from evenstep.replica.wrapper.settings import Settings, group_of, settle, sparse_parameters, wrapped_inside
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
@@ -246,11 +244,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if device_mesh is not None:  # otherwise torch's class has no such attribute either
             self.device_mesh = device_mesh
         transport = bucket_transport(world, self)
-        if settings.init_sync:
-            kept = settings.kept_buffers(module) if settings.init_sync_buffers else []
-            validate_same_model(settings.kept(module), kept, world.exchange)
-            tensors = [*(p.data for _, p in settings.kept(module)), *(buffer for _, buffer in kept)]
-            finish_broadcast(start_broadcast(tensors, transport))
+        kept = settings.kept(module) if settings.init_sync else []
+        equal = settings.equal_buffers(module, is_on=settings.init_sync and settings.init_sync_buffers)
+        if kept or equal:
+            validate_same_model(kept, equal, world.exchange)
+            finish_broadcast(start_broadcast([*(p.data for _, p in kept), *(each for _, each in equal)], transport))
         self._set_up(world, settings, transport)
         self._dummy = DummyBatch(self.dim)
         if self._wrapped_already() is not None and world.rank == 0:
@@ -276,6 +274,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             _wrapped.add(self)
             self.sync_layers = SyncLayers(self.module, world.data_parallel, self.engine, is_copy=is_copy)
             self.engine.shares_statistics = bool(self.sync_layers)
+            if self.monitors.drift is not None and not (is_copy or self.is_divided):
+                compare_at_end(self.monitors.drift, world)
         else:
             self.engine, self.monitors, self.sync_layers = inner.engine, inner.monitors, inner.sync_layers
         self._virtual_rank_buffers = VirtualRankBuffers(self.module, settings.ignored)
@@ -341,12 +341,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         engine.begin_forward()
         began_ns = engine.recorder.begin_forward()
         outputs = self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]  # not by way of `__getattr__`
-        engine.end_forward(outputs, began_ns, over_dummy=False)
+        engine.end_forward(outputs, began_ns, over_dummy=False, is_training=self.training)
         return outputs
 
     def _forward_with_care(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._wrapped_already() is not None:
-            return self.module(*inputs, **kwargs)
+        if (inner := self._wrapped_already()) is not None:
+            outputs = inner(*inputs, **kwargs)  # which may have been laid out again
+            self.engine, self.monitors, self.sync_layers = inner.engine, inner.monitors, inner.sync_layers
+            return outputs
         is_compiled = _compilation_is_in_use()
         with_grad = torch.is_grad_enabled()
         show_inputs((inputs, kwargs))
@@ -382,7 +384,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if is_first:
             self._dummy.remember_outputs(outputs)
         if with_grad:  # passes of an evaluation are no part of a step
-            engine.end_forward(outputs, began_ns, over_dummy=is_empty)
+            engine.end_forward(outputs, began_ns, over_dummy=is_empty, is_training=self.training)
         self._settle()
         return outputs
 
@@ -423,7 +425,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         counted = _num_registered
         if counted == self._num_registrations and not any(p.requires_grad for p in self._frozen):
             return
-        trained = self.settings.trained(self.module)
+        inside = wrapped_inside(self.module, self.world)  # what is new there follows its own wrapper
+        settings = dataclasses.replace(self.settings, ignored=self.settings.ignored | inside)
+        trained = settings.trained(self.module)
         known, own = set(self._names), set(map(id, self._module_parameters))
         replaced = [name for name, p in trained if name in known and id(p) not in own]
         if replaced:  # whose gradients would come where nobody looks
@@ -434,18 +438,20 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             )
         new = [(name, p) for name, p in trained if id(p) not in self.engine.parameter_ids]  # not those pruning renames
         if new:
-            self._lay_out_again(new)
+            self._lay_out_again(new, settings)
         self._num_registrations = counted  # not before: who catches these is told again
 
-    def _lay_out_again(self, new: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def _lay_out_again(self, new: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> None:
         """Collective, between two windows: parameters are trained from now on. Added ones become rank 0's."""
-        before, (first, _) = self.engine, new[0]
+        before, drift, (first, _) = self.engine, self.monitors.drift, new[0]
+        before.begin_forward()  # a failed pass is told, or dropped
         obstacles = {
+            "within a join": before.exchange.uneven is not None,
             "inside of an accumulation window": before.is_in_pass or before.is_in_window,
             "in reproducible mode": self.world.virtual_ranks is not None,
             "with a communication hook": self._hook is not None,
             "within LocalSGD": before.stays_local or before.is_apart,
-            "with a ShardedOptimizer": type(before.exchange) not in (Exchange, AllReduceExchange),
+            "with a ShardedOptimizer": self.monitors.options.has_divided(),
         }
         obstacle = next((name for name, is_there in obstacles.items() if is_there), None)
         if obstacle is not None:
@@ -454,19 +460,22 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 f"gradient would not be averaged, and {obstacle} the model can't follow. Wrap the module again, or "
                 f"change it before it is wrapped."
             )
-        validate_same_model(self.settings.kept(self.module), (), partial(exchange, before.control))
-        tensors = [parameter.data for _, parameter in new]
         of_new = set(map(id, (parameter for _, parameter in new)))
-        for part in self.module.modules():
-            if any(id(each) in of_new for each in part.parameters(recurse=False)):
-                tensors += part.buffers(recurse=False)
+        parts = [each for each in self.module.modules() if of_new & set(map(id, each.parameters(recurse=False)))]
+        own = {id(buffer) for part in parts for buffer in part.buffers(recurse=False)}
+        buffers = settings.equal_buffers(self.module, is_on=settings.init_sync_buffers)
+        buffers = [(name, buffer) for name, buffer in buffers if id(buffer) in own]
+        validate_same_model(settings.kept(self.module), buffers, partial(exchange, before.control))
+        tensors = [*(parameter.data for _, parameter in new), *(buffer for _, buffer in buffers)]
         finish_broadcast(start_broadcast(tensors, before.transport))
         num_skipped = self.skipped_steps
-        settings = dataclasses.replace(self.settings, sparse=sparse_parameters(self.module))
+        settings = dataclasses.replace(settings, sparse=sparse_parameters(self.module))
         self._set_up(self.world, settings, before.transport)
         self.engine.num_reductions, self.engine.synchronise = before.num_reductions, before.synchronise
         if self.monitors.nonfinite is not None:
             self.monitors.nonfinite.num_skipped = num_skipped
+        if drift is not None and not drift.is_on and self.monitors.drift is not None:
+            self.monitors.drift.doubt()
         if self.world.is_main:
             others = f" and {len(new) - 1} more" if len(new) > 1 else ""
             warnings.warn(
@@ -780,7 +789,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             )
         if self.world.world_size == 1 or not enable:
             return contextlib.nullcontext()
-        return JoinOfOne(
+        return join_of_one(
             self,
             throw_on_early_termination=throw_on_early_termination,
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -789,7 +798,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's `Join`: takes the keyword `divide_by_initial_world_size`."""
         by_all = bool(kwargs.get("divide_by_initial_world_size", True))
-        return UnevenJoinHook(self, by_all)
+        return Uneven(self, by_all)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:  # type: ignore[override]
@@ -820,7 +829,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.engine.exchange.set_uneven(uneven)
 
     def _kept_tensors(self) -> list[Tensor]:
-        buffers = [buffer for _, buffer in self.settings.kept_buffers(self.module)]
+        buffers = [buffer for _, buffer in self.settings.equal_buffers(self.module, is_on=True)]
         return [*(parameter.data for parameter in self._module_parameters), *buffers]
 
     # ------------------------------------------------------------------ pickling

@@ -18,7 +18,7 @@ from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_ddp import is_slice, localise_parameters
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.replica.gradients.buckets.layout import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
-from evenstep.replica.module_buffers import validate_rules
+from evenstep.replica.module_buffers import Rule, rule_of, validate_rules
 from evenstep.replica.monitors.checks import Policy, validate_policy
 from evenstep.transport.core.validation import validate_group
 from evenstep.world import World
@@ -69,6 +69,16 @@ class Settings:
     def kept_buffers(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         """The module buffers that are not ignored, in registration order."""
         return [(name, buffer) for name, buffer in module.named_buffers() if name not in self.ignored]
+
+    def equal_buffers(self, module: nn.Module, *, is_on: bool) -> list[tuple[str, Tensor]]:
+        """Those of them that are the same on all ranks: statistics begin so, too.
+
+        Args:
+            module: Whose.
+            is_on: Whether those without a rule are.
+        """
+        wanted = {*Rule} - {Rule.OWN} | ({None} if is_on else set())
+        return [each for each in self.kept_buffers(module) if rule_of(each[0], self.buffer_rules) in wanted]
 
 
 def check_module(module: nn.Module, ignored: Iterable[str] = ()) -> None:
@@ -355,7 +365,7 @@ def settle(
             "on_nonfinite": on_nonfinite,
             "compare_every": compare_every,
             "reduce_dtype": str(reduce_dtype),
-            "buffers": sorted(settings.buffer_rules.items()),
+            "buffers": list(settings.buffer_rules.items()),
         }
 
     validate_on_all_ranks(world, "DistributedDataParallel", validate)

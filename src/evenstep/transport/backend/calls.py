@@ -315,6 +315,8 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             RuntimeError: Either, over Gloo.
         """
         if self._shared is None:
+            if self._is_over:
+                raise UsageError(f"monitored_barrier on rank {self.rank()}: {self!r} has been destroyed.")
             self._inner.monitored_barrier(timeout, wait_all_ranks)
         else:
             if timeout is not None:

@@ -84,7 +84,7 @@ _copying = threading.Lock()  # one for all: making one costs as much as the rest
 
 
 class _Failed:
-    def __init__(self, error: EvenstepError) -> None:
+    def __init__(self, error: Exception) -> None:
         self.error = error
 
 
@@ -114,14 +114,12 @@ class GroupWork(dist.Work):
         self._is_done = False
         self._error: Exception | None = None
         self._future: Future[Any] | None = None
-        self._at_end: Callable[[], None] | None = None
 
     def call_at_end(self, function: Callable[[], None]) -> None:
         """Call a function when it is known to be done, or let go of; one that has failed lets go of the function."""
-        if self._is_done:
+        self._at_end = function
+        if self._is_done and self.__dict__.pop("_at_end", None) is not None:
             function()
-        else:
-            self._at_end = function
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the results may be read.
@@ -202,12 +200,14 @@ class GroupWork(dist.Work):
             work.add_done_callback(on_done)
 
     def _end(self, future: Future[Any], error: EvenstepError | None) -> None:
-        if error is None:
-            self._conclude()
-            future.set_result(self._result)
-        else:
-            self._error = error
-            future.set_result(_Failed(error))
+        failure: Exception | None = error
+        if failure is None:
+            try:
+                self._conclude()
+            except Exception as raised:  # who waits for the future in C++ would wait for ever
+                failure = raised
+        self._error = failure
+        future.set_result(self._result if failure is None else _Failed(failure))
 
     def _conclude(self) -> None:
         if self._copies:
@@ -218,9 +218,9 @@ class GroupWork(dist.Work):
                     to.copy_(source)
                 self._copies = ()
         self._is_done = True
-        if self._at_end is not None:
-            self._at_end()
-            self._at_end = None
+        at_end = self.__dict__.pop("_at_end", None)  # by one of the threads that may come here
+        if at_end is not None:
+            at_end()
 
 
 def _value_of(future: Future[Any]) -> Any:

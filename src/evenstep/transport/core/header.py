@@ -33,7 +33,7 @@ _MAX_DIMS = 8
 REFUSED = "refused"
 REASON_BYTES = 1024
 
-# The call of a rank to which other nodes have reported a mismatch, with the whole message.
+# The call of a rank whose own node disagrees, made to the other nodes, with the whole message.
 REPORT = "report"
 REPORT_BYTES = 3072
 

@@ -120,7 +120,9 @@ class Transport(abc.ABC):
         self.known_as[:] = known_as
 
     def compare_as(self, number: int, name: str, packed: bytes) -> None:
-        """Have the next call compared, where ranks do so, as a call over another transport, for which it is made.
+        """Have the next call over this transport show another call's fingerprint in place of its own, if it shows one.
+
+        That is the call for which it is made, over another transport.
 
         Args:
             number: Of that call.
@@ -134,7 +136,7 @@ class Transport(abc.ABC):
 
         Args:
             kind: One of `header.COLLECTIVES`.
-            text: The text of a refusal or a report (`header.pack_text`).
+            text: The text of a refusal (`header.pack_text`).
         """
         said = to_tensor(text) if text else _NOTHING
         return self.run(Collective(kind, said, said))

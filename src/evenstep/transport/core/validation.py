@@ -19,6 +19,7 @@ from evenstep.transport.core.reduction import plan_arithmetic
 
 _CARRIED = frozenset(DTYPES)
 _MAX_FINGERPRINTS = 4096
+_WITH_SHARES = ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")  # never in place
 _Described = tuple[bytes, Arithmetic | None, float | None]  # `Collective.packed`, `arithmetic`, `divisor`
 _ROOTS = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 
@@ -89,7 +90,7 @@ class Arguments:
         kind = call.kind
         if kind in _ROOTS:
             self.check_rank(kind, _ROOTS[kind], call.root)
-        if call.inputs is call.outputs and call.inputs is not None and kind != "all_to_all":
+        if call.inputs is call.outputs and call.inputs is not None and kind not in _WITH_SHARES:
             compared = call.inputs
             call.flat, call.back = self.flatten(compared)
             call.out = call.flat
@@ -238,6 +239,7 @@ class Arguments:
         else:
             fits = fits and len(splits) == len(out_splits) == self.world_size
             fits = fits and sum(splits) == tensor.numel() and sum(out_splits) == out.numel()
+            fits = fits and min(*splits, *out_splits) >= 0
             need = f"the elements that out_splits={list(out_splits)} and splits={list(splits)} add up to"
         if not fits:
             raise self._refusal(

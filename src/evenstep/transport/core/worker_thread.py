@@ -62,7 +62,8 @@ class QueuedWork:
 class WorkerThread:
     """Runs calls in the order in which they were submitted. After one has failed, the others fail in the same way.
 
-    The thread starts with the first call.
+    The thread starts with the first call. Callbacks run in it, and may start calls and wait for them: so when one of
+    them starts a call another thread takes this one's place, which ends behind the callback.
 
     Args:
         name: Of the thread.
@@ -99,7 +100,7 @@ class WorkerThread:
             self.num_calls += 1
             work = QueuedWork(f"{what} number {self.num_calls}")
             self._calls.put((functools.partial(run, self.num_calls), work))
-            if self._thread is None:
+            if self._thread in (None, threading.current_thread()):
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
         return work
@@ -117,7 +118,7 @@ class WorkerThread:
             self._thread.join(_LONGEST_END_S)
 
     def _run(self) -> None:
-        while (item := self._calls.get()) is not None:
+        while self._thread is threading.current_thread() and (item := self._calls.get()) is not None:
             self._run_one(*item)
             del item  # and so the tensors of a call that is over
 

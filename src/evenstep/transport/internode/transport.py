@@ -39,7 +39,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from evenstep.errors import EvenstepError, PeerLostError
+from evenstep.errors import EvenstepError, MismatchError, PeerLostError
 from evenstep.transport.base import Collective
 from evenstep.transport.core.fallback import fallback
 from evenstep.transport.core.header import REFUSED
@@ -48,6 +48,7 @@ from evenstep.transport.core.validation import flat_view, is_carried
 from evenstep.transport.core.worker_thread import QueuedWork, WorkerThread
 from evenstep.transport.internode.plan import NodePlan
 from evenstep.transport.internode.steps import InternodeSteps
+from evenstep.transport.shm.collectives import explain_splits
 
 _CLOSE_TIMEOUT_S = 2.0  # how long `close` waits until the others have received the last refusal
 
@@ -147,9 +148,23 @@ class InternodeTransport(Transport):
             out.copy_(everybodys)
 
     def _by_all_ranks(self, call: Collective, number: int, packed: bytes) -> None:
-        """Fall back to Gloo, after the ranks have compared the call: Gloo can die of wrong sizes."""
+        """Fall back to Gloo, after the ranks have compared the call: Gloo can die of wrong sizes.
+
+        Raises:
+            MismatchError: A rank expects other amounts than it is sent. Raised on every rank.
+        """
         fallback.count(call.kind)
-        self._steps.compare(number, packed)
+        if call.splits is None:
+            self._steps.compare(number, packed)
+        else:
+            out_splits, splits = call.splits
+            mine = torch.tensor([list(splits), list(out_splits)], dtype=torch.int64, device="cpu")
+            of_all = mine.new_empty(self.world_size, *mine.shape)
+            self._steps.all_gather(
+                number, packed, flat_view(of_all).view(torch.uint8), flat_view(mine).view(torch.uint8)
+            )
+            if (problem := explain_splits(of_all)) is not None:
+                raise MismatchError(problem)
         self._all_ranks.run(dataclasses.replace(call, inputs=call.flat, outputs=call.out)).wait()
 
     def set_timeout(self, timeout_s: float) -> None:

@@ -2,8 +2,8 @@
 
 Reading order:
 
-- `transport`: `ProcessGroupTransport`, the collectives of one group behind `base.Transport`, with errors that name call
-  and rank.
+- `transport`: `ProcessGroupTransport`, the collectives of one group behind `core.transport.Transport`, with errors that
+  name call and rank.
 - `gloo`: makes groups over Gloo between some ranks, without the other ranks' help.
 - `full_duplex`: exchanges parts in both directions of a connection at once, which Gloo's own collectives don't.
 """

@@ -5,12 +5,14 @@ An all-reduce, in reading order:
 1. `core.transport`: `Transport.run`, as of all transports, checks the call and makes its tensors flat. `transport`:
    `SharedMemoryTransport._start` makes a `SharedWork` of it. The class is `Lanes` (messages, below), which is a
    `CallQueue`, which is a `Transport`.
-2. `queue`: `_start_all` queues the call and shows its header to the other ranks; `Work.wait` calls `_finish`, which
+2. `queue`: `_start_all` queues the call and shows its header to the other ranks; `Pending.wait` calls `_finish`, which
    runs the programs of the queue until the call has ended. `progress` has the thread that advances calls for which no
    other thread waits.
 3. `collectives`: `ProgramContext` compares the call headers of all ranks. A short tensor is in its rank's slot
    already, and `_eager_all_reduce` adds all of it. A long one has a program, a generator that stops where it needs the
-   other ranks: `_all_reduce` reduces one slice of all ranks' tensors (`core.reduction`), and writes it to all.
+   other ranks: `_all_reduce` reduces one slice of all ranks' tensors (`core.reduction`), and writes it to all, if they
+   all are buckets of the transport's own memory. Others travel chunk by chunk through slots (`_chunked_all_reduce`), or
+   whole if they are short (`_whole_all_reduce`): see [Note: three protocols].
 4. `sync`: semaphores by which ranks signal that they have passed a phase of a call, and how a rank waits for that:
    it spins, sleeps, and checks through `peers` whether the missing ranks are alive.
 5. Back in `queue`: the call ends, the result is copied to a tensor that isn't contiguous, and `wait` returns.

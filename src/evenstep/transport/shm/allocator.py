@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from evenstep.errors import PeerLostError
+from evenstep.errors import ConfigurationError, PeerLostError
 from evenstep.transport.core.reduction import round_up
 from evenstep.transport.shm.segment import PAGE_BYTES, Mapping, Segment, allocate_range, release_range
 
@@ -80,7 +80,8 @@ class Arena:
         self._collect()
         num_bytes = round_up(numel * dtype.itemsize, PAGE_BYTES)
         offset = self._free.take(num_bytes)
-        assert offset is not None, "a zone is as long as the node's memory"
+        if offset is None:  # a zone is as long as the node's memory, of which much is in use
+            raise ConfigurationError(f"no {num_bytes:,} bytes in one piece are free for a bucket of {numel:,} {dtype}.")
         try:
             allocate_range(self._segment.fd, self._zone + offset, num_bytes, what=f"bucket of {numel:,} {dtype}")
             mapping = Mapping(self._segment.fd, offset=self._zone + offset, num_bytes=num_bytes, populate=True)

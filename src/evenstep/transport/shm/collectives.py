@@ -415,7 +415,18 @@ class ProgramContext:
         return -(-call.flat.numel() // self.chunk_numel(call))
 
     def sync_point(self) -> Program:
-        """Wait until every rank has come to this point."""
+        """Wait until every rank has come to this point. What this rank reads in the others' zones it has read.
+
+        Raises:
+            PeerLostError: A rank has left before: what was read may not have been its tensor any more.
+        """
+        known_as, me = self.counters.known_as, self.rank
+        for rank in self.ranks:
+            if self.counters.has_left(rank):
+                raise PeerLostError(
+                    f"rank {known_as[me]} lost rank {known_as[rank]}, which has given up or closed its end while its "
+                    f"tensor was read."
+                )
         yield Phase.REDUCED, self.counters.signal(Phase.REDUCED)
 
     def reduce(self, call: Call, outputs: list[Tensor], inputs: list[Tensor], begin: int = 0) -> None:
@@ -529,7 +540,7 @@ def _all_reduce(at: ProgramContext, call: Call) -> Program:
     if begin < end:
         views = [at.shared_view(call, rank, 0, begin, end) for rank in at.ranks]
         at.reduce(call, [views[at.rank], *views[: at.rank], *views[at.rank + 1 :]], views, begin)
-    yield Phase.REDUCED, at.counters.signal(Phase.REDUCED)
+    yield from at.sync_point()
 
 
 def _stage_slices(at: ProgramContext, call: Call, chunk: int) -> None:

@@ -169,7 +169,8 @@ class CallQueue(Transport):
         self._num_waiting = 0  # threads that wait for `_changed`
         self._queue: collections.deque[SharedWork] = collections.deque()
         self._unarrived: collections.deque[SharedWork] = collections.deque()  # the last of them
-        self._listened: dict[Pending, Callable[[EvenstepError | None], object]] = {}  # who is called at its end
+        # Who is called at its end.
+        self._listened: dict[Pending, list[Callable[[EvenstepError | None], object]]] = {}
         self._callbacks: collections.deque[Callable[[], object]] = collections.deque()  # of what has ended
         self._failure: EvenstepError | None = None
         self._is_closed = False
@@ -412,7 +413,8 @@ class CallQueue(Transport):
     # ------------------------------------------------------------------ callbacks
 
     def _listen(self, work: Pending, callback: Callable[[EvenstepError | None], object]) -> None:
-        self._listened[work] = callback
+        with self._lock:
+            self._listened.setdefault(work, []).append(callback)
         if work.is_done or self._failure is not None:  # perhaps since this moment: then its thread may have missed it
             self._call_back(work)
         else:
@@ -420,10 +422,10 @@ class CallQueue(Transport):
         self._run_callbacks()
 
     def _call_back(self, work: Pending) -> None:
-        """Queue the callback of what has ended or failed, if it has one that isn't queued yet."""
-        callback = self._listened.pop(work, None)  # one thread gets it, whichever is first
-        if callback is not None:
-            self._callbacks.append(functools.partial(callback, None if work.is_done else self._failure))
+        """Queue the callbacks of what has ended or failed, those that aren't queued yet."""
+        with self._lock:
+            for callback in self._listened.pop(work, ()):
+                self._callbacks.append(functools.partial(callback, None if work.is_done else self._failure))
 
     def _run_callbacks(self) -> None:
         """Run the callbacks of ended calls, without the lock: they may do anything, also start calls and wait."""

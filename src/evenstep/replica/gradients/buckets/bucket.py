@@ -11,6 +11,7 @@ another pass, as a penalty's is, that is the derivative of the mean.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,28 @@ HALF_PRECISION = (torch.float16, torch.bfloat16)
 _COARSE_NUMEL = 16 << 10  # gradients of so many elements are worth a call each
 
 
+@dataclass(frozen=True)
+class BucketMemory:
+    """The flat tensors of a bucket. A mean of 16-bit gradients that is taken in float32 is rounded once, at its end.
+
+    Attributes:
+        flat: [numel], this rank's gradients, in the dtype in which they travel, are added and divided.
+        reduced: What this rank has of the sum over ranks: `flat` itself, or its shard.
+        mean: The mean in the dtype in which it is used: `reduced` itself, or as long.
+    """
+
+    flat: Tensor
+    reduced: Tensor
+    mean: Tensor
+
+
+def whole_memory(layout: BucketLayout, dtype: torch.dtype, allocator: Transport) -> BucketMemory:
+    """Memory of a bucket of which every rank has the whole mean, in the gradients' dtype."""
+    flat = allocator.allocate(layout.numel, dtype=layout.dtype, device=layout.device)
+    is_cast = dtype is not layout.dtype
+    return BucketMemory(flat, flat, torch.zeros(layout.numel, dtype=dtype, device=layout.device) if is_cast else flat)
+
+
 class Bucket:
     """Gradients of some parameters in one flat tensor, which is what travels.
 
@@ -36,14 +59,14 @@ class Bucket:
         parameters: All trained parameters: the dense ones in registration order, then the sparse ones.
         names: Their names, for messages.
         transport: Carries the memory.
-        allocator: Allocates it.
+        memory: As `whole_memory` makes it.
 
     Attributes:
-        hides: `p.grad` doesn't show the reduced gradients.
+        sent_views: By slot, where the gradient travels from: a view of `flat`.
+        views: By slot, a tensor to which autograd may add: a view of the mean, or of `flat` where the mean is divided.
+        shown: By slot, what becomes `p.grad` when the bucket is packed.
         is_full: When it was packed all its parameters had a gradient.
     """
-
-    hides = False
 
     def __init__(
         self,
@@ -51,41 +74,29 @@ class Bucket:
         parameters: Sequence[nn.Parameter],
         names: Sequence[str],
         transport: Transport,
-        *,
-        allocator: Transport,
+        memory: BucketMemory,
     ) -> None:
         self.layout = layout
-        self.flat: Tensor = self._allocate(allocator)
+        self.flat, self.reduced, self.mean = memory.flat, memory.reduced, memory.mean
         self.parameters = [parameters[slot.parameter] for slot in layout.slots]
         self.names = [names[slot.parameter] for slot in layout.slots]
-        self._show(self.flat)
-        self.sent_views = self.views  # the same of what travels
+        self.sent_views = self.views = views_of(self.flat, layout, self.parameters)
+        if self.reduced is self.flat and self.mean is not self.flat:
+            self.views = views_of(self.mean, layout, self.parameters)
+        self.shown: Sequence[Tensor] = self.views
+        # Where views lie is known: torch moves them along with a parameter.
+        self._addresses_of_views = [view.data_ptr() for view in self.views]
         self.work: Work | None = None
         self.is_full = False
-        self._at_end: Callable[[], None] | None = None  # ends the range of a profile
+        self._end_range = _nothing
         self._graphs: list[tuple[nn.Parameter, Tensor]] = []  # see [Note: gradients that can be differentiated]
         self._version = 0
-        self._transport = transport
-
-    def _show(self, flat: Tensor) -> None:
-        """Gradients are views of this, and where they lie is known: torch moves them along with a parameter."""
-        self.views = self._views_of(flat)
-        self._addresses_of_views = [view.data_ptr() for view in self.views]
-
-    def _views_of(self, flat: Tensor) -> list[Tensor]:
-        """Views with the parameters' shapes of something that lies like the bucket."""
-        return [
-            view_like(flat, slot.offset_numel, parameter)
-            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
-        ]
-
-    def _allocate(self, allocator: Transport) -> Tensor:
-        return allocator.allocate(self.layout.numel, dtype=self.layout.dtype, device=self.layout.device)
+        self.transport = transport
 
     @property
-    def reduced(self) -> Tensor:
-        """What this rank has of the sum after `wait`: all of it."""
-        return self.flat
+    def hides(self) -> bool:
+        """Whether `p.grad` doesn't show the reduced gradients."""
+        return self.shown is not self.views
 
     @property
     def overflows(self) -> bool:
@@ -97,14 +108,19 @@ class Bucket:
         return self.layout.device.type == "cpu" and self.layout.numel >= _COARSE_NUMEL * len(self.layout.slots)
 
     @property
+    def is_clear(self) -> bool:
+        """Whether all gradients are views and zero, as far as that is known without waiting for a GPU."""
+        return all(p.grad is view for p, view in zip(self.parameters, self.views, strict=True)) and self.is_zero
+
+    @property
     def is_zero(self) -> bool:
         """Whether all that the views show is zero, as far as that is known without waiting for a GPU."""
-        return self.flat.device.type == "cpu" and not self.flat.any()
+        return self.mean.device.type == "cpu" and not self.mean.any()
 
     def pack(self, divide_by: float = 1.0, totals: list[float] | None = None) -> None:
-        """Make the flat tensor hold this rank's gradients, and the gradients views of it.
+        """Make the flat tensor hold this rank's gradients, and `p.grad` what is `shown`.
 
-        Gradients that are such views already are where they belong; the others are copied in one batch; where there
+        Gradients that are views of it already are where they belong; the others are copied in one batch; where there
         is none the view is zeroed and `grad` stays None.
 
         Args:
@@ -112,10 +128,6 @@ class Bucket:
             totals: Filled with sums of all elements, which are finite if the elements are; large gradients are added
                 up as soon as they have been copied, while they are in the cache.
         """
-        self._pack(self.views, divide_by, totals)
-
-    def _pack(self, shown: Sequence[Tensor | None], divide_by: float, totals: list[float] | None) -> None:
-        """`pack`; what there is in `p.grad` becomes what is given for its slot."""
         grads = [parameter.grad for parameter in self.parameters]
         into: list[Tensor] = []
         what: list[Tensor] = []
@@ -140,16 +152,16 @@ class Bucket:
             if self._graphs:
                 what = [grad.detach() for grad in what]
         self._fill(into, what, there, divide_by, totals)
-        for index, (parameter, grad, instead) in enumerate(zip(self.parameters, grads, shown, strict=True)):
-            if grad is not None and grad is not instead:
+        for index, (parameter, grad, shown) in enumerate(zip(self.parameters, grads, self.shown, strict=True)):
+            if grad is not None and grad is not shown:
                 try:
-                    parameter.grad = instead
+                    parameter.grad = shown
                 except RuntimeError:
-                    raise self._converted(index, instead) from None
+                    raise self._converted(index) from None
 
-    def _converted(self, index: int, then: Tensor | None) -> UsageError:
+    def _converted(self, index: int) -> UsageError:
         """The error for a parameter that doesn't take its gradient, by number of its slot."""
-        now, then = self.parameters[index], self.views[index] if then is None else then
+        now, then = self.parameters[index], self.shown[index]
         return UsageError(
             f"parameter {self.names[index]!r} is {str(now.dtype)[6:]} {list(now.shape)} on {now.device} now, and was "
             f"{str(then.dtype)[6:]} {list(then.shape)} on {then.device} when the model was wrapped. Convert or move a "
@@ -192,33 +204,21 @@ class Bucket:
             beside: See there.
         """
         self._begin_travel()
-        self.work = self._transport.run(self._call(row, plain, beside))
+        kind = "all_reduce" if self.reduced is self.flat else "reduce_scatter"
+        call = Collective(kind, self.flat, self.reduced, "sum", beside=beside, row=row, plain=plain)
+        self.work = self.transport.run(call)
 
     def launch_hook(self, hooks: HookQueue, *, is_last: bool) -> None:
         """As `launch`, but a communication hook does what it does."""
         self._begin_travel()
         self.work = hooks.submit(self, is_last=is_last)
 
-    def _call(self, row: Row | None, plain: float, beside: Tensor | None) -> Collective:
-        return Collective("all_reduce", self.flat, self.flat, "sum", beside=beside, row=row, plain=plain)
-
     def _begin_travel(self) -> None:
         self._version = self._versions()
-        self._begin_range("bucket", self.flat)
-
-    def _begin_range(self, what: str, travels: Tensor) -> None:
-        """Begin a range of the profile, if there is one: until `_end_range` something of this bucket travels."""
-        if is_profiled():
-            details = {"Bucket": self.layout.index, "Bytes": travels.nbytes}
-            self._at_end = begin_event(f"evenstep:{what} {self.layout.index}", [travels], details)
-
-    def _end_range(self) -> None:
-        if self._at_end is not None:
-            self._at_end()
-            self._at_end = None
+        self._end_range = begin_range("bucket", self.layout, self.flat)
 
     def wait(self) -> None:
-        """Return when the flat tensor holds the sum over ranks (see `Work.wait`).
+        """Return when `reduced` holds the sum over ranks (see `Work.wait`). Again: at once.
 
         Raises:
             UsageError: A gradient changed while it was under way.
@@ -226,7 +226,8 @@ class Bucket:
         work, self.work = self.work, None
         if work is not None:
             work.wait()
-        self._end_range()
+        end, self._end_range = self._end_range, _nothing
+        end()
         if self._versions() != self._version:
             raise late_gradient(self.names)
 
@@ -241,18 +242,22 @@ class Bucket:
             used_anywhere: Whether a parameter (by index) has a gradient on some rank; called only for those without one
                 here. A parameter that no rank used keeps `grad=None`.
         """
-        for slot, parameter, view in zip(self.layout.slots, self.parameters, self.views, strict=True):
+        for slot, parameter, shown in zip(self.layout.slots, self.parameters, self.shown, strict=True):
             if parameter.grad is None and used_anywhere(slot.parameter):
-                parameter.grad = view
+                parameter.grad = shown
 
     def unpack(self, own_factor: float | Tensor | None = 1.0) -> None:
-        """The flat tensor holds the mean: show it in the gradients, which are views of it if they have no graph.
+        """The mean is in `reduced`: have it where it is used. Gradients show it, which are views if they have no graph.
+
+        What is hidden can't be differentiated.
 
         Args:
             own_factor: By which this rank's gradients are multiplied for their mean; None: they aren't all of them.
         """
+        if self.mean is not self.reduced:
+            self.mean.copy_(self.reduced)
         graphs, self._graphs = self._graphs, []
-        for parameter, own in graphs if own_factor is not None else ():
+        for parameter, own in graphs if own_factor is not None and not self.hides else ():
             parameter.grad = _MeanOverRanks.apply(own, parameter.grad, own_factor)  # type: ignore[no-untyped-call]
 
     def take(self, reduced: Sequence[Tensor | None]) -> None:
@@ -283,39 +288,6 @@ class Bucket:
         mib = self.flat.numel() * self.flat.element_size() / (1 << 20)
         state = "in flight" if self.work is not None else "idle"
         return f"<Bucket {self.layout.index} {state} {len(self.parameters)} parameters {mib:.1f} MiB>"
-
-
-class CastBucket(Bucket):
-    """A bucket whose gradients are added in another dtype than they have; its arguments are those of `Bucket`.
-
-        flat    [numel]   this rank's gradients in the dtype in which they travel, are added and divided
-        own     [numel]   the mean in the gradients' dtype: what `p.grad` are views of
-
-    So a mean of 16-bit gradients that is taken in float32 is rounded once, at its end.
-    """
-
-    def __init__(
-        self,
-        layout: BucketLayout,
-        parameters: Sequence[nn.Parameter],
-        names: Sequence[str],
-        transport: Transport,
-        *,
-        allocator: Transport,
-    ) -> None:
-        super().__init__(layout, parameters, names, transport, allocator=allocator)
-        self._own = torch.zeros(layout.numel, dtype=self.parameters[0].dtype, device=layout.device)
-        self._show(self._own)
-
-    @property
-    def is_zero(self) -> bool:
-        """See `Bucket.is_zero`."""
-        return self._own.device.type == "cpu" and not self._own.any()
-
-    def unpack(self, own_factor: float | Tensor | None = 1.0) -> None:
-        """See `Bucket.unpack`."""
-        self._own.copy_(self.flat)
-        super().unpack(own_factor)
 
 
 class _MeanOverRanks(torch.autograd.Function):
@@ -370,3 +342,20 @@ def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
     view = torch.empty(0, dtype=flat.dtype, device=flat.device)
     view.set_(flat.untyped_storage(), flat.storage_offset() + offset, parameter.shape, stride)
     return view
+
+
+def views_of(flat: Tensor, layout: BucketLayout, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """By slot, a view with the parameter's shape of something that lies like the bucket; see `view_like`."""
+    return [view_like(flat, slot.offset_numel, each) for slot, each in zip(layout.slots, parameters, strict=True)]
+
+
+def begin_range(what: str, layout: BucketLayout, travels: Tensor) -> Callable[[], None]:
+    """Begin a range of the profile, if there is one; returns what ends it. In it something of a bucket travels."""
+    if not is_profiled():
+        return _nothing
+    details = {"Bucket": layout.index, "Bytes": travels.nbytes}
+    return begin_event(f"evenstep:{what} {layout.index}", [travels], details) or _nothing
+
+
+def _nothing() -> None:
+    """No profile runs."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from evenstep.ground.health.telemetry import REDUCED, WAITING
-from evenstep.replica.gradients.buckets.bucket import Bucket, CastBucket
+from evenstep.replica.gradients.buckets.bucket import Bucket, whole_memory
 from evenstep.replica.gradients.buckets.comm_hooks import CommHook, HookQueue
 from evenstep.replica.gradients.buckets.launch import LaunchOrder
 from evenstep.replica.gradients.buckets.layout import BucketLayout, Layout, ParameterSpec, plan_layout
@@ -46,7 +46,6 @@ class AllReduceExchange(AcrossRanks):
         self._observers = trained.observers
         self._inspectors = [each for each in trained.observers if each.inspects_buckets]
         self._hooks: HookQueue | None = None
-        self._uneven: Uneven | None = None
         self._shares_queue = self._header.tensor.device.type != "cpu"
         # A backward pass reaches the last layers first; the second layout knows better.
         self._build(self._plan(range(trained.num_dense - 1, -1, -1)))
@@ -75,16 +74,15 @@ class AllReduceExchange(AcrossRanks):
             observer.watch_buckets(self.buckets)
 
     def _build_bucket(self, layout: BucketLayout, allocator: Transport) -> Bucket:
-        is_cast = layout.dtype is not self._parameters[layout.slots[0].parameter].dtype
-        kind = CastBucket if is_cast else Bucket
-        return kind(layout, self._parameters, self._names, self._transport, allocator=allocator)
+        memory = whole_memory(layout, self._parameters[layout.slots[0].parameter].dtype, allocator)
+        return Bucket(layout, self._parameters, self._names, self._transport, memory)
 
     def last_pass_begins(self, window: Window) -> None:
         """See `Exchange`; collective where there is a hook, which is handed means."""
         if self._hooks is not None:
             self.scale.start_agreement()
-            if self._uneven is not None:
-                self._uneven.announce_bucket()
+            if self.uneven is not None:
+                self.uneven.announce_bucket()
             self.scale.start_total(window)
 
     def complete(self, bucket: int, window: Window) -> None:
@@ -102,7 +100,7 @@ class AllReduceExchange(AcrossRanks):
         that have left a join of several models join in when a window ends; a hook's calls may be of the group in which
         that is.
         """
-        if self._hooks is not None and (self.turn is not Turn.ALONE or self._uneven is not None):
+        if self._hooks is not None and (self.turn is not Turn.ALONE or self.uneven is not None):
             return True
         return self.turn is Turn.BEHIND and self._shares_queue
 
@@ -114,7 +112,7 @@ class AllReduceExchange(AcrossRanks):
             self.scale.start_total(window)
         launches = list(self._launches.finish())
         # Who has left a join sends nothing beside.
-        last = self.buckets[launches.pop()] if self._is_beside and self._uneven is None else None
+        last = self.buckets[launches.pop()] if self._is_beside and self.uneven is None else None
         self._launch(launches, window)
         if last is not None:
             self._pack(last, window)
@@ -129,7 +127,7 @@ class AllReduceExchange(AcrossRanks):
             header_work = self._transport.all_reduce(self._header.tensor)
         else:
             self._send(last, window, scale, beside=self._header.tensor)
-        src = 0 if self._uneven is None else self._uneven.lowest_active(self._control)
+        src = 0 if self.uneven is None else self.uneven.lowest_active(self._control)
         sent_buffers = self._module_buffers.start(src)
         for bucket in self.buckets:
             bucket.wait()
@@ -150,8 +148,8 @@ class AllReduceExchange(AcrossRanks):
         for bucket in self.buckets:
             bucket.unpack(own_factor)
         self._module_buffers.finish(sent_buffers)
-        if self._uneven is not None:
-            self._uneven.end_window()
+        if self.uneven is not None:
+            self.uneven.end_window()
 
     def _own_factor(self, window: Window, scale: float) -> float | Tensor | None:
         """See `Bucket.unpack`. Virtual ranks but the last have left their sums without graphs."""
@@ -190,11 +188,11 @@ class AllReduceExchange(AcrossRanks):
         self.hook = hook
         self._hooks = HookQueue(hook, self._world)
         self._policy = hook.suit(self._policy, self._header.tensor.device)
-        self._build(self.layout)
+        self._lay_out_again(self.layout)
 
     def set_uneven(self, uneven: Uneven | None) -> None:
         """See `Exchange`."""
-        self._uneven = uneven
+        self.uneven = uneven
         self.scale.announce = uneven.announce if uneven else lambda: None
         for observer in self._observers:
             observer.set_apart(uneven is not None)
@@ -209,13 +207,13 @@ class AllReduceExchange(AcrossRanks):
 
     def announce(self) -> None:
         """See `Exchange`: before the first collective of a window."""
-        if self._uneven is not None:
-            self._uneven.announce()
+        if self.uneven is not None:
+            self.uneven.announce()
 
     def _launch(self, indices: Iterable[int], window: Window) -> None:
         for index in indices:
-            if self._uneven is not None:
-                self._uneven.announce_bucket()
+            if self.uneven is not None:
+                self.uneven.announce_bucket()
             bucket = self.buckets[index]
             self._pack(bucket, window)
             if self._hooks is not None:
@@ -231,11 +229,10 @@ class AllReduceExchange(AcrossRanks):
     @property
     def _sends_rows(self) -> bool:
         """Whether the transport divides sums: see [Note: one division]. In a `join` ranks that have left send none."""
-        return self._transport.divides and self._hooks is None and self._uneven is None
+        return self._transport.divides and self._hooks is None and self.uneven is None
 
     def _pack(self, bucket: Bucket, window: Window) -> None:
         self._recorder.mark(bucket.layout.index)
-        self._make_room(bucket)
         totals: list[float] | None = None
         if self._inspectors and not self._ending.sums_first:
             wanted = [each.totals_for(bucket) for each in self._inspectors]
@@ -251,18 +248,15 @@ class AllReduceExchange(AcrossRanks):
         for observer in self._inspectors:
             observer.inspect(bucket, totals)
 
-    def _make_room(self, bucket: Bucket) -> None:
-        """Prepare a bucket's memory before it is packed; where buckets share memory, take it over."""
-
     def _divide(self) -> None:
         """Divide what neither the transport nor a hook has divided: see [Note: one division]."""
         plain: float | Tensor = float(self._ending.num_shares)
-        if self._uneven is not None and not self._uneven.divide_by_initial_world_size:
+        if self.uneven is not None and not self.uneven.divide_by_initial_world_size:
             plain = self._header.num_plain()
         sums = [p.grad for p in self._parameters[self._num_dense :] if p.grad is not None]
         small = []
         if self._hooks is not None:
-            if self._uneven is not None and not self._header.kinds()[0]:
+            if self.uneven is not None and not self._header.kinds()[0]:
                 divide([bucket.reduced for bucket in self.buckets], plain / self._world.world_size)
         elif not self._sends_rows:
             sums += [bucket.reduced for bucket in self.buckets if not bucket.overflows]

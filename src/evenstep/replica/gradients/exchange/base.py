@@ -73,6 +73,7 @@ class Exchange:
         hook: Averages buckets instead of the transport, or None.
         scale: Of weights, before they multiply gradients.
         turn: Of the running pass.
+        uneven: The model's part in a `Join`, while ranks may leave one by one; else None.
         takes_every_pass: Gradients are added over ranks by torch's FSDP2 while autograd runs. So every pass of this
             rank has to take part: one that contributes nothing is muted and not dropped, and any pass counts that
             reaches the module's outputs.
@@ -86,6 +87,7 @@ class Exchange:
         self.buckets: Sequence[Bucket] = ()
         self.hook: CommHook | None = None
         self.turn = Turn.ALONE
+        self.uneven: Uneven | None = None
         self._parameters = parameters
         self._ending = ending
         self.scale = Scale(partial(rescale, parameters), is_one=ending.sums_first)
@@ -117,11 +119,6 @@ class Exchange:
 
     def complete(self, bucket: int, window: Window) -> None:
         """Send a bucket, which has all its gradients, when its turn comes."""
-
-    def is_clear(self, bucket: Bucket) -> bool:
-        """Whether a bucket's gradients are its views and all zero, as far as that can be seen without waiting."""
-        all_views = all(p.grad is view for p, view in zip(bucket.parameters, bucket.views, strict=True))
-        return all_views and bucket.is_zero
 
     def was_weighted(self) -> bool:
         """Whether the last window that any rank had a pass in was WEIGHTED. On a GPU this waits for it."""

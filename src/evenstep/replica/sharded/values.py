@@ -1,0 +1,92 @@
+"""Parameters side by side, in the places that their gradients have in the bucket: each rank steps its shard of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from evenstep.errors import UsageError
+from evenstep.replica.gradients.buckets.bucket import begin_range, views_of
+from evenstep.replica.gradients.buckets.layout import BucketLayout
+from evenstep.transport.core.transport import Transport
+
+
+class ShardedValues:
+    """The values of a bucket's parameters; see [Note: what lies where] in `bucket`.
+
+    Args:
+        layout: Which parameter lies where.
+        parameters: By slot. They move to `whole`.
+        names: Theirs, for messages.
+        transport: Between the ranks that divide them.
+        allocator: Allocates the memory.
+
+    Attributes:
+        whole: [numel], of which parameters are views.
+        own: [numel / n], this rank's shard of it.
+        homes: By slot, the view that the parameter's memory is.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        transport: Transport,
+        allocator: Transport,
+    ) -> None:
+        self._layout, self._parameters, self._names, self._transport = layout, parameters, names, transport
+        self.whole = allocator.allocate(layout.numel, dtype=parameters[0].dtype, device=layout.device)
+        self.own = self.whole.chunk(transport.world_size)[transport.rank]
+        self.homes = views_of(self.whole, layout, parameters)
+        for parameter, home in zip(parameters, self.homes, strict=True):
+            home.copy_(parameter.detach())
+            parameter.data = home
+        self._addresses = [home.data_ptr() for home in self.homes]
+
+    def keep_hold(self) -> bool:
+        """Take back parameters whose memory was replaced (`load_state_dict(assign=True)`, `p.data = ...`).
+
+        Returns:
+            Whether there were any.
+
+        Raises:
+            UsageError: They have another dtype, device or shape now.
+        """
+        if [parameter.data_ptr() for parameter in self._parameters] == self._addresses:
+            return False
+        for parameter, home, name in zip(self._parameters, self.homes, self._names, strict=True):
+            if parameter.data_ptr() == home.data_ptr():
+                continue
+            found = (parameter.dtype, parameter.device, parameter.shape)
+            if found != (home.dtype, home.device, home.shape):
+                raise UsageError(
+                    f"rank {self._transport.rank}: parameter {name!r} is {str(found[0])[6:]} {list(found[2])} on "
+                    f"{found[1]} now, and was {str(home.dtype)[6:]} {list(home.shape)} on {home.device} when its "
+                    f"ShardedOptimizer was made. Convert or move the model before wrapping it."
+                )
+            home.copy_(parameter.detach())
+            parameter.data = home
+        return True
+
+    def start_gather(self) -> Callable[[], None]:
+        """Collective: begin to give every rank the values of all shards.
+
+        Returns:
+            Waits until they are there; called once. Autograd learns of the change.
+        """
+        changed = partial(torch.autograd.graph.increment_version, self._parameters)
+        if self._transport.world_size == 1:
+            return changed  # they are there
+        end_range = begin_range("parameters of bucket", self._layout, self.whole)
+        work = self._transport.all_gather(self.whole, self.own)
+
+        def finish_gather() -> None:
+            changed()
+            work.wait()
+            end_range()
+
+        return finish_gather

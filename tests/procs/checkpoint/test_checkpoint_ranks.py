@@ -260,14 +260,14 @@ def test_the_store_does_not_grow_with_saves(ranks, tmp_path):
     assert many == few
 
 
-def damage_on_one_rank(directory: Path):
-    """Rank 1 can't read what rank 0 can."""
+def problem_on_one_rank(directory: Path, code: int):
+    """Rank 1 doesn't find what rank 0 does."""
     world = world_for_this_test()
 
     class Local(LocalDirectory):
         def open(self, path):
             if world.rank == 1 and path == "step-0000004/model.safetensors":
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+                raise OSError(code, os.strerror(code))
             return super().open(path)
 
     run = Training(Local(directory), world, every_minutes=None)
@@ -277,8 +277,18 @@ def damage_on_one_rank(directory: Path):
 
 
 def test_damage_seen_by_one_rank_falls_back_on_all(ranks, tmp_path):
+    """There is no regular file any more, or it is shorter than it was."""
     ranks.run(train, 2, tmp_path, 4, False, {"every_steps": 2})
-    assert ranks.run(damage_on_one_rank, 2, tmp_path) == [2, 2]
+    assert ranks.run(problem_on_one_rank, 2, tmp_path, errno.EINVAL) == [2, 2]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOENT])
+def test_what_one_rank_alone_cannot_read_is_no_damage(ranks, tmp_path, code):
+    """An I/O error, or a directory that isn't shared, on one node."""
+    ranks.run(train, 2, tmp_path, 4, False, {"every_steps": 2})
+    with pytest.raises(CheckpointError, match=r"model.safetensors.*\(on rank 1\).*left as it is"):
+        ranks.run(problem_on_one_rank, 2, tmp_path, code)
+    assert steps_in(LocalDirectory(tmp_path)) == [2, 4]
 
 
 def nothing_is_changed_where_it_could_be_read(directory: Path):
@@ -288,7 +298,7 @@ def nothing_is_changed_where_it_could_be_read(directory: Path):
     class Local(LocalDirectory):
         def open(self, path):
             if world.rank == 1 and path.endswith("/optimizer.safetensors"):
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             return super().open(path)
 
     run = Training(Local(directory), world, seed=7, every_minutes=None)

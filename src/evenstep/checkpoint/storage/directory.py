@@ -15,7 +15,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from evenstep.checkpoint.format import manifest as manifests
 from evenstep.checkpoint.format.manifest import Manifest
@@ -26,9 +26,6 @@ from evenstep.console import say
 from evenstep.errors import CheckpointError, EvenstepError, UsageError
 from evenstep.ground.health import heartbeat
 from evenstep.world import World
-
-if TYPE_CHECKING:
-    from evenstep.checkpoint.save.writer import Writer
 
 _STEP = re.compile(r"step-(\d{7,})")
 _WAIT_FOR_LOCK_S = EXPIRES_AFTER_S + 5.0
@@ -149,6 +146,16 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
         raise why_unread(path, error) from None
 
 
+class Pending(Protocol):
+    """Writes here.
+
+    Attributes:
+        thread: Of the save that is pending; None: none is.
+    """
+
+    thread: threading.Thread | None
+
+
 _open_here: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
 
@@ -165,7 +172,7 @@ class RunDirectory:
         self.storage, self._world, self._policy = storage, world, policy
         self.steps: dict[int, Mapping[str, float]] = {}
         self.is_open = False
-        self.writer: Writer | None = None
+        self.writer: Pending | None = None
         self._lock: Lock | None = None
 
     @property

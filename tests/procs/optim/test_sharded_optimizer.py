@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.optim.sharded.element_wise import ElementWisePartition
 from evenstep.replica.batches import split
 from evenstep.replica.sharded.bucket import ShardedBucket
 from evenstep.replica.sharded.gradient_placeholder import GradientPlaceholder
@@ -717,3 +718,73 @@ def test_a_scaler_hears_of_an_infinity_in_one_shard_on_all_ranks(ranks, fresh_se
         sums = [total for _, total in told[0]]
         assert sums[1] == sums[2]
         assert len(set(sums)) == 4
+
+
+def in_torchs_hands(seed: int, elementwise: bool) -> None:
+    """torch's functions for states of optimizers, which step an optimizer that seems to have none."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(seed + world.rank)
+    xs = torch.randn(3, 4, 5, dtype=torch.float64)
+    pair = []
+    for is_sharded in (True, False):
+        model = evenstep.DistributedDataParallel(Branches(2, 5, seed))
+        if is_sharded:
+            optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, elementwise=elementwise, lr=0.01)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for x in xs:
+            optimizer.zero_grad()
+            model(x, [0, 1]).square().mean().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        pair.append((model, optimizer, get_optimizer_state_dict(model, optimizer)))
+    (model, optimizer, ours), (plain, _, theirs) = pair
+    assert_same_parameters(model, plain)
+    assert ours["state"].keys() == theirs["state"].keys()
+    for name, state in theirs["state"].items():
+        for key, value in state.items():
+            torch.testing.assert_close(ours["state"][name][key].cpu(), value, rtol=1e-12, atol=1e-13)
+    set_optimizer_state_dict(model, optimizer, theirs)
+    assert_same_parameters(model, plain)
+    again = get_optimizer_state_dict(model, optimizer)
+    assert all(state["step"] == 3 for state in again["state"].values())
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_torchs_functions_for_states_step_nothing(ranks, fresh_seed, elementwise):
+    ranks.run(in_torchs_hands, 2, fresh_seed, elementwise)
+
+
+def resumes_laid_out(seed: int, directory) -> tuple[list[int], list[int]]:
+    """Gradients come in another order than parameters are registered: buckets are laid out anew in the first window."""
+    world = evenstep.init(quiet=True)
+    use, moved, steps = [3, 0, 2, 1], [], []
+    load_state = ElementWisePartition.load_state
+
+    def load(partition, kept, *, is_loaded=False):
+        if not is_loaded:
+            moved.append(sum(len(state) for state in kept.values()))
+        load_state(partition, kept, is_loaded=is_loaded)
+
+    for _ in range(2):
+        torch.manual_seed(seed)
+        model = evenstep.DistributedDataParallel(Branches(4, 5, seed), bucket_cap_mb=2e-4, first_bucket_cap_mb=2e-4)
+        optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+        checkpoint = evenstep.Checkpointer(directory, every_minutes=None, model=model, optimizer=optimizer)
+        steps.append(checkpoint.resume())
+        moved.clear()
+        with mock.patch.object(ElementWisePartition, "load_state", load):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.full((2, 5), 1.0 + world.rank, dtype=torch.float64), use).square().mean().backward()
+                optimizer.step()
+                checkpoint.step()
+        checkpoint.close()
+    return steps, list(moved)
+
+
+def test_a_resumed_run_moves_no_state_in_its_first_window(ranks, fresh_seed, tmp_path):
+    """The whole state would be on every rank's device for a moment."""
+    assert ranks.run(resumes_laid_out, 2, fresh_seed, tmp_path) == [([0, 2], [])] * 2

@@ -30,6 +30,8 @@ from evenstep.replica.wrapper.distributed import DistributedDataParallel
 
 Partition = ElementWisePartition | PerParameterPartition
 
+_ORDER = "order of gradients"  # as in `Exchange.order`, in a checkpoint
+
 
 class ShardedOptimizer(optim.Optimizer):
     """A torch optimizer whose state and work are sharded over the ranks of a replicated model.
@@ -251,6 +253,8 @@ class ShardedOptimizer(optim.Optimizer):
             state = heard[0]["state"].get(number)
             if state:
                 by_index[self._index_of[id(parameter)]] = dict(state)
+        if self._sharding is not None:
+            self.model.engine.adopt_order(heard[0].get(_ORDER, ()))
         self._divided.load_state(by_index, is_loaded=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -296,7 +300,9 @@ class ShardedOptimizer(optim.Optimizer):
         """
         number_of = {self._index_of[id(p)]: number for number, p in enumerate(self._all_parameters())}
         scalars, shards = self._divided.shards(lambda index: ("state", number_of[index]))
-        return self._packed(scalars), shards
+        engine = self.model.engine
+        order = {_ORDER: list(engine.exchange.order)} if self._sharding is not None and engine.has_learned_order else {}
+        return self._packed(scalars) | order, shards
 
     @property
     def state_bytes(self) -> int:
@@ -430,6 +436,10 @@ def _lacks(kind: type[optim.Optimizer], arguments: Mapping[str, Any], group: Map
 
 class _PartitionedState(dict[Any, Any]):
     """`optimizer.state`: empty, and an error when a parameter is looked up in it."""
+
+    def __bool__(self) -> bool:
+        """True: torch's `get_optimizer_state_dict` steps an optimizer whose state is empty."""
+        return True
 
     def __missing__(self, key: object) -> Any:
         raise UsageError(

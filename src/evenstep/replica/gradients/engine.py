@@ -298,6 +298,16 @@ class Engine:
         self.readiness = Readiness(self.parameters, made.layout, self)
         self.has_learned_order = False
 
+    def adopt_order(self, order: Sequence[int]) -> None:
+        """Collective: lay buckets out as a run did from which this one goes on, before there is state to move.
+
+        Args:
+            order: What `Exchange.order` was there; another model's isn't taken.
+        """
+        if not self.has_learned_order and sorted(order) == list(range(self.num_dense)):
+            self.has_learned_order = True
+            self.exchange.learn_order(order)
+
     def unused_parameters(self) -> list[str]:
         """Names of the parameters that had no gradient on any rank when the last window ended."""
         return [self.names[index] for index in self.exchange.unused()]

@@ -59,7 +59,6 @@ class ShardedExchange(AllReduceExchange):
         self.shardings = shardings
         self._engine = weakref.ref(engine)
         self.followers: weakref.WeakValueDictionary[int, Follower] = weakref.WeakValueDictionary()
-        self._order: Sequence[int] = ()
         self._loans: dict[tuple[object, ...] | None, Loan] = {}  # by place, to the next bucket there
         self._reduced: list[Tensor | None] = [p.grad for p in engine.parameters]  # what new buckets take
         super().__init__(engine.trained)
@@ -75,12 +74,12 @@ class ShardedExchange(AllReduceExchange):
     def reshard(self, shardings: Mapping[int, tuple[Sharding, int]]) -> None:
         """Collective, between two windows: divide other parameters, or divide them otherwise."""
         self.shardings = shardings
-        self._lay_out_again(self._plan(self._order))
+        self._lay_out_again(self._plan(self.order))
 
     # ------------------------------------------------------------------ what `AllReduceExchange` calls
 
     def _plan(self, order: Sequence[int]) -> Layout:
-        self._order = order
+        self.order = order
         specs = [*self._specs]
         for index, (sharding, group) in self.shardings.items():
             specs[index] = replace(specs[index], sharding=sharding, group=group)

@@ -59,6 +59,7 @@ class AllReduceExchange(AcrossRanks):
         return ParameterSpec(self._names[index], shape, parameter.dtype, parameter.device, added_in=added_in)
 
     def _plan(self, order: Sequence[int]) -> Layout:
+        self.order = order
         return plan_layout(self._specs, order, self._policy)
 
     def _build(self, layout: Layout) -> None:

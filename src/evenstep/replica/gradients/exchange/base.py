@@ -70,6 +70,7 @@ class Exchange:
         travels: Whether gradients leave the place where autograd puts them.
         layout: Which gradient lies in which bucket; without buckets where nothing travels.
         buckets: Those buckets.
+        order: Of the parameters in them.
         hook: Averages buckets instead of the transport, or None.
         scale: Of weights, before they multiply gradients.
         turn: Of the running pass.
@@ -85,6 +86,7 @@ class Exchange:
     def __init__(self, parameters: Sequence[nn.Parameter], ending: WindowEnd) -> None:
         self.layout = Layout((), (0,) * len(parameters))
         self.buckets: Sequence[Bucket] = ()
+        self.order: Sequence[int] = ()
         self.hook: CommHook | None = None
         self.turn = Turn.ALONE
         self.uneven: Uneven | None = None

@@ -101,6 +101,7 @@ def test_a_callback_may_start_calls_and_wait_for_them() -> None:
 
     def hear(error: EvenstepError | None) -> None:
         assert error is None
+        queued[0].wait(10.0)  # started before this
         for name in "bc":
             thread.submit(name, lambda number, name=name: order.append(name)).wait(10.0)
         order.append("heard")
@@ -111,9 +112,10 @@ def test_a_callback_may_start_calls_and_wait_for_them() -> None:
         order.append("a")
 
     thread.submit("a", run).add_done_callback(hear)
+    queued = [thread.submit("queued", lambda number: order.append("queued"))]
     go_on.set()
     assert over.wait(20)
     thread.submit("d", lambda number: order.append("d")).wait(10.0)
-    assert order == ["a", "b", "c", "heard", "d"]
+    assert order == ["a", "queued", "b", "c", "heard", "d"]
     thread.close(PeerLostError("closed"))
     assert sum(each.name == "evenstep test" and each.is_alive() for each in threading.enumerate()) == 0

@@ -29,17 +29,20 @@ class QueuedWork:
 
     Args:
         what: The call, for messages.
+        waits: Called by who waits.
 
     Attributes:
         ended: Has the call's error, or None, when it has ended.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, waits: Callable[[], object]) -> None:
+        self._what, self._waits = what, waits
         self.ended: concurrent.futures.Future[EvenstepError | None] = concurrent.futures.Future()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """See `base.Work.wait`; no longer than `timeout_s`."""
+        if not self.ended.done():
+            self._waits()
         try:
             error = self.ended.result(timeout_s)
         except concurrent.futures.TimeoutError:
@@ -62,8 +65,8 @@ class QueuedWork:
 class WorkerThread:
     """Runs calls in the order in which they were submitted. After one has failed, the others fail in the same way.
 
-    The thread starts with the first call. Callbacks run in it, and may start calls and wait for them: so when one of
-    them starts a call another thread takes this one's place, which ends behind the callback.
+    The thread starts with the first call. Callbacks run in it, and may start calls and wait for calls: so when one of
+    them does, another thread takes this one's place, which ends behind the callback.
 
     Args:
         name: Of the thread.
@@ -98,12 +101,22 @@ class WorkerThread:
             if self.failure is not None:
                 raise self.failure
             self.num_calls += 1
-            work = QueuedWork(f"{what} number {self.num_calls}")
+            work = QueuedWork(f"{what} number {self.num_calls}", self.step_aside)
             self._calls.put((functools.partial(run, self.num_calls), work))
-            if self._thread in (None, threading.current_thread()):
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+            if self._thread is None:
+                self._start()
+        self.step_aside()
         return work
+
+    def step_aside(self) -> None:
+        """Have another thread run the calls from now on, if this is the thread that does: a callback runs in it."""
+        with self._lock:
+            if self._thread is threading.current_thread():
+                self._start()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._thread.start()
 
     def close(self, error: EvenstepError) -> None:
         """Refuse new calls, end the queued ones with this error, call `on_close`, and wait for the thread. Once."""

@@ -34,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -70,7 +71,7 @@ from evenstep.transport.shm.segment import (
     Segment,
     allocate_range,
 )
-from evenstep.transport.shm.sync import Phase, ProgressCounters
+from evenstep.transport.shm.sync import Phase, ProgressCounters, Waiting
 
 
 class Call:
@@ -414,19 +415,16 @@ class ProgramContext:
         """How many chunks a call has."""
         return -(-call.flat.numel() // self.chunk_numel(call))
 
-    def sync_point(self) -> Program:
+    def sync_point(self, call: Call) -> Program:
         """Wait until every rank has come to this point. What this rank reads in the others' zones it has read.
 
         Raises:
             PeerLostError: A rank has left before: what was read may not have been its tensor any more.
         """
-        known_as, me = self.counters.known_as, self.rank
-        for rank in self.ranks:
-            if self.counters.has_left(rank):
-                raise PeerLostError(
-                    f"rank {known_as[me]} lost rank {known_as[rank]}, which has given up or closed its end while its "
-                    f"tensor was read."
-                )
+        left = [rank for rank in self.ranks if rank != self.rank and self.counters.has_left(rank)]
+        if left:
+            what = f"{self._name} collective {call}"
+            self.counters.check(Waiting(time.monotonic()), left, lambda: what, lambda: False)
         yield Phase.REDUCED, self.counters.signal(Phase.REDUCED)
 
     def reduce(self, call: Call, outputs: list[Tensor], inputs: list[Tensor], begin: int = 0) -> None:
@@ -524,7 +522,7 @@ def _read_chunks(at: ProgramContext, call: Call, read: Callable[[int], object]) 
     else:
         read(0)
     if any(place is not None for place in places):
-        yield from at.sync_point()  # a rank may not change a tensor in its zone before all others have read it
+        yield from at.sync_point(call)  # a rank may not change a tensor in its zone before all others have read it
 
 
 # ---------------------------------------------------------------------- large calls: the programs
@@ -540,7 +538,7 @@ def _all_reduce(at: ProgramContext, call: Call) -> Program:
     if begin < end:
         views = [at.shared_view(call, rank, 0, begin, end) for rank in at.ranks]
         at.reduce(call, [views[at.rank], *views[: at.rank], *views[at.rank + 1 :]], views, begin)
-    yield from at.sync_point()
+    yield from at.sync_point(call)
 
 
 def _stage_slices(at: ProgramContext, call: Call, chunk: int) -> None:
@@ -599,7 +597,7 @@ def _chunked_all_reduce(at: ProgramContext, call: Call) -> Program:
     at.num_chunks += num_chunks
     if any(place is not None for place in call.places):
         # A rank whose result lies in its zone may not change it before the others have copied it.
-        yield from at.sync_point()
+        yield from at.sync_point(call)
 
 
 def _reduce(at: ProgramContext, call: Call) -> Program:
@@ -652,7 +650,7 @@ def _reduce_scatter(at: ProgramContext, call: Call) -> Program:
     if None not in call.places:
         begin, end = at.rank * numel, (at.rank + 1) * numel
         at.reduce(call, [call.out], [at.shared_view(call, rank, 0, begin, end) for rank in at.ranks], begin)
-        yield from at.sync_point()
+        yield from at.sync_point(call)
         return
     call.places = (None,) * at.world_size  # a chunk holds a part of every rank's share, so all are copied
     length = _share_numel(at, call)

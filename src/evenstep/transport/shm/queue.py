@@ -53,6 +53,8 @@ from evenstep.transport.shm.sync import Phase, ProgressCounters, WaitPolicy
 
 _NOBODY = 0  # no thread has this number
 
+Callback = Callable[[EvenstepError | None], object]
+
 
 class Pending:
     """What a rank waits for, a call or a message, from its start to its end; see `base.Work`.
@@ -170,7 +172,7 @@ class CallQueue(Transport):
         self._queue: collections.deque[SharedWork] = collections.deque()
         self._unarrived: collections.deque[SharedWork] = collections.deque()  # the last of them
         # Who is called at its end.
-        self._listened: dict[Pending, list[Callable[[EvenstepError | None], object]]] = {}
+        self._listened: dict[Pending, collections.deque[Callback]] = {}
         self._callbacks: collections.deque[Callable[[], object]] = collections.deque()  # of what has ended
         self._failure: EvenstepError | None = None
         self._is_closed = False
@@ -413,18 +415,26 @@ class CallQueue(Transport):
     # ------------------------------------------------------------------ callbacks
 
     def _listen(self, work: Pending, callback: Callable[[EvenstepError | None], object]) -> None:
-        with self._lock:
-            self._listened.setdefault(work, []).append(callback)
+        callbacks = self._listened.setdefault(work, collections.deque())
+        callbacks.append(callback)
         if work.is_done or self._failure is not None:  # perhaps since this moment: then its thread may have missed it
-            self._call_back(work)
+            self._listened.pop(work, None)
+            self._queue_callbacks(work, callbacks)
         else:
             background.wake()
         self._run_callbacks()
 
     def _call_back(self, work: Pending) -> None:
         """Queue the callbacks of what has ended or failed, those that aren't queued yet."""
-        with self._lock:
-            for callback in self._listened.pop(work, ()):
+        callbacks = self._listened.pop(work, None)
+        if callbacks is not None:
+            self._queue_callbacks(work, callbacks)
+
+    def _queue_callbacks(self, work: Pending, callbacks: collections.deque[Callback]) -> None:
+        # Without a lock, of which this rank has two, and which signals' handlers may take: one thread gets each.
+        while callbacks:
+            with contextlib.suppress(IndexError):
+                callback = callbacks.popleft()
                 self._callbacks.append(functools.partial(callback, None if work.is_done else self._failure))
 
     def _run_callbacks(self) -> None:

@@ -12,6 +12,7 @@ that is loaded) isn't added over ranks: it has to be the same on all of them.
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,14 +105,12 @@ def validate_rules(rules: Mapping[str, str], module: nn.Module, ignored: Collect
     for pattern, word in rules.items():
         if word not in words:
             raise checks.refuse(f"{who}: {pattern!r}", word, f"one of {', '.join(map(repr, words))}")
-        if word in ("mean", "sum"):
-            absent = [name for owner, key, name in named_places(module, ignored) if buffer_at(owner, key) is None]
-            for name in absent:
-                if fnmatch.fnmatchcase(name, pattern):
-                    raise ConfigurationError(f"{who}: {name!r} isn't there yet. Run the module once, and wrap it then.")
         if not any(fnmatch.fnmatchcase(name, pattern) for name in buffers):
             known = f"those are {', '.join(sorted(buffers))}" if buffers else "it has none"
-            raise ConfigurationError(f"{who}: {pattern!r} fits no buffer of the module; {known}.")
+            raise ConfigurationError(
+                f"{who}: {pattern!r} fits no buffer of the module; {known}. Run a module that makes them later once "
+                f"before it is wrapped."
+            )
     for name, buffer in buffers.items():
         rule = rule_of(name, rules)
         if rule is Rule.MEAN and not buffer.is_floating_point():
@@ -162,12 +161,16 @@ class BufferExchange:
         self.is_on = is_on
         self._transport = transport
         self._places: dict[Rule | None, list[tuple[nn.Module, str]]] = {}
+        self._absent: dict[str, tuple[nn.Module, str]] = {}
         names = {(owner, name): full for owner, name, full in named_places(module, ignored)}
         for (owner, name), full in names.items():
             rule = rule_of(full, rules or {})
             # Buffers that aren't saved are caches, which grow as each rank needs.
             if rule is None and name in getattr(owner, "_non_persistent_buffers_set", ()):
                 rule = Rule.OWN
+            if rule in (Rule.MEAN, Rule.SUM) and buffer_at(owner, name) is None:
+                self._absent[full] = owner, name  # as of a normalisation that keeps no statistics
+                continue
             self._places.setdefault(rule, []).append((owner, name))
         self.has_statistics = bool(self._places.keys() & {Rule.MEAN, Rule.SUM})
         self._before: dict[Rule, list[Tensor]] = {}  # since the window's first forward pass
@@ -191,6 +194,14 @@ class BufferExchange:
         sent = [self._broadcast(group) for group in self._by_kind(Rule.RANK_0)]
         if self.is_on:
             sent += [self._broadcast(group) for group in self._by_kind(None)]
+        late = [full for full, place in self._absent.items() if buffer_at(*place) is not None]
+        if late:
+            self._absent.clear()
+            warnings.warn(
+                f"buffers: {late[0]!r} has come since the module was wrapped, so it stays each rank's own. Run the "
+                f"module once before it is wrapped.",
+                stacklevel=2,
+            )
         if self.has_statistics:
             self.begin_forward(over_dummy=True)  # where no forward pass has run nothing has been added
             before, self._before = self._before, {}

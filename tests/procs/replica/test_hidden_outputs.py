@@ -198,3 +198,46 @@ def shared_by_two():
 def test_a_parameter_of_two_models_is_refused(ranks, nproc):
     """It would be divided twice."""
     ranks.run(shared_by_two, nproc)
+
+
+class HiddenBlocks(nn.Module):
+    """The loss is kept in an attribute; blocks in reentrant checkpoints, above an embedding that is in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> object:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        self.loss = x.square().mean()
+        return object()
+
+
+def hidden_blocks(seed: int) -> None:
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(seed)
+    net, plain = HiddenBlocks(), HiddenBlocks()
+    plain.load_state_dict(net.state_dict())
+    model = evenstep.DistributedDataParallel(net, bucket_cap_mb=1e-4, first_bucket_cap_mb=1e-4)
+    torch.manual_seed(seed + world.rank)
+    for _ in range(4):
+        ids = torch.randint(5, (6,))
+        model.zero_grad()
+        plain.zero_grad()
+        model(ids)
+        net.loss.backward()
+        plain(ids)
+        plain.loss.backward()
+        for (name, ours), own in zip(net.named_parameters(), plain.parameters(), strict=True):
+            mean = own.grad.clone()
+            world.transport.all_reduce(mean, "mean").wait()
+            torch.testing.assert_close(ours.grad, mean, rtol=1e-12, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_hidden_loss_through_checkpoints_is_one_pass(ranks, fresh_seed):
+    """Gradients come in the runs of autograd of the checkpoints, and then in the outer one."""
+    ranks.run(hidden_blocks, 2, fresh_seed)

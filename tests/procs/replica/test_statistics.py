@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -148,11 +150,37 @@ def test_statistics_begin_equal(ranks, init_sync):
     ranks.run(start, 2, init_sync)
 
 
-def test_a_statistic_that_is_not_there_yet_is_refused() -> None:
-    module = nn.Linear(2, 2)
-    module.register_buffer("codebook", None)
-    module.register_buffer("codes", torch.zeros(2))
-    with evenstep.World.alone(device="cpu") as world:
-        with pytest.raises(ConfigurationError, match=r"'codebook' isn't there yet. Run the module once"):
-            evenstep.DistributedDataParallel(module, buffers={"code*": "mean"}, world=world)
-        evenstep.DistributedDataParallel(module, buffers={"codes": "mean"}, world=world)
+class Lazy(nn.Module):
+    """Makes its codebook with the first samples; a normalisation without statistics has buffers that never come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False)
+        self.register_buffer("codebook", None)
+        self.register_buffer("codes", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.codebook is None:
+            self.codebook = torch.ones(3)
+        with torch.no_grad():
+            self.codes += 1
+        return self.norm(self.layer(x))
+
+
+def lazy() -> list[str]:
+    evenstep.init(quiet=False)
+    with pytest.raises(ConfigurationError, match=r"'codebook' fits no buffer.*Run a module that makes them later once"):
+        evenstep.DistributedDataParallel(Lazy(), buffers={"codebook": "mean"})
+    model = evenstep.DistributedDataParallel(Lazy(), buffers={"*": "mean"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.randn(3, 3)).square().sum().backward()
+    assert model.module.codes.tolist() == [2.0, 2.0]
+    return [str(each.message) for each in caught if "has come since" in str(each.message)]
+
+
+def test_a_statistic_that_comes_later_is_named(ranks):
+    first, second = ranks.run(lazy, 2)
+    assert len(first) == len(second) == 1
+    assert first[0].startswith("buffers: 'codebook' has come since the module was wrapped")

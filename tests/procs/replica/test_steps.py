@@ -262,6 +262,12 @@ def steps_alike(seed, kind):
             if kind == "a cell":
                 for _ in range(number * world.rank):
                     loss = loss + model(torch.randn(3, 4) + loss).mean()
+            elif kind == "several outputs":
+                two = model.module[2].register_forward_hook(lambda _, inputs, output: (output, inputs[0]))
+                for _ in range(number * world.rank):
+                    with model.no_sync():
+                        model.backward(model(torch.randn(3, 4))[0].mean(), weight=3)
+                two.remove()
             if kind == "a scaler":
                 if number == 1:
                     loss = loss * float("inf")
@@ -315,6 +321,7 @@ def fail_within(model: evenstep.DistributedDataParallel) -> None:
         "two forward passes",
         "validation on one rank",
         "a cell",
+        "several outputs",
         "a scaler",
         "every other pass",
     ],

@@ -346,18 +346,19 @@ class OutputHooks:
         self._carrier = torch.empty(0, device="cpu")
         self._carrier._backward_hooks = {0: self._function}
 
-    def put_on(self, outputs: Any) -> int:
+    def put_on(self, outputs: Any) -> bool:
         """Have the function called once for each tensor in the outputs that a backward pass reaches.
 
         Returns:
-            How many there are that can be reached.
+            Whether there is any that can be reached.
         """
         mark = None
         if self._marks is not None:
             self._marks.add(mark := _Mark())
         if isinstance(outputs, Tensor):
             return self._put_on_one(outputs, mark)
-        return sum([self._put_on_one(each, mark) for each in tensors_in(outputs)])
+        found = [self._put_on_one(each, mark) for each in tensors_in(outputs)]
+        return True in found
 
     def are_alone_in(self, loss: Tensor, *, other: OutputHooks) -> bool:
         """Whether a loss goes through outputs with these hooks, and through none with others.

@@ -41,7 +41,6 @@ to a model that wasn't named, that is an error. `loss.backward()` means the same
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -49,7 +48,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from evenstep.errors import UsageError
+from evenstep.errors import DriftError, EvenstepError, MismatchError, NonFiniteError, UsageError
 from evenstep.ground.compat.torch_autograd import at_end_of_backward, enclosing_node, graph_task_id
 from evenstep.replica.gradients.autograd_hooks import OutputHooks, Readiness
 from evenstep.replica.gradients.buckets.bucket import Bucket, late_gradient, moved_parameter
@@ -107,8 +106,8 @@ class Engine:
         self._dummy_hooks = OutputHooks(self._dummy_outputs_reached, is_tracked=True)
         self._window: Window | None = None
         self._pass: Pass | None = None
-        # Training forward passes since the last window, outputs that have hooks, and those that passes have reached.
-        self._num_forwards = self._num_hooked = self._num_reached = 0
+        # Since the last window: training forward passes, and outputs that backward passes have reached.
+        self._num_forwards = self._num_reached = 0
         self._single_pass_task = -1  # of autograd: the last pass that was a whole window
         self._muted: list[RemovableHandle] = []  # while a dummy batch has outputs that can't be muted
         self._left_early: str | None = None
@@ -131,10 +130,7 @@ class Engine:
             UsageError: An earlier backward pass failed half-way, or a loop over micro-batches was left early.
         """
         if self._pass is not None and graph_task_id() == -1:
-            if self.state is State.COUNTED or self.readiness.any_has_come():
-                self.fail()
-            else:
-                self._cancel_pass()  # a torch.autograd.grad that has raised
+            self._give_up_pass()
         if self._window is not None or self._left_early is not None:
             self._drop_zeroed_window()
         problem = _FAILED if self.state is State.FAILED else self._left_early
@@ -154,11 +150,9 @@ class Engine:
         """
         if self.synchronise:
             self.prepare()
-        num_hooked = (self._dummy_hooks if over_dummy else self._hooks).put_on(outputs)
-        if is_training and num_hooked:
-            self._num_forwards += 1
-            self._num_hooked += num_hooked
-        if not num_hooked and graph_task_id() == -1:
+        can_be_reached = (self._dummy_hooks if over_dummy else self._hooks).put_on(outputs)
+        self._num_forwards += is_training and can_be_reached
+        if not can_be_reached and graph_task_id() == -1:
             self.readiness.count()
             if over_dummy and not self._muted:
                 trained = [each for each in self.parameters if each.requires_grad]
@@ -329,7 +323,8 @@ class Engine:
 
     def _outputs_reached(self, grad: Tensor, *, over_dummy: bool) -> Tensor | None:
         self._num_reached += 1
-        self._notice_failure()
+        if self._pass is not None and self._pass.has_raised:
+            self._give_up_pass()
         if self._pass is None:
             task = graph_task_id()
             if self.state is State.SINGLE or task == self._single_pass_task:
@@ -348,15 +343,6 @@ class Engine:
             self.readiness.outputs_reached()
         return self._pass.at_outputs(grad)
 
-    def _notice_failure(self) -> None:
-        """Notice that the pass of `loss.backward()` which seems to run has raised: autograd tells nobody of that."""
-        if self._pass is None or not self._pass.tasks or (task := graph_task_id()) in self._pass.tasks or task == -1:
-            return
-        if enclosing_node() is None:
-            self.fail()
-        else:
-            self._pass.tasks.add(task)
-
     def _begin_single_pass(self) -> bool:
         """Begin a pass that needs nothing but autograd, if this is one: see `State.SINGLE`."""
         if not self._may_be_single or self.is_in_window or not self.synchronise or self.recorder.is_profiled:
@@ -368,7 +354,8 @@ class Engine:
 
     def gradient_came(self, parameter: int | None = None) -> bool:
         """See `Listener`."""
-        self._notice_failure()
+        if self._pass is not None and self._pass.has_raised:
+            self._give_up_pass()
         if self.state is State.FAILED:
             self.begin_forward()  # no forward pass has told of it
         if self._pass is None:  # the loss uses the parameter directly; perhaps the module's outputs too
@@ -395,7 +382,8 @@ class Engine:
         """See `Listener`."""
         raise (moved_parameter if self.readiness.is_another(parameter) else late_gradient)([self.names[parameter]])
 
-    def _autograd_ended(self) -> None:
+    def autograd_ended(self) -> None:
+        """The run of autograd has ended in which a pass of `loss.backward()` began."""
         self.exchange.when_added(self._plain_pass_ended)
 
     def _plain_pass_ended(self) -> None:
@@ -423,6 +411,13 @@ class Engine:
             )
         self.state = TRANSITIONS[self.state][event]
 
+    def _give_up_pass(self) -> None:
+        """End a pass in which autograd has raised."""
+        if self.state is State.COUNTED or self.readiness.any_has_come():
+            self.fail()
+        else:
+            self._cancel_pass()  # it was torch.autograd.grad, or nothing has come of it
+
     def _cancel_pass(self) -> None:
         """End a pass in which no parameter has received a gradient."""
         assert self._pass is not None
@@ -446,15 +441,14 @@ class Engine:
         self._open_pass(Pass(Kind.PLAIN, 0.0, effect))
         if self.exchange.takes_every_pass:
             self._count()
-        if (task := graph_task_id()) == -1:
+        if graph_task_id() == -1:
             return
-        if self._pass is not None:
-            self._pass.tasks.add(task)
-        node = enclosing_node() if is_found_late else None
+        assert self._pass is not None
+        end, node = _AutogradEnd(self, self._pass), enclosing_node() if is_found_late else None
         if node is None:
-            at_end_of_backward(self._autograd_ended)
+            at_end_of_backward(end)
         else:  # the pass of a reentrant checkpoint ends before the one that it is in
-            node.register_hook(lambda *_: at_end_of_backward(self._autograd_ended))
+            node.register_hook(lambda *_: at_end_of_backward(end))
 
     def _open_pass(self, opened: Pass) -> None:
         self.ending.validate_pass("a backward pass")
@@ -554,8 +548,9 @@ class Engine:
         first = self.num_dense if self.exchange.buckets else 0
         for observer in self.observers:
             observer.end_window(self.names[first:], self.parameters[first:])
-            observer.forget_forwards(self._num_forgotten())
-        self._num_forwards = self._num_hooked = self._num_reached = 0
+            # Of forward passes that have several outputs more may be reached: then some are missed.
+            observer.forget_forwards(max(0, self._num_forwards - self._num_reached))
+        self._num_forwards = self._num_reached = 0
         self.exchange.finish(self._window)
         self._window.saved.add_back(to_shards=True)
         window, self._window = self._window, None
@@ -571,15 +566,6 @@ class Engine:
             drop_grads(self.parameters)
         for observer in self.observers:
             observer.step()
-
-    def _num_forgotten(self) -> int:
-        """How many training forward passes since the last window no backward pass has reached.
-
-        Of forward passes that have several outputs each, passes may reach some: those count as one.
-        """
-        if self._num_reached >= self._num_hooked:
-            return 0
-        return self._num_forwards - math.ceil(self._num_reached * self._num_forwards / self._num_hooked)
 
     def end_local_window(self) -> None:
         """End a window without the other ranks: `p.grad` is this rank's mean, or its sum of PLAIN passes."""
@@ -607,6 +593,22 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"<Engine {len(self.parameters)} parameters in {len(self.buckets)} buckets, {self.exchange!r}>"
+
+
+class _AutogradEnd:
+    """What autograd calls when it has ended. Where it has raised it calls nothing, and lets go of this."""
+
+    def __init__(self, engine: Engine, current: Pass) -> None:
+        self._engine = engine
+        self._pass: Pass | None = current
+
+    def __call__(self) -> None:
+        self._pass = None
+        self._engine.autograd_ended()
+
+    def __del__(self) -> None:
+        if self._pass is not None:
+            self._pass.has_raised = True
 
 
 # The `weighted_passes` that run, in any thread: on a GPU autograd has one thread for the passes of all threads, so the
@@ -660,9 +662,18 @@ def weighted_passes(
         raise
     finally:
         _weighted.discard(this)
-    with contextlib.ExitStack() as stack:  # each ends its pass, whatever is said of another one's gradients
-        for engine in reversed(engines):
-            stack.callback(engine.end_weighted_pass)
+    found: EvenstepError | None = None
+    for number, engine in enumerate(engines):
+        try:
+            engine.end_weighted_pass()
+        except (NonFiniteError, DriftError, MismatchError) as error:  # all ranks' alike, and the others end their pass
+            found = found or error
+        except BaseException:
+            for behind in engines[number + 1 :]:
+                behind.fail()
+            raise
+    if found is not None:
+        raise found
 
 
 def _validate_disjoint(engines: Sequence[Engine]) -> None:

@@ -119,7 +119,7 @@ class Observer:
         """Step optimizers that step within the backward pass; gradients have been averaged."""
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped; perhaps it is another model's."""
+        """An optimizer that has parameters of the model has stepped."""
 
     def set_apart(self, is_apart: bool) -> None:
         """Ranks step each for itself from now on, or together again: within a join they leave one by one."""

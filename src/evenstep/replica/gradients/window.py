@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
@@ -227,7 +227,7 @@ class Pass:
         opens_window: No window was open when it began.
         ends_window: It ends the window; decided when it begins.
         fills_buckets: Gradients travel as soon as autograd has produced them.
-        tasks: Of autograd: its own, and those of the reentrant checkpoints in it.
+        has_raised: Autograd has, and so didn't end it.
         saved: Gradients of the window so far, while a pass runs that began as a dropped one.
     """
 
@@ -239,7 +239,7 @@ class Pass:
     opens_window: bool = False
     ends_window: bool = False
     fills_buckets: bool = False
-    tasks: set[int] = field(default_factory=set)
+    has_raised: bool = False
     saved: SavedGradients | None = None
 
     def end_apart(self) -> None:

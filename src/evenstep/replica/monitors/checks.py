@@ -7,10 +7,10 @@
     StepWatch     steps, batches, passes (`steps`)  ranks have others      one warning
 
 Each is an `Observer`: a header that travels in any case carries its numbers, each rank judges their sums, and only if
-they show something ranks exchange what they have, and make one message of it. The last two compare ranks, so they are a
-`Comparison`, and so is another row: what all ranks have alike (`measure`), and the message if they don't (`conclude`).
-`header` reads them late on a GPU, and counts kinds of passes itself. `digests` has the numbers by which values are
-compared.
+they show something ranks exchange what they have, and make one message of it. OptionsWatch and DriftWatch compare what
+ranks have alike, so they are a `Comparison`, and so is another such row: what that is (`measure`), and the message
+where ranks differ (`conclude`). `header` reads them late on a GPU, and counts kinds of passes itself. `digests` has the
+numbers by which values are compared.
 
 [Note: how gradients are checked]
 

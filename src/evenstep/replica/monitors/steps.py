@@ -40,7 +40,6 @@ from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
-_NOT_COUNTED = -1  # an optimizer that has no parameter of the model
 # What is counted: as it is told.
 _COUNTED = ("optimizer steps", "training batches drawn", "forward passes without a backward pass")
 
@@ -75,6 +74,7 @@ class StepWatch(Observer):
         self._world, self._control, self._others = world, control, others
         self._left: _Left | None = None
         self._has_warned_of_gradients = self._has_warned_of_slips = False
+        # Of an optimizer that has no parameter of the model: how many groups it had then, below 0.
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._is_apart = False
         self._num_steps = 0  # the most of one optimizer
@@ -110,11 +110,11 @@ class StepWatch(Observer):
     def optimizer_steps(self, optimizer: Optimizer, has_ended: bool) -> None:
         """Called before and after each step of any optimizer."""
         if has_ended:
-            count = self._steps.get(optimizer)
-            if count is None:
+            count, not_counted = self._steps.get(optimizer), -len(optimizer.param_groups)
+            if count is None or not_counted != count < 0:  # a new optimizer, or a new group of one
                 holds_some = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
-                count = 0 if holds_some else _NOT_COUNTED
-            if count == _NOT_COUNTED:
+                count = 0 if holds_some else not_counted
+            if count < 0:
                 self._steps[optimizer] = count
                 return
             self._steps[optimizer] = count + 1

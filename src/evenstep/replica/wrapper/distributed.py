@@ -40,6 +40,8 @@ from evenstep.replica.batches import DummyBatch, input_watchers, is_empty_batch,
 from evenstep.replica.channels import bucket_transport, validate_thread
 from evenstep.replica.gradients.buckets.comm_hooks import CommHook
 from evenstep.replica.gradients.engine import Engine, weighted_passes
+from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
+from evenstep.replica.gradients.exchange.base import Exchange
 from evenstep.replica.gradients.window import drop_grads, validate_weight
 from evenstep.replica.join import Uneven, join_of_one
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
@@ -446,14 +448,17 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         before, drift, (first, _) = self.engine, self.monitors.drift, new[0]
         before.begin_forward()  # a failed pass is told, or dropped
         obstacles = {
-            "within a join": before.exchange.uneven is not None,
+            "within a join": before.exchange.uneven is not None,  # first, for ranks that have left can't be asked
             "inside of an accumulation window": before.is_in_pass or before.is_in_window,
             "in reproducible mode": self.world.virtual_ranks is not None,
             "with a communication hook": self._hook is not None,
             "within LocalSGD": before.stays_local or before.is_apart,
-            "with a ShardedOptimizer": self.monitors.options.has_divided(),
+            "with a ShardedOptimizer": type(before.exchange) not in (Exchange, AllReduceExchange)
+            or self.monitors.options.has_divided(),
         }
         obstacle = next((name for name, is_there in obstacles.items() if is_there), None)
+        if obstacle != "within a join":  # a rank alone may still have an optimizer, say
+            obstacle = next((each for each in exchange(before.control, obstacle) if each is not None), None)
         if obstacle is not None:
             raise UsageError(
                 f"parameter {first!r} is trained now, and was frozen or not there when the model was wrapped. Its "

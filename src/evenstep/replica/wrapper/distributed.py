@@ -268,8 +268,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _set_up(self, world: World, settings: Settings, transport: Transport, *, is_copy: bool = False) -> None:
         """Set up everything but the module; also for a copy, which is made without the other ranks."""
         Joinable.__init__(self)
-        self.world = world
-        self.settings = settings
+        self.world, self.settings, self._is_copy = world, settings, is_copy
         inner = self._wrapped_already()
         if inner is None:
             self.engine, self.monitors = self._build_engine(world, settings, transport)
@@ -441,6 +440,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         new = [(name, p) for name, p in trained if id(p) not in self.engine.parameter_ids]  # not those pruning renames
         if new:
             self._lay_out_again(new, settings)
+        self._frozen = [p for _, p in settings.kept(self.module) if not p.requires_grad]
         self._num_registrations = counted  # not before: who catches these is told again
 
     def _lay_out_again(self, new: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> None:
@@ -448,7 +448,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         before, drift, (first, _) = self.engine, self.monitors.drift, new[0]
         before.begin_forward()  # a failed pass is told, or dropped
         obstacles = {
-            "within a join": before.exchange.uneven is not None,  # first, for ranks that have left can't be asked
+            "within a join": before.exchange.uneven is not None
+            and self._join_config.enable,  # first, for ranks that have left can't be asked
             "inside of an accumulation window": before.is_in_pass or before.is_in_window,
             "in reproducible mode": self.world.virtual_ranks is not None,
             "with a communication hook": self._hook is not None,
@@ -475,7 +476,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         finish_broadcast(start_broadcast(tensors, before.transport))
         num_skipped = self.skipped_steps
         settings = dataclasses.replace(settings, sparse=sparse_parameters(self.module))
-        self._set_up(self.world, settings, before.transport)
+        self._set_up(self.world, settings, before.transport, is_copy=self._is_copy)
         self.engine.num_reductions, self.engine.synchronise = before.num_reductions, before.synchronise
         if self.monitors.nonfinite is not None:
             self.monitors.nonfinite.num_skipped = num_skipped

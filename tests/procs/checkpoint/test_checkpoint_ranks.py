@@ -260,6 +260,58 @@ def test_the_store_does_not_grow_with_saves(ranks, tmp_path):
     assert many == few
 
 
+class Apart:
+    """A directory of the same name on each node's own disk; `shares` what begins so."""
+
+    def __init__(self, root: Path, rank: int, shares: str) -> None:
+        self.own, self.rank0s, self.shares = (
+            LocalDirectory(root / f"node{rank}"),
+            LocalDirectory(root / "node0"),
+            shares,
+        )
+        self.where = "runs/digits"
+
+    def open(self, path: str):
+        return (self.rank0s if path.startswith(self.shares) else self.own).open(path)
+
+    def list(self, folder: str = ""):
+        return self.own.list(folder)
+
+    def write(self, path: str, chunks):
+        self.own.write(path, chunks)
+
+    def rename(self, folder: str, to: str):
+        self.own.rename(folder, to)
+
+    def remove(self, folder: str):
+        self.own.remove(folder)
+
+    def lock(self, owner, *, wait_s: float = 0.0):
+        return self.own.lock(owner, wait_s=wait_s)
+
+
+def disks_of_their_own(directory: Path, shares: str):
+    world = world_for_this_test()
+    model = torch.nn.ModuleList(torch.nn.Linear(1000, 1000, bias=False) for _ in range(6))
+    with mock.patch("evenstep.checkpoint.storage.directory._SEEN_WITHIN_S", 0.5):
+        checkpoint = Checkpointer(Apart(directory, world.rank, shares), model=model, every_minutes=None)
+        checkpoint.save()
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ("nothing", r"runs/digits is no directory that all ranks share.*rank 1 on .* doesn't see it"),
+        (".saving-probe", r"model.*safetensors was written, .* bytes, and can't be opened by rank 0"),
+    ],
+)
+def test_a_directory_that_is_not_shared_is_refused(ranks, tmp_path, shares, message):
+    """When it is opened; or, if it isn't shared any more, before there is a manifest."""
+    with pytest.raises(CheckpointError, match=message):
+        ranks.run(disks_of_their_own, 2, tmp_path, shares)
+    assert steps_in(LocalDirectory(tmp_path / "node0")) == []
+
+
 def problem_on_one_rank(directory: Path, code: int):
     """Rank 1 doesn't find what rank 0 does."""
     world = world_for_this_test()

@@ -231,3 +231,50 @@ def test_where_files_have_no_links_a_lock_is_renamed(tmp_path: Path, monkeypatch
     monkeypatch.setattr(lease.os, "link", no_links)
     LocalDirectory(tmp_path).lock({}).release()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "is_mine"),
+    [
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, True),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, False),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
+        ({}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
+        (
+            {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0"},
+            {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"},
+            True,
+        ),
+        (  # two steps of one allocation
+            {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0"},
+            {"SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "b", "TORCHELASTIC_RESTART_COUNT": "1"},
+            False,
+        ),
+        ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, False),
+    ],
+)
+def test_a_job_that_is_started_again_has_its_lock_at_once(tmp_path: Path, monkeypatch, theirs, mine, is_mine):
+    """Its predecessor is on another node, and may live and write on."""
+    names = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    for each in names:
+        monkeypatch.delenv(each, raising=False)
+    for name, value in theirs.items():
+        monkeypatch.setenv(name, value)
+    before = LocalDirectory(tmp_path).lock({})
+    as_of(tmp_path, 5, boot="elsewhere", hostname="node7")
+    for each in names:
+        monkeypatch.delenv(each, raising=False)
+    for name, value in mine.items():
+        monkeypatch.setenv(name, value)
+    if not is_mine:
+        with pytest.raises(LockedError, match="on node7"):
+            LocalDirectory(tmp_path).lock({})
+        before.release()
+        return
+    now = LocalDirectory(tmp_path).lock({})
+    with pytest.raises(LockedError, match="was taken over by"):
+        before.confirm()  # before it writes a manifest, or removes a checkpoint
+    now.confirm()
+    now.release()

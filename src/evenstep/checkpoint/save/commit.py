@@ -188,8 +188,22 @@ class Saver:
                 f"{error}. Each of them must be held once by the ranks of this world: make one mesh of all ranks, and "
                 f"slice that."
             ) from None
+        self._look_at(folder, manifest)
         self._storage.write(f"{folder}/{manifests.NAME}", [manifests.encode(manifest)])
         self._put_in_place(folder, manifest)
+
+    def _look_at(self, folder: str, manifest: Manifest) -> None:
+        """Raise where a file isn't there for rank 0 as its rank has written it."""
+        for name, entry in manifest.files.items():
+            try:
+                with self._storage.open(f"{folder}/{name}") as file:
+                    found = f"has {file.num_bytes:,} bytes for rank 0" if file.num_bytes != entry.bytes else ""
+            except OSError as error:
+                found = f"can't be opened by rank 0: {error.strerror or error}"
+            if found:
+                raise CheckpointError(
+                    f"{name} was written, {entry.bytes:,} bytes, and {found}. Do all ranks see the same directory?"
+                )
 
 
 class _Plan:

@@ -12,7 +12,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
+import secrets
+import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -27,6 +30,9 @@ from evenstep.errors import CheckpointError, EvenstepError, UsageError
 from evenstep.ground.health import heartbeat
 from evenstep.world import World
 
+_PROBE = ".saving-probe"  # swept, where a job was killed meanwhile
+_SEEN_WITHIN_S = 10.0  # by ranks of other nodes, whose file system may look seldom
+_LOOK_EVERY_S = 0.1
 _STEP = re.compile(r"step-(\d{7,})")
 _WAIT_FOR_LOCK_S = EXPIRES_AFTER_S + 5.0
 # Something else lies where a file was; or the file is shorter than it was.
@@ -190,9 +196,10 @@ class RunDirectory:
         """Collective: take the lock, remove a killed job's leftovers, and list the checkpoints.
 
         Raises:
-            CheckpointError: Another job has the lock, or nothing can be written here.
+            CheckpointError: Another job has the lock, nothing can be written here, or ranks see other directories.
         """
         found: dict[int, Mapping[str, float]] = {}
+        key = self._world.broadcast_object(secrets.token_hex(8))
 
         def lock_and_list() -> None:
             self._succeed_others()
@@ -200,6 +207,8 @@ class RunDirectory:
             wait_s = min(_WAIT_FOR_LOCK_S, self._world.timeout_s / 2)
             self._lock = self.storage.lock({"world_size": self._world.world_size}, wait_s=wait_s)
             sweep(self.storage)
+            if self._world.world_size > 1:
+                self.storage.write(f"{_PROBE}/{key}", [key.encode()])
             for step in steps_in(self.storage):
                 found[step] = {}
                 try:
@@ -208,9 +217,34 @@ class RunDirectory:
                     continue  # reported by the load of it
 
         self._on_main(lock_and_list)
+        self._refuse_unshared(key)
         self.steps = dict(self._world.broadcast_object([[step, dict(metrics)] for step, metrics in found.items()]))
         self.is_open = True
         _open_here.add(self)
+
+    def _refuse_unshared(self, key: str) -> None:
+        """Collective: raise where a rank doesn't see what rank 0 has just written here."""
+        if self._world.world_size == 1:
+            return
+        problem, until = None, time.monotonic() + _SEEN_WITHIN_S
+        while problem is None or time.monotonic() < until:
+            try:
+                with self.storage.open(f"{_PROBE}/{key}"):
+                    problem = None
+                    break
+            except OSError as error:
+                problem = f"rank {self._world.rank} on {socket.gethostname()} doesn't see it: {error.strerror or error}"
+                time.sleep(_LOOK_EVERY_S)
+        problems = [each for each in self._world.exchange(problem) if each is not None]
+        if self._world.is_main:
+            with contextlib.suppress(OSError):  # leftovers are swept when the next job begins
+                self.storage.remove(_PROBE)
+        if problems:
+            self.close()
+            raise CheckpointError(
+                f"{self.storage.where} is no directory that all ranks share: rank 0 has written a file, and {problems[0]}"
+                f". Each node would keep a part of every checkpoint. Use a file system that all nodes mount."
+            )
 
     def _succeed_others(self) -> None:
         """Wait for what another Checkpointer of this process is saving here, such as that of a cell that ran before."""
@@ -263,6 +297,8 @@ class RunDirectory:
         for step in plan_removals(steps, self._policy):
             if step != manifest.step:
                 with contextlib.suppress(OSError):  # one too many is kept; the save has succeeded
+                    if self._lock is not None:
+                        self._lock.confirm()
                     remove_step(self.storage, step)
                 del steps[step]
         self.steps = steps  # a new dictionary: the loop may be reading the old

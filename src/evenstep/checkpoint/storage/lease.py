@@ -3,6 +3,7 @@
 [Note: who holds a lock]
 
     the process that took it                            it holds the lock
+    belongs to an earlier attempt of this job           no, wherever it is: the scheduler has started the job again
     is seen from here, and runs                         yes
     is seen from here no more                           no
     can't be seen from here: another node, container    while its heartbeats come, every `RENEW_EVERY_S`;
@@ -33,7 +34,7 @@ from pathlib import Path
 
 from evenstep.console import say
 from evenstep.errors import CheckpointError
-from evenstep.ground.environment import node_identity
+from evenstep.ground.environment import attempts, node_identity
 from evenstep.processes import state_and_start
 
 NAME = "lock.json"
@@ -160,7 +161,7 @@ def remove_lock(directory: Path) -> str:
 
 def _state(found: _Found, me: Mapping[str, object]) -> str:
     """Whether a lock is "free", "held", or "unknown": its holder can't be seen from here."""
-    if _is_mine(found.holder, me):
+    if _is_mine(found.holder, me) or _is_earlier_attempt(found.holder, me):
         return "free"
     if _shares_kernel(found.holder, me):
         return "held" if _runs_here(found.holder, me) else "free"
@@ -169,6 +170,14 @@ def _state(found: _Found, me: Mapping[str, object]) -> str:
 
 def _is_mine(holder: Mapping[str, object], me: Mapping[str, object]) -> bool:
     return all(holder.get(key) == me[key] for key in ("pid", "start", "boot", "processes"))
+
+
+def _is_earlier_attempt(holder: Mapping[str, object], me: Mapping[str, object]) -> bool:
+    """Whether a holder is what this job, or this run, was before it was started again."""
+    theirs, mine = holder.get("attempts"), me["attempts"]
+    if not isinstance(theirs, dict) or not isinstance(mine, dict):
+        return False
+    return any(isinstance(theirs.get(name), int) and theirs[name] < count for name, count in mine.items())
 
 
 def _shares_kernel(holder: Mapping[str, object], me: Mapping[str, object]) -> bool:
@@ -192,6 +201,7 @@ def _identity() -> dict[str, object]:
         "hostname": hostname,
         "boot": boot,
         "processes": _process_namespace(),
+        "attempts": attempts(),
         "time": time.time(),
     }
 

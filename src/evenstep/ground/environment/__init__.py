@@ -50,6 +50,7 @@ __all__ = [
     "Settings",
     "Surroundings",
     "announcement",
+    "attempts",
     "changed_settings",
     "claim_rank",
     "current_placement",
@@ -239,6 +240,19 @@ def announcement(
     if fewest_nodes not in (None, num_nodes):
         ranks = f"{counted(world_size // num_nodes, 'rank')} on each of {fewest_nodes} to {num_nodes} nodes"
     return f"evenstep: {ranks}, {device}, {counted(num_threads, 'thread')} per rank"
+
+
+def attempts() -> dict[str, int]:
+    """By name of the job and of the run to which this process belongs: how often it has been started again."""
+    found = {}
+    for what, number, count in (
+        ("Slurm job", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
+        ("run", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    ):
+        name, restarts = os.environ.get(number, ""), os.environ.get(count, "0")
+        if name not in ("", "none") and restarts.isdigit():  # "none" is what all runs of torchrun are called
+            found[f"{what} {name}"] = int(restarts)
+    return found
 
 
 def num_servers() -> int:

@@ -53,7 +53,7 @@ def train_and_count(widths: list[int], way: str) -> dict[str, int]:
     assert isinstance(optimizer, evenstep.ShardedOptimizer)
     held = [bucket.flat if way == "sharded" else bucket.shard for bucket in buckets]
     return {
-        "parameters": sum(bucket.values.nbytes for bucket in buckets),
+        "parameters": sum(bucket.values.whole.nbytes for bucket in buckets),
         "gradients": sum(each.nbytes for each in held),
         "optimizer": optimizer.state_bytes,
     }

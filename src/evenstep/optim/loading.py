@@ -37,13 +37,13 @@ def load_exactly(optimizer: optim.Optimizer, state_dict: Mapping[str, Any], *, k
         for number, entries in found["state"].items():
             if number in parameter_of and isinstance(entries, Mapping):
                 parameter = parameter_of[number]
-                state[number] = {key: laid_out_as(parameter, value) for key, value in entries.items()}
+                state[number] = {key: _laid_out_as(parameter, value) for key, value in entries.items()}
                 given.append((parameter, state[number]))
         return {**found, "state": state}
 
     def restore(_: optim.Optimizer) -> None:
         for parameter, entries in given:
-            keep_as_it_was(optimizer.state[parameter], entries, keeps_dtypes=keeps_dtypes)
+            _keep_as_it_was(optimizer.state[parameter], entries, keeps_dtypes=keeps_dtypes)
 
     handles = [
         optimizer.register_load_state_dict_pre_hook(lay_out),
@@ -56,7 +56,7 @@ def load_exactly(optimizer: optim.Optimizer, state_dict: Mapping[str, Any], *, k
             handle.remove()
 
 
-def laid_out_as(parameter: Tensor, value: Any) -> Any:
+def _laid_out_as(parameter: Tensor, value: Any) -> Any:
     """A value of the parameter's shape as the parameter lies in memory; anything else as it is."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or value.dim() == 0:
         return value
@@ -65,7 +65,7 @@ def laid_out_as(parameter: Tensor, value: Any) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
 
 
-def keep_as_it_was(loaded: dict[str, Any], given: Mapping[str, Any], *, keeps_dtypes: bool) -> None:
+def _keep_as_it_was(loaded: dict[str, Any], given: Mapping[str, Any], *, keeps_dtypes: bool) -> None:
     """Put back what torch has loaded otherwise: numbers and texts, and tensors of other dtypes if `keeps_dtypes`.
 
     Args:

@@ -62,13 +62,12 @@ def find(storage: Storage, world: World, step: int, objects: Mapping[str, Any], 
     for pause_s in (*_PAUSES_S, None):
         found, problem = _read(storage, world, step, objects, strict=strict)
         problems = world.exchange(problem)
-        unread = _first(problems, "missing") or _first(problems, "unread")
+        unread = _first(problems, "unread") or _first(problems, "missing")
         if unread is None or pause_s is None:
             break
         time.sleep(pause_s)
     if all(each is not None and each[0] == "missing" for each in problems):
         raise DamagedError(_first(problems, "missing"))
-    unread = _first(problems, "unread") or _first(problems, "missing")
     if unread is not None:
         raise UnreadableError(f"{storage.where}/{unread}. The checkpoint may be good: it is left as it is.")
     if (damage := _first(problems, "damage")) is not None:

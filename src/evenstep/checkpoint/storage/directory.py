@@ -242,8 +242,9 @@ class RunDirectory:
         if problems:
             self.close()
             raise CheckpointError(
-                f"{self.storage.where} is no directory that all ranks share: rank 0 has written a file, and {problems[0]}"
-                f". Each node would keep a part of every checkpoint. Use a file system that all nodes mount."
+                f"{self.storage.where} is no directory that all ranks share: rank 0 has written a file, and "
+                f"{problems[0]}. Each node would keep a part of every checkpoint. Use a file system that all nodes "
+                f"mount."
             )
 
     def _succeed_others(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from evenstep.optim.kinds import copy_options, step_without_hooks, update_options
-from evenstep.optim.loading import keep_as_it_was, laid_out_as
+from evenstep.optim.loading import load_exactly
 from evenstep.optim.sharded.flat_segments import MASTER, STATE_DICT, Shard, State
 from evenstep.replica.gradients.buckets.bucket import view_like
 from evenstep.transport.core.transport import Transport
@@ -125,9 +125,7 @@ class PerParameterPartition:
         number_of = {id(parameter): number for number, parameter in enumerate(mine)}
         states = {number_of[id(self._parameters[i])]: self._state_of(i, kept[i]) for i in own if kept.get(i)}
         if states:
-            self._inner.load_state_dict({"state": states, "param_groups": packed["param_groups"]})
-            for number, state in states.items():
-                keep_as_it_was(self._inner.state[mine[number]], state, keeps_dtypes=not is_loaded)
+            load_exactly(self._inner, {**packed, "state": states}, keeps_dtypes=not is_loaded)
 
     def _state_of(self, index: int, state: State) -> State:
         """What the inner optimizer is given. A value that was kept in full precision becomes the parameter's."""
@@ -135,7 +133,7 @@ class PerParameterPartition:
         if master is not None:
             with torch.no_grad():
                 parameter.copy_(master)
-        return {key: laid_out_as(parameter, value) for key, value in state.items() if key != MASTER}
+        return {key: value for key, value in state.items() if key != MASTER}
 
     def _settle(self) -> None:
         """Parameters of one owner and kind lie side by side, so that few broadcasts carry them."""

@@ -323,14 +323,11 @@ class Engine:
 
     def _outputs_reached(self, grad: Tensor, *, over_dummy: bool) -> Tensor | None:
         self._num_reached += 1
-        if self._pass is not None and self._pass.has_raised:
-            self._give_up_pass()
+        self._notice_failure()
         if self._pass is None:
             task = graph_task_id()
             if self.state is State.SINGLE or task == self._single_pass_task:
                 return None  # another output, or another call of the module
-            if self.state is State.FAILED:
-                self.begin_forward()  # no forward pass has told of it
             if not (over_dummy or _weighted) and self._begin_single_pass():
                 self._single_pass_task = task
                 return None
@@ -354,10 +351,7 @@ class Engine:
 
     def gradient_came(self, parameter: int | None = None) -> bool:
         """See `Listener`."""
-        if self._pass is not None and self._pass.has_raised:
-            self._give_up_pass()
-        if self.state is State.FAILED:
-            self.begin_forward()  # no forward pass has told of it
+        self._notice_failure()
         if self._pass is None:  # the loss uses the parameter directly; perhaps the module's outputs too
             # Where weights count, a gradient without one is a mistake, which `_count` explains.
             is_weighted = self._window is not None and self._window.kind is Kind.WEIGHTED
@@ -410,6 +404,13 @@ class Engine:
                 f"({event.name} in {self.state.name}). Run them one after the other."
             )
         self.state = TRANSITIONS[self.state][event]
+
+    def _notice_failure(self) -> None:
+        """Do as `begin_forward` does where a pass has failed and no forward pass has told of it."""
+        if self._pass is not None and self._pass.has_raised:
+            self._give_up_pass()
+        if self.state is State.FAILED:
+            self.begin_forward()
 
     def _give_up_pass(self) -> None:
         """End a pass in which autograd has raised."""

@@ -103,9 +103,8 @@ class WorkerThread:
             self.num_calls += 1
             work = QueuedWork(f"{what} number {self.num_calls}", self.step_aside)
             self._calls.put((functools.partial(run, self.num_calls), work))
-            if self._thread is None:
+            if self._thread in (None, threading.current_thread()):
                 self._start()
-        self.step_aside()
         return work
 
     def step_aside(self) -> None:

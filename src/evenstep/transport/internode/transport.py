@@ -48,7 +48,7 @@ from evenstep.transport.core.validation import flat_view, is_carried
 from evenstep.transport.core.worker_thread import QueuedWork, WorkerThread
 from evenstep.transport.internode.plan import NodePlan
 from evenstep.transport.internode.steps import InternodeSteps
-from evenstep.transport.shm.collectives import explain_splits
+from evenstep.transport.shm.collectives import explain_splits, splits_row
 
 _CLOSE_TIMEOUT_S = 2.0  # how long `close` waits until the others have received the last refusal
 
@@ -157,8 +157,7 @@ class InternodeTransport(Transport):
         if call.splits is None:
             self._steps.compare(number, packed)
         else:
-            out_splits, splits = call.splits
-            mine = torch.tensor([list(splits), list(out_splits)], dtype=torch.int64, device="cpu")
+            mine = splits_row(call.splits)
             of_all = mine.new_empty(self.world_size, *mine.shape)
             self._steps.all_gather(
                 number, packed, flat_view(of_all).view(torch.uint8), flat_view(mine).view(torch.uint8)

@@ -712,6 +712,12 @@ def _all_to_all(at: ProgramContext, call: Call) -> Program:
     yield from _chunk_by_chunk(at, call, num_chunks, stage, read)
 
 
+def splits_row(splits: tuple[Sequence[int], Sequence[int]]) -> Tensor:
+    """A rank's row of what `explain_splits` takes, out of `Collective.splits`: [2, world_size], int64. Pure."""
+    expected, sent = splits
+    return torch.tensor([list(sent), list(expected)], dtype=torch.int64, device="cpu")
+
+
 def explain_splits(splits: Tensor) -> str | None:
     """The message for ranks that expect other amounts than they are sent; None if all fit. Pure, equal on all ranks.
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from evenstep.errors import ConfigurationError
 from evenstep.transport.base import Collective
 from evenstep.transport.core.validation import is_carried
+from evenstep.transport.shm.collectives import splits_row
 from evenstep.transport.shm.lanes import Lanes
 from evenstep.transport.shm.queue import SharedWork
 from evenstep.transport.shm.segment import EAGER_BYTES
@@ -28,8 +29,7 @@ class SharedMemoryTransport(Lanes):
             ) from None
         if call.splits is None:
             return self._start_all(work)
-        out_splits, splits = call.splits
-        mine = torch.tensor([list(splits), list(out_splits)], dtype=torch.int64, device="cpu")
+        mine = splits_row(call.splits)
         work.is_eager = False  # how long what ranks send is, is known only when it begins
         work.splits = torch.empty((self.world_size, *mine.shape), dtype=torch.int64, device="cpu")
         gathering = Collective("all_gather", mine, work.splits)

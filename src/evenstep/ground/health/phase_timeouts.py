@@ -93,6 +93,9 @@ class AwaitedRank:
         waited_s: How long the one that waits longest has waited.
         waiting: The ranks that wait.
         limit_s: What its phase allows.
+        overdue_s: For how much longer than that it has changed nothing while others waited. Who comes out of a long
+            evaluation gets a step's time from then on; who changes something and never comes is a matter for the
+            deadlines of those who wait.
     """
 
     rank: int
@@ -100,11 +103,7 @@ class AwaitedRank:
     waited_s: float
     waiting: tuple[int, ...]
     limit_s: float
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the timeout of its phase has passed."""
-        return self.waited_s > self.limit_s
+    overdue_s: float
 
     def __str__(self) -> str:
         names = ", ".join(f"rank {rank}" for rank in self.waiting)
@@ -132,9 +131,15 @@ def find_awaited(pages: Mapping[int, Heartbeat | None], timeouts: PhaseTimeouts,
     waiting = {rank: seen.waiting_since_ns for rank, seen in known.items() if seen.waiting_since_ns is not None}
     if not waiting:
         return []
-    waited_s = (now_ns - min(waiting.values())) / 1e9
-    late = [rank for rank, seen in known.items() if rank not in waiting and seen.phase != Phase.ENDED]
-    return [AwaitedRank(rank, known[rank], waited_s, tuple(sorted(waiting)), timeouts.of(known[rank])) for rank in late]
+    since_ns = min(waiting.values())
+    found = []
+    for rank, seen in known.items():
+        if rank not in waiting and seen.phase != Phase.ENDED:
+            limit_s = timeouts.of(seen)
+            overdue_s = (now_ns - max(since_ns, seen.time_ns)) / 1e9 - limit_s
+            waited_s = (now_ns - since_ns) / 1e9
+            found.append(AwaitedRank(rank, seen, waited_s, tuple(sorted(waiting)), limit_s, overdue_s))
+    return found
 
 
 def describe(seen: Heartbeat) -> str:

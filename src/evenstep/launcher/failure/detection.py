@@ -146,7 +146,7 @@ class TimeoutWatch:
             now_ns: Monotonic time; None: now.
         """
         late = find_awaited(pages, self._timeouts, now_ns=time.monotonic_ns() if now_ns is None else now_ns)
-        over = [each for each in late if each.waited_s > each.limit_s + self._margin_s]
+        over = [each for each in late if each.overdue_s > self._margin_s]
         given_up = min(over, key=lambda each: each.seen.time_ns, default=None)
         if given_up is None:
             return None

@@ -120,10 +120,12 @@ class Waiting:
     Attributes:
         since: Since when (`time.monotonic`).
         is_reported: It has been reported.
+        until: How long a rank that has come out of a long phase, such as an evaluation, still has.
     """
 
     since: float
     is_reported: bool = False
+    until: float = 0.0
 
 
 def plan_waiting(num_threads: int, *, num_cores: int, timeout_s: float) -> WaitPolicy:
@@ -350,7 +352,8 @@ class ProgressCounters:
             are_here: Whether they have come meanwhile, looked at again before anything is raised: they may have
                 signalled their part just before they ended.
         """
-        waited_s = time.monotonic() - waiting.since
+        now = time.monotonic()
+        waited_s = now - waiting.since
         lost = self._lost(missing)
         if lost and not are_here():
             raise PeerLostError(
@@ -358,7 +361,9 @@ class ProgressCounters:
             )
         if waited_s > self.policy.timeout_s:
             patience_s = self._patience(missing)
-            if waited_s > patience_s and not are_here():
+            if waited_s <= patience_s:
+                waiting.until = now + self.policy.timeout_s
+            elif now > waiting.until and not are_here():
                 raise CollectiveTimeoutError(self.late(missing, what(), waited_s, patience_s))
         if not waiting.is_reported and waited_s > self.policy.report_stopped_after_s:
             waiting.is_reported = self._report(missing, what, waited_s)

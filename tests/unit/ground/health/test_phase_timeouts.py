@@ -69,6 +69,13 @@ def test_what_takes_long_by_right_is_no_hang(phase: Phase) -> None:
     assert watch.look(pages, 3606 * SECOND) is not None
 
 
+def test_who_comes_out_of_a_long_phase_gets_a_steps_time_from_then_on() -> None:
+    watch = TimeoutWatch(PhaseTimeouts(600), margin_s=5)
+    pages = {0: seen(waits_since_s=0), 1: seen(Phase.BETWEEN_STEPS, at_s=3000)}
+    assert watch.look(pages, 3604 * SECOND) is None
+    assert watch.look(pages, 3606 * SECOND) is not None
+
+
 def test_ranks_that_wait_for_each_other_or_for_nobody_are_not_late() -> None:
     everybody_waits = {0: seen(waits_since_s=0), 1: seen(waits_since_s=1)}
     nobody_waits = {0: seen(), 1: seen(Phase.MAIN_FIRST)}

@@ -358,7 +358,7 @@ def test_several_threads_with_a_transport_each(ranks: RankPool) -> None:
 
 if __name__ == "__main__":
     total = int(sys.argv[1])
-    for nproc in (2, 3, 4, 5):
+    for nproc in map(int, sys.argv[2:] or "2345"):
         for longest_s, num_threads in ((0.0, 3), (0.2, 1)):
             with RankPool() as pool:
                 pool.run(random_collectives, nproc, os.getpid(), 1, 0.0)

@@ -157,12 +157,10 @@ def connect_ranks(
     Returns:
         The transport on every rank, or on every rank the same reason why there is none.
     """
-    seen = exchange(control, describe_this_process(control.rank))
-    plan = plan_nodes(seen)
-    if len(plan.nodes) == 1 or any(each["problem"] is not None for each in seen):
-        return connect_shared_memory(
-            control, timeout_s=timeout_s, seen=seen
-        )  # explains it where memory can't be shared
+    seen = exchange(control, describe_this_process())
+    if any(each["problem"] is not None for each in seen) or len((plan := plan_nodes(seen)).nodes) == 1:
+        # Explains it where memory can't be shared.
+        return connect_shared_memory(control, timeout_s=timeout_s, seen=seen)
     # Imported here, so that the module costs time only in a world of several nodes.
     from evenstep.transport.internode.transport import InternodeTransport
 

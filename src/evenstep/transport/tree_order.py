@@ -29,12 +29,10 @@ from torch import Tensor
 
 from evenstep.errors import PeerLostError
 from evenstep.transport.base import Collective, Work
-from evenstep.transport.core.reduction import divide, padded, plan_tree
+from evenstep.transport.core.reduction import HALF, divide, padded, plan_tree
 from evenstep.transport.core.transport import JointWork, Transport
 from evenstep.transport.core.worker_thread import WorkerThread
 from evenstep.transport.internode.plan import NodePlan
-
-_HALF = (torch.float16, torch.bfloat16)
 
 Steps = Generator[Work, None, None]  # yields what has to be awaited before the next step
 
@@ -94,7 +92,7 @@ class OrderedTransport(Transport):
 
     def _ready(self, flat: Tensor) -> Tensor:
         """The tensor to send: 16 bits as 32, so that sums are rounded once; with Gloo on the CPU."""
-        wide = flat.float() if flat.dtype in _HALF else flat
+        wide = flat.float() if flat.dtype in HALF else flat
         return wide.cpu() if self.name == "gloo" else wide
 
     def _launch(self, steps: Steps, call: Collective, result: Tensor) -> Work:

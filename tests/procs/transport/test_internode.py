@@ -35,8 +35,8 @@ SOME_DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.bool)
 @contextlib.contextmanager
 def on_nodes(names: str) -> Iterator[None]:
     """Rank r says that it is on node `names[r]`."""
-    genuine = factory.describe_this_process
-    with mock.patch.object(factory, "describe_this_process", lambda rank: genuine(rank) | {"boot": names[rank]}):
+    said = factory.describe_this_process() | {"boot": names[int(os.environ["RANK"])]}
+    with mock.patch.object(factory, "describe_this_process", return_value=said):
         yield
 
 
@@ -384,7 +384,7 @@ from evenstep.transport import factory
 
 rank, ends = int(sys.argv[1]), pathlib.Path(sys.argv[2])
 genuine = factory.describe_this_process
-with mock.patch.object(factory, "describe_this_process", lambda rank: genuine(rank) | {"boot": str(rank)}):
+with mock.patch.object(factory, "describe_this_process", lambda: genuine() | {"boot": str(rank)}):
     dist.init_process_group("evenstep", init_method=f"file://{ends}.store", rank=rank, world_size=2)
 tensor = torch.ones(3)
 dist.all_reduce(tensor)

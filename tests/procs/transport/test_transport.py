@@ -297,10 +297,8 @@ def refusals() -> list[str]:
     def refused(*args: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    genuine = handshake.describe_this_process
-    with mock.patch.object(
-        handshake, "describe_this_process", lambda r: genuine(r) | ({"boot": "x"} if r == 1 else {})
-    ):
+    said = handshake.describe_this_process() | ({"boot": "x"} if os.environ["RANK"] == "1" else {})
+    with mock.patch.object(handshake, "describe_this_process", return_value=said):
         reasons.append(handshake.connect_shared_memory(world.control, timeout_s=5))
     with mock.patch.object(handshake.Segment, "create", no_room):
         reasons.append(handshake.connect_shared_memory(world.control, timeout_s=5))
@@ -379,7 +377,7 @@ def close_world() -> None:
 
 
 @contextlib.contextmanager
-def described(describe: Callable[[int], dict[str, Any]]) -> Iterator[None]:
+def described(describe: Callable[[], dict[str, Any]]) -> Iterator[None]:
     """Have ranks say something else of themselves, before and behind the process group's making."""
     with (
         mock.patch.object(handshake, "describe_this_process", describe),
@@ -393,7 +391,7 @@ def which(transport: str | None, shares: bool) -> tuple[str, str, str]:
     told = io.StringIO()
     with (
         contextlib.redirect_stderr(told),
-        described(genuine if shares else lambda r: {"problem": f"no, says {r}"}),
+        described(genuine if shares else lambda: {"problem": f"no, says {os.environ['RANK']}"}),
         evenstep.init(transport=transport) as world,
     ):
         assert world.mean(float(world.rank)) == (world.world_size - 1) / 2
@@ -415,7 +413,7 @@ def test_init_shares_memory_unless_told_otherwise(ranks: RankPool) -> None:
 
 def refused_transports() -> list[str]:
     told = []
-    with described(lambda r: {"problem": f"no, says {r}"}):
+    with described(lambda: {"problem": f"no, says {os.environ['RANK']}"}):
         for name in ("shared memory", "nccl", "pigeons"):
             try:
                 evenstep.init(transport=name, device="cpu")

@@ -32,11 +32,6 @@ def test_where_nodes_have_different_numbers_of_ranks_every_rank_is_a_node() -> N
     assert plan_nodes([seen(boot) for boot in "aab"]).nodes == ((0,), (1,), (2,))
 
 
-def test_a_rank_without_memfd_is_alone() -> None:
-    problem = {"problem": "Darwin has no memfd"}
-    assert plan_nodes([problem, seen("a"), problem]).nodes == ((0,), (1,), (2,))
-
-
 @pytest.mark.parametrize(
     ("nodes", "is_regular"),
     [(((0, 1), (2, 3)), True), (((0, 2), (1, 3)), False), (((0, 1), (2,)), False), (((0, 1, 2),), True)],

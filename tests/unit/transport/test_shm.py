@@ -230,7 +230,7 @@ def test_semaphores_count():
 
 
 def test_cores_are_those_of_all_ranks_together():
-    here = describe_this_process(0)
+    here = describe_this_process()
     assert count_cores([here] * 4) == count_cpus()
     pinned = [{"cores": [rank], "core_limit": None} for rank in range(4)]
     assert count_cores(pinned) == 4
@@ -239,7 +239,7 @@ def test_cores_are_those_of_all_ranks_together():
 
 
 def test_who_can_share_memory():
-    here = describe_this_process(0)
+    here = describe_this_process()
     assert here["problem"] is None
     assert why_not_together([here, here]) is None
     assert why_not_together([here, here | {"boot": "another"}]) == "ranks 0 and 1 are on different nodes"
@@ -267,21 +267,21 @@ def test_spinning_adapts_to_how_long_waits_are():
 
 
 def test_a_process_of_the_same_pid_but_another_start_is_another():
-    me = this_process(1)
+    me = this_process()
     watch = PeerWatch([me])
-    assert not watch.is_gone(1)
-    assert not watch.is_stopped(1)
-    assert watch.pid(1) == os.getpid()
-    assert PeerWatch([type(me)(1, me.pid, me.start_ticks + 1)]).is_gone(1)
-    assert PeerWatch([type(me)(1, 1 << 22, 5)]).is_gone(1)
+    assert not watch.is_gone(0)
+    assert not watch.is_stopped(0)
+    assert watch.pid(0) == os.getpid()
+    assert PeerWatch([type(me)(me.pid, me.start_ticks + 1)]).is_gone(0)
+    assert PeerWatch([type(me)(1 << 22, 5)]).is_gone(0)
 
 
 def test_a_process_without_descriptors_still_knows_who_lives():
     child = subprocess.Popen(["sleep", "60"])
-    watch = PeerWatch([PeerProcess(1, child.pid, state_and_start(child.pid)[1])])
+    watch = PeerWatch([PeerProcess(child.pid, state_and_start(child.pid)[1])])
     with no_descriptors():
-        assert not watch.is_gone(1)
-        assert not watch.is_stopped(1)
+        assert not watch.is_gone(0)
+        assert not watch.is_stopped(0)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     with no_descriptors():

@@ -99,7 +99,6 @@ class TorchMethod:
 
 
 ALL_REDUCE = TorchMethod("all_reduce", ("allreduce",), "allreduce_", None, one, has_op=True)
-GATHER = TorchMethod("gather", ("gather",), "gather_", parts, one, has_root=True)
 GATHER_SINGLE = TorchMethod("gather", ("gather_single", "gather_into_tensor"), "gather_", one, one, has_root=True)
 METHODS = (
     ALL_REDUCE,
@@ -132,7 +131,7 @@ METHODS = (
         several,
         has_op=True,
     ),
-    GATHER,
+    TorchMethod("gather", ("gather",), "gather_", parts, one, has_root=True),
     GATHER_SINGLE,
     TorchMethod("scatter", ("scatter",), "scatter_", one, parts, has_root=True),
     TorchMethod("all_to_all", ("all_to_all_single", "alltoall_base"), "alltoall_base_", one, one, has_splits=True),

@@ -29,7 +29,7 @@ from evenstep.transport.core.nonfinite_monitor import SumMonitor, check_sum
 _BLOCK_BYTES = 512 << 10
 _ALIGN_BYTES = 64
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _FUNCTIONS: dict[Op, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -102,7 +102,7 @@ def plan_arithmetic(op: Op, dtype: torch.dtype) -> Arithmetic:
         raise ConfigurationError(f"all_reduce: op={op!r} of a {str(dtype)[6:]} tensor: {problem}.")
     if dtype is torch.bool:
         return Arithmetic(_FUNCTIONS[_BOOL_OPS.get(op, op)], dtype, dtype)
-    if dtype in _HALF and op in ("sum", "mean", "product"):
+    if dtype in HALF and op in ("sum", "mean", "product"):
         return Arithmetic(_FUNCTIONS[op], dtype, dtype, accumulator=torch.float32)
     if dtype.is_complex and dtype.itemsize == 4:  # complex32; from torch 2.15 on bcomplex32, too
         return Arithmetic(_FUNCTIONS[op], dtype, dtype, accumulator=torch.complex64)
@@ -144,7 +144,7 @@ def reduce_into(
         outputs = [each.view(arithmetic.carrier) for each in outputs]
         inputs = [each.view(arithmetic.carrier) for each in inputs]
     # One sum of two 16-bit numbers is rounded once either way: torch computes it in 32 bits.
-    is_half_sum = arithmetic.function is torch.add and arithmetic.carrier in _HALF and divisor is None
+    is_half_sum = arithmetic.function is torch.add and arithmetic.carrier in HALF and divisor is None
     combine = _combine_direct if arithmetic.is_direct or (is_half_sum and len(inputs) == 2) else _combine_converted
     for first in range(0, numel, block):
         end = min(numel, first + block)

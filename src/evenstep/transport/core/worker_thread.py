@@ -21,7 +21,7 @@ import torch
 from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
 from evenstep.transport.core.validation import forked_error
 
-_LONGEST_END_S = 5.0  # of a thread that is in a call when its transport closes
+LONGEST_END_S = 5.0  # of a thread that is in a call when its transport closes
 
 
 class QueuedWork:
@@ -127,7 +127,7 @@ class WorkerThread:
             self._calls.put(None)
         self._on_close()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_LONGEST_END_S)
+            self._thread.join(LONGEST_END_S)
 
     def _run(self) -> None:
         while self._thread is threading.current_thread() and (item := self._calls.get()) is not None:

@@ -50,12 +50,11 @@ class NodePlan:
 def plan_nodes(seen: Sequence[dict[str, Any]]) -> NodePlan:
     """Group ranks by what they say of themselves (`describe_this_process`). Pure.
 
-    Ranks that can't share memory at all are alone. Where nodes have different numbers of ranks, all ranks are.
+    Where nodes have different numbers of ranks, all ranks are alone.
     """
     nodes: dict[object, list[int]] = {}
     for rank, each in enumerate(seen):
-        alone = each["problem"] is not None
-        key = rank if alone else (each["boot"], tuple(each["namespaces"]), each["user"], each["machine"])
+        key = each["boot"], tuple(each["namespaces"]), each["user"], each["machine"]
         nodes.setdefault(key, []).append(rank)
     plan = NodePlan(tuple(map(tuple, nodes.values())))
     return plan if plan.is_even else NodePlan(tuple((rank,) for rank in range(len(seen))))

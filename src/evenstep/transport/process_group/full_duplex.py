@@ -30,9 +30,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from evenstep.transport.core.worker_thread import LONGEST_END_S
+
 _FIRST_TAG = 0x65760000  # what else is sent over the group has another
 _NUM_TAGS = 1 << 16
-_LONGEST_END_S = 5.0
 
 
 class FullDuplex:
@@ -126,4 +127,4 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 def join_threads() -> None:
     """Wait for the threads that wait, when their calls have been ended: one inside Gloo must not outlast python."""
     for thread in list(_threads):
-        thread.join(_LONGEST_END_S)
+        thread.join(LONGEST_END_S)

@@ -81,7 +81,7 @@ class Arena:
         num_bytes = round_up(numel * dtype.itemsize, PAGE_BYTES)
         offset = self._free.take(num_bytes)
         if offset is None:  # a zone is as long as the node's memory, of which much is in use
-            raise ConfigurationError(f"no {num_bytes:,} bytes in one piece are free for a bucket of {numel:,} {dtype}.")
+            raise ConfigurationError(f"no {num_bytes:,} bytes in one piece are free for {numel:,} {dtype}.")
         try:
             allocate_range(self._segment.fd, self._zone + offset, num_bytes, what=f"bucket of {numel:,} {dtype}")
             mapping = Mapping(self._segment.fd, offset=self._zone + offset, num_bytes=num_bytes, populate=True)

@@ -50,7 +50,6 @@ from evenstep.transport.core.header import (
     NUMBER_OFFSET,
     OVER_GLOO,
     REFUSED,
-    REPORT,
     Fingerprint,
     explain_mismatch,
     pack_place,
@@ -146,11 +145,10 @@ class Call:
 
 Program = Generator[tuple[Phase, int], None, None]
 Stage = Callable[["ProgramContext", "Call", int], None]  # copies what others read of a chunk to where they read it
-# By collective: what is done of an eager call, once all ranks are there; the program of a large one; and what stages
-# the first chunk of that, where a rank may do so before the others are there.
-Programs = Mapping[
-    str,
-    tuple[Callable[["ProgramContext", "Call"], None], Callable[["ProgramContext", "Call"], Program], Stage | None],
+# What is done of an eager call, once all ranks are there; the program of a large one; and what stages the first chunk
+# of that, where a rank may do so before the others are there.
+_Programs = tuple[
+    Callable[["ProgramContext", "Call"], None], Callable[["ProgramContext", "Call"], Program] | None, Stage | None
 ]
 
 _memmove = ctypes.memmove
@@ -284,7 +282,9 @@ class ProgramContext:
     def program(self, call: Call) -> Program:
         """The program of a large call, when all ranks have arrived."""
         self._begin(call)
-        yield from PROGRAMS[call.kind][1](self, call)
+        program = PROGRAMS[call.kind][1]
+        assert program is not None, "what is only compared is eager"
+        yield from program(self, call)
 
     def _begin(self, call: Call) -> None:
         """Read and compare what all ranks have shown of a call.
@@ -473,10 +473,6 @@ def _eager_all_to_all(at: ProgramContext, call: Call) -> None:
     if numel:
         begin, end = at.rank * numel, (at.rank + 1) * numel
         torch.cat([data[begin:end] for data in at.eager_data(call)], out=call.out)
-
-
-def _eager_barrier(at: ProgramContext, call: Call) -> None:
-    pass
 
 
 # ---------------------------------------------------------------------- large calls: the loop over chunks
@@ -736,24 +732,17 @@ def explain_splits(splits: Tensor) -> str | None:
     )
 
 
-def _barrier(at: ProgramContext, call: Call) -> Program:
-    yield from ()
-
-
-# See `Programs`.
-PROGRAMS: Programs = {
+# Nothing is done of a call that ranks only compare; it is short enough to be eager.
+_COMPARED: _Programs = (lambda at, call: None, None, None)
+# By collective.
+PROGRAMS: Mapping[str, _Programs] = {
     "all_reduce": (_eager_all_reduce, _all_reduce, _stage_summands),
     "broadcast": (_eager_broadcast, _broadcast, _stage),
     "all_gather": (_eager_all_gather, _all_gather, _stage),
     "reduce_scatter": (_eager_reduce_scatter, _reduce_scatter, _stage_shares),
-    "barrier": (_eager_barrier, _barrier, None),
     "reduce": (_eager_reduce, _reduce, _stage_summands),
     "gather": (_eager_all_gather, _all_gather, _stage),
     "scatter": (_eager_scatter, _scatter, None),
     "all_to_all": (_eager_all_to_all, _all_to_all, None),
-    **{
-        name: (_eager_barrier, _barrier, None)  # only compared
-        for name in COLLECTIVES
-        if name in (REFUSED, REPORT) or name.endswith(OVER_GLOO)
-    },
+    **{name: _COMPARED for name in COLLECTIVES if name in ("barrier", REFUSED) or name.endswith(OVER_GLOO)},
 }

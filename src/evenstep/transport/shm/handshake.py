@@ -54,7 +54,7 @@ def connect_shared_memory(
         The transport on every rank, or on every rank the same reason why there is none.
     """
     if seen is None:
-        seen = exchange(control, describe_this_process(control.rank))
+        seen = exchange(control, describe_this_process())
     reason = why_not_together(seen)
     if reason is not None:
         return reason
@@ -79,7 +79,7 @@ def connect_shared_memory(
         if problem is not None:
             return f"rank {rank} could not join: {problem}"
     assert segment is not None
-    processes = [PeerProcess(**each["process"] | {"rank": rank}) for rank, each in enumerate(seen)]
+    processes = [PeerProcess(**each["process"]) for each in seen]
     policy = plan_waiting(threads_per_rank * control.world_size, num_cores=count_cores(seen), timeout_s=timeout_s)
     split_by = functools.partial(_connect_again, threads_per_rank=threads_per_rank)
     return SharedMemoryTransport(segment, processes, rank=control.rank, policy=policy, split_by=split_by)
@@ -94,7 +94,7 @@ def _connect_again(transport: SharedMemoryTransport, *, threads_per_rank: int) -
     return made
 
 
-def describe_this_process(rank: int) -> dict[str, Any]:
+def describe_this_process() -> dict[str, Any]:
     """Describe this process by what decides whether ranks can share memory: plain data, to be exchanged."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return {"problem": f"{platform.system()} has no memfd"}
@@ -108,7 +108,7 @@ def describe_this_process(rank: int) -> dict[str, Any]:
             "memory_bytes": host_memory_bytes(),
             "cores": sorted(os.sched_getaffinity(0)),
             "core_limit": control_groups.cpu_limit(),
-            "process": asdict(this_process(rank)),
+            "process": asdict(this_process()),
         }
     except OSError as error:
         return {"problem": str(error)}

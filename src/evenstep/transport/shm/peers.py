@@ -22,21 +22,24 @@ from evenstep.processes import exists, state_and_start
 class PeerProcess:
     """A rank's process. The start time distinguishes it from a later process of the same pid."""
 
-    rank: int
     pid: int
     start_ticks: int
 
 
-def this_process(rank: int) -> PeerProcess:
+def this_process() -> PeerProcess:
     """This rank's own process."""
-    return PeerProcess(rank, os.getpid(), state_and_start(os.getpid())[1])
+    return PeerProcess(os.getpid(), state_and_start(os.getpid())[1])
 
 
 class PeerWatch:
-    """Notices the end of other processes. See [Note: no descriptor for them]."""
+    """Notices the end of other processes. See [Note: no descriptor for them].
+
+    Args:
+        peers: The ranks' processes, in order of rank.
+    """
 
     def __init__(self, peers: Sequence[PeerProcess]) -> None:
-        self._peers = {peer.rank: peer for peer in peers}
+        self._peers = peers
 
     def pid(self, rank: int) -> int:
         """The process of a rank."""

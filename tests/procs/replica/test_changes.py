@@ -213,6 +213,13 @@ def wrapped_twice(seed: int) -> None:
         for parameter in model.parameters():
             everybody = world.exchange(parameter.grad.sum().item())
             assert len(set(everybody)) == 1
+    averaging = evenstep.LocalSGD(outer, torch.optim.SGD(outer.parameters(), lr=0.1), every=2)
+    with torch.no_grad():
+        for parameter in outer.parameters():
+            parameter.add_(world.rank)
+    averaging.average()
+    for parameter in outer.parameters():
+        assert len(set(world.exchange(parameter.sum().item()))) == 1, "the outer wrapper knows what was added"
 
 
 def test_a_wrapped_part_that_changes_is_followed(ranks, fresh_seed):

@@ -285,8 +285,8 @@ def test_a_process_without_descriptors_still_knows_who_lives():
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     with no_descriptors():
-        assert not watch.is_gone(1), "/proc can't say so now"
-    assert watch.is_gone(1), "its parent has not collected its status yet"
+        assert not watch.is_gone(0), "/proc can't say so now"
+    assert watch.is_gone(0), "its parent has not collected its status yet"
     child.wait()
     with no_descriptors():
-        assert watch.is_gone(1)
+        assert watch.is_gone(0)

@@ -347,8 +347,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _forward_with_care(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (inner := self._wrapped_already()) is not None:
-            outputs = inner(*inputs, **kwargs)  # which may have been laid out again
-            self.engine, self.monitors, self.sync_layers = inner.engine, inner.monitors, inner.sync_layers
+            outputs = inner(*inputs, **kwargs)
+            if inner.engine is not self.engine:  # it has been laid out again
+                self._set_up(self.world, self.settings, inner.engine.transport, is_copy=self._is_copy)
             return outputs
         is_compiled = _compilation_is_in_use()
         with_grad = torch.is_grad_enabled()
@@ -452,7 +453,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             and self._join_config.enable,  # first, for ranks that have left can't be asked
             "inside of an accumulation window": before.is_in_pass or before.is_in_window,
             "in reproducible mode": self.world.virtual_ranks is not None,
-            "with a communication hook": self._hook is not None,
+            "with a communication hook": before.exchange.hook is not None,
             "within LocalSGD": before.stays_local or before.is_apart,
             "with a ShardedOptimizer": type(before.exchange) not in (Exchange, AllReduceExchange)
             or self.monitors.options.has_divided(),

@@ -53,8 +53,8 @@ class DataLoader:
     that the rank collates one sample alone and twice, compares the two batches, and removes what grows.)
 
     `collate_fn`, `timeout`, `worker_init_fn`, `multiprocessing_context` and `prefetch_factor` are torch's. Random
-    numbers drawn in workers differ between epochs and ranks, are the same in every run with the same seed, and take
-    none from this process's streams.
+    numbers drawn in workers are keyed by (seed, epoch, batch, rank), also after a resume and on any number of workers,
+    and take none from this process's streams; what `worker_init_fn` seeds holds until the first batch.
 
     Epochs. `for epoch in loader.epochs(10): for x, y in loader:` sets every epoch. Without it, every new iteration is
     the next epoch, whether or not the one before was finished; `set_epoch` chooses the next. With

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -164,6 +165,37 @@ def test_what_was_fetched_ahead_or_not_used_is_not_consumed(num_workers: int) ->
         assert (each.epoch, each.position) == (0, 24)
     assert list(_steps(resumed)) == order[6:]
     assert [each.epoch for each in resumed] == [1, 1]
+
+
+class _Drawing:
+    """Numbers of each of the three streams that samples may draw from."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[float, ...]:
+        return float(index), random.random(), float(torch.rand(1, dtype=torch.float64)), float(numpy.random.rand())
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_what_workers_draw_for_a_batch_is_the_same_after_a_resume(persistent_workers: bool, fresh_seed: int) -> None:
+    def loader(num_workers: int) -> DataLoader:
+        arguments: dict[str, Any] = {"seed": fresh_seed, "num_workers": num_workers, "collate_fn": list}
+        return DataLoader(_Drawing(), 3, persistent_workers=persistent_workers, world=stub_world(1, 2), **arguments)
+
+    undisturbed = loader(2)
+    expected = [batch for _ in undisturbed.epochs(2) for batch in undisturbed]
+    assert len({drawn for batch in expected for sample in batch for drawn in sample[1:]}) == 3 * sum(map(len, expected))
+    for num_batches in (3, 11):  # in the first epoch, in the second
+        stopped = loader(2)
+        batches = (batch for _ in stopped.epochs(2) for batch in stopped)
+        assert list(islice(batches, num_batches)) == expected[:num_batches]
+        stopped.commit()
+        state = stopped.state_dict()
+        batches.close()
+        resumed = loader(1)  # and on another number of workers
+        resumed.load_state_dict(state)
+        assert [batch for _ in resumed.epochs(2) for batch in resumed] == expected[num_batches:]
 
 
 def test_a_resumed_script_makes_the_loops_that_it_would_have_made() -> None:

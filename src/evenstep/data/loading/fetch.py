@@ -29,7 +29,8 @@ from evenstep.ground.compat.torch_data import without_worker_info
 from evenstep.ground.health import excepthook
 from evenstep.randomness import mix
 
-_SAMPLE_TAG = 0x73616D706C65  # "sample": other streams from the same seed stay unrelated
+_BATCH_TAG = 0x6261746368  # "batch": other streams from the same seed stay unrelated
+_SAMPLE_TAG = 0x73616D706C65  # "sample"
 MAX_BYTES = 524_288  # of all tensors of a batch that is sent as bytes
 _MAX_EXAMPLES = 1_000  # samples tried for one that can be loaded
 
@@ -61,7 +62,10 @@ class Fetcher:
     Args:
         dataset: Has `__getitem__`.
         collate_fn: Makes a batch of a list of samples; None: torch's.
-        sample_seed: Key of the random streams in `__getitem__`; None: they are left alone.
+        batch_seed: Key of a worker's random streams, with the epoch and the step: a resume draws what would have been
+            drawn. In the rank's own process they are left alone.
+        sample_seed: Key of the random streams in `__getitem__`, with the epoch and the sample, in every process; None:
+            samples have none of their own.
         skip: Leave samples out whose loading raises `DataError`.
         page: Memory in which workers note their place, [2 * workers]: step and number of the sample in the share.
         packs: Have workers send small batches as bytes.
@@ -72,6 +76,7 @@ class Fetcher:
         dataset: Any,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         *,
+        batch_seed: int = 0,
         sample_seed: int | None = None,
         skip: bool = False,
         page: Any = None,
@@ -80,6 +85,7 @@ class Fetcher:
         self.dataset = dataset
         self.collate = default_collate if collate_fn is None else collate_fn
         self.wants_tensors = gives_batches(dataset, self.collate)
+        self._batch_seed = batch_seed
         self._sample_seed = None if self.wants_tensors else sample_seed  # such a data set draws nothing
         # Whether workers note the sample, and not only the step.
         self.notes_samples = not self.wants_tensors and (
@@ -97,6 +103,8 @@ class Fetcher:
         if worker is not None:
             if self._page is not None:
                 self._page[2 * worker.id : 2 * worker.id + 2] = [request.step, 0]
+            if not self.wants_tensors:
+                seed_streams(mix(_BATCH_TAG, self._batch_seed, request.epoch, request.step))
             try:
                 loaded = packed(self._load(request)) if self._packs else self._load(request)
                 self._is_small = loaded.packed is not None

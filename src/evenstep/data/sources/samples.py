@@ -19,6 +19,7 @@ from evenstep.data.sources.readahead import reading_ahead
 from evenstep.data.sources.records import Records
 from evenstep.data.sources.source import gather_in_order
 from evenstep.errors import UsageError
+from evenstep.randomness import mix
 from evenstep.virtual_ranks import per_rank
 from evenstep.world import World
 
@@ -56,7 +57,10 @@ class SampleSource:
         page = workers.new_page(num_workers)
         # torch's thread pins batches for a GPU; it can't pin tensors inside the bytes.
         packs = world.device.type == "cpu"
-        self.fetcher = Fetcher(dataset, collate_fn, sample_seed=key, skip=skip, page=page, packs=packs)
+        batch_seed = mix(batch_plan.seed, world.rank)
+        self.fetcher = Fetcher(
+            dataset, collate_fn, batch_seed=batch_seed, sample_seed=key, skip=skip, page=page, packs=packs
+        )
 
     def facts(self) -> dict[str, Any]:
         """See `Source.facts`."""

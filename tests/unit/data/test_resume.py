@@ -16,7 +16,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import evenstep
 from evenstep import DataLoader, World
@@ -167,21 +167,36 @@ def test_what_was_fetched_ahead_or_not_used_is_not_consumed(num_workers: int) ->
     assert [each.epoch for each in resumed] == [1, 1]
 
 
-class _Drawing:
-    """Numbers of each of the three streams that samples may draw from."""
+def _drawn(index: int) -> tuple[float, ...]:
+    """A sample, and a number of each of the three streams."""
+    return float(index), random.random(), float(torch.rand(1, dtype=torch.float64)), float(numpy.random.rand())
 
+
+class _Drawing:
     def __len__(self) -> int:
         return 24
 
     def __getitem__(self, index: int) -> tuple[float, ...]:
-        return float(index), random.random(), float(torch.rand(1, dtype=torch.float64)), float(numpy.random.rand())
+        return _drawn(index)
 
 
+class _Stream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(24))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("persistent_workers", [False, True])
-def test_what_workers_draw_for_a_batch_is_the_same_after_a_resume(persistent_workers: bool, fresh_seed: int) -> None:
+def test_what_workers_draw_for_a_batch_is_the_same_after_a_resume(
+    persistent_workers: bool, is_stream: bool, fresh_seed: int
+) -> None:
     def loader(num_workers: int) -> DataLoader:
-        arguments: dict[str, Any] = {"seed": fresh_seed, "num_workers": num_workers, "collate_fn": list}
-        return DataLoader(_Drawing(), 3, persistent_workers=persistent_workers, world=stub_world(1, 2), **arguments)
+        arguments: dict[str, Any] = {"seed": fresh_seed, "num_workers": num_workers}
+        arguments |= {"persistent_workers": persistent_workers}
+        if is_stream:
+            collate = lambda records: [_drawn(each) for each in records]  # noqa: E731
+            return DataLoader(_Stream(), 3, collate_fn=collate, world=stub_world(0, 1), **arguments)
+        return DataLoader(_Drawing(), 3, collate_fn=list, world=stub_world(1, 2), **arguments)
 
     undisturbed = loader(2)
     expected = [batch for _ in undisturbed.epochs(2) for batch in undisturbed]

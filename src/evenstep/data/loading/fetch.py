@@ -104,7 +104,7 @@ class Fetcher:
             if self._page is not None:
                 self._page[2 * worker.id : 2 * worker.id + 2] = [request.step, 0]
             if not self.wants_tensors:
-                seed_streams(mix(_BATCH_TAG, self._batch_seed, request.epoch, request.step))
+                seed_batch(self._batch_seed, request)
             try:
                 loaded = packed(self._load(request)) if self._packs else self._load(request)
                 self._is_small = loaded.packed is not None
@@ -213,6 +213,11 @@ def packed(loaded: Loaded) -> Loaded:
     """The same with a small batch as bytes: see [Note: small batches as bytes]."""
     data = pack(loaded.batch)
     return loaded if data is None else loaded._replace(batch=None, packed=data)
+
+
+def seed_batch(key: int, request: Request) -> None:
+    """Seed a worker's streams for a batch. See `Fetcher`."""
+    seed_streams(mix(_BATCH_TAG, key, request.epoch, request.step))
 
 
 def seed_streams(key: int) -> None:

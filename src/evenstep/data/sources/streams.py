@@ -38,7 +38,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 from evenstep import randomness
 from evenstep.data.loading import workers
-from evenstep.data.loading.fetch import Loaded, failed, packed, seed_streams
+from evenstep.data.loading.fetch import Loaded, failed, packed, seed_batch, seed_streams
 from evenstep.data.loading.nested import emptied
 from evenstep.data.order.batch_plan import Epoch, FixedBatches, Request, divide
 from evenstep.data.order.permutation import EpochOrder
@@ -258,6 +258,7 @@ class StreamFetcher:
         """Load a batch; `num_samples` is 0 at the end of the stream, or of this worker's part of it."""
         if get_worker_info() is None:
             return self._load(request)
+        seed_batch(mix(self._seed, self._rank), request)  # what `collate_fn` draws; the stream has its own
         try:
             return self._load(request)
         except DataError as error:

@@ -254,7 +254,16 @@ class EvenstepGroup(GroupCalls):
         group_desc: str | None = None,
         device_types: list[torch.device] | None = None,
     ) -> EvenstepGroup | None:
-        """A group of some of these ranks. Collective: every rank of `new_ranks` calls this; None on others."""
+        """A group of some of these ranks. Collective: every rank of `new_ranks` calls this; None on others.
+
+        Args:
+            new_ranks: Their numbers in this group.
+            timeout: Deadline of a call; None: this group's.
+            opts: NCCL's options, where there is NCCL.
+            group_name: None: made of this one's and the ranks.
+            group_desc: What it is for.
+            device_types: All of this group's.
+        """
         if self.rank() not in new_ranks:
             return None
         name = group_name or f"{self.group_name}/{','.join(map(str, new_ranks))}"
@@ -265,6 +274,7 @@ class EvenstepGroup(GroupCalls):
             timeout=timeout or self._timeout,
             name=name,
             global_ranks=[self._global_ranks[rank] for rank in new_ranks] if self._global_ranks else new_ranks,
+            nccl_options=opts,
             is_split=True,
         )
         group._set_group_name(name)

@@ -143,7 +143,7 @@ def memory_of_fsdp2(side: str, width: int, num_blocks: int, batch: int) -> tuple
     with LiveBytes() as live:
         live.add([p.to_local() for p in model.parameters()])
         peaks = []
-        for _ in range(6):
+        for _ in range(12):
             gc.collect()  # what lies in cycles goes at other moments in each run
             live.peak = 0
             loss = model(x).square().mean()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
+
+# They ask a run to save and stop.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 # Places in what `stat_fields` returns.
 STATE, PARENT_PID, USER_TICKS, START_TICKS, RESIDENT_PAGES = 0, 1, 11, 19, 21

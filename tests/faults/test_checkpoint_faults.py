@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -78,9 +79,9 @@ def test_a_crashed_run_is_restarted_and_resumes_by_itself(tmp_path: Path):
     assert crashed.leaves_no_process()
 
 
-def stopped(directory: Path, send) -> Command:
+def stopped(directory: Path, send, script: str = TRAIN) -> Command:
     """A run that is sent a signal once it trains."""
-    command = start(directory, [*FLAGS, "--max-restarts", "3", "script.py", "runs", "100000"], TRAIN, PAUSE="0.01")
+    command = start(directory, [*FLAGS, "--max-restarts", "3", "script.py", "runs", "100000"], script, PAUSE="0.01")
     command.wait_until(lambda: bool(steps(directory / "runs")))
     send(command)
     assert command.wait() == 75, command.stderr
@@ -129,3 +130,64 @@ def test_sigusr1_to_one_rank_saves_and_ends_with_75(tmp_path: Path):
                 os.kill(pid, signal.SIGUSR1)
 
     assert "SIGUSR1 on rank 1" in stopped(tmp_path, send).stderr
+
+
+WITH_WORKERS = """
+    import sys, time
+    import evenstep, torch
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1_000_000
+
+        def __getitem__(self, index):
+            time.sleep(0.05)  # ranks wait for their workers
+            return torch.ones(3)
+
+    with evenstep.init(seed=3) as world:
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(3, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = evenstep.DataLoader(Data(), global_batch_size=4, num_workers=2)
+        checkpoint = evenstep.Checkpointer(sys.argv[1], model=model, optimizer=optimizer, loader=loader, every_steps=3)
+        checkpoint.resume()
+        for batch in loader:
+            model.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoint.step()
+"""
+
+
+def to_all(command: Command, which: signal.Signals) -> None:
+    """As schedulers signal a job: every process of it."""
+    for pid in [command.process.pid, *(each for each in command.processes() if each != command.process.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, which)
+
+
+@pytest.mark.parametrize("to", ["the launcher", "every process"])
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_saves_where_loaders_have_workers(tmp_path: Path, which: signal.Signals, to: str):
+    """The workers are the rank's own to end: without them it would raise before it comes to its save."""
+
+    def send(command: Command) -> None:
+        if to == "every process":
+            to_all(command, which)
+        else:
+            command.process.send_signal(which)
+
+    stopped(tmp_path, send, WITH_WORKERS)
+
+
+@pytest.mark.extended
+def test_a_stop_saves_where_a_shell_script_starts_the_rank(tmp_path: Path):
+    """bash would end at once, and everything with it."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN))
+    (tmp_path / "wrapper").write_text(f"#!/bin/bash\n{sys.executable} train.py runs 100000\nexit $?\n")
+    (tmp_path / "wrapper").chmod(0o755)
+    command = start(tmp_path, [*FLAGS, "--no-python", "./wrapper"], "", PAUSE="0.01")
+    command.wait_until(lambda: bool(steps(tmp_path / "runs")))
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait() == 75, command.stderr
+    assert f"; saved runs/step-{steps(tmp_path / 'runs')[-1]:07d}, which resumes there" in command.stderr
+    assert command.leaves_no_process()

@@ -6,6 +6,10 @@ import gc
 import json
 import multiprocessing
 import random
+import subprocess
+import sys
+import textwrap
+import time
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -558,3 +562,56 @@ def test_repr_shows_the_state() -> None:
         DataLoader(range(10), 4, drop_last=True, world=stub_world())
     )
     assert (loader.global_batch_size, loader.drop_last, loader.shuffle, loader.seed) == (4, False, True, 3)
+
+
+class _Slow:
+    """A sample that never comes, but for the first ones."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        if index >= 2:
+            time.sleep(1000)
+        return index
+
+
+def test_a_loop_left_while_workers_are_in_long_samples_ends_them_together() -> None:
+    loader = DataLoader(_Slow(), 1, num_workers=8, world=stub_world())
+    began = time.monotonic()
+    for _ in range(3):
+        for _ in loader:
+            break
+        assert not _workers()
+    assert time.monotonic() - began < 60, "torch waits 5 s for each of them: two minutes"
+
+
+def test_workers_survive_the_signals_that_ask_a_run_to_stop_and_what_they_start_does_not() -> None:
+    script = """
+        import os, signal, subprocess, sys, time
+        from evenstep import DataLoader, World
+
+        class Data:
+            def __len__(self):
+                return 100
+
+            def __getitem__(self, index):
+                if index == 0:
+                    child = subprocess.Popen(["sleep", "1000"])
+                    time.sleep(0.2)
+                    os.kill(child.pid, signal.SIGTERM)
+                    assert child.wait() == -signal.SIGTERM
+                elif index == 99:
+                    time.sleep(1000)
+                for which in (signal.SIGTERM, signal.SIGUSR1):
+                    os.kill(os.getpid(), which)
+                return index
+
+        loader = DataLoader(Data(), 1, num_workers=2, world=World.alone(), persistent_workers=True)
+        kept = iter(loader)  # until the interpreter's end, where one of its workers is in a long sample
+        assert [next(kept).item() for _ in range(98)] == list(range(98))
+        print("came")
+    """
+    # Multiprocessing would wait for a worker that survives.
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=80)
+    assert (done.returncode, done.stdout) == (0, "came\n"), done.stderr

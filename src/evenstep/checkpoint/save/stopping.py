@@ -17,10 +17,9 @@ from torch import Tensor
 from evenstep.ground.environment import current_placement
 from evenstep.ground.health.heartbeat import Note
 from evenstep.ground.health.peer_heartbeats import own_page
+from evenstep.processes import STOP_SIGNALS
 from evenstep.transport.base import Work
 from evenstep.world import World
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)

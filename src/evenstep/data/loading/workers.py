@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.sharedctypes import RawArray
@@ -16,10 +17,10 @@ from torch.utils.data import get_worker_info
 from evenstep.control_groups import count_cpus
 from evenstep.data.loading.fetch import Loaded, unpack
 from evenstep.errors import ConfigurationError, DataError
-from evenstep.ground.compat.torch_data import replace_worker_watch, shut_down_workers, worker_processes
+from evenstep.ground.compat.torch_data import WorkerLoader, shut_down_workers, worker_processes
+from evenstep.processes import STOP_SIGNALS
 from evenstep.world import World
 
-_LOOK_S = 0.5  # how often the processes of overdue workers are looked at
 _MOST_WORKERS = 8  # with "auto"
 _MANY_WORKERS = 4096  # more is a mistake, and the memory for their notes would stop the machine
 
@@ -96,7 +97,7 @@ def torch_loader(
         # Forking a worker costs milliseconds, importing torch in a new one seconds.
         persistent_workers = num_workers > 0 and starts_slowly(multiprocessing_context)
     try:
-        return TorchDataLoader(
+        return WorkerLoader(
             fetcher,
             batch_size=None,
             sampler=_Requests(),
@@ -116,7 +117,11 @@ def _as_it_is(loaded: Any) -> Any:
 
 
 class _WorkerInit:
-    """Puts the user's data set into `get_worker_info`, and calls the user's `worker_init_fn`."""
+    """Puts the user's data set into `get_worker_info`, and calls the user's `worker_init_fn`.
+
+    A worker survives the signals that ask a run to save and stop: schedulers send them to every process, and its rank,
+    which needs batches until all ranks have saved at the same step, ends it.
+    """
 
     def __init__(self, fetcher: Any, users: Callable[[int], None] | None) -> None:
         self._fetcher, self._users = fetcher, users
@@ -127,6 +132,15 @@ class _WorkerInit:
         if self._collects:
             gc.enable()
         object.__setattr__(get_worker_info(), "dataset", self._fetcher.dataset)
+        parent_pid = os.getppid()
+
+        def end_with_rank(number: int, frame: object) -> None:
+            if os.getppid() != parent_pid:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+
+        for which in STOP_SIGNALS:
+            signal.signal(which, end_with_rank)  # a handler and not SIG_IGN: what a worker starts has none
         if self._users is not None:
             self._users(worker)
 
@@ -157,11 +171,6 @@ class working:
         sampler.coming = self._requests
         with _no_collection():
             self._iterator = iter(self._batches)
-        try:
-            replace_worker_watch(self._iterator, _LOOK_S)
-        except BaseException:
-            self.__exit__()
-            raise
         return _named(self._iterator, self._batches, self._doing)
 
     def __exit__(self, *_: object) -> None:

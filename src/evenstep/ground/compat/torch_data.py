@@ -1,16 +1,23 @@
-"""Private parts of `torch.utils.data` (torch 2.11 and later): who is a worker, and how torch watches workers."""
+"""Private parts of `torch.utils.data` (torch 2.11 and later): who is a worker, how torch watches and ends workers."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import _utils, get_worker_info
+from torch.utils.data import DataLoader, _utils, get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from evenstep.ground.compat.private_names import PrivateName
+
+_LOOK_S = 0.5  # how often the processes of overdue workers are looked at
+_END_WITHIN_S = 2.0
 
 MapDatasetFetcher = _utils.fetch._MapDatasetFetcher
 
@@ -26,22 +33,65 @@ def without_worker_info() -> Iterator[Any]:
         _utils.worker._worker_info = worker
 
 
-def replace_worker_watch(iterator: Any, poll_s: float) -> None:
-    """Notice dead workers of a loader's iterator in `next` alone, and every `poll_s`.
+class WorkerLoader(DataLoader[Any]):
+    """torch's loader, whose workers are watched and ended otherwise. See `_Workers`."""
 
-    torch's signal handler would raise wherever the main thread happens to be, which may be the user's forward pass,
-    without a word on the sample; and its own look at overdue workers comes every 5 s only.
+    def _get_iterator(self) -> Any:
+        if self.num_workers == 0:
+            return super()._get_iterator()
+        self.check_worker_number_rationality()
+        return _Workers(self)
+
+
+class _Workers(_MultiProcessingDataLoaderIter):
+    """An iterator of torch's loader over its workers.
+
+    Dead workers are noticed in `next` alone, and every `_LOOK_S`: torch's signal handler would raise wherever the main
+    thread happens to be, which may be the user's forward pass, without a word on the sample; and its own look at
+    overdue workers comes every 5 s only.
+
+    Workers that are still in a sample are killed `_END_WITHIN_S` after they were asked to end, all at once; torch waits
+    5 s for each. What is left of them when this process ends is killed at once: multiprocessing would send SIGTERM,
+    which they survive, and wait without a limit.
     """
-    if getattr(iterator, "_worker_pids_set", False):
-        torch._C._remove_worker_pids(id(iterator))
-        iterator._worker_pids_set = False
-        itself = weakref.ref(iterator)
 
-        def try_get_data(timeout: float = poll_s) -> Any:
-            living: Any = itself()
-            return type(living)._try_get_data(living, timeout)
+    def __init__(self, loader: WorkerLoader) -> None:
+        self._owner_pid = os.getpid()
+        super().__init__(loader)
+        if self._worker_pids_set:
+            torch._C._remove_worker_pids(id(self))
+            self._worker_pids_set = False
+        _with_workers.add(self)
+        atexit.unregister(_kill_all)
+        atexit.register(_kill_all)  # before multiprocessing's, which was registered earlier
 
-        iterator._try_get_data = try_get_data
+    def _try_get_data(self, timeout: float = _LOOK_S) -> Any:
+        return super()._try_get_data(timeout)
+
+    def _shutdown_workers(self) -> None:
+        if getattr(self, "_shutdown", True) or getattr(_utils, "python_exit_status", True):
+            return  # done; or at the interpreter's end, where no thread can be started
+        late = threading.Timer(_END_WITHIN_S, self.kill)
+        late.daemon = True
+        late.start()
+        try:
+            super()._shutdown_workers()
+        finally:
+            late.cancel()
+
+    def kill(self) -> None:
+        """Kill the workers that are left; not in a child that was forked."""
+        if os.getpid() == self._owner_pid:
+            for process in worker_processes(self):
+                process.kill()
+
+
+_with_workers: weakref.WeakSet[_Workers] = weakref.WeakSet()
+
+
+def _kill_all() -> None:
+    for each in list(_with_workers):
+        each.kill()
 
 
 def worker_processes(iterator: Any) -> list[Any]:
@@ -68,6 +118,7 @@ NAMES = (
         for where in (
             f"{_LOADER}.__init__~_worker_pids_set",
             f"{_LOADER}._try_get_data",
+            "torch.utils.data:DataLoader._get_iterator",
             "torch._C:_remove_worker_pids",
         )
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import subprocess
 import time
@@ -152,15 +154,16 @@ class Attempt:
         """Stop the ranks and what they started. A signal to us meanwhile means SIGKILL now.
 
         Args:
-            first: Sent first; SIGKILL follows.
+            first: Sent first, to the ranks alone: they may need what they have started, such as the workers of their
+                loaders, for the steps until they save. SIGKILL follows, to everything.
             patience_s: Until then.
             terminate_s: From SIGKILL until a rank that still runs is left behind.
         """
         self.stopped |= self.alive().keys()
         try:
-            for local_rank, process in self.alive().items():
+            for local_rank in self.alive():
                 ready = self._pages.pages[local_rank].words[Note.IS_READY]
-                process.signal_group(signal.SIGTERM if first == signal.SIGINT and not ready else first)
+                self._request(local_rank, signal.SIGTERM if first == signal.SIGINT and not ready else first)
             self._await_all(patience_s)
         finally:
             if self.stopped:
@@ -170,6 +173,15 @@ class Attempt:
         for local_rank, process in self.alive().items():
             message = f"evenstep: rank {self.ranks[local_rank]} (pid {process.pid}) can't be killed, and is left behind"
             say(message)
+
+    def _request(self, local_rank: int, which: signal.Signals) -> None:
+        """Send a signal to the process that trains: behind a shell script it isn't the one that was started."""
+        process, seen = self.processes[local_rank], self._pages.pages[local_rank].read()
+        with contextlib.suppress(OSError):
+            if seen is not None and os.getsid(seen.pid) == process.pid:
+                os.kill(seen.pid, which)
+                return
+        process.send_signal(which)
 
     def _await_all(self, longest_s: float) -> None:
         deadline = time.monotonic() + longest_s

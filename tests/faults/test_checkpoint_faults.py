@@ -79,9 +79,10 @@ def test_a_crashed_run_is_restarted_and_resumes_by_itself(tmp_path: Path):
     assert crashed.leaves_no_process()
 
 
-def stopped(directory: Path, send, script: str = TRAIN) -> Command:
+def stopped(directory: Path, send, script: str = TRAIN, *flags: str) -> Command:
     """A run that is sent a signal once it trains."""
-    command = start(directory, [*FLAGS, "--max-restarts", "3", "script.py", "runs", "100000"], script, PAUSE="0.01")
+    flags = (*FLAGS, "--max-restarts", "3", *flags)
+    command = start(directory, [*flags, "script.py", "runs", "100000"], script, PAUSE="0.01")
     command.wait_until(lambda: bool(steps(directory / "runs")))
     send(command)
     assert command.wait() == 75, command.stderr
@@ -121,15 +122,36 @@ def test_a_sigterm_that_comes_twice_at_once_is_one_request(tmp_path: Path):
     stopped(tmp_path, send)
 
 
-def test_sigusr1_to_one_rank_saves_and_ends_with_75(tmp_path: Path):
-    def send(command: Command) -> None:
-        for pid in command.processes():
-            if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes().replace(b"LOCAL_RANK", b"").replace(
-                b"GROUP_RANK", b""
-            ):
-                os.kill(pid, signal.SIGUSR1)
+def sigusr1_to_rank_1(command: Command) -> None:
+    for pid in command.processes():
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        if b"RANK=1\0" in environment.replace(b"LOCAL_RANK", b"").replace(b"GROUP_RANK", b""):
+            os.kill(pid, signal.SIGUSR1)
 
-    assert "SIGUSR1 on rank 1" in stopped(tmp_path, send).stderr
+
+def test_sigusr1_to_one_rank_saves_and_ends_with_75(tmp_path: Path):
+    assert "SIGUSR1 on rank 1" in stopped(tmp_path, sigusr1_to_rank_1).stderr
+
+
+@pytest.mark.extended
+def test_a_run_that_was_asked_to_stop_is_not_restarted_where_a_rank_ends_late(tmp_path: Path):
+    """A tracker's exit handler takes longer than `--shutdown-timeout`; or it is the other rank's."""
+    late = 'import atexit\n    atexit.register(time.sleep, 20 if os.environ["RANK"] == "0" else 0)\n'
+    script = TRAIN.replace("import evenstep, torch\n", f"import evenstep, torch\n    {late}", 1)
+    command = stopped(tmp_path, sigusr1_to_rank_1, script, "--shutdown-timeout", "1")
+    assert re.search(r"rank 0 \(pid \d+\) .*is killed", command.stderr), command.stderr
+
+
+@pytest.mark.extended
+def test_a_run_that_was_asked_to_stop_is_not_restarted_where_a_rank_fails_at_its_end(tmp_path: Path):
+    late = 'import atexit\n    atexit.register(os._exit if os.environ["RANK"] == "0" else int, 3)\n'
+    script = TRAIN.replace("import evenstep, torch\n", f"import evenstep, torch\n    {late}", 1)
+    command = start(tmp_path, [*FLAGS, "--max-restarts", "3", "script.py", "runs", "100000"], script, PAUSE="0.01")
+    command.wait_until(lambda: bool(steps(tmp_path / "runs")))
+    sigusr1_to_rank_1(command)
+    assert command.wait() == 3, command.stderr
+    assert "the run had been asked to stop, so there is no other attempt" in command.stderr
+    assert "restarting" not in command.stderr
 
 
 WITH_WORKERS = """

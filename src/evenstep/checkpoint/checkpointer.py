@@ -18,7 +18,7 @@ from evenstep.checkpoint.format.tree import unwrapped
 from evenstep.checkpoint.load import restore
 from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.save.snapshot import models_among
-from evenstep.checkpoint.save.stopping import Status, StatusExchange, StopSignals
+from evenstep.checkpoint.save.stopping import Status, StatusExchange, StopSignals, note
 from evenstep.checkpoint.storage.directory import DamagedError, RunDirectory, folder_of
 from evenstep.checkpoint.storage.storage import LocalDirectory, Storage
 from evenstep.console import say
@@ -26,6 +26,7 @@ from evenstep.data.loader import DataLoader
 from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, MismatchError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.health import heartbeat
+from evenstep.ground.health.heartbeat import Note
 from evenstep.world import World, ended_well
 
 VIRTUAL_RANKS = "virtual_ranks"
@@ -397,6 +398,7 @@ class Checkpointer:
                 value.commit()
 
     def _stop(self) -> None:
+        note(Note.STOPS)
         reasons = self.world.exchange(self.world.stop_reason)
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
         self.world.stop_reason = None  # handled: a notebook may go on

@@ -226,7 +226,7 @@ class _Run:
         """Print which rank failed; returns whether to restart, if that is allowed."""
         self._failure = failure
         self._limit.note(attempt=failure.attempt, saves=failure.saves, saved_step=failure.saved_step)
-        goes_on = restarts_left > 0 and not self._limit.is_reached
+        goes_on = restarts_left > 0 and not self._limit.is_reached and not failure.was_stopping
         destination = self._logs.destinations.get(failure.root_cause.rank)
         log = "" if destination is None else destination.stderr or destination.stdout
         attempt = f"attempt {failure.attempt + 1} of {self._num_attempts}"
@@ -240,7 +240,9 @@ class _Run:
             other_logs=self._log_directory if has_logs else None,
             saved_step=self._limit.saved_step,
         )
-        if restarts_left > 0 and not goes_on:
+        if failure.was_stopping:
+            text += "\nevenstep: the run had been asked to stop, so there is no other attempt"
+        elif restarts_left > 0 and not goes_on:
             text += (
                 f"\nevenstep: {self._limit.num_in_vain} restarts have come to no new checkpoint, so there is no other, "
                 f"though --max-restarts {self._args.max_restarts} allows {restarts_left} more"

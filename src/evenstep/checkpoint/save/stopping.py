@@ -84,6 +84,13 @@ class StatusExchange:
         self._in_flight = values, self._world.control.all_reduce(values, "max")
 
 
+def note(what: Note) -> None:
+    """Note something on this rank's page, if it has one, for the launcher."""
+    page = own_page(current_placement())
+    if page is not None:
+        page.words[what] = 1
+
+
 class StopSignals:
     """Handlers of SIGTERM and SIGUSR1 that request a stop. In a main thread only.
 
@@ -98,9 +105,7 @@ class StopSignals:
             return
         for which in STOP_SIGNALS:
             self._before[which] = signal.signal(which, self._handle)
-        page = own_page(current_placement())
-        if page is not None:
-            page.words[Note.SAVES] = 1
+        note(Note.SAVES)
 
     def close(self) -> None:
         """Restore the former handlers, unless the script has set others since."""

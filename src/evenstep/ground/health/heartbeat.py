@@ -112,6 +112,7 @@ class Note(enum.IntEnum):
     IS_DONE = 11  # its exit handlers have run: only the interpreter's own end is left
     IS_READY = 12  # it ends quietly when it is interrupted; before, it would print a traceback of its imports
     SAVES = 13  # it saves on a stop signal: it then gets more time to end
+    STOPS = 15  # ranks have agreed to save and stop
     WRITES_STACKS = 14  # it handles the signal by which the launcher asks for its stacks
 
 

@@ -76,9 +76,9 @@ class Attempt:
         """Their heartbeat pages as they are now, by rank."""
         return self._pages.read(self.ranks)
 
-    def saves(self) -> bool:
-        """Whether they save on a stop signal, which may take a while."""
-        return any(page.words[Note.SAVES] for page in self._pages.pages)
+    def has_noted(self, what: Note) -> bool:
+        """Whether any of them has noted something on its page."""
+        return any(page.words[what] for page in self._pages.pages)
 
     def stack_files(self, local_ranks: Iterable[int]) -> dict[int, tuple[int, Path]]:
         """By rank, its pid and the file that its stacks go to; without those that don't write any."""

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing import RunProcsResult, Subprocess
 
 from evenstep.console import say
 from evenstep.errors import EXIT_PREEMPTED
-from evenstep.ground.health.heartbeat import Heartbeat
+from evenstep.ground.health.heartbeat import Heartbeat, Note
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.agreement import Saved, agree_on_cause, agree_on_saved
@@ -132,8 +132,11 @@ class WatchedRanks:
             if hang is not None and hang.is_suspended and self._losses.can_lose(hang.rank, -signal.SIGKILL):
                 self._attempt.kill(hang.rank)
                 hang = None  # what follows is decided as of any other that was killed
-            if is_late or hang or remote_failure:
+            if hang or remote_failure:
                 return self._end_failed_attempt(hang, remote_failure)
+            if is_late:
+                self._leave_behind_late()
+                return None
             self._attempt.await_end(self._policy.look_every_s)
             return None
         if self._first_preempted is not None and set(codes) != {EXIT_PREEMPTED}:
@@ -149,7 +152,7 @@ class WatchedRanks:
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop the ranks that are left; `timeout` is torchelastic's, the policy's counts."""
         # A save needs all ranks.
-        saves = self._attempt.saves() and (self._others is None or self._others.look() is None)
+        saves = self._attempt.has_noted(Note.SAVES) and (self._others is None or self._others.look() is None)
         self._stop(death_sig, patience_s=self._policy.save_s if saves else self._policy.terminate_s)
         self._close()
         self._tell_preempted()
@@ -164,7 +167,8 @@ class WatchedRanks:
         if self._others is not None:
             self._others.announce_new_node()  # before another node can take the end of our ranks for a failure
         self._stop(
-            signal.SIGTERM, patience_s=self._policy.save_s if self._attempt.saves() else self._policy.terminate_s
+            signal.SIGTERM,
+            patience_s=self._policy.save_s if self._attempt.has_noted(Note.SAVES) else self._policy.terminate_s,
         )
         saved_step = self._saved_here(self._attempt.pages()).step
         self._close()
@@ -304,6 +308,7 @@ class WatchedRanks:
                 return self._yield_to_new_node()
         if failure is None and remote_failure is not None:
             failure = Failure(attempt.number, exits[0], None, noticed_ns=noticed_ns)  # nothing failed on this node
+        was_stopping = attempt.has_noted(Note.STOPS)
         saved = self._saved_anywhere(attempt.pages())  # a save behind the loop may have ended meanwhile
         self._close()
         if failure is None:
@@ -318,6 +323,7 @@ class WatchedRanks:
             num_memory_kills=None if kills is None or before is None else kills - before,
             saves=saved.has_checkpointer,
             saved_step=saved.step,
+            was_stopping=was_stopping,
         )
         self._on_failure(failure)
         return attempt.result_of(failure)
@@ -344,7 +350,9 @@ class WatchedRanks:
 
     def _saved_here(self, pages: Mapping[int, Heartbeat | None]) -> Saved:
         steps = (seen.saved_step for seen in pages.values() if seen is not None)
-        return Saved(self._attempt.saves(), max((step for step in steps if step is not None), default=None))
+        return Saved(
+            self._attempt.has_noted(Note.SAVES), max((step for step in steps if step is not None), default=None)
+        )
 
     def _saved_anywhere(self, pages: Mapping[int, Heartbeat | None]) -> Saved:
         """What this attempt has saved on any node, so that all nodes decide alike whether to restart."""
@@ -364,6 +372,17 @@ class WatchedRanks:
         if self._others is not None:
             self._others.close()
 
+    def _leave_behind_late(self) -> None:
+        """Kill the ranks that don't end, such as in a slow exit handler, though all have saved: a stop, and no failure."""
+        attempt = self._attempt
+        for local_rank, process in attempt.alive().items():
+            say(
+                f"evenstep: rank {attempt.ranks[local_rank]} (pid {process.pid}) still runs "
+                f"{self._policy.terminate_s:g} s after others have saved and stopped: it is killed"
+            )
+            attempt.lost.add(local_rank)
+        self._stop(signal.SIGTERM)
+
     def _tell_preempted(self) -> None:
-        if {process.returncode for process in self._attempt.processes.values()} == {EXIT_PREEMPTED}:
+        if set(self._attempt.codes()) == {EXIT_PREEMPTED}:
             self._on_preempted()

@@ -63,6 +63,7 @@ class Failure:
         noticed_ns: When (monotonic).
         saves: There was a `Checkpointer`, on this node or another.
         saved_step: The step of the last checkpoint that this attempt has committed, on any node; None: none.
+        was_stopping: Ranks had agreed to save and stop, because somebody had asked for that.
     """
 
     attempt: int
@@ -81,6 +82,7 @@ class Failure:
     noticed_ns: int = 0
     saves: bool = False
     saved_step: int | None = None
+    was_stopping: bool = False
 
 
 def judge(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt: int) -> Failure | None:

@@ -151,9 +151,7 @@ class WatchedRanks:
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop the ranks that are left; `timeout` is torchelastic's, the policy's counts."""
-        # A save needs all ranks.
-        saves = self._attempt.has_noted(Note.SAVES) and (self._others is None or self._others.look() is None)
-        self._stop(death_sig, patience_s=self._policy.save_s if saves else self._policy.terminate_s)
+        self._stop(death_sig, may_save=self._others is None or self._others.look() is None)
         self._close()
         self._tell_preempted()
 
@@ -166,10 +164,7 @@ class WatchedRanks:
         say(f"evenstep: {_ANOTHER_HOST}")
         if self._others is not None:
             self._others.announce_new_node()  # before another node can take the end of our ranks for a failure
-        self._stop(
-            signal.SIGTERM,
-            patience_s=self._policy.save_s if self._attempt.has_noted(Note.SAVES) else self._policy.terminate_s,
-        )
+        self._stop(signal.SIGTERM, may_save=True)
         saved_step = self._saved_here(self._attempt.pages()).step
         self._close()
         return saved_step
@@ -350,9 +345,8 @@ class WatchedRanks:
 
     def _saved_here(self, pages: Mapping[int, Heartbeat | None]) -> Saved:
         steps = (seen.saved_step for seen in pages.values() if seen is not None)
-        return Saved(
-            self._attempt.has_noted(Note.SAVES), max((step for step in steps if step is not None), default=None)
-        )
+        newest = max((step for step in steps if step is not None), default=None)
+        return Saved(self._attempt.has_noted(Note.SAVES), newest)
 
     def _saved_anywhere(self, pages: Mapping[int, Heartbeat | None]) -> Saved:
         """What this attempt has saved on any node, so that all nodes decide alike whether to restart."""
@@ -361,10 +355,16 @@ class WatchedRanks:
             return saved
         return agree_on_saved(self._others, saved, longest_s=self._policy.terminate_s + self._policy.grace_s)
 
-    def _stop(self, first: signal.Signals, patience_s: float | None = None) -> None:
-        """`first`, then SIGKILL, to the ranks and to what they started."""
-        terminate_s = self._policy.terminate_s
-        self._attempt.stop(first, patience_s=terminate_s if patience_s is None else patience_s, terminate_s=terminate_s)
+    def _stop(self, first: signal.Signals, *, may_save: bool = False) -> None:
+        """Stop the ranks and what they started; see `Attempt.stop`.
+
+        Args:
+            first: Sent first.
+            may_save: All ranks are there, which a save needs: those that save then have the time for it.
+        """
+        saves, policy = may_save and self._attempt.has_noted(Note.SAVES), self._policy
+        patience_s = policy.save_s if saves else policy.terminate_s
+        self._attempt.stop(first, patience_s=patience_s, terminate_s=policy.terminate_s)
 
     def _close(self) -> None:
         """Close after all ranks have ended or can't be killed."""
@@ -373,7 +373,7 @@ class WatchedRanks:
             self._others.close()
 
     def _leave_behind_late(self) -> None:
-        """Kill the ranks that don't end, such as in a slow exit handler, though all have saved: a stop, and no failure."""
+        """Kill ranks that don't end, in a slow exit handler perhaps, though all have saved: a stop, and no failure."""
         attempt = self._attempt
         for local_rank, process in attempt.alive().items():
             say(

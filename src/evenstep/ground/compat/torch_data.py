@@ -66,7 +66,7 @@ class _Workers(_MultiProcessingDataLoaderIter):
         atexit.register(_kill_all)  # before multiprocessing's, which was registered earlier
 
     def _try_get_data(self, timeout: float = _LOOK_S) -> Any:
-        return super()._try_get_data(timeout)
+        return super()._try_get_data(timeout)  # type: ignore[no-untyped-call]
 
     def _shutdown_workers(self) -> None:
         if getattr(self, "_shutdown", True) or getattr(_utils, "python_exit_status", True):

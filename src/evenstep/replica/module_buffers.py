@@ -28,10 +28,8 @@ from evenstep.transport.base import Work
 from evenstep.transport.core.transport import Transport
 
 
-def start_broadcast(
-    tensors: Iterable[Tensor], transport: Transport, *, src: int = 0
-) -> list[tuple[Work, Tensor, Tensor]]:
-    """Collective: begin to make tensors equal to rank `src`'s. `finish_broadcast` ends it."""
+def broadcast(tensors: Iterable[Tensor], transport: Transport, *, src: int = 0) -> None:
+    """Collective: make tensors equal to rank `src`'s."""
     started = []
     for tensor in tensors:
         if tensor.numel() == 0:
@@ -39,11 +37,6 @@ def start_broadcast(
         flat = tensor.detach().contiguous().reshape(-1)
         raw = flat.view(torch.uint8)  # bytes: whatever the dtype, every backend carries them
         started.append((transport.broadcast(raw, src), flat, tensor))
-    return started
-
-
-def finish_broadcast(started: Sequence[tuple[Work, Tensor, Tensor]]) -> None:
-    """Wait for what `start_broadcast` began."""
     for work, flat, tensor in started:
         work.wait()
         if flat.data_ptr() != tensor.data_ptr():
@@ -218,7 +211,7 @@ class BufferExchange:
             if each.before is not None:
                 self._write_statistics(each)
             elif self._transport.rank != self._src:
-                # Through `.data`: see `finish_broadcast`.
+                # Through `.data`: see `broadcast`.
                 values = unflatten_dense(each.packed, each.buffers)  # type: ignore[no-untyped-call]
                 torch._foreach_copy_([buffer.data for buffer in each.buffers], values)
 

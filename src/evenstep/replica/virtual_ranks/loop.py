@@ -178,7 +178,7 @@ class VirtualRankBuffers:
             if value is None or buffer is None or buffer.shape != value.shape or buffer.dtype is not value.dtype:
                 owner._buffers[name] = None if value is None else value.clone()  # it was replaced, not written to
             else:
-                into.append(buffer.data)  # through `.data`: see `module_buffers.finish_broadcast`
+                into.append(buffer.data)  # through `.data`: see `module_buffers.broadcast`
                 what.append(value)
         if into:
             torch._foreach_copy_(into, what)

@@ -44,7 +44,7 @@ from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
 from evenstep.replica.gradients.exchange.base import Exchange
 from evenstep.replica.gradients.window import drop_grads, validate_weight
 from evenstep.replica.join import Uneven, join_of_one
-from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
+from evenstep.replica.module_buffers import broadcast, untouched
 from evenstep.replica.monitors.checks import Monitors, Policy
 from evenstep.replica.monitors.end_of_run import compare_at_end
 from evenstep.replica.normalization.sync_batchnorm import SyncLayers, replace_torchs
@@ -250,7 +250,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         equal = settings.equal_buffers(module, is_on=settings.init_sync and settings.init_sync_buffers)
         if kept or equal:
             validate_same_model(kept, equal, world.exchange)
-            finish_broadcast(start_broadcast([*(p.data for _, p in kept), *(each for _, each in equal)], transport))
+            broadcast([*(p.data for _, p in kept), *(each for _, each in equal)], transport)
         self._set_up(world, settings, transport)
         self._dummy = DummyBatch(self.dim)
         if self._wrapped_already() is not None and world.rank == 0:
@@ -473,7 +473,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         buffers = [(name, buffer) for name, buffer in buffers if id(buffer) in own]
         validate_same_model(settings.kept(self.module), buffers, partial(exchange, before.control))
         tensors = [*(parameter.data for _, parameter in new), *(buffer for _, buffer in buffers)]
-        finish_broadcast(start_broadcast(tensors, before.transport))
+        broadcast(tensors, before.transport)
         num_skipped = self.skipped_steps
         settings = dataclasses.replace(settings, sparse=sparse_parameters(self.module))
         self._set_up(self.world, settings, before.transport, is_copy=self._is_copy)

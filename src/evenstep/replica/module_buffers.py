@@ -45,18 +45,13 @@ def broadcast(tensors: Iterable[Tensor], transport: Transport, *, src: int = 0) 
             tensor.data.copy_(flat.view(tensor.shape))
 
 
-def places_of(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[nn.Module, str]]:
-    """(owner, name in it) of every module buffer, also of those that are None.
+def places_of(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[nn.Module, str, str]]:
+    """(owner, name in it, whole name) of every module buffer, also of those that are None.
 
     Args:
         module: Whose, with those of its parts, some of which may be TorchScript's.
-        ignored: Names that are left out.
+        ignored: Whole names that are left out.
     """
-    return [(owner, name) for owner, name, _ in named_places(module, ignored)]
-
-
-def named_places(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[nn.Module, str, str]]:
-    """As `places_of`, with the whole name of each."""
     found = [
         (owner, name, f"{prefix}.{name}" if prefix else name)
         for prefix, owner in module.named_modules()
@@ -155,8 +150,7 @@ class BufferExchange:
         self._transport = transport
         self._places: dict[Rule | None, list[tuple[nn.Module, str]]] = {}
         self._absent: dict[str, tuple[nn.Module, str]] = {}
-        names = {(owner, name): full for owner, name, full in named_places(module, ignored)}
-        for (owner, name), full in names.items():
+        for owner, name, full in places_of(module, ignored):
             rule = rule_of(full, rules or {})
             # Buffers that aren't saved are caches, which grow as each rank needs.
             if rule is None and name in getattr(owner, "_non_persistent_buffers_set", ()):
@@ -257,7 +251,7 @@ class BufferExchange:
 def untouched(module: nn.Module, *, but: Sequence[Tensor] = ()) -> Iterator[None]:
     """Whatever happens to the module's buffers inside is undone, except to those named in `but`."""
     kept = {id(buffer) for buffer in but}
-    places = [(owner, name, buffer_at(owner, name)) for owner, name in places_of(module)]
+    places = [(owner, name, buffer_at(owner, name)) for owner, name, _ in places_of(module)]
     saved = [
         (owner, name, buffer, None if buffer is None else buffer.detach().clone())
         for owner, name, buffer in places

@@ -167,13 +167,13 @@ class VirtualRankBuffers:
         self._kept, self._of_first = [], None
 
     def _copies(self) -> list[Tensor | None]:
-        buffers = [buffer_at(owner, name) for owner, name in self._places]
+        buffers = [buffer_at(owner, name) for owner, name, _ in self._places]
         return [None if buffer is None else buffer.detach().clone() for buffer in buffers]
 
     def _write(self, values: Sequence[Tensor | None]) -> None:
         into: list[Tensor] = []
         what: list[Tensor] = []
-        for (owner, name), value in zip(self._places, values, strict=True):
+        for (owner, name, _), value in zip(self._places, values, strict=True):
             buffer = buffer_at(owner, name)
             if value is None or buffer is None or buffer.shape != value.shape or buffer.dtype is not value.dtype:
                 owner._buffers[name] = None if value is None else value.clone()  # it was replaced, not written to

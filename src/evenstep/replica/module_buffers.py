@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from evenstep import checks
+from evenstep.device import by_kind
 from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_tensors import flatten_dense, unflatten_dense
 from evenstep.transport.base import Work
@@ -178,9 +179,9 @@ class BufferExchange:
     def start(self, src: int = 0) -> list[_Sent]:
         """Collective: pack the buffers, send rank `src`'s, and begin to add statistics."""
         self._src = src
-        sent = [self._broadcast(group) for group in self._by_kind(Rule.RANK_0)]
+        sent = [self._broadcast(group) for group in by_kind(self._there(Rule.RANK_0))]
         if self.is_on:
-            sent += [self._broadcast(group) for group in self._by_kind(None)]
+            sent += [self._broadcast(group) for group in by_kind(self._there(None))]
         late = [full for full, place in self._absent.items() if buffer_at(*place) is not None]
         if late:
             self._absent.clear()
@@ -212,12 +213,6 @@ class BufferExchange:
     def _there(self, rule: Rule | None) -> list[Tensor]:
         found = [buffer_at(owner, name) for owner, name in self._places.get(rule, ())]
         return [buffer for buffer in found if buffer is not None and buffer.numel()]
-
-    def _by_kind(self, rule: Rule | None) -> list[list[Tensor]]:
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for buffer in self._there(rule):
-            groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-        return list(groups.values())
 
     def _broadcast(self, buffers: list[Tensor]) -> _Sent:
         if self._transport.rank == self._src:

@@ -82,7 +82,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from evenstep import determinism
 from evenstep.errors import ConfigurationError, DriftError, MismatchError, NonFiniteError
@@ -584,8 +583,6 @@ DEFAULT_EVERY = 64
 _LEAST_BYTES = 512 << 10  # a portion is not smaller: what is done per portion would cost more than reading it
 _CALL_BYTES = 16 << 10  # what could be read in the time that python takes for one more tensor
 _ROUNDING = 16  # times the dtype's epsilon, of a tensor's largest value
-# Those of torch's hooks after which all ranks have the same gradients, whatever they keep for themselves.
-_AVERAGING = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 
 
 @dataclass(frozen=True)
@@ -728,11 +725,6 @@ class DriftWatch(Comparison):
     def doubt(self) -> None:
         """Replicas may be meant to differ from now on, unless the user vouches for the contrary."""
         self._doubts = self._doubts or not self._is_vouched
-
-    def doubt_hook(self, function: Callable[..., Any]) -> None:
-        """Doubt, unless a communication hook is known to average."""
-        if function not in _AVERAGING:
-            self.doubt()
 
     # ------------------------------------------------------------------ called by the engine
 

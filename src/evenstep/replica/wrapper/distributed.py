@@ -38,7 +38,7 @@ from evenstep.ground.health.steps import mark_compilations
 from evenstep.ground.health.telemetry import Recorder
 from evenstep.replica.batches import DummyBatch, input_watchers, is_empty_batch, show_inputs, split
 from evenstep.replica.channels import bucket_transport, validate_thread
-from evenstep.replica.gradients.buckets.comm_hooks import CommHook
+from evenstep.replica.gradients.buckets.comm_hooks import AVERAGING, CommHook
 from evenstep.replica.gradients.engine import Engine, weighted_passes
 from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
 from evenstep.replica.gradients.exchange.base import Exchange
@@ -755,8 +755,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             raise UsageError("register_comm_hook in reproducible mode: a hook adds in an order of its own.")
         made = CommHook(state, hook)
         self.engine.exchange.set_hook(made)
-        if self.monitors.drift is not None:
-            self.monitors.drift.doubt_hook(hook)
+        if self.monitors.drift is not None and hook not in AVERAGING:
+            self.monitors.drift.doubt()
         self._hook, self._hook_name = made, getattr(hook, "__qualname__", type(hook).__name__)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:

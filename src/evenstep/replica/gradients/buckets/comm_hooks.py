@@ -23,7 +23,9 @@ from evenstep.ground.compat.torch_ddp import Future
 from evenstep.replica.gradients.buckets.layout import DEFAULT_FIRST_BUCKET_BYTES, BucketLayout, BucketPolicy
 from evenstep.world import World
 
-_ONE_COLLECTIVE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+# Those of torch's hooks that make one collective and no more, after which all ranks have the same gradients, whatever
+# they keep for themselves.
+AVERAGING = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 
 
 class Hooked(Protocol):
@@ -69,7 +71,7 @@ class CommHook:
 
     def runs_one_by_one(self, device: torch.device) -> bool:
         """Whether the hook has one bucket at a time: see `HookOrder`."""
-        return device.type == "cpu" and self.function not in _ONE_COLLECTIVE
+        return device.type == "cpu" and self.function not in AVERAGING
 
     def suit(self, policy: BucketPolicy, device: torch.device) -> BucketPolicy:
         """The policy for buckets that are handed to this hook, when they are next laid out. Pure.

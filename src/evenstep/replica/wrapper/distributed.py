@@ -754,7 +754,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self.world.virtual_ranks is not None:
             raise UsageError("register_comm_hook in reproducible mode: a hook adds in an order of its own.")
         made = CommHook(state, hook)
-        self.engine.exchange.set_hook(made)
+        if self.world.world_size > 1:
+            self.engine.exchange.set_hook(made)
         if self.monitors.drift is not None and hook not in AVERAGING:
             self.monitors.drift.doubt()
         self._hook, self._hook_name = made, getattr(hook, "__qualname__", type(hook).__name__)

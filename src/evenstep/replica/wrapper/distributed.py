@@ -281,8 +281,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self.engine, self.monitors, self.sync_layers = inner.engine, inner.monitors, inner.sync_layers
         self._virtual_rank_buffers = VirtualRankBuffers(self.module, settings.ignored)
         self.reducer = Reducer(self.engine)  # type: ignore[assignment]
-        self._hook: CommHook | None = None
-        self._hook_name = ""
+        self._hook_name = ""  # of the communication hook, if there is one
         self._frozen = [p for _, p in settings.kept(self.module) if not p.requires_grad]
         # What torch's class has, for those who read it.
         self.parameters_to_ignore = set(settings.ignored)
@@ -452,7 +451,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             and self._join_config.enable,  # first, for ranks that have left can't be asked
             "inside of an accumulation window": before.is_in_pass or before.is_in_window,
             "in reproducible mode": self.world.virtual_ranks is not None,
-            "with a communication hook": self._hook is not None,
+            "with a communication hook": self._hook_name != "",
             "within LocalSGD": before.stays_local or before.is_apart,
             "with a ShardedOptimizer": type(before.exchange) not in (Exchange, AllReduceExchange)
             or self.monitors.options.has_divided(),
@@ -722,7 +721,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """The entries that programs read; `world.telemetry` has the times."""
-        hook = {} if self._hook is None else {"comm_hook": self._hook_name}
+        hook = {"comm_hook": self._hook_name} if self._hook_name else {}
         joined = {"join_uneven_inputs": 1} if "_authoritative_rank" in self.__dict__ else {}  # once a `Join` has ended
         return {
             **hook,
@@ -749,7 +748,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             ConfigurationError: The hook can't be called so.
             UsageError: There is one already.
         """
-        if self._hook is not None:
+        if self._hook_name:
             raise UsageError("register_comm_hook: there is one already, and a model has at most one.")
         if self.world.virtual_ranks is not None:
             raise UsageError("register_comm_hook in reproducible mode: a hook adds in an order of its own.")
@@ -758,7 +757,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self.engine.exchange.set_hook(made)
         if self.monitors.drift is not None and hook not in AVERAGING:
             self.monitors.drift.doubt()
-        self._hook, self._hook_name = made, getattr(hook, "__qualname__", type(hook).__name__)
+        self._hook_name = getattr(hook, "__qualname__", type(hook).__name__)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         name = str(comm_hook_type).rpartition(".")[2]
@@ -854,7 +853,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             "monitors",
             "sync_layers",
             "_virtual_rank_buffers",
-            "_hook",
             "reducer",
             "_frozen",
             "_join_config",

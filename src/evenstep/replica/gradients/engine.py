@@ -659,7 +659,7 @@ def weighted_passes(
     this, scale = object(), None
     _weighted.add(this)
     try:
-        if (largest := max(engines, key=_num_ranks)) is not engines[0]:
+        if (largest := max(engines, key=lambda engine: engine.world.world_size)) is not engines[0]:
             # A group's own model is named before one of more ranks, in whose sums gradients would have each group's
             # scale. Nothing is agreed here: a rank without samples ends the first model's window before it takes part
             # in another's.
@@ -702,7 +702,3 @@ def _validate_disjoint(engines: Sequence[Engine]) -> None:
                 f"gradients are averaged separately. Put the modules that share it into one module, and wrap that."
             )
         seen |= engine.parameter_ids
-
-
-def _num_ranks(engine: Engine) -> int:
-    return engine.world.world_size

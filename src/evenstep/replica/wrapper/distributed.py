@@ -161,6 +161,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     sync_layers: SyncLayers
     is_divided = False  # over ranks, by FSDP2 or tensor parallelism: see `parallel.model`
     logger = None  # torch's class has its timings there; here `world.telemetry` has them
+    mixed_precision = None
 
     def __init__(
         self,
@@ -235,14 +236,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if world.is_initialised and device_ids is None:
             module.to(world.device)
         self.module = module = replace_torchs(module)
-        self.dim = settings.dim
         self.device = next(p for _, p in settings.kept(module)).device
         self.device_type = self.device.type
         self.device_ids = None if settings.inputs_to is None else [settings.inputs_to.index]
         self.output_device = None if settings.inputs_to is None else settings.inputs_to.index
         self.__dict__.update(remembered)
         self.bucket_bytes_cap_list = [int(size * (1 << 20)) for size in bucket_cap_mb_list or ()]
-        self.mixed_precision = None
         if device_mesh is not None:  # otherwise torch's class has no such attribute either
             self.device_mesh = device_mesh
         transport = bucket_transport(world, self)
@@ -268,7 +267,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _set_up(self, world: World, settings: Settings, transport: Transport, *, is_copy: bool = False) -> None:
         """Set up everything but the module; also for a copy, which is made without the other ranks."""
         Joinable.__init__(self)
-        self.world, self.settings, self._is_copy = world, settings, is_copy
+        self.world, self.settings, self.dim, self._is_copy = world, settings, settings.dim, is_copy
         inner = self._wrapped_already()
         if inner is None:
             self.engine, self.monitors = self._build_engine(world, settings, transport)
@@ -646,15 +645,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """The same by name."""
         return dict(self.settings.kept_buffers(self.module))
 
-    @property
-    def broadcast_buffers(self) -> bool:
-        """What `forward_sync_buffers` is called in torch 2.11, where nothing has the newer name."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        """Torch's own class takes it too."""
-        self.forward_sync_buffers = value
+    broadcast_buffers = forward_sync_buffers  # its name in torch 2.11; torch's own class takes that too
 
     @property
     def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
@@ -667,11 +658,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def unused_parameters(self) -> list[str]:
         """Names of the parameters that had no gradient on any rank when gradients were last averaged."""
         return [self.engine.names[index] for index in self.engine.exchange.unused()]
-
-    def train(self, mode: bool = True) -> DistributedDataParallel:
-        """As `nn.Module.train`."""
-        nn.Module.train(self, mode)
-        return self
 
     def _set_static_graph(self) -> None:
         """Remembered for those who ask: no graph is assumed to stay as it is, and none has to."""

@@ -1,7 +1,8 @@
-"""The device of a rank, and copies from it that nothing waits for."""
+"""The device of a rank, tensors by device, and copies that nothing waits for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -64,6 +65,15 @@ def choose_device(requested: str | torch.device | None, placement: Placement, *,
 
 def _gpus(count: int) -> str:
     return {0: "no GPU that torch can use", 1: "1 GPU"}.get(count, f"{count} GPUs")
+
+
+def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Lists of tensors of one device and dtype, none of them without elements."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(kinds.values())
 
 
 def start_copy(values: Tensor) -> Coming:

@@ -236,7 +236,7 @@ ORDER: dict[str, list[str]] = {
         "window",
         "buckets",
     ],
-    "replica.gradients.buckets": ["launch", "bucket", "comm_hooks", "layout"],
+    "replica.gradients.buckets": ["launch", "comm_hooks", "bucket", "layout"],
     "replica.gradients.exchange": ["all_reduce", "across_ranks", "base", "header", "sparse", "weights"],
     "replica.monitors": ["end_of_run", "checks", "steps", "digests", "in_backward"],
     "replica.normalization": ["sync_batchnorm", "arithmetic"],

@@ -17,6 +17,7 @@ from torch import Tensor, nn, optim
 
 from evenstep import checks
 from evenstep import world as worlds
+from evenstep.device import by_kind
 from evenstep.errors import ConfigurationError, MismatchError, NonFiniteError, UsageError
 from evenstep.ground.compat.torch_tensors import is_dtensor, local_part
 from evenstep.optim import exact
@@ -99,7 +100,7 @@ def clip_grad_norm_(
         scale = torch.where(torch.isposinf(limit), 1.0, torch.clamp(limit / (norm + 1e-6), max=1.0))
     if scale.device.type == "cpu" and scale.numpy() == 1:
         return norm  # most steps: all gradients would be read and written for nothing. A GPU would be waited for
-    for same in _by_kind(gradients.local):
+    for same in by_kind(gradients.local):
         torch._foreach_mul_(same, scale.to(same[0].device))
     return norm
 
@@ -125,7 +126,7 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
         chosen = _listed(parameters, who)
         _validate_averaged(chosen, who)
     note(model_of(chosen), who, [("clip_value", clip_value), ("the number of parameters", len(chosen))])
-    for same in _by_kind(_Gradients(chosen).local):
+    for same in by_kind(_Gradients(chosen).local):
         torch._foreach_clamp_min_(same, -clip_value)
         torch._foreach_clamp_max_(same, clip_value)
 
@@ -291,20 +292,11 @@ def _over_ranks(transport: Transport, own: Tensor, given: Given, *, is_max: bool
 
 def _powers(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """0-dim, float64: the sum of |x| ** norm_type over all elements, or the largest |x|."""
-    norms = [norm for same in _by_kind(tensors) for norm in torch._foreach_norm(same, norm_type)]
+    norms = [norm for same in by_kind(tensors) for norm in torch._foreach_norm(same, norm_type)]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     stacked = torch.stack([norm.to(device, torch.float64) for norm in norms])
     return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
-
-
-def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Lists of tensors of one device and dtype; none is empty."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return kinds.values()
 
 
 def _exponent(norm_type: Any) -> float:

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from evenstep.device import by_kind
 from evenstep.ground.compat.torch_ddp import ShardedParts
 from evenstep.ground.compat.torch_tensors import is_dtensor, local_part
 from evenstep.ground.health.telemetry import REDUCED, WAITING
@@ -47,11 +48,10 @@ class MeshExchange(AcrossRanks):
         self._sharded = sharded
         self._data = data_transport
         self._num_copies = trained.world.world_size // data_transport.world_size
-        self._managed = sharded.parameters  # read once: to look again lets go of gathered ones, which autograd may need
-        managed = set(map(id, self._managed))
-        self._others = [index for index, p in enumerate(trained.parameters) if id(p) not in managed]
+        managed = set(map(id, sharded.parameters))  # to look again lets go of gathered ones, which autograd may need
+        self._managed = [p for p in trained.parameters if id(p) in managed]
+        self._others = [p for p in trained.parameters if id(p) not in managed]
         self._scale_weights({*sharded.dtypes, *(p.dtype for p in trained.parameters)}, sharded.rescale)
-        self._added_by_torch = [p for p in trained.parameters if id(p) in managed]
 
     # ------------------------------------------------------------------ while a window runs
 
@@ -95,16 +95,9 @@ class MeshExchange(AcrossRanks):
 
     def _used_here(self) -> list[bool]:
         """For each parameter, whether it has a gradient on this rank."""
-        found = self._sharded.used
-        if len(found) == len(self._parameters):
-            self._sharded.used = set()
-            return self._all_used
-        others = set(self._others)
-        used = [
-            parameter.grad is not None if index in others else id(parameter) in found
-            for index, parameter in enumerate(self._parameters)
-        ]
-        self._sharded.used = set()
+        found, self._sharded.used = self._sharded.used, set()
+        found |= {id(parameter) for parameter in self._others if parameter.grad is not None}
+        used = [id(parameter) in found for parameter in self._parameters]
         return self._all_used if all(used) else used
 
     def _publish(self) -> None:
@@ -117,18 +110,11 @@ class MeshExchange(AcrossRanks):
 
     def _add_others(self) -> None:
         """Add the gradients that FSDP2 doesn't manage over the data ranks, all of a dtype at once."""
-        if not self._others:
-            return
-        parameters = [self._parameters[index] for index in self._others]
-        with_placements_of(parameters)
+        with_placements_of(self._others)
         if self._data.world_size == 1:
             return
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in parameters:
-            if parameter.grad is not None and (part := local_part(parameter.grad)).numel():
-                by_dtype.setdefault(part.dtype, []).append(part)
         started = []
-        for parts in by_dtype.values():
+        for parts in by_kind(local_part(p.grad) for p in self._others if p.grad is not None):
             flat = torch.cat([part.reshape(-1) for part in parts])
             started.append((self._data.all_reduce(flat), flat, parts))
         for work, flat, parts in started:
@@ -137,8 +123,7 @@ class MeshExchange(AcrossRanks):
             torch._foreach_copy_(parts, [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)])
 
     def _divide(self) -> None:
-        others = [self._parameters[index] for index in self._others]
-        for parameters, plain in ((self._added_by_torch, 1), (others, self._ending.num_shares)):
+        for parameters, plain in ((self._managed, 1), (self._others, self._ending.num_shares)):
             divisor = self._header.divisor(plain * self._num_copies) / self._num_copies
             divide([local_part(p.grad) for p in parameters if p.grad is not None], divisor)
 

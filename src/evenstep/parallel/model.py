@@ -80,14 +80,12 @@ class DividedModel(DistributedDataParallel):
         self._sharded = ShardedParts(module)
         validate_layout(module, self._sharded.parameters, world, who)
         self.module = replace_torchs(module)
-        self.dim = settings.dim
         self.device = world.device
         self.device_type = self.device.type
         self.device_ids = self.output_device = None
         self.find_unused_parameters = self.gradient_as_bucket_view = self.static_graph = False
         self.skip_all_reduce_unused_params = self.batched_grad_copy = self.lazy_bucket_allocation = False
         self.bucket_bytes_cap_list: list[int] = []
-        self.mixed_precision = None
         self.device_mesh = world.mesh
         self._everybody, self._data = world, world.data_parallel
         self._set_up(ranks, settings, bucket_transport(ranks, self))

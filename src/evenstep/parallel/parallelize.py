@@ -16,7 +16,7 @@ from evenstep.parallel.blocks import Blocks, choose_blocks, validate_plan
 from evenstep.parallel.layout import is_divided_module
 from evenstep.parallel.model import DividedModel
 from evenstep.parallel.optimizers import validate_none_left, validate_none_yet
-from evenstep.replica.module_buffers import finish_broadcast, start_broadcast
+from evenstep.replica.module_buffers import broadcast
 from evenstep.replica.monitors.checks import Policy, validate_policy
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 from evenstep.replica.wrapper.model_check import validate_same_model
@@ -250,4 +250,4 @@ def _make_equal(module: nn.Module, ranks: World) -> None:
     if ranks.is_initialised:
         module.to(ranks.device)
     tensors = [*(p.data for p in module.parameters()), *module.buffers()]
-    finish_broadcast(start_broadcast(tensors, ranks.transport))
+    broadcast(tensors, ranks.transport)

@@ -114,10 +114,7 @@ def bucket_transport(world: World, owner: object) -> Transport:
     if world.world_size == 1:
         return world.transport
     pools = _pools.setdefault(world, {})
-    key = ("buckets", world.device)
-    if key not in pools:
-        pools[key] = _Pool(world, world.device, world.transport)
-    return pools[key].take(owner)
+    return pools.setdefault(("buckets", world.device), _Pool(world, world.device, world.transport)).take(owner)
 
 
 def channel_of(
@@ -134,10 +131,7 @@ def channel_of(
     """
     members = world.of_group(process_group)
     pools = _pools.setdefault(members, {})
-    key = (purpose, device)
-    if key not in pools:
-        pools[key] = _Pool(members, device)
-    return pools[key].take(owner)
+    return pools.setdefault((purpose, device), _Pool(members, device)).take(owner)
 
 
 _wrapped_by: weakref.WeakKeyDictionary[World, weakref.WeakKeyDictionary[object, weakref.ref[threading.Thread]]] = (

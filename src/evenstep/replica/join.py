@@ -31,7 +31,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from evenstep.errors import UsageError
 from evenstep.ground.compat.torch_ddp import JoinConfig
-from evenstep.replica.module_buffers import finish_broadcast, start_broadcast
+from evenstep.replica.module_buffers import broadcast
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
@@ -144,7 +144,7 @@ class Uneven(JoinHook):
         left_last = world.exchange(is_last_joiner)
         src = max(rank for rank, is_last in enumerate(left_last) if is_last)  # torch's choice, under torch's name
         self._model._authoritative_rank = src
-        finish_broadcast(start_broadcast(self._model._kept_tensors(), world.transport, src=src))
+        broadcast(self._model._kept_tensors(), world.transport, src=src)
         if self.has_joined:
             self._model._drop_gradients()
         leave(self._model)

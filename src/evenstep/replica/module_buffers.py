@@ -22,16 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from evenstep import checks
+from evenstep.device import by_kind
 from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_tensors import flatten_dense, unflatten_dense
 from evenstep.transport.base import Work
 from evenstep.transport.core.transport import Transport
 
 
-def start_broadcast(
-    tensors: Iterable[Tensor], transport: Transport, *, src: int = 0
-) -> list[tuple[Work, Tensor, Tensor]]:
-    """Collective: begin to make tensors equal to rank `src`'s. `finish_broadcast` ends it."""
+def broadcast(tensors: Iterable[Tensor], transport: Transport, *, src: int = 0) -> None:
+    """Collective: make tensors equal to rank `src`'s."""
     started = []
     for tensor in tensors:
         if tensor.numel() == 0:
@@ -39,11 +38,6 @@ def start_broadcast(
         flat = tensor.detach().contiguous().reshape(-1)
         raw = flat.view(torch.uint8)  # bytes: whatever the dtype, every backend carries them
         started.append((transport.broadcast(raw, src), flat, tensor))
-    return started
-
-
-def finish_broadcast(started: Sequence[tuple[Work, Tensor, Tensor]]) -> None:
-    """Wait for what `start_broadcast` began."""
     for work, flat, tensor in started:
         work.wait()
         if flat.data_ptr() != tensor.data_ptr():
@@ -52,18 +46,13 @@ def finish_broadcast(started: Sequence[tuple[Work, Tensor, Tensor]]) -> None:
             tensor.data.copy_(flat.view(tensor.shape))
 
 
-def places_of(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[nn.Module, str]]:
-    """(owner, name in it) of every module buffer, also of those that are None.
+def places_of(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[nn.Module, str, str]]:
+    """(owner, name in it, whole name) of every module buffer, also of those that are None.
 
     Args:
         module: Whose, with those of its parts, some of which may be TorchScript's.
-        ignored: Names that are left out.
+        ignored: Whole names that are left out.
     """
-    return [(owner, name) for owner, name, _ in named_places(module, ignored)]
-
-
-def named_places(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[nn.Module, str, str]]:
-    """As `places_of`, with the whole name of each."""
     found = [
         (owner, name, f"{prefix}.{name}" if prefix else name)
         for prefix, owner in module.named_modules()
@@ -162,8 +151,7 @@ class BufferExchange:
         self._transport = transport
         self._places: dict[Rule | None, list[tuple[nn.Module, str]]] = {}
         self._absent: dict[str, tuple[nn.Module, str]] = {}
-        names = {(owner, name): full for owner, name, full in named_places(module, ignored)}
-        for (owner, name), full in names.items():
+        for owner, name, full in places_of(module, ignored):
             rule = rule_of(full, rules or {})
             # Buffers that aren't saved are caches, which grow as each rank needs.
             if rule is None and name in getattr(owner, "_non_persistent_buffers_set", ()):
@@ -191,9 +179,9 @@ class BufferExchange:
     def start(self, src: int = 0) -> list[_Sent]:
         """Collective: pack the buffers, send rank `src`'s, and begin to add statistics."""
         self._src = src
-        sent = [self._broadcast(group) for group in self._by_kind(Rule.RANK_0)]
+        sent = [self._broadcast(group) for group in by_kind(self._there(Rule.RANK_0))]
         if self.is_on:
-            sent += [self._broadcast(group) for group in self._by_kind(None)]
+            sent += [self._broadcast(group) for group in by_kind(self._there(None))]
         late = [full for full, place in self._absent.items() if buffer_at(*place) is not None]
         if late:
             self._absent.clear()
@@ -218,19 +206,13 @@ class BufferExchange:
             if each.before is not None:
                 self._write_statistics(each)
             elif self._transport.rank != self._src:
-                # Through `.data`: see `finish_broadcast`.
+                # Through `.data`: see `broadcast`.
                 values = unflatten_dense(each.packed, each.buffers)  # type: ignore[no-untyped-call]
                 torch._foreach_copy_([buffer.data for buffer in each.buffers], values)
 
     def _there(self, rule: Rule | None) -> list[Tensor]:
         found = [buffer_at(owner, name) for owner, name in self._places.get(rule, ())]
         return [buffer for buffer in found if buffer is not None and buffer.numel()]
-
-    def _by_kind(self, rule: Rule | None) -> list[list[Tensor]]:
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for buffer in self._there(rule):
-            groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-        return list(groups.values())
 
     def _broadcast(self, buffers: list[Tensor]) -> _Sent:
         if self._transport.rank == self._src:
@@ -264,7 +246,7 @@ class BufferExchange:
 def untouched(module: nn.Module, *, but: Sequence[Tensor] = ()) -> Iterator[None]:
     """Whatever happens to the module's buffers inside is undone, except to those named in `but`."""
     kept = {id(buffer) for buffer in but}
-    places = [(owner, name, buffer_at(owner, name)) for owner, name in places_of(module)]
+    places = [(owner, name, buffer_at(owner, name)) for owner, name, _ in places_of(module)]
     saved = [
         (owner, name, buffer, None if buffer is None else buffer.detach().clone())
         for owner, name, buffer in places

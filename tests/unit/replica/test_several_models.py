@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.errors import UsageError
-from evenstep.replica.gradients.buckets.comm_hooks import CommHook, HookQueue
+from evenstep.replica.gradients.buckets.comm_hooks import CommHook, hook_order
 
 
 @pytest.fixture
@@ -160,12 +161,13 @@ def test_hooks_of_two_threads_at_the_same_time_are_an_error(world: evenstep.Worl
     """Ranks would begin their collectives in different orders."""
     pending: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     bucket = SimpleNamespace(flat=torch.ones(3), layout=SimpleNamespace(index=0), parameters=[], views=[])
-    first, other = (HookQueue(CommHook(None, lambda state, bucket: pending), world) for _ in range(2))
-    work = first.submit(bucket, is_last=True)
+    first, other = (CommHook(None, lambda state, bucket: pending) for _ in range(2))
+    submit = partial(hook_order(world).submit, is_last=True)
+    work = submit(first, bucket)
     with ThreadPoolExecutor(1) as pool:
-        refused = pool.submit(other.submit, bucket, is_last=True)
+        refused = pool.submit(submit, other, bucket)
         with pytest.raises(UsageError, match=r"hooks of models in two threads .* in one thread"):
             refused.result()
         pending.set_result(torch.zeros(3))
         work.wait()
-        pool.submit(lambda: other.submit(bucket, is_last=True).wait()).result()
+        pool.submit(lambda: submit(other, bucket).wait()).result()

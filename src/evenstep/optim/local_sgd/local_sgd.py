@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import optim
 
 from evenstep import checks
+from evenstep.device import by_kind
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.optim.consistency import abort_peers
@@ -181,13 +182,8 @@ class LocalSGD:
                 self._conclude()
             self.model.engine.is_apart = False
             return
-        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for tensor in self.model._kept_tensors():
-            if tensor.is_complex():
-                tensor = torch.view_as_real(tensor)
-            if tensor.is_floating_point():
-                kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-        for number, tensors in enumerate(kinds.values()):
+        kept = [torch.view_as_real(each) if each.is_complex() else each for each in self.model._kept_tensors()]
+        for number, tensors in enumerate(by_kind(each for each in kept if each.is_floating_point())):
             # One number more: whether this rank has found something. Not in a message of its own.
             has_flag = number == 0 and self._policy is not None
             flag = [tensors[0].new_tensor([float(bool(self._bad))])] if has_flag else []

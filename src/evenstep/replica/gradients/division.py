@@ -23,6 +23,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from evenstep.device import by_kind
 from evenstep.replica.gradients.window import Kind, Window
 from evenstep.transport.base import Row
 from evenstep.transport.core.reduction import divisor_of
@@ -78,15 +79,6 @@ def divide(gradients: Iterable[Tensor], divisor: float | Tensor) -> None:
         elif device.type != "cpu":  # a GPU would multiply by the inverse of a number
             by = torch.full((), by, dtype=torch.float64, device=device)
         torch._foreach_div_(same, by)
-
-
-def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Lists of tensors of one device and dtype, none of them without elements."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return list(kinds.values())
 
 
 def zero_where(condition: Tensor, gradients: Iterable[Tensor]) -> None:

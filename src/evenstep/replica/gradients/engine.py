@@ -302,13 +302,27 @@ class Engine:
             self.has_learned_order = True
             self.exchange.learn_order(order)
 
-    def unused_parameters(self) -> list[str]:
-        """Names of the parameters that had no gradient on any rank when the last window ended."""
-        return [self.names[index] for index in self.exchange.unused()]
+    @contextlib.contextmanager
+    def until_averaged(self) -> Iterator[None]:
+        """Around a loop over micro-batches that ends a window; gradients travel again behind it.
 
-    def leave_early(self, what: str) -> None:
-        """Note that a window was abandoned before its gradients were averaged."""
-        self._left_early = what
+        Raises:
+            UsageError: The last micro-batch was not followed by a backward pass.
+        """
+        num_reductions = self.num_reductions
+        try:
+            yield
+        except BaseException:
+            self._left_early = "a loop over micro-batches was left before its end"
+            raise
+        finally:
+            self.synchronise = True
+        if self.num_reductions == num_reductions:
+            self._left_early = "a loop over micro-batches ended without a backward pass for its last part"
+            raise UsageError(
+                f"microbatches on rank {self.world.rank}: the last part was not followed by a backward pass, so the "
+                f"gradients have not been averaged. Call backward inside the loop, once per part."
+            )
 
     # ------------------------------------------------------------------ called by autograd
 
@@ -645,7 +659,7 @@ def weighted_passes(
     this, scale = object(), None
     _weighted.add(this)
     try:
-        if (largest := max(engines, key=_num_ranks)) is not engines[0]:
+        if (largest := max(engines, key=lambda engine: engine.world.world_size)) is not engines[0]:
             # A group's own model is named before one of more ranks, in whose sums gradients would have each group's
             # scale. Nothing is agreed here: a rank without samples ends the first model's window before it takes part
             # in another's.
@@ -688,7 +702,3 @@ def _validate_disjoint(engines: Sequence[Engine]) -> None:
                 f"gradients are averaged separately. Put the modules that share it into one module, and wrap that."
             )
         seen |= engine.parameter_ids
-
-
-def _num_ranks(engine: Engine) -> int:
-    return engine.world.world_size

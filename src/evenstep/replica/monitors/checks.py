@@ -82,7 +82,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from evenstep import determinism
 from evenstep.errors import ConfigurationError, DriftError, MismatchError, NonFiniteError
@@ -584,8 +583,6 @@ DEFAULT_EVERY = 64
 _LEAST_BYTES = 512 << 10  # a portion is not smaller: what is done per portion would cost more than reading it
 _CALL_BYTES = 16 << 10  # what could be read in the time that python takes for one more tensor
 _ROUNDING = 16  # times the dtype's epsilon, of a tensor's largest value
-# Those of torch's hooks after which all ranks have the same gradients, whatever they keep for themselves.
-_AVERAGING = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 
 
 @dataclass(frozen=True)
@@ -710,7 +707,6 @@ class DriftWatch(Comparison):
         self._versions: list[int] | None = None
         self._stepped: set[int] = set()  # optimizers since the last window, by id
         self._left: list[int] | None = None  # versions of what steps have left; None: of steps without an average
-        self._when = ""
         self._steppers: list[weakref.ref[Any]] = []  # optimizers that have stepped the last suspect, in that order
         self._watch_steps(None)
 
@@ -728,11 +724,6 @@ class DriftWatch(Comparison):
     def doubt(self) -> None:
         """Replicas may be meant to differ from now on, unless the user vouches for the contrary."""
         self._doubts = self._doubts or not self._is_vouched
-
-    def doubt_hook(self, function: Callable[..., Any]) -> None:
-        """Doubt, unless a communication hook is known to average."""
-        if function not in _AVERAGING:
-            self.doubt()
 
     # ------------------------------------------------------------------ called by the engine
 
@@ -777,7 +768,9 @@ class DriftWatch(Comparison):
         Raises:
             DriftError: On every rank, with the same text.
         """
-        received: list[tuple[str, bool]] = exchange(self._everybody, self._explain(found))
+        received: list[tuple[str, bool]] = exchange(
+            self._everybody, self._explain(found, f"noticed in backward pass {self.num_windows}")
+        )
         for text, is_rounding in received:
             if text and not is_rounding:
                 self._left = None  # who catches this has been told, and isn't told again at the end
@@ -832,8 +825,8 @@ class DriftWatch(Comparison):
         """
         for transport in (self._replicas.control, self._replicas.transport):
             transport.set_timeout(timeout_s)
-        self._when, self._steppers = "noticed at the end of the run", []
-        return self._explain(self._wholes(differing))
+        self._steppers = []
+        return self._explain(self._wholes(differing), "noticed at the end of the run")
 
     def _wholes(self, parameters: Iterable[int]) -> Portion:
         return tuple(Piece(index, 0, _rows(self._values_of(index))[0]) for index in parameters)
@@ -853,8 +846,13 @@ class DriftWatch(Comparison):
     def _digest(self, portion: Portion) -> Tensor:
         return digest([self._rows_of(piece) for piece in portion])
 
-    def _explain(self, portion: Portion) -> tuple[str, bool]:
-        """Collective among replicas: what differs between them, and whether by rounding alone; "" if nothing does."""
+    def _explain(self, portion: Portion, when: str) -> tuple[str, bool]:
+        """Collective among replicas: what differs between them, and whether by rounding alone; "" if nothing does.
+
+        Args:
+            portion: What they compare.
+            when: For the message.
+        """
         control = self._replicas.control
         # NaN is NaN, and zero is zero, whatever their signs and other bits are.
         own = [int(digest([canonical(self._rows_of(piece))])) for piece in portion]
@@ -866,7 +864,7 @@ class DriftWatch(Comparison):
         pieces = [portion[index] for index in differing]
         by_rank: list[list[float]] = exchange(control, [self._distance(piece, typical) for piece in pieces])
         distances = [max(each) for each in zip(*by_rank, strict=True)]
-        text = self._story(pieces, max(distances), minority)
+        text = f"the replicas have drifted apart: {self._story(pieces, max(distances), minority)} ({when})."
         limits = [_ROUNDING * torch.finfo(self._parameters[piece.parameter].dtype).eps for piece in pieces]
         if all(distance <= limit for distance, limit in zip(distances, limits, strict=True)):
             return (
@@ -876,8 +874,10 @@ class DriftWatch(Comparison):
         same_number = len({len(each["steppers"]) for each in received}) == 1
         options = find_difference([facts_of(each["steppers"]) for each in received]) if same_number else None
         if options is not None:
-            reason = f"The ranks step with different options: {options}. Set them alike, and resume from a checkpoint; "
-            reason += ABOUT_SCHEDULERS
+            reason = (
+                f"The ranks step with different options: {options}. Set them alike, and resume from a checkpoint; "
+                f"{ABOUT_SCHEDULERS}"
+            )
         else:
             reason = (
                 "Something has changed parameters on some ranks only: code that only one rank runs, a file that only "
@@ -897,17 +897,14 @@ class DriftWatch(Comparison):
         names = list(dict.fromkeys(self._names[piece.parameter] for piece in pieces))
         which = f"parameter{'s' if len(names) > 1 else ''} {listed(names)}"
         amount = "by what isn't a number" if most == float("inf") else f"by up to {most:.1e} of the largest value there"
-        when = self._when or f"noticed in backward pass {self.num_windows}"
         if minority:
             ranks = f"rank{'s' if len(minority) > 1 else ''} {', '.join(str(numbers[rank]) for rank in minority)}"
             verb = "differ" if len(minority) > 1 else "differs"
-            who = f"{ranks} {verb} from the other ranks in {which}, {amount}"
-        elif len(numbers) == 2:
+            return f"{ranks} {verb} from the other ranks in {which}, {amount}"
+        if len(numbers) == 2:
             pair = " and ".join(map(str, numbers))
-            who = f"ranks {pair} differ in {which}, {amount}; of two ranks it is undecidable which is right"
-        else:
-            who = f"the ranks differ in {which}, {amount}; no majority agrees, so it is undecidable which are right"
-        return f"the replicas have drifted apart: {who} ({when})."
+            return f"ranks {pair} differ in {which}, {amount}; of two ranks it is undecidable which is right"
+        return f"the ranks differ in {which}, {amount}; no majority agrees, so it is undecidable which are right"
 
 
 def _rows(values: Tensor) -> tuple[int, int]:

@@ -69,8 +69,7 @@ class StepWatch(Observer):
     def __init__(
         self, parameters: Sequence[nn.Parameter], world: World, control: Transport, others: Sequence[Observer] = ()
     ) -> None:
-        self._parameters = frozenset(map(id, parameters))
-        self._in_order = parameters
+        self._parameters = parameters
         self._world, self._control, self._others = world, control, others
         self._left: _Left | None = None
         self._has_warned_of_gradients = self._has_warned_of_slips = False
@@ -80,7 +79,6 @@ class StepWatch(Observer):
         self._num_steps = 0  # the most of one optimizer
         self._num_forgotten = 0  # forward passes
         self._before: tuple[int, ...] | None = None  # counts at the last window's end; None: nothing to compare with
-        self._slipped: list[int] = []  # numbers of what is counted
         count_optimizer_steps(self.optimizer_steps)
 
     # ------------------------------------------------------------------ what happens
@@ -95,7 +93,7 @@ class StepWatch(Observer):
 
     def end_local_pass(self) -> None:
         """See `Observer`."""
-        held = next((each for each in self._in_order if each.grad is not None), None)
+        held = next((each for each in self._parameters if each.grad is not None), None)
         if held is not None:
             self._note(held, is_held_back=True)
 
@@ -112,8 +110,8 @@ class StepWatch(Observer):
         if has_ended:
             count, not_counted = self._steps.get(optimizer), -len(optimizer.param_groups)
             if count is None or not_counted != count < 0:  # a new optimizer, or a new group of one
-                holds_some = any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"])
-                count = 0 if holds_some else not_counted
+                held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                count = not_counted if held.isdisjoint(map(id, self._parameters)) else 0
             if count < 0:
                 self._steps[optimizer] = count
                 return
@@ -171,18 +169,16 @@ class StepWatch(Observer):
     def judge(self, sent: Any, sums: Sequence[float]) -> None:
         """See `Observer`: equal numbers, and only those, have squares whose sum is that of the mean's."""
         size, num_empty = self._world.world_size, sums[-1]
-        differing = [which for which in range(len(_COUNTED)) if size * sums[2 * which + 1] != sums[2 * which] ** 2]
-        self._slipped = [] if num_empty else differing
+        differing = (which for which in range(len(_COUNTED)) if size * sums[2 * which + 1] != sums[2 * which] ** 2)
+        self.found = None if num_empty else next(differing, None)
 
-    def act(self, window: Window) -> bool:
-        """Warn. Collective if a difference has changed, which all ranks know."""
-        slipped, self._slipped = self._slipped, []
-        if not slipped or self._has_warned_of_slips:
-            return False
-        self._has_warned_of_slips = True
-        everybody = exchange(self._control, self._counts())
-        if self._world.is_main:
-            warnings.warn(_story(slipped[0], everybody), stacklevel=2)
+    def conclude(self, found: int) -> bool:
+        """Warn of the number of what is counted. Collective."""
+        if not self._has_warned_of_slips:  # on a GPU numbers of the next window travel before these are judged
+            self._has_warned_of_slips = True
+            everybody = exchange(self._control, self._counts())
+            if self._world.is_main:
+                warnings.warn(_story(found, everybody), stacklevel=2)
         return False
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.c_library.heap import give_back_freed_memory
 from evenstep.replica.gradients.buckets.bucket import Bucket
-from evenstep.replica.gradients.buckets.comm_hooks import CommHook
 from evenstep.replica.gradients.buckets.layout import BucketLayout, Layout, Sharding, plan_layout
 from evenstep.replica.gradients.engine import Engine
 from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
@@ -144,11 +143,6 @@ class ShardedExchange(AllReduceExchange):
         """See `Exchange.open_window`."""
         for bucket in self.sharded_buckets:
             bucket.open_window(saved, is_running=is_running)
-
-    def set_hook(self, hook: CommHook) -> None:
-        """See `Exchange.set_hook`; in a world of one nothing is handed over."""
-        if self._world.world_size > 1:
-            super().set_hook(hook)
 
     def set_uneven(self, uneven: Uneven | None) -> None:
         """See `Exchange.set_uneven`.

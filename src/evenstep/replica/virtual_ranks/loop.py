@@ -91,44 +91,37 @@ def loop(
     if sync_layers is not None:
         padded = sync_layers.pad([part for parts in parts_of for part in parts], batch, dim)
         parts_of = [padded] if padded else []
-    outside, num_reductions, completed = randomness.capture(), engine.num_reductions, False
+    outside = randomness.capture()
     buffers.keep()
     engine.open_window()
     sums.begin()
     sums.at_end = buffers.settle
     virtual_ranks.num_loops += 1
-    try:
-        for index, parts in enumerate(parts_of):
-            virtual_ranks.current = virtual_ranks.first + index
-            is_last = index == len(parts_of) - 1
-            randomness.seed_everything(virtual_ranks.key(virtual_ranks.current) >> 1)
-            if index:
-                buffers.restore()
-            for number, part in enumerate(parts):
-                engine.synchronise = is_last and number == len(parts) - 1
-                yield part
-            if virtual_ranks.current == 0:
-                buffers.keep_first()
-            if not is_last:
-                sums.add_virtual_rank(engine.window, engine.buckets)
-        if not parts_of:
-            engine.reduce_without_backward()
-        completed = True
-    finally:
-        if not completed:
+    with engine.until_averaged():
+        try:
+            for index, parts in enumerate(parts_of):
+                virtual_ranks.current = virtual_ranks.first + index
+                is_last = index == len(parts_of) - 1
+                randomness.seed_everything(virtual_ranks.key(virtual_ranks.current) >> 1)
+                if index:
+                    buffers.restore()
+                for number, part in enumerate(parts):
+                    engine.synchronise = is_last and number == len(parts) - 1
+                    yield part
+                if virtual_ranks.current == 0:
+                    buffers.keep_first()
+                if not is_last:
+                    sums.add_virtual_rank(engine.window, engine.buckets)
+            if not parts_of:
+                engine.reduce_without_backward()
+        except BaseException:
             engine.cancel_window()
-            engine.leave_early("a loop over micro-batches was left before its end")
-        virtual_ranks.current = None
-        engine.synchronise = True
-        sums.end()
-        buffers.forget()
-        randomness.restore(outside)
-    if engine.num_reductions == num_reductions:
-        engine.leave_early("a loop over micro-batches ended without a backward pass for its last part")
-        raise UsageError(
-            f"microbatches on rank {world.rank}: the last part was not followed by a backward pass, so the gradients "
-            f"have not been averaged. Call backward inside the loop, once per part."
-        )
+            raise
+        finally:
+            virtual_ranks.current = None
+            sums.end()
+            buffers.forget()
+            randomness.restore(outside)
 
 
 class VirtualRankBuffers:
@@ -167,18 +160,18 @@ class VirtualRankBuffers:
         self._kept, self._of_first = [], None
 
     def _copies(self) -> list[Tensor | None]:
-        buffers = [buffer_at(owner, name) for owner, name in self._places]
+        buffers = [buffer_at(owner, name) for owner, name, _ in self._places]
         return [None if buffer is None else buffer.detach().clone() for buffer in buffers]
 
     def _write(self, values: Sequence[Tensor | None]) -> None:
         into: list[Tensor] = []
         what: list[Tensor] = []
-        for (owner, name), value in zip(self._places, values, strict=True):
+        for (owner, name, _), value in zip(self._places, values, strict=True):
             buffer = buffer_at(owner, name)
             if value is None or buffer is None or buffer.shape != value.shape or buffer.dtype is not value.dtype:
                 owner._buffers[name] = None if value is None else value.clone()  # it was replaced, not written to
             else:
-                into.append(buffer.data)  # through `.data`: see `module_buffers.finish_broadcast`
+                into.append(buffer.data)  # through `.data`: see `module_buffers.broadcast`
                 what.append(value)
         if into:
             torch._foreach_copy_(into, what)

@@ -38,13 +38,13 @@ from evenstep.ground.health.steps import mark_compilations
 from evenstep.ground.health.telemetry import Recorder
 from evenstep.replica.batches import DummyBatch, input_watchers, is_empty_batch, show_inputs, split
 from evenstep.replica.channels import bucket_transport, validate_thread
-from evenstep.replica.gradients.buckets.comm_hooks import CommHook
+from evenstep.replica.gradients.buckets.comm_hooks import AVERAGING, CommHook
 from evenstep.replica.gradients.engine import Engine, weighted_passes
 from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
 from evenstep.replica.gradients.exchange.base import Exchange
 from evenstep.replica.gradients.window import drop_grads, validate_weight
 from evenstep.replica.join import Uneven, join_of_one
-from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
+from evenstep.replica.module_buffers import broadcast, untouched
 from evenstep.replica.monitors.checks import Monitors, Policy
 from evenstep.replica.monitors.end_of_run import compare_at_end
 from evenstep.replica.normalization.sync_batchnorm import SyncLayers, replace_torchs
@@ -161,6 +161,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     sync_layers: SyncLayers
     is_divided = False  # over ranks, by FSDP2 or tensor parallelism: see `parallel.model`
     logger = None  # torch's class has its timings there; here `world.telemetry` has them
+    mixed_precision = None
 
     def __init__(
         self,
@@ -235,14 +236,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if world.is_initialised and device_ids is None:
             module.to(world.device)
         self.module = module = replace_torchs(module)
-        self.dim = settings.dim
         self.device = next(p for _, p in settings.kept(module)).device
         self.device_type = self.device.type
         self.device_ids = None if settings.inputs_to is None else [settings.inputs_to.index]
         self.output_device = None if settings.inputs_to is None else settings.inputs_to.index
         self.__dict__.update(remembered)
         self.bucket_bytes_cap_list = [int(size * (1 << 20)) for size in bucket_cap_mb_list or ()]
-        self.mixed_precision = None
         if device_mesh is not None:  # otherwise torch's class has no such attribute either
             self.device_mesh = device_mesh
         transport = bucket_transport(world, self)
@@ -250,7 +249,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         equal = settings.equal_buffers(module, is_on=settings.init_sync and settings.init_sync_buffers)
         if kept or equal:
             validate_same_model(kept, equal, world.exchange)
-            finish_broadcast(start_broadcast([*(p.data for _, p in kept), *(each for _, each in equal)], transport))
+            broadcast([*(p.data for _, p in kept), *(each for _, each in equal)], transport)
         self._set_up(world, settings, transport)
         self._dummy = DummyBatch(self.dim)
         if self._wrapped_already() is not None and world.rank == 0:
@@ -268,7 +267,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _set_up(self, world: World, settings: Settings, transport: Transport, *, is_copy: bool = False) -> None:
         """Set up everything but the module; also for a copy, which is made without the other ranks."""
         Joinable.__init__(self)
-        self.world, self.settings, self._is_copy = world, settings, is_copy
+        self.world, self.settings, self.dim, self._is_copy = world, settings, settings.dim, is_copy
         inner = self._wrapped_already()
         if inner is None:
             self.engine, self.monitors = self._build_engine(world, settings, transport)
@@ -281,8 +280,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self.engine, self.monitors, self.sync_layers = inner.engine, inner.monitors, inner.sync_layers
         self._virtual_rank_buffers = VirtualRankBuffers(self.module, settings.ignored)
         self.reducer = Reducer(self.engine)  # type: ignore[assignment]
-        self._hook: CommHook | None = None
-        self._hook_name = ""
+        self._hook_name = ""  # of the communication hook, if there is one
         self._frozen = [p for _, p in settings.kept(self.module) if not p.requires_grad]
         # What torch's class has, for those who read it.
         self.parameters_to_ignore = set(settings.ignored)
@@ -474,7 +472,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         buffers = [(name, buffer) for name, buffer in buffers if id(buffer) in own]
         validate_same_model(settings.kept(self.module), buffers, partial(exchange, before.control))
         tensors = [*(parameter.data for _, parameter in new), *(buffer for _, buffer in buffers)]
-        finish_broadcast(start_broadcast(tensors, before.transport))
+        broadcast(tensors, before.transport)
         num_skipped = self.skipped_steps
         settings = dataclasses.replace(settings, sparse=sparse_parameters(self.module))
         self._set_up(self.world, settings, before.transport, is_copy=self._is_copy)
@@ -575,26 +573,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             yield from loop.loop(batch, n, self.dim, self.engine, self.world, self._virtual_rank_buffers, exchanging)
             return
         parts = self._pad(split(batch, n, self.dim), batch)
-        before = self.engine.synchronise
-        num_reductions = self.engine.num_reductions
-        completed = False
-        try:
-            for index, part in enumerate(parts):
-                self.engine.synchronise = before and index == len(parts) - 1
-                yield part
-            completed = True
-        finally:
-            self.engine.synchronise = before
-            if before and not completed:
-                self.engine.leave_early("a loop over micro-batches was left before its end")
-        if before and not parts:
+        ends_window = self.engine.synchronise
+        if ends_window and not parts:
             self.engine.reduce_without_backward()
-        elif before and self.engine.num_reductions == num_reductions:
-            self.engine.leave_early("a loop over micro-batches ended without a backward pass for its last part")
-            raise UsageError(
-                f"microbatches on rank {self.world.rank}: the last part was not followed by a backward pass, so the "
-                f"gradients have not been averaged. Call backward inside the loop, once per part."
-            )
+            return
+        with self.engine.until_averaged() if ends_window else self.accumulate():
+            for index, part in enumerate(parts):
+                self.engine.synchronise = ends_window and index == len(parts) - 1
+                yield part
 
     def _pad(self, parts: list[Batch], batch: Batch) -> list[Batch]:
         """As many parts on every rank, where ranks need each other in each of them. Collective then."""
@@ -660,15 +646,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """The same by name."""
         return dict(self.settings.kept_buffers(self.module))
 
-    @property
-    def broadcast_buffers(self) -> bool:
-        """What `forward_sync_buffers` is called in torch 2.11, where nothing has the newer name."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        """Torch's own class takes it too."""
-        self.forward_sync_buffers = value
+    broadcast_buffers = forward_sync_buffers  # its name in torch 2.11; torch's own class takes that too
 
     @property
     def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
@@ -680,12 +658,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def unused_parameters(self) -> list[str]:
         """Names of the parameters that had no gradient on any rank when gradients were last averaged."""
-        return self.engine.unused_parameters()
-
-    def train(self, mode: bool = True) -> DistributedDataParallel:
-        """As `nn.Module.train`."""
-        nn.Module.train(self, mode)
-        return self
+        return [self.engine.names[index] for index in self.engine.exchange.unused()]
 
     def _set_static_graph(self) -> None:
         """Remembered for those who ask: no graph is assumed to stay as it is, and none has to."""
@@ -723,7 +696,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """The entries that programs read; `world.telemetry` has the times."""
-        hook = {} if self._hook is None else {"comm_hook": self._hook_name}
+        hook = {"comm_hook": self._hook_name} if self._hook_name else {}
         joined = {"join_uneven_inputs": 1} if "_authoritative_rank" in self.__dict__ else {}  # once a `Join` has ended
         return {
             **hook,
@@ -750,15 +723,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             ConfigurationError: The hook can't be called so.
             UsageError: There is one already.
         """
-        if self._hook is not None:
+        if self._hook_name:
             raise UsageError("register_comm_hook: there is one already, and a model has at most one.")
         if self.world.virtual_ranks is not None:
             raise UsageError("register_comm_hook in reproducible mode: a hook adds in an order of its own.")
         made = CommHook(state, hook)
-        self.engine.exchange.set_hook(made)
-        if self.monitors.drift is not None:
-            self.monitors.drift.doubt_hook(hook)
-        self._hook, self._hook_name = made, getattr(hook, "__qualname__", type(hook).__name__)
+        if self.world.world_size > 1:
+            self.engine.exchange.set_hook(made)
+        if self.monitors.drift is not None and hook not in AVERAGING:
+            self.monitors.drift.doubt()
+        self._hook_name = getattr(hook, "__qualname__", type(hook).__name__)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         name = str(comm_hook_type).rpartition(".")[2]
@@ -854,7 +828,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             "monitors",
             "sync_layers",
             "_virtual_rank_buffers",
-            "_hook",
             "reducer",
             "_frozen",
             "_join_config",

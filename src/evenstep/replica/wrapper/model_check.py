@@ -41,8 +41,8 @@ def validate_same_model(
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len(set(exchange(digest))) == 1:
         return
-    everybody = exchange({kind: [list(entry) for entry in entries] for kind, entries in mine.items()})
-    findings = [check_same_model([list(map(_as_description, each[kind])) for each in everybody], kind) for kind in mine]
+    everybody = exchange(mine)
+    findings = [check_same_model([each[kind] for each in everybody], kind) for kind in mine]
     finding = next((finding for finding in findings if finding is not None), None)
     assert finding is not None, "equal descriptions have equal digests"
     raise MismatchError(f"the ranks don't have the same model: {finding}")
@@ -73,11 +73,6 @@ def _difference(kind: str, index: int, a: Description, b: Description, rank: int
         if a[position] != b[position]:
             return f"{kind} {a[0]!r} has {what} {a[position]} on rank 0 but {b[position]} on rank {rank}."
     raise AssertionError("descriptions that differ differ somewhere")
-
-
-def _as_description(entry: Sequence[object]) -> Description:
-    name, shape, dtype, requires_grad = entry
-    return str(name), str(shape), str(dtype), bool(requires_grad)
 
 
 def validate_for_virtual_ranks(

@@ -118,11 +118,6 @@ def sparse_parameters(module: nn.Module) -> frozenset[str]:
     return frozenset(f"{owner}.weight" if owner else "weight" for owner in owners)
 
 
-def ignored_names(module: nn.Module) -> frozenset[str]:
-    """What the module's own `_ddp_params_and_buffers_to_ignore` names, as torch reads it."""
-    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-
-
 def wrapped_inside(module: nn.Module, world: World) -> frozenset[str]:
     """Names of the parameters and module buffers that wrapped parts of a module keep equal among the same ranks.
 
@@ -330,7 +325,7 @@ def settle(
     made: list[Settings] = []
 
     def validate() -> dict[str, Any]:
-        ignored = ignored_names(module)
+        ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # as torch reads it
         if isinstance(module, nn.Module):
             ignored |= wrapped_inside(module, world)
         check_module(module, ignored)

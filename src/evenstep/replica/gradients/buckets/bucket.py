@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from evenstep.errors import UsageError
 from evenstep.ground.compat.torch_profiler import begin_event, is_profiled
-from evenstep.replica.gradients.buckets.comm_hooks import HookQueue
 from evenstep.replica.gradients.buckets.layout import BucketLayout
 from evenstep.transport.base import Collective, Row, Work
 from evenstep.transport.core.transport import Transport
@@ -208,10 +207,10 @@ class Bucket:
         call = Collective(kind, self.flat, self.reduced, "sum", beside=beside, row=row, plain=plain)
         self.work = self.transport.run(call)
 
-    def launch_hook(self, hooks: HookQueue, *, is_last: bool) -> None:
-        """As `launch`, but a communication hook does what it does."""
+    def launch_hook(self, submit: Callable[[Bucket], Work]) -> None:
+        """As `launch`, but `submit` has a communication hook do what that does."""
         self._begin_travel()
-        self.work = hooks.submit(self, is_last=is_last)
+        self.work = submit(self)
 
     def _begin_travel(self) -> None:
         self._version = self._versions()

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,26 +20,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.torch_ddp import Future
-from evenstep.replica.gradients.buckets.layout import DEFAULT_FIRST_BUCKET_BYTES, BucketLayout, BucketPolicy
+from evenstep.replica.gradients.buckets.bucket import Bucket
+from evenstep.replica.gradients.buckets.layout import DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
 from evenstep.world import World
 
-_ONE_COLLECTIVE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
-
-
-class Hooked(Protocol):
-    """What a hook needs of a bucket.
-
-    Attributes:
-        layout: What lies where.
-        parameters: Whose gradients, slot by slot.
-        flat: [layout.numel], what travels; the hook's result is left there.
-        views: The gradients in it.
-    """
-
-    layout: BucketLayout
-    parameters: list[nn.Parameter]
-    flat: Tensor
-    views: list[Tensor]
+# Those of torch's hooks that make one collective and no more, after which all ranks have the same gradients, whatever
+# they keep for themselves.
+AVERAGING = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 
 
 @dataclass(frozen=True)
@@ -69,7 +56,7 @@ class CommHook:
 
     def runs_one_by_one(self, device: torch.device) -> bool:
         """Whether the hook has one bucket at a time: see `HookOrder`."""
-        return device.type == "cpu" and self.function not in _ONE_COLLECTIVE
+        return device.type == "cpu" and self.function not in AVERAGING
 
     def suit(self, policy: BucketPolicy, device: torch.device) -> BucketPolicy:
         """The policy for buckets that are handed to this hook, when they are next laid out. Pure.
@@ -82,7 +69,7 @@ class CommHook:
             return policy
         return replace(policy, caps_bytes=tuple(others))
 
-    def start(self, bucket: Hooked, *, is_last: bool) -> torch.futures.Future[Tensor]:
+    def start(self, bucket: Bucket, *, is_last: bool) -> torch.futures.Future[Tensor]:
         """Call the hook on a bucket that is complete."""
         future = self.function(self.state, HookBucket(bucket, is_last=is_last))
         if not isinstance(future, Future):  # what c10d makes; torch.futures.Future derives from it
@@ -115,12 +102,13 @@ class HookOrder:
         self._waiting: deque[HookWork] = deque()
         self._running: HookWork | None = None
 
-    def add(self, work: HookWork) -> None:
-        """Begin a work when its turn comes.
+    def submit(self, hook: CommHook, bucket: Bucket, *, is_last: bool) -> HookWork:
+        """Run a hook on a bucket when its turn comes.
 
         Raises:
-            UsageError: A hook that another thread has begun isn't done. The work isn't added.
+            UsageError: A hook that another thread has begun isn't done. The bucket isn't taken.
         """
+        work = HookWork(self, hook, bucket, is_last=is_last)
         with self._lock:
             running = self._running
             if running is not None and running.thread != work.thread and not running.is_completed():
@@ -131,6 +119,7 @@ class HookOrder:
             self._waiting.append(work)
             self.advance()
         work.raise_if_failed()
+        return work
 
     def advance(self) -> None:
         """Begin what may begin now."""
@@ -161,29 +150,15 @@ class HookOrder:
 _orders: weakref.WeakKeyDictionary[World, HookOrder] = weakref.WeakKeyDictionary()
 
 
-class HookQueue:
-    """Runs a model's hook on its buckets, in one order with those of the world's other models.
-
-    Args:
-        hook: The hook.
-        world: The ranks.
-    """
-
-    def __init__(self, hook: CommHook, world: World) -> None:
-        self._hook = hook
-        self._order = _orders.setdefault(world, HookOrder(world.rank))
-
-    def submit(self, bucket: Hooked, *, is_last: bool) -> HookWork:
-        """Run the hook on a bucket when its turn comes."""
-        work = HookWork(self._order, self._hook, bucket, is_last=is_last)
-        self._order.add(work)
-        return work
+def hook_order(world: World) -> HookOrder:
+    """The one order of the hooks of a world's models."""
+    return _orders.setdefault(world, HookOrder(world.rank))
 
 
 class HookWork:
     """A hook on one bucket, under way or waiting for its turn (see `transport.base.Work`)."""
 
-    def __init__(self, order: HookOrder, hook: CommHook, bucket: Hooked, *, is_last: bool) -> None:
+    def __init__(self, order: HookOrder, hook: CommHook, bucket: Bucket, *, is_last: bool) -> None:
         self.bucket = bucket
         self.goes_alone = hook.runs_one_by_one(bucket.flat.device)
         self.thread = threading.get_ident() if bucket.flat.device.type == "cpu" else 0  # see `HookOrder`
@@ -251,7 +226,7 @@ class HookWork:
 class HookBucket:
     """A bucket as torch's hooks see it: the duck-typed equal of `torch.distributed.GradBucket`."""
 
-    def __init__(self, bucket: Hooked, *, is_last: bool) -> None:
+    def __init__(self, bucket: Bucket, *, is_last: bool) -> None:
         self._bucket = bucket
         self._buffer = bucket.flat
         self._is_last = is_last

@@ -12,13 +12,14 @@ launched when the pass has ended, on all ranks. First is who is named first, els
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from evenstep.ground.health.telemetry import REDUCED, WAITING
 from evenstep.replica.gradients.buckets.bucket import Bucket, whole_memory
-from evenstep.replica.gradients.buckets.comm_hooks import CommHook, HookQueue
+from evenstep.replica.gradients.buckets.comm_hooks import CommHook, hook_order
 from evenstep.replica.gradients.buckets.launch import LaunchOrder
 from evenstep.replica.gradients.buckets.layout import BucketLayout, Layout, ParameterSpec, plan_layout
 from evenstep.replica.gradients.division import divide, row_of, zero_where
@@ -45,7 +46,6 @@ class AllReduceExchange(AcrossRanks):
         self._specs = [self._describe(index) for index in range(trained.num_dense)]
         self._observers = trained.observers
         self._inspectors = [each for each in trained.observers if each.inspects_buckets]
-        self._hooks: HookQueue | None = None
         self._shares_queue = self._header.tensor.device.type != "cpu"
         # A backward pass reaches the last layers first; the second layout knows better.
         self._build(self._plan(range(trained.num_dense - 1, -1, -1)))
@@ -65,10 +65,10 @@ class AllReduceExchange(AcrossRanks):
     def _build(self, layout: Layout) -> None:
         self.layout = layout
         # The header travels beside the last bucket: where ranks share memory they meet once less.
-        self._is_beside = self._hooks is None and len(layout.buckets) > 0
+        self._is_beside = self.hook is None and len(layout.buckets) > 0
         self._launches = LaunchOrder(len(layout.buckets), keeps_last=self._is_beside)
         # A hook may resize the memory that it is given, which a transport's own may not allow.
-        allocator: Transport = self._transport if self._hooks is None else LocalTransport()
+        allocator: Transport = self._transport if self.hook is None else LocalTransport()
         self.buckets: Sequence[Bucket] = [self._build_bucket(bucket, allocator) for bucket in layout.buckets]
         self._recorder.has_buckets(sum(bucket.flat.nbytes for bucket in self.buckets))
         for observer in self._observers:
@@ -80,7 +80,7 @@ class AllReduceExchange(AcrossRanks):
 
     def last_pass_begins(self, window: Window) -> None:
         """See `Exchange`; collective where there is a hook, which is handed means."""
-        if self._hooks is not None:
+        if self.hook is not None:
             self.scale.start_agreement()
             if self.uneven is not None:
                 self.uneven.announce_bucket()
@@ -101,7 +101,7 @@ class AllReduceExchange(AcrossRanks):
         that have left a join of several models join in when a window ends; a hook's calls may be of the group in which
         that is.
         """
-        if self._hooks is not None and (self.turn is not Turn.ALONE or self.uneven is not None):
+        if self.hook is not None and (self.turn is not Turn.ALONE or self.uneven is not None):
             return True
         return self.turn is Turn.BEHIND and self._shares_queue
 
@@ -109,7 +109,7 @@ class AllReduceExchange(AcrossRanks):
         """See `Exchange`."""
         self.announce()  # before anything is waited for
         self.scale.start_agreement()
-        if self._hooks is not None:
+        if self.hook is not None:
             self.scale.start_total(window)
         launches = list(self._launches.finish())
         # Who has left a join sends nothing beside.
@@ -187,7 +187,6 @@ class AllReduceExchange(AcrossRanks):
     def set_hook(self, hook: CommHook) -> None:
         """See `Exchange`."""
         self.hook = hook
-        self._hooks = HookQueue(hook, self._world)
         self._policy = hook.suit(self._policy, self._header.tensor.device)
         self._lay_out_again(self.layout)
 
@@ -217,8 +216,9 @@ class AllReduceExchange(AcrossRanks):
                 self.uneven.announce_bucket()
             bucket = self.buckets[index]
             self._pack(bucket, window)
-            if self._hooks is not None:
-                bucket.launch_hook(self._hooks, is_last=index == len(self.buckets) - 1)
+            if self.hook is not None:
+                is_last = index == len(self.buckets) - 1
+                bucket.launch_hook(partial(hook_order(self._world).submit, self.hook, is_last=is_last))
             else:
                 self._send(bucket, window, self.scale.of_window)
 
@@ -230,7 +230,7 @@ class AllReduceExchange(AcrossRanks):
     @property
     def _sends_rows(self) -> bool:
         """Whether the transport divides sums: see [Note: one division]. In a `join` ranks that have left send none."""
-        return self._transport.divides and self._hooks is None and self.uneven is None
+        return self._transport.divides and self.hook is None and self.uneven is None
 
     def _pack(self, bucket: Bucket, window: Window) -> None:
         self._recorder.mark(bucket.layout.index)
@@ -238,12 +238,12 @@ class AllReduceExchange(AcrossRanks):
         if self._inspectors and not self._ending.sums_first:
             wanted = [each.totals_for(bucket) for each in self._inspectors]
             totals = next((each for each in wanted if each is not None), None)
-        is_small = bucket.overflows and self._hooks is None and window.kind is not Kind.WEIGHTED
+        is_small = bucket.overflows and self.hook is None and window.kind is not Kind.WEIGHTED
         bucket.pack(self._world.world_size if is_small else 1.0, totals)
         if isinstance(window.weight_held, Tensor):
             # On a GPU a weight isn't read, so a window of weight 0 hasn't been recognised: contribute zeros.
             zero_where(window.weight_held == 0, [bucket.flat])
-        if self._hooks is not None and window.kind is Kind.WEIGHTED:
+        if self.hook is not None and window.kind is Kind.WEIGHTED:
             self.scale.divide_by_total(bucket.flat)
         self._ending.add_to(bucket)
         for observer in self._inspectors:
@@ -256,7 +256,7 @@ class AllReduceExchange(AcrossRanks):
             plain = self._header.num_plain()
         sums = [p.grad for p in self._parameters[self._num_dense :] if p.grad is not None]
         small = []
-        if self._hooks is not None:
+        if self.hook is not None:
             if self.uneven is not None and not self._header.kinds()[0]:
                 divide([bucket.reduced for bucket in self.buckets], plain / self._world.world_size)
         elif not self._sends_rows:

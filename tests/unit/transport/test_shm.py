@@ -22,7 +22,7 @@ from evenstep.transport.shm import allocator
 from evenstep.transport.shm import segment as segment_module
 from evenstep.transport.shm.allocator import Arena, FreeList, Views
 from evenstep.transport.shm.handshake import count_cores, describe_this_process, why_not_together
-from evenstep.transport.shm.peers import PeerProcess, PeerWatch, this_process
+from evenstep.transport.shm.peers import PeerProcess, PeerWatch
 from evenstep.transport.shm.segment import (
     HEADER_BYTES,
     NUM_RECORDS,
@@ -273,7 +273,7 @@ def test_spinning_adapts_to_how_long_waits_are():
 
 
 def test_a_process_of_the_same_pid_but_another_start_is_another():
-    me = this_process()
+    me = PeerProcess(os.getpid(), state_and_start(os.getpid())[1])
     watch = PeerWatch([me])
     assert not watch.is_gone(0)
     assert not watch.is_stopped(0)

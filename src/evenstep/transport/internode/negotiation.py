@@ -129,7 +129,8 @@ class Negotiation:
                 for node, each in enumerate(of_nodes)
                 if (num_bytes := text_bytes(each))
             }
-            problem = explain_mismatch(number, self._name, [of_nodes[node] for node in self._node_of], texts)
+            fingerprints = [of_nodes[node] for node in self._node_of]
+            problem = explain_mismatch(number, self._name, fingerprints, texts, range(len(fingerprints)))
             if problem is not None:
                 raise MismatchError(problem)
             return [row[PAYLOAD_AT:last] for row in rows]

@@ -29,7 +29,7 @@ from evenstep.errors import ConfigurationError, EvenstepError, UsageError
 from evenstep.ground.compat.torch_distributed import outside_transforms
 from evenstep.ground.compat.torch_dynamo import uncompiled
 from evenstep.ground.compat.torch_tensors import has_storage
-from evenstep.transport.backend.observers import observed
+from evenstep.transport.backend.observers import observed, tensors_in
 from evenstep.transport.backend.work import GlooWork, GroupWork, merge
 from evenstep.transport.base import Collective, Op
 from evenstep.transport.core.fallback import fallback
@@ -164,11 +164,6 @@ def read_options(
 def _seconds(timeout: timedelta | None) -> float | None:
     """A call's own deadline; None: it has none."""
     return timeout.total_seconds() if timeout is not None and timeout > _NO_TIME else None
-
-
-def flat_list(tensors: Any) -> list[Tensor]:
-    """The tensors in lists of lists, or the one."""
-    return [tensors] if isinstance(tensors, Tensor) else [each for inner in tensors for each in flat_list(inner)]
 
 
 def joined_input(tensors: Sequence[Tensor]) -> Tensor:
@@ -325,7 +320,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Any:
         """Gloo's."""
         method = TorchMethod("all_gather", ("allgather_coalesced",), "allgather_coalesced_", parts, parts)
-        return self._fall_back(method, flat_list(inputs), (outputs, inputs, *args), {}, None)
+        return self._fall_back(method, list(tensors_in(inputs)), (outputs, inputs, *args), {}, None)
 
     # ------------------------------------------------------------------ messages
 
@@ -409,7 +404,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         # Else the tensors that ranks compare would be wrapped under torch.func.grad, too.
         with outside_transforms():
             work = GlooWork(self._shared.compare_call(compared), gloos, ended=self._at_gloo.discard)
-        return self._launched([work], flat_list(args[0]), timeout)
+        return self._launched([work], list(tensors_in(args[:1])), timeout)
 
     def _leave_to_gloo(
         self,

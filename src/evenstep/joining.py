@@ -135,7 +135,7 @@ def init(
     }
     before = worlds.initialised()
     if before is not None:
-        if before._closed and before.world_size > 1:
+        if before.is_closed and before.world_size > 1:
             raise UsageError(
                 f"evenstep.init: this process was forked from rank {before.rank} of {before.world_size}, whose "
                 f"connections it can't use. Start it as a new process (subprocess, or multiprocessing's spawn): that "
@@ -400,7 +400,7 @@ def _disown() -> None:
     atexit.unregister(_give_up_after_failure)
     world = worlds.initialised()
     if world is not None:
-        world._closed = True
+        world.is_closed = True
         world._at_end.clear()
 
 

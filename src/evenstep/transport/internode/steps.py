@@ -36,7 +36,15 @@ from evenstep.transport.core.header import (
     text_bytes,
     unpack_text,
 )
-from evenstep.transport.core.reduction import Scratch, divide, padded, plan_arithmetic, reduce_into, round_up
+from evenstep.transport.core.reduction import (
+    Scratch,
+    copy_unpadded,
+    divide,
+    padded,
+    plan_arithmetic,
+    reduce_into,
+    round_up,
+)
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.internode.plan import NodePlan, plan_chunk_bytes
 
@@ -179,7 +187,7 @@ class InternodeSteps:
         self._inter_node.broadcast(mine, source_node).wait()
         if not is_source:
             self._intra_node.all_gather(whole, mine).wait()
-            _copy_back(raw, whole)
+            copy_unpadded(raw, whole)
 
     def fits_message(self, num_bytes: int) -> bool:
         """Whether so many bytes of every rank of a node fit into one message."""
@@ -241,7 +249,7 @@ class InternodeSteps:
             compared()
         yield from (self._swap if self._num_nodes == 2 else self._share_out)(mine, op)
         yield [self._intra_node.all_gather(whole, mine)]
-        _copy_back(chunk, whole)
+        copy_unpadded(chunk, whole)
 
     def _sliced(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """The vector, or a longer copy, which the node's ranks can divide equally; and this rank's slice of it."""
@@ -262,7 +270,7 @@ class InternodeSteps:
         yield [self._inter_node.reduce_scatter(part, whole, _undivided(op))]
         self._divide(part, op)
         yield [self._inter_node.all_gather(whole, part)]
-        _copy_back(mine, whole)
+        copy_unpadded(mine, whole)
 
     def _add(self, into: Tensor, parts: list[Tensor], op: Op) -> None:
         reduce_into([into], parts, plan_arithmetic(op, into.dtype), self._scratch)
@@ -292,11 +300,6 @@ def _in_turns(chunks: Iterable[Iterator[Sequence[Work]]]) -> None:
             next_works = next(chunk, None)
             if next_works is not None:
                 under_way.append((chunk, next_works))
-
-
-def _copy_back(flat: Tensor, whole: Tensor) -> None:
-    if whole is not flat:
-        flat.copy_(whole[: flat.numel()])
 
 
 def _undivided(op: Op) -> Op:

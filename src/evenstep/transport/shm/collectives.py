@@ -242,7 +242,7 @@ class ProgramContext:
             return True
         count = self.count_to_arrive(number)
         counters = self.counters
-        if counters.num_signals(Phase.FINISHED) < count:
+        if counters.num_signals[Phase.FINISHED] < count:
             return False
         return counters.all_here(Phase.FINISHED, count) if takes else not counters.missing(Phase.FINISHED, count)
 

@@ -221,12 +221,10 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     @observed("all_reduce", "allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Any:
         """Combine over the ranks, in place."""
-        op_name: Op | None
-        deadline: timedelta | None
-        if type(opts) is AllreduceOptions and op is None:
-            op_name, deadline = _OPS.get(getattr(opts.reduceOp, "op", None)), timeout or opts.timeout
-        else:
+        if type(opts) is not AllreduceOptions or op is not None:
             op_name, _, deadline = read_options((opts, timeout), op=op)
+        else:
+            op_name, deadline = _OPS.get(getattr(opts.reduceOp, "op", None)), timeout or opts.timeout
         given = [tensors] if isinstance(tensors, Tensor) else tensors
         if (  # as `_carries`, in line: of all calls this is the most frequent
             op_name is None

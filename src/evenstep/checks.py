@@ -105,15 +105,15 @@ def number(
         ConfigurationError: It is no number, or out of range.
     """
     found = as_float(value)
-    wrong = found is None or math.isnan(found) or (finite and math.isinf(found))
-    if not wrong and found is not None:
-        wrong = (
-            (least is not None and found < least)
-            or (above is not None and found <= above)
-            or (most is not None and found > most)
-            or (below is not None and found >= below)
-        )
-    if wrong or found is None:
+    if (
+        found is None
+        or math.isnan(found)
+        or (finite and math.isinf(found))
+        or (least is not None and found < least)
+        or (above is not None and found <= above)
+        or (most is not None and found > most)
+        or (below is not None and found >= below)
+    ):
         bounds = [
             f"{word} {bound:g}"
             for word, bound in (("greater than", above), ("at least", least), ("less than", below), ("at most", most))

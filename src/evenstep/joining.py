@@ -135,7 +135,7 @@ def init(
     }
     before = worlds.initialised()
     if before is not None:
-        if before._closed and before.world_size > 1:
+        if before.is_closed and before.world_size > 1:
             raise UsageError(
                 f"evenstep.init: this process was forked from rank {before.rank} of {before.world_size}, whose "
                 f"connections it can't use. Start it as a new process (subprocess, or multiprocessing's spawn): that "
@@ -177,22 +177,16 @@ def init(
             lambda: {name: value for name, value in arguments.items() if name != "device"},
             advice=_SAME_ARGUMENTS,
         )
-    except MismatchError:
+        world._init_arguments = arguments
+        if mesh is not None:
+            world.use_mesh(mesh, what="evenstep.init: mesh")
+        if seed is not None:
+            randomness.seed_everything(seed)
+        if reproducible:
+            make_reproducible(world, num_virtual_ranks=virtual_ranks or DEFAULT_VIRTUAL_RANKS, threads=threads or 1)
+    except (ConfigurationError, MismatchError):
         world.close()
         raise
-    world._init_arguments = arguments
-    if mesh is not None:
-        try:
-            world.use_mesh(mesh, what="evenstep.init: mesh")
-        except ConfigurationError:
-            world.close()
-            raise
-    if seed is not None:
-        randomness.seed_everything(seed)
-    if reproducible:
-        make_reproducible(
-            world, num_virtual_ranks=virtual_ranks or DEFAULT_VIRTUAL_RANKS, threads=threads or 1, timeout_s=timeout_s
-        )
     _announce(world, quiet=quiet)
     atexit.register(world.close)
     if _has_own_nccl(world):
@@ -305,23 +299,16 @@ def _complete(placement: Placement, transports: Transports, device: torch.device
     return replace(placement, node_rank=by_node.node_rank, num_nodes=by_node.num_nodes)
 
 
-def make_reproducible(
-    world: World, *, num_virtual_ranks: int, threads: int, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> None:
+def make_reproducible(world: World, *, num_virtual_ranks: int, threads: int) -> None:
     """Make this world compute the same bits as one of another size from now on.
 
     Collective. Warns, on rank 0, where the ranks' processors or libraries differ.
 
     Raises:
-        ConfigurationError: The virtual ranks can't be divided over the ranks. Raised on all of them; the world is
-            closed.
+        ConfigurationError: The virtual ranks can't be divided over the ranks. Raised on all of them.
     """
     assert world.seed is not None
-    try:
-        validate_division(num_virtual_ranks, world.world_size)
-    except ConfigurationError:
-        world.close()
-        raise
+    validate_division(num_virtual_ranks, world.world_size)
     world._on_close.append(determinism.switch_on(world.device, threads=threads))
     facts = determinism.facts(world.device)
     differences = disagreements(world.exchange(facts))
@@ -332,7 +319,7 @@ def make_reproducible(
         )
     world.virtual_ranks = VirtualRanks(num_virtual_ranks, world.rank, world.world_size, world.seed, facts)
     nodes = world.exchange(node_identity())
-    world.transport = in_tree_order(world.transport, nodes, partial(open_between, timeout_s=timeout_s))
+    world.transport = in_tree_order(world.transport, nodes, partial(open_between, timeout_s=world.timeout_s))
 
 
 def _announce(world: World, *, quiet: bool) -> None:
@@ -413,7 +400,7 @@ def _disown() -> None:
     atexit.unregister(_give_up_after_failure)
     world = worlds.initialised()
     if world is not None:
-        world._closed = True
+        world.is_closed = True
         world._at_end.clear()
 
 

@@ -62,7 +62,11 @@ def exists(pid: int) -> bool:
 
 def handles_signal(pid: int, number: int) -> bool:
     """Whether a process has a handler of a signal of its own; False if it has ended."""
-    caught = _status(pid).get("SigCgt", "0")
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
@@ -102,12 +106,3 @@ def has_gpu(pid: int) -> bool:
     except OSError:
         return False
     return any(link.startswith(("/dev/nvidia", "/dev/kfd")) for link in links)
-
-
-def _status(pid: int) -> dict[str, str]:
-    """The fields of /proc/PID/status; empty if there is no such process."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

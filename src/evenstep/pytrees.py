@@ -45,8 +45,7 @@ def tensors_in(outputs: Any) -> Iterator[Tensor]:
 def flatten_tensors(tree: Any) -> tuple[list[Tensor], Rebuild]:
     """Return the tensors of a pytree, and a function that puts others in their places. Pure."""
     tensors: list[Tensor] = []
-    plan = _plan(tree, tensors)
-    return tensors, plan
+    return tensors, _plan(tree, tensors)
 
 
 def _plan(node: Any, tensors: list[Tensor]) -> Rebuild:

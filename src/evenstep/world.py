@@ -71,6 +71,8 @@ class World:
         telemetry: What the steps of the models wrapped in this world, or in a group of it, spent their time on.
         why_gloo: Why CPU ranks don't share memory, where they would if they could; else None.
         timeout_s: Seconds after which a collective, or a save, gives up on a missing rank.
+        store: The rendezvous store of the ranks: small texts by key. None in a world of one.
+        is_closed: `close` has been called: of what ranks have in common only the store is left.
         has_diverged: Random numbers are as they stay: every rank draws its own, or an adopted script what it wants.
         virtual_ranks: In reproducible mode, the virtual ranks of the run; else None.
         stop_reason: Why this rank is to stop: "SIGTERM", "request_stop()"; None until then.
@@ -102,10 +104,10 @@ class World:
         self.timeout_s = transports.timeout_s
         self._requested_transport = transports.requested
         self.why_gloo = transports.why_gloo
-        self._store = store
+        self.store = store
         self._on_close = list(on_close)
         self._num_main_first = 0
-        self._closed = False
+        self.is_closed = False
         # Weak, so that the group ends when the script destroys it: see the import of torch.distributed.nn above.
         self._adopted_group: weakref.ref[dist.ProcessGroup] | None = None
         self.telemetry = Telemetry()
@@ -314,7 +316,7 @@ class World:
         return alone
 
     def __repr__(self) -> str:
-        state = " closed" if self._closed else ""
+        state = " closed" if self.is_closed else ""
         return f"<World rank {self.rank}/{self.world_size} on {self.device} over {self.transport_name}{state}>"
 
     # ------------------------------------------------------------------ random streams: see [Note: replicas' draws]
@@ -452,15 +454,10 @@ class World:
             value: This rank's.
             what: Names this exchange in the error that all ranks raise if some are at another one.
         """
-        if self._closed and self._store is not None:  # for a save at the end
-            store = StoreGather(self._store, self.rank, self.world_size, timeout_s=self.timeout_s)
+        if self.is_closed and self.store is not None:  # for a save at the end
+            store = StoreGather(self.store, self.rank, self.world_size, timeout_s=self.timeout_s)
             return exchange(store, value, what=what)
         return exchange(self.control, value, what=what)
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` has been called: of what ranks have in common only the store is left."""
-        return self._closed
 
     def main_first(self) -> contextlib.AbstractContextManager[bool]:
         """Let rank 0 run a block first, such as a download; the other ranks follow.
@@ -473,7 +470,7 @@ class World:
             UsageError: On the other ranks, when the block raised on rank 0.
         """
         self._num_main_first += 1
-        return main_first(self._store, self._num_main_first, is_main=self.is_main)
+        return main_first(self.store, self._num_main_first, is_main=self.is_main)
 
     # ------------------------------------------------------------------ the end
 
@@ -484,11 +481,6 @@ class World:
         """
         checks.text("world.request_stop: reason", reason, wanted="a text that says why")
         self.stop_reason = self.stop_reason or reason
-
-    @property
-    def store(self) -> Store | None:
-        """The rendezvous store of the ranks: small texts by key. None in a world of one."""
-        return self._store
 
     def at_end(self, callback: Callable[[BaseException | None], object]) -> None:
         """Register a callback for the end of the `with` block.
@@ -510,9 +502,9 @@ class World:
         What fails to close doesn't keep the rest open; its error is raised at the end.
         """
         global _current
-        if self._closed:
+        if self.is_closed:
             return
-        self._closed = True
+        self.is_closed = True
         if _current is self:
             _current = None
         atexit.unregister(self.close)
@@ -609,7 +601,7 @@ def chosen(world: World | None, what: str) -> World:
         return current(what)
     if not isinstance(world, World):
         raise checks.refuse(f"{what}: world", world, "what evenstep.init() returned, or None for the current world")
-    if world._closed:
+    if world.is_closed:
         raise UsageError(f"{what}: {world!r} was given. Make it before the world's `with` block ends.")
     return world
 

@@ -261,7 +261,7 @@ ORDER: dict[str, list[str]] = {
         "nonfinite_monitor",
         "fallback",
     ],
-    "transport.internode": ["transport", "steps", "negotiation", "plan"],
+    "transport.internode": ["transport", "steps", "plan"],
     "transport.process_group": ["gloo", "transport", "full_duplex"],
     "transport.shm": [
         "handshake",

@@ -76,11 +76,12 @@ def open_transports(
     requested = name
     if device.type == "cuda" and name is None and "nccl" in str(dist.get_backend_config(group)):
         name = "nccl"
+    members = dist.get_process_group_ranks(group)
     if name in ("gloo", "nccl") or device.type == "cuda":
         name = name or "gloo"
-        messages = _open("gloo", timeout_s, group)
-        return Transports(_open(name, timeout_s, group), messages, timeout_s, requested)
-    members = dist.get_process_group_ranks(group)
+        messages = open_gloo(members, timeout_s=timeout_s)
+        gradients = open_between(name, members, timeout_s=timeout_s, alone=group is not None)
+        return Transports(gradients, messages, timeout_s, requested)
 
     def among(ranks: Sequence[int]) -> ProcessGroupTransport:
         return open_gloo([members[rank] for rank in ranks], timeout_s=timeout_s)
@@ -93,7 +94,7 @@ def open_transports(
         if not isinstance(shared, str):
             shared.close()
         raise ConfigurationError(f"transport={name!r}: {why_gloo}. Leave the argument out, and Gloo is used.")
-    carrier = _open("gloo", timeout_s, group) if isinstance(shared, str) else shared
+    carrier = open_gloo(members, timeout_s=timeout_s) if isinstance(shared, str) else shared
     return Transports(carrier, carrier.split(), timeout_s, requested, why_gloo)
 
 
@@ -114,10 +115,6 @@ def open_shared_memory(store: Store, rank: int, world_size: int, *, timeout_s: f
     control = StoreGather(PrefixStore("shared memory/", store), rank, world_size, timeout_s=timeout_s)
     made = connect_shared_memory(control, timeout_s=timeout_s)
     return None if isinstance(made, str) else made
-
-
-def _open(name: str, timeout_s: float, of: dist.ProcessGroup | None) -> Transport:
-    return open_between(name, dist.get_process_group_ranks(of), timeout_s=timeout_s, alone=of is not None)
 
 
 def open_between(name: str, ranks: Sequence[int], *, timeout_s: float, alone: bool = True) -> Transport:

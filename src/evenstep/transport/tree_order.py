@@ -29,7 +29,7 @@ from torch import Tensor
 
 from evenstep.errors import PeerLostError
 from evenstep.transport.base import Collective, Work
-from evenstep.transport.core.reduction import HALF, divide, padded, plan_tree
+from evenstep.transport.core.reduction import HALF, copy_unpadded, divide, padded, plan_tree
 from evenstep.transport.core.transport import JointWork, Transport
 from evenstep.transport.core.worker_thread import WorkerThread
 from evenstep.transport.internode.plan import NodePlan
@@ -131,8 +131,7 @@ class OrderedTransport(Transport):
         mine = yield from _exchange_and_add(level, whole)
         yield from self._sum(mine, rest)
         yield level.all_gather(whole, mine)
-        if whole is not flat:
-            flat.copy_(whole[: flat.numel()])
+        copy_unpadded(flat, whole)
 
     def _sum_of_parts(self, part: Tensor, flat: Tensor) -> Steps:
         # Part number r belongs to rank r, local rank r % m of node r // m: first those of one local rank together.

@@ -495,14 +495,19 @@ def laid_out_again(seed: int, stage2: bool) -> tuple[int, int, int]:
     dense = list(model.module.layers.parameters())
     optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, dense, shard_gradients=stage2)
     arena = model.engine.transport._context.arena
-    layout, before, most = model.engine.exchange.layout, arena.used_bytes, 0
+
+    def used_bytes() -> int:
+        arena._collect()
+        return sum(length for _, length in arena._stretches.values())
+
+    layout, before, most = model.engine.exchange.layout, used_bytes(), 0
 
     build = ShardedBucket.__init__
 
     def watched(*args: object, **kwargs: object) -> None:
         nonlocal most
         build(*args, **kwargs)
-        most = max(most, arena.used_bytes)
+        most = max(most, used_bytes())
 
     with mock.patch.object(ShardedBucket, "__init__", watched):
         model(torch.arange(world.rank, world.rank + 3)).square().mean().backward()

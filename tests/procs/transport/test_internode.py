@@ -22,9 +22,8 @@ from evenstep.transport.base import Op, Work
 from evenstep.transport.core.fallback import fallback
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.factory import open_transports
-from evenstep.transport.internode.negotiation import PAYLOAD_AT, plan_payload_bytes
 from evenstep.transport.internode.plan import plan_chunk_bytes
-from evenstep.transport.internode.steps import InternodeSteps
+from evenstep.transport.internode.steps import PAYLOAD_AT, InternodeSteps, plan_payload_bytes
 from evenstep.transport.internode.transport import InternodeTransport
 from tests import namespaces
 

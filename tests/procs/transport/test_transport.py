@@ -181,7 +181,7 @@ def around_the_size_that_is_summed_whole() -> list[int]:
     sync_points = []
     for numel in (limit, limit + 1):
         for num_shared in range(transport.world_size):
-            begun = transport.counters.num_signals(Phase.REDUCED)
+            begun = transport.counters.num_signals[Phase.REDUCED]
             tensor = torch.empty(numel)
             if world.rank < num_shared:
                 tensor = transport.allocate(numel, dtype=tensor.dtype, device=tensor.device)
@@ -190,7 +190,7 @@ def around_the_size_that_is_summed_whole() -> list[int]:
                 transport.all_reduce(tensor).wait()
                 factor = sum(range(transport.world_size + 1))
                 assert torch.equal(tensor, torch.arange(numel) * float(factor))
-            sync_points.append(transport.counters.num_signals(Phase.REDUCED) - begun)
+            sync_points.append(transport.counters.num_signals[Phase.REDUCED] - begun)
     world.barrier()
     transport.close()
     return sync_points

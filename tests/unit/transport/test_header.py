@@ -30,8 +30,8 @@ def test_headers_come_back_as_they_were(dtype):
 def test_a_mismatch_names_both_sides():
     same = Fingerprint("broadcast", None, torch.int64, (2, 3), 1).pack()
     other = Fingerprint("all_reduce", "sum", torch.float32, (6,)).pack()
-    assert explain_mismatch(1, "shared memory", [same, same]) is None
-    text = explain_mismatch(7, "shared memory", [same, other, same])
+    assert explain_mismatch(1, "shared memory", [same, same], {}, range(2)) is None
+    text = explain_mismatch(7, "shared memory", [same, other, same], {}, range(3))
     assert text is not None
     assert "number 7" in text
     assert "ranks 0, 2: broadcast from rank 1 of int64 [2, 3]" in text
@@ -40,8 +40,8 @@ def test_a_mismatch_names_both_sides():
 
 def test_a_mismatch_in_a_ninth_dimension_is_one():
     one, other = (Fingerprint("barrier", None, torch.uint8, (1,) * 8 + last).pack() for last in ((2, 3), (3, 2)))
-    assert explain_mismatch(1, "shared memory", [one, one]) is None
-    text = explain_mismatch(1, "shared memory", [one, other])
+    assert explain_mismatch(1, "shared memory", [one, one], {}, range(2)) is None
+    text = explain_mismatch(1, "shared memory", [one, other], {}, range(2))
     assert text is not None
     assert "rank 1: barrier of uint8 [1, 1, 1, 1, 1, 1, 1, 1] and 2 more dimensions" in text
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from evenstep.transport.core.header import REPORT_BYTES
-from evenstep.transport.internode.negotiation import PAYLOAD_AT, plan_payload_bytes
 from evenstep.transport.internode.plan import NodePlan, plan_nodes
+from evenstep.transport.internode.steps import PAYLOAD_AT, plan_payload_bytes
 
 
 def seen(boot: str, **changed: Any) -> dict[str, Any]:

@@ -89,9 +89,9 @@ class ShardedParts:
         sharded: list[Any] = [each for each in module.modules() if is_sharded_module(each)]
         self.used: set[int] = set()
         self.groups: dict[int, Any] = {}
-        for each in sharded:
+        self.states: list[Any] = [each._get_fsdp_state() for each in sharded]
+        for each, state in zip(sharded, self.states, strict=True):
             each.set_force_sum_reduction_for_comms(True)
-            state = each._get_fsdp_state()
             found = getattr(state, "_fsdp_param_groups", None)
             for group in [state._fsdp_param_group] if found is None else found:
                 if group is not None:
@@ -103,7 +103,6 @@ class ShardedParts:
         self.divide_by(1.0)
         for group in self.groups.values():
             self._watch(group)
-        self.states: list[Any] = [each._get_fsdp_state() for each in sharded]
         self.then: Callable[[], None] | None = None
         for state in {id(each): each for each in self.states}.values():
             self._follow(state)

@@ -55,11 +55,10 @@ def open_store(placement: Placement, timeout_s: float) -> Store:
     global _num_joins
     _num_joins += 1
     timeout = timedelta(seconds=timeout_s)
-    store: Store
     if placement.rendezvous_file is not None:
         # Without the number of ranks: knowing it torch deletes the file when as many have closed it, while others may
         # be opening it for the next world. It goes with the launcher.
-        store = FileStore(str(placement.rendezvous_file))
+        store: Store = FileStore(str(placement.rendezvous_file))
     elif placement.makes_store:
         assert placement.master_address is not None
         assert placement.master_port is not None
@@ -122,24 +121,20 @@ def choose_gloo_interface(placement: Placement) -> None:
 def _open_own(placement: Placement, address: str, port: int, timeout: timedelta) -> Store:
     # Kept for the life of the process: ranks that close their world and make another one must not find the store of
     # rank 0 gone, or half gone.
-    known = _stores.get((address, port))
-    if known is not None:
-        return known
-    store: Store
-    if placement.rank == 0:
-        listener = _listen(placement, address, port)
-        store = TCPStore(
-            address,
-            port,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    else:
-        store = _connect(placement, address, port, timeout)
-    _stores[address, port] = store
-    return store
+    if (address, port) not in _stores:
+        if placement.rank == 0:
+            listener = _listen(placement, address, port)
+            _stores[address, port] = TCPStore(
+                address,
+                port,
+                is_master=True,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        else:
+            _stores[address, port] = _connect(placement, address, port, timeout)
+    return _stores[address, port]
 
 
 def _connect(placement: Placement, address: str, port: int, timeout: timedelta) -> Store:

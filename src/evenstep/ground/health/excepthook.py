@@ -142,10 +142,7 @@ def _suggestion(error: BaseException) -> str:
 def _without_machinery(tb: TracebackType | None) -> TracebackType | None:
     # A rank that was copied from the launcher has what started the launcher on its stack, too.
     tb = next((frame for frame in _steps(tb) if frame.tb_frame.f_code.co_filename == _WORKER), tb)
-    first = tb
-    while tb is not None and _is_machinery(tb.tb_frame.f_code.co_filename):
-        tb = tb.tb_next
-    return tb if tb is not None else first
+    return next((frame for frame in _steps(tb) if not _is_machinery(frame.tb_frame.f_code.co_filename)), tb)
 
 
 def _steps(tb: TracebackType | None) -> Iterator[TracebackType]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import traceback
 from pathlib import Path
 
 import torch
@@ -21,10 +22,7 @@ def is_users(file: str) -> bool:
 
 def user_site() -> str:
     """The innermost line of this thread's stack that is the user's."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if is_users(name):
-            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
     return "nowhere in a script"

@@ -123,8 +123,7 @@ class EvenstepGroup(GroupCalls):
         self._shared = shared or self._connect(is_default=not global_ranks)
         if isinstance(self._shared, SharedMemoryTransport):
             self._shared.recorded.name = name
-            if global_ranks:
-                self._shared.name_ranks(global_ranks)
+            self._shared.name_ranks(global_ranks or range(size))
         elif size > 1:
             self._need_gloo("")
 

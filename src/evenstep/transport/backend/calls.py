@@ -29,7 +29,7 @@ from evenstep.errors import ConfigurationError, EvenstepError, UsageError
 from evenstep.ground.compat.torch_distributed import outside_transforms
 from evenstep.ground.compat.torch_dynamo import uncompiled
 from evenstep.ground.compat.torch_tensors import has_storage
-from evenstep.transport.backend.observers import observed
+from evenstep.transport.backend.observers import observed, tensors_in
 from evenstep.transport.backend.work import GlooWork, GroupWork, merge
 from evenstep.transport.base import Collective, Op
 from evenstep.transport.core.fallback import fallback
@@ -166,11 +166,6 @@ def _seconds(timeout: timedelta | None) -> float | None:
     return timeout.total_seconds() if timeout is not None and timeout > _NO_TIME else None
 
 
-def flat_list(tensors: Any) -> list[Tensor]:
-    """The tensors in lists of lists, or the one."""
-    return [tensors] if isinstance(tensors, Tensor) else [each for inner in tensors for each in flat_list(inner)]
-
-
 def joined_input(tensors: Sequence[Tensor]) -> Tensor:
     """One tensor with the elements of all."""
     return torch.cat([each.detach().reshape(-1) for each in tensors])
@@ -226,12 +221,10 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     @observed("all_reduce", "allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Any:
         """Combine over the ranks, in place."""
-        op_name: Op | None
-        deadline: timedelta | None
-        if type(opts) is AllreduceOptions and op is None:
-            op_name, deadline = _OPS.get(getattr(opts.reduceOp, "op", None)), timeout or opts.timeout
-        else:
+        if type(opts) is not AllreduceOptions or op is not None:
             op_name, _, deadline = read_options((opts, timeout), op=op)
+        else:
+            op_name, deadline = _OPS.get(getattr(opts.reduceOp, "op", None)), timeout or opts.timeout
         given = [tensors] if isinstance(tensors, Tensor) else tensors
         if (  # as `_carries`, in line: of all calls this is the most frequent
             op_name is None
@@ -325,7 +318,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(self, outputs: Any, inputs: Any, *args: Any) -> Any:
         """Gloo's."""
         method = TorchMethod("all_gather", ("allgather_coalesced",), "allgather_coalesced_", parts, parts)
-        return self._fall_back(method, flat_list(inputs), (outputs, inputs, *args), {}, None)
+        return self._fall_back(method, list(tensors_in(inputs)), (outputs, inputs, *args), {}, None)
 
     # ------------------------------------------------------------------ messages
 
@@ -409,7 +402,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         # Else the tensors that ranks compare would be wrapped under torch.func.grad, too.
         with outside_transforms():
             work = GlooWork(self._shared.compare_call(compared), gloos, ended=self._at_gloo.discard)
-        return self._launched([work], flat_list(args[0]), timeout)
+        return self._launched([work], list(tensors_in(args[:1])), timeout)
 
     def _leave_to_gloo(
         self,

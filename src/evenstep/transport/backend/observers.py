@@ -30,7 +30,7 @@ def observed(collective: str, operation: str) -> Callable[[_Method], _Method]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not is_watched():
                 return method(self, *args, **kwargs)
-            tensors = list(_tensors_in(args))
+            tensors = list(tensors_in(args))
             count_call(operation, tensors)
             end = begin_event(
                 f"evenstep:{collective}",
@@ -62,9 +62,10 @@ def observed(collective: str, operation: str) -> Callable[[_Method], _Method]:
     return decorate
 
 
-def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
+    """The tensors among some values, and in their lists of lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors_in(value)
+            yield from tensors_in(value)

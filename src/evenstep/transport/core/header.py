@@ -194,8 +194,8 @@ def explain_mismatch(
     number: int,
     name: str,
     packed: Sequence[bytes],
-    texts: Mapping[int, str] | None = None,
-    known_as: Sequence[int] | None = None,
+    texts: Mapping[int, str],
+    known_as: Sequence[int],
 ) -> str | None:
     """The message for ranks that make different calls; None if all make the same. Pure, and equal on all ranks.
 
@@ -204,15 +204,13 @@ def explain_mismatch(
         name: What the transport is called.
         packed: Every rank's fingerprint, in order of rank.
         texts: By rank, the text that came with its fingerprint (`text_bytes`), as far as it is known.
-        known_as: The ranks' numbers in the message; None: their own.
+        known_as: The ranks' numbers in the message.
     """
-    texts = texts or {}
     for rank, each in enumerate(packed):
         if COLLECTIVES[each[0]] == REPORT:
             return texts[rank]
     if all(each == packed[0] for each in packed):
         return None
-    known_as = known_as or range(len(packed))
     groups: dict[bytes, list[int]] = {}
     for rank, each in enumerate(packed):
         groups.setdefault(each, []).append(known_as[rank])

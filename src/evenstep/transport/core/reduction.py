@@ -55,6 +55,12 @@ def padded(flat: Tensor, num_parts: int) -> Tensor:
     return torch.cat([flat, flat.new_zeros(short)]) if short else flat
 
 
+def copy_unpadded(flat: Tensor, whole: Tensor) -> None:
+    """The inverse of `padded`: copy the beginning of a longer vector back, if it is another one."""
+    if whole is not flat:
+        flat.copy_(whole[: flat.numel()])
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_slices(numel: int, num_slices: int, itemsize: int) -> tuple[tuple[int, int], ...]:
     """Plan which elements each rank reduces: (begin, end) in order of rank, covering each element once. Pure.

@@ -1,22 +1,67 @@
-"""The steps of one rank in inter-node collectives: see [Note: slices and groups] in `transport`."""
+"""The steps of one rank in inter-node collectives: see [Note: slices and groups] in `transport`.
+
+Every call begins with a message, of one length for all calls.
+
+[Note: first intra-node, then inter-node]
+
+A node's ranks compare what they call over shared memory, and only then with other nodes. So a message speaks for the
+whole node, and all inter-node groups come to the same end: where the ranks of one node disagree, each of them sends a
+report of that to its group instead of its call, and all ranks of all nodes raise the same error, at once.
+
+[Note: one length]
+
+Gloo can't receive a message of unknown length, and ends the process where a message is longer than its receiver
+expects. So every message is as long as every other, whatever the call: it holds the call's fingerprint, and the data of
+a call that fits. Larger data follows when all messages have come and are equal.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from evenstep.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 from evenstep.transport.base import Op, Work
-from evenstep.transport.core.codec import to_bytes
-from evenstep.transport.core.header import REFUSED
-from evenstep.transport.core.reduction import Scratch, divide, padded, plan_arithmetic, reduce_into
+from evenstep.transport.core.codec import to_bytes, to_tensor
+from evenstep.transport.core.header import (
+    REFUSED,
+    REPORT,
+    REPORT_BYTES,
+    Fingerprint,
+    explain_mismatch,
+    pack_text,
+    text_bytes,
+    unpack_text,
+)
+from evenstep.transport.core.reduction import (
+    Scratch,
+    copy_unpadded,
+    divide,
+    padded,
+    plan_arithmetic,
+    reduce_into,
+    round_up,
+)
 from evenstep.transport.core.transport import Transport
-from evenstep.transport.internode.negotiation import Negotiation
 from evenstep.transport.internode.plan import NodePlan, plan_chunk_bytes
 
+PAYLOAD_AT = 128  # behind the fingerprint; messages are as long as several, so that their data can be viewed as numbers
+_LEAST_PAYLOAD_BYTES, _MOST_PAYLOAD_BYTES = 4 << 10, 16 << 10
+_REPORT = Fingerprint(REPORT, None, torch.uint8, (REPORT_BYTES,)).pack()
 
-class InternodeSteps(Negotiation):
+
+def plan_payload_bytes(num_nodes: int) -> int:
+    """How much data travels with every message. Pure.
+
+    Every call sends it to every other node, also a barrier; larger data costs one more exchange.
+    """
+    return round_up(max(_LEAST_PAYLOAD_BYTES, _MOST_PAYLOAD_BYTES // (num_nodes - 1)), PAYLOAD_AT)
+
+
+class InternodeSteps:
     """One rank's part. All of it runs in one thread, call after call; every call begins with number and fingerprint.
 
     Args:
@@ -25,22 +70,95 @@ class InternodeSteps(Negotiation):
         inter_node: The inter-node group of this rank's slice, one rank per node.
         rank: This rank.
         name: What the transport is called.
+
+    Attributes:
+        eager_bytes: How much data travels with every message.
     """
 
     def __init__(self, plan: NodePlan, intra_node: Transport, inter_node: Transport, *, rank: int, name: str) -> None:
-        num_ranks = intra_node.world_size * inter_node.world_size
-        node_of = [plan.node_and_local_rank(each)[0] for each in range(num_ranks)]
-        super().__init__(intra_node, inter_node, node_of, name)
+        self._intra_node = intra_node
+        self._inter_node = inter_node
+        self._name = name
         self._rank = rank
         self._node_and_local_rank = plan.node_and_local_rank
         self._node, self._local_rank = plan.node_and_local_rank(rank)
         self._num_local, self._num_nodes = intra_node.world_size, inter_node.world_size
         self._world_size = self._num_local * self._num_nodes
+        self._node_of = [plan.node_and_local_rank(each)[0] for each in range(self._world_size)]
         self._by_group = [rank for number in range(self._num_local) for rank in plan.inter_node_group(number)]
         self._by_node = [rank for node in plan.nodes for rank in node]
         self._scratch = Scratch()
+        self.eager_bytes = plan_payload_bytes(inter_node.world_size)
 
     # ------------------------------------------------------------------ comparing
+
+    def agree(self, number: int, packed: bytes, launch: Callable[[], Work] | None = None) -> None:
+        """Make the first intra-node call, in which the node's ranks compare what they call.
+
+        See [Note: first intra-node, then inter-node].
+
+        Args:
+            number: Of the call.
+            packed: Its fingerprint.
+            launch: Makes that first call; None: one that only compares.
+
+        Raises:
+            MismatchError: The ranks of this node disagree. The other nodes have been informed.
+        """
+        self._intra_node.compare_as(number, self._name, packed)
+        try:
+            (self._intra_node.barrier if launch is None else launch)().wait()
+        except MismatchError as error:
+            with contextlib.suppress(PeerLostError, CollectiveTimeoutError):
+                self.exchange(number, _REPORT, to_tensor(pack_text(str(error), REPORT_BYTES)))
+            raise
+
+    def exchange(self, number: int, packed: bytes, payload: Tensor | None = None) -> list[Tensor]:
+        """Compare the nodes' calls.
+
+        Args:
+            number: Of the call.
+            packed: Its fingerprint, on which the ranks of this node agree.
+            payload: At most `eager_bytes` that travel along, the same number on all nodes.
+
+        Returns:
+            Every node's payload, in order of node.
+
+        Raises:
+            MismatchError: They call different things.
+        """
+        return self.start(number, packed, payload)()
+
+    def start(self, number: int, packed: bytes, payload: Tensor | None = None) -> Callable[[], list[Tensor]]:
+        """Start an exchange.
+
+        Returns:
+            Waits for the other nodes and returns as `exchange` does; called before anything else is sent to them.
+        """
+        message = torch.zeros(PAYLOAD_AT + self.eager_bytes, dtype=torch.uint8, device="cpu")
+        message[: len(packed)] = to_tensor(packed)
+        last = PAYLOAD_AT
+        if payload is not None:
+            last += payload.numel()
+            message[PAYLOAD_AT:last] = payload
+        rows = message.new_empty(self._inter_node.world_size, message.numel())
+        work = self._inter_node.all_gather(rows, message)
+
+        def finish() -> list[Tensor]:
+            work.wait()
+            of_nodes = [to_bytes(row[: len(packed)]) for row in rows]
+            texts = {
+                self._node_of.index(node): unpack_text(to_bytes(rows[node, PAYLOAD_AT : PAYLOAD_AT + num_bytes]))
+                for node, each in enumerate(of_nodes)
+                if (num_bytes := text_bytes(each))
+            }
+            fingerprints = [of_nodes[node] for node in self._node_of]
+            problem = explain_mismatch(number, self._name, fingerprints, texts, range(len(fingerprints)))
+            if problem is not None:
+                raise MismatchError(problem)
+            return [row[PAYLOAD_AT:last] for row in rows]
+
+        return finish
 
     def compare(self, number: int, packed: bytes) -> None:
         """Compare a call, and do nothing else."""
@@ -69,7 +187,7 @@ class InternodeSteps(Negotiation):
         self._inter_node.broadcast(mine, source_node).wait()
         if not is_source:
             self._intra_node.all_gather(whole, mine).wait()
-            _copy_back(raw, whole)
+            copy_unpadded(raw, whole)
 
     def fits_message(self, num_bytes: int) -> bool:
         """Whether so many bytes of every rank of a node fit into one message."""
@@ -131,7 +249,7 @@ class InternodeSteps(Negotiation):
             compared()
         yield from (self._swap if self._num_nodes == 2 else self._share_out)(mine, op)
         yield [self._intra_node.all_gather(whole, mine)]
-        _copy_back(chunk, whole)
+        copy_unpadded(chunk, whole)
 
     def _sliced(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """The vector, or a longer copy, which the node's ranks can divide equally; and this rank's slice of it."""
@@ -152,7 +270,7 @@ class InternodeSteps(Negotiation):
         yield [self._inter_node.reduce_scatter(part, whole, _undivided(op))]
         self._divide(part, op)
         yield [self._inter_node.all_gather(whole, part)]
-        _copy_back(mine, whole)
+        copy_unpadded(mine, whole)
 
     def _add(self, into: Tensor, parts: list[Tensor], op: Op) -> None:
         reduce_into([into], parts, plan_arithmetic(op, into.dtype), self._scratch)
@@ -182,11 +300,6 @@ def _in_turns(chunks: Iterable[Iterator[Sequence[Work]]]) -> None:
             next_works = next(chunk, None)
             if next_works is not None:
                 under_way.append((chunk, next_works))
-
-
-def _copy_back(flat: Tensor, whole: Tensor) -> None:
-    if whole is not flat:
-        flat.copy_(whole[: flat.numel()])
 
 
 def _undivided(op: Op) -> Op:

@@ -23,7 +23,7 @@ All of it runs in a thread of the transport, one call after the other, so that t
 A long vector goes chunk by chunk: while one chunk is on the wire, the next is added inside the node.
 
 Shared memory notices where ranks of one node disagree. Between nodes every call begins with a message of one length,
-with the call's fingerprint and what fits of its data (`negotiation`). Where the data doesn't fit, the node's ranks add
+with the call's fingerprint and what fits of its data (`steps`). Where the data doesn't fit, the node's ranks add
 while the messages are on their way, and the data follows when all have agreed.
 
 16-bit sums accumulate in 32 bits inside each node and again between them, and are rounded once in the middle.

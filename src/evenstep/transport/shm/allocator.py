@@ -50,11 +50,6 @@ class FreeList:
             index -= 1
         self._free.insert(index, (start, end))
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that are free."""
-        return sum(end - start for start, end in self._free)
-
 
 class Arena:
     """A rank's own zone. Memory returns to it when the last tensor that uses it has gone.
@@ -108,12 +103,6 @@ class Arena:
         if address + num_bytes > start + length:
             return None
         return offset + address - start
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that are in use."""
-        self._collect()
-        return sum(length for _, length in self._stretches.values())
 
     def _collect(self) -> None:
         while self._ended:

@@ -242,7 +242,7 @@ class ProgramContext:
             return True
         count = self.count_to_arrive(number)
         counters = self.counters
-        if counters.num_signals(Phase.FINISHED) < count:
+        if counters.num_signals[Phase.FINISHED] < count:
             return False
         return counters.all_here(Phase.FINISHED, count) if takes else not counters.missing(Phase.FINISHED, count)
 
@@ -274,20 +274,8 @@ class ProgramContext:
         segment.words[shown.number] = call.number
         self.counters.signal(Phase.ARRIVED)
 
-    def run_eager(self, call: Call) -> None:
-        """Complete an eager call, when all ranks have arrived."""
-        self._begin(call)
-        PROGRAMS[call.kind][0](self, call)
-
-    def program(self, call: Call) -> Program:
-        """The program of a large call, when all ranks have arrived."""
-        self._begin(call)
-        program = PROGRAMS[call.kind][1]
-        assert program is not None, "what is only compared is eager"
-        yield from program(self, call)
-
-    def _begin(self, call: Call) -> None:
-        """Read and compare what all ranks have shown of a call.
+    def begin(self, call: Call) -> None:
+        """Read and compare what all ranks have shown of a call, when all have arrived.
 
         Raises:
             MismatchError: They make different calls.

@@ -17,18 +17,18 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from evenstep import control_groups
 from evenstep.errors import ConfigurationError
+from evenstep.processes import state_and_start
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.store_gather import StoreGather
 from evenstep.transport.core.transport import Transport
-from evenstep.transport.shm.peers import PeerProcess, this_process
-from evenstep.transport.shm.segment import NONCE_BYTES, Segment, SegmentLayout, host_memory_bytes, plan_segment
+from evenstep.transport.shm.peers import PeerProcess
+from evenstep.transport.shm.segment import NONCE_BYTES, Segment, host_memory_bytes, plan_segment
 from evenstep.transport.shm.sync import plan_waiting
 from evenstep.transport.shm.transport import SharedMemoryTransport
 
@@ -60,14 +60,17 @@ def connect_shared_memory(
         return reason
     layout = plan_segment(control.world_size, memory_bytes=seen[0]["memory_bytes"])
     nonce = secrets.token_bytes(NONCE_BYTES)
-    segment, problem = _create(layout, nonce) if control.rank == 0 else (None, None)
+    segment, problem = _tried(lambda: Segment.create(layout, nonce)) if control.rank == 0 else (None, None)
     offer = exchange(control, {"problem": problem, "fd": segment.fd if segment else -1, "nonce": nonce.hex()})[0]
     if offer["problem"] is not None:
         return f"rank 0 could not make it: {offer['problem']}"
     nonce = bytes.fromhex(offer["nonce"])
     problem = None
-    if segment is None:
-        segment, problem = _attach(seen[0]["process"]["pid"], offer["fd"], layout, nonce)
+    if control.rank != 0:
+        pid = seen[0]["process"]["pid"]
+        segment, problem = _tried(lambda: Segment.attach(pid, offer["fd"], layout))
+        if segment is not None and segment.nonce != nonce:
+            segment, problem = None, f"process {pid} shows another segment"
     if segment is not None:
         segment.sign(control.rank)
     problems = exchange(control, problem)
@@ -108,7 +111,7 @@ def describe_this_process() -> dict[str, Any]:
             "memory_bytes": host_memory_bytes(),
             "cores": sorted(os.sched_getaffinity(0)),
             "core_limit": control_groups.cpu_limit(),
-            "process": asdict(this_process()),
+            "process": {"pid": os.getpid(), "start_ticks": state_and_start(os.getpid())[1]},
         }
     except OSError as error:
         return {"problem": str(error)}
@@ -143,18 +146,9 @@ def why_not_together(seen: Sequence[dict[str, Any]]) -> str | None:
     return None
 
 
-def _create(layout: SegmentLayout, nonce: bytes) -> tuple[Segment | None, str | None]:
+def _tried(make: Callable[[], Segment]) -> tuple[Segment | None, str | None]:
+    """The segment, or why there is none."""
     try:
-        return Segment.create(layout, nonce), None
+        return make(), None
     except (OSError, ConfigurationError) as error:
         return None, str(error)
-
-
-def _attach(pid: int, fd: int, layout: SegmentLayout, nonce: bytes) -> tuple[Segment | None, str | None]:
-    try:
-        segment = Segment.attach(pid, fd, layout)
-    except OSError as error:
-        return None, str(error)
-    if segment.nonce != nonce:
-        return None, f"process {pid} shows another segment"
-    return segment, None

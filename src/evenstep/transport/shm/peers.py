@@ -9,7 +9,6 @@ number that we would close. `/proc` says the same to whoever can open a file; to
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,11 +23,6 @@ class PeerProcess:
 
     pid: int
     start_ticks: int
-
-
-def this_process() -> PeerProcess:
-    """This rank's own process."""
-    return PeerProcess(os.getpid(), state_and_start(os.getpid())[1])
 
 
 class PeerWatch:

@@ -45,7 +45,7 @@ from evenstep.ground.compat.torch_autograd import set_grad_enabled
 from evenstep.transport.core.last_calls import describe_last_calls
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import forked_error
-from evenstep.transport.shm.collectives import SLOTS_AT_ONCE, Call, Program, ProgramContext
+from evenstep.transport.shm.collectives import PROGRAMS, SLOTS_AT_ONCE, Call, Program, ProgramContext
 from evenstep.transport.shm.peers import PeerProcess, PeerWatch
 from evenstep.transport.shm.progress import background
 from evenstep.transport.shm.segment import EAGER_BYTES, MAX_BESIDE_BYTES, NUM_SLOTS, Segment
@@ -363,10 +363,12 @@ class CallQueue(Transport):
                     return False
             following = None
             if work.is_eager:
-                context.run_eager(work)
+                context.begin(work)
+                PROGRAMS[work.kind][0](context, work)
             else:
                 if work.program is None:
-                    work.program = context.program(work)
+                    context.begin(work)
+                    work.program = PROGRAMS[work.kind][1](context, work)  # type: ignore[misc]  # None only where it is eager
                 following = next(work.program, None)
             if following is not None:
                 work.waits_for = following

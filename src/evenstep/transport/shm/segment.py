@@ -176,13 +176,8 @@ class Segment:
             ConfigurationError: There isn't enough memory; the message has the bytes.
             OSError: The system refuses.
         """
-        fd = make_file(layout.total_bytes)
-        try:
-            allocate_range(fd, 0, layout.chunks, what="exchange area")
-        except BaseException:
-            os.close(fd)
-            raise
-        segment = cls(fd, layout)
+        segment = cls(make_file(layout.total_bytes), layout)
+        allocate_range(segment.fd, 0, layout.chunks, what="exchange area")
         make_semaphores(segment.common.address + layout.semaphores, num_semaphores(layout.world_size))
         segment.bytes[:NONCE_BYTES] = nonce
         return segment

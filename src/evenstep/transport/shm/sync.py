@@ -203,6 +203,7 @@ class ProgressCounters:
         known_as: The ranks' numbers in messages.
         watch: The ranks' processes.
         has_left: Whether a rank has failed, or closed its end.
+        num_signals: By phase, how often this rank has passed it.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class ProgressCounters:
         self._outgoing = [[address_of(phase, rank, peer) for peer in others] for phase in Phase]
         self._incoming = [[(peer, address_of(phase, peer, rank)) for peer in others] for phase in Phase]
         self._seen = [[0] * world_size for _ in Phase]
-        self._num_signals = [0] * len(Phase)
+        self.num_signals = [0] * len(Phase)
         self._spin_s = policy.spin_s
         self._waits_for: tuple[Phase, int] | None = None  # what was last waited for
         self._waiting = Waiting(0.0)
@@ -243,12 +244,8 @@ class ProgressCounters:
         """Signal that this rank has passed `phase` once more; return how often by now."""
         for semaphore in self._outgoing[phase]:
             sem_post(semaphore)
-        self._num_signals[phase] += 1
-        return self._num_signals[phase]
-
-    def num_signals(self, phase: Phase) -> int:
-        """How often this rank has passed `phase`."""
-        return self._num_signals[phase]
+        self.num_signals[phase] += 1
+        return self.num_signals[phase]
 
     def all_here(self, phase: Phase, count: int) -> bool:
         """Whether every other rank has passed `phase` at least `count` times. Never blocks."""

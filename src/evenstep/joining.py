@@ -6,7 +6,6 @@ import atexit
 import gc
 import os
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -35,6 +34,7 @@ from evenstep.ground.environment import (
 )
 from evenstep.ground.health import excepthook, heartbeat, peer_heartbeats
 from evenstep.ground.health.steps import count_optimizer_steps
+from evenstep.ground.health.users_code import warn
 from evenstep.transport.backend import backend
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.factory import (
@@ -313,9 +313,8 @@ def make_reproducible(world: World, *, num_virtual_ranks: int, threads: int) -> 
     facts = determinism.facts(world.device)
     differences = disagreements(world.exchange(facts))
     if differences and world.is_main:
-        warnings.warn(
+        warn(
             f"reproducible mode: bits depend on which rank has which virtual rank, because {'; '.join(differences)}.",
-            stacklevel=3,
         )
     world.virtual_ranks = VirtualRanks(num_virtual_ranks, world.rank, world.world_size, world.seed, facts)
     nodes = world.exchange(node_identity())

@@ -26,13 +26,13 @@ they cover, so a rank's share can be cut without knowing the others'.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError
+from evenstep.ground.health.users_code import warn
 from evenstep.randomness import mix
 
 DEFAULT_VIRTUAL_RANKS = 8
@@ -126,9 +126,8 @@ class VirtualRanks:
         self.num_loops = int(state["num_loops"])
         found = changes(state["facts"], self.facts)
         if found and self.rank == 0:
-            warnings.warn(
+            warn(
                 f"reproducible mode: the bits may differ from those of an undisturbed run, because {'; '.join(found)}.",
-                stacklevel=2,
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from evenstep.errors import ConfigurationError, EvenstepError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.environment import settings
 from evenstep.ground.health.steps import count_batch
+from evenstep.ground.health.users_code import warn
 from evenstep.randomness import mix
 from evenstep.world import World
 
@@ -394,18 +394,16 @@ class DataLoader:
             )
         if self._progress.trains and not self._has_warned_of_iterations:
             self._has_warned_of_iterations = True
-            warnings.warn(
+            warn(
                 f"{told}. The position of the loader is that of the newer one alone, so a run can't be resumed "
                 f"exactly. Make two loaders.",
-                stacklevel=3,
             )
 
     def _warn_of_skipped(self, num_skipped: int, epoch: int, named: list[str]) -> None:
         more = "" if num_skipped <= len(named) else f", and {num_skipped - len(named)} more"
-        warnings.warn(
+        warn(
             f"DataLoader: rank {self.world.rank} left out {num_skipped} samples in epoch {epoch}: "
             f"{'; '.join(named)}{more}.",
-            stacklevel=3,
         )
 
     # ------------------------------------------------------------------ evaluation
@@ -687,8 +685,7 @@ def _read_state(state: Any, facts: dict[str, Any]) -> tuple[Mark, int]:
 
 def _warn_of_jump(mark: Mark, epoch: int) -> None:
     """Warn that a resumed run doesn't go on at its position."""
-    warnings.warn(
+    warn(
         f"DataLoader.set_epoch({epoch}): a state at epoch {mark.epoch}, position {mark.position}, was loaded and is "
         f"given up. Begin with epoch {mark.epoch}, or use `for epoch in loader.epochs(n)`, which does.",
-        stacklevel=3,
     )

@@ -31,7 +31,6 @@ After `resume` the epoch that was interrupted begins in the middle, until it is 
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -42,6 +41,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep.ground.compat.torch_tensors import StorageWeakRef, weak_storage
+from evenstep.ground.health.users_code import warn
 from evenstep.pytrees import children_of
 from evenstep.replica.batches import input_watchers
 
@@ -186,12 +186,11 @@ class Progress:
         reads_ahead = self._is_over and not self._waiting and len(self._gaps) == 2 and self._gaps[0] > self._gaps[1]
         if reads_ahead and not (self._was_recognised or self._has_warned):
             self._has_warned = True
-            warnings.warn(
+            warn(
                 "DataLoader: a library reads batches ahead (accelerate does), and no wrapped model gets the loader's "
                 "tensors. So the position counts batches that were read and not yet used. A resumed run leaves them "
                 "out. Give the model the tensors as they come and convert them inside of it, or convert them in "
                 "collate_fn.",
-                stacklevel=4,
             )
 
 

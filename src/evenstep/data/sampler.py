@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from evenstep.data.order.batch_plan import to_list
 from evenstep.data.order.permutation import EpochOrder
 from evenstep.data.order.weighted import WeightedOrder, Weights
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.health.users_code import warn
 
 _CHUNK = 16_384  # indices at a time: enough to hide torch's cost per call, few enough to be instant
 
@@ -283,10 +283,9 @@ class _AutoEpoch:
             return epoch + 1
         if forgotten and warns and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"{self._name}: epoch {epoch} begins for the second time, {self._how}. Call sampler.set_epoch(epoch) "
                 f"before each epoch, or make the sampler with auto_epoch=True.",
-                stacklevel=3,
             )
         return epoch
 

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +26,7 @@ from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.environment import current_placement
 from evenstep.ground.health.telemetry import StepTimes
+from evenstep.ground.health.users_code import warn
 from evenstep.world import World
 
 Tracker = Callable[[dict[str, float], int], object]
@@ -166,10 +166,9 @@ class Logger:
                 # Numbers about a training are worth less than the training.
                 del self._writers[name]
                 text = f"{error.strerror}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-                warnings.warn(
+                warn(
                     f"evenstep.Logger: {text}. {name} gets nothing from step {step} on; training goes on.",
                     RuntimeWarning,
-                    stacklevel=2,
                 )
 
     def close(self) -> None:

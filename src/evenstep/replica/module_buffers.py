@@ -12,7 +12,6 @@ that is loaded) isn't added over ranks: it has to be the same on all of them.
 from __future__ import annotations
 
 import fnmatch
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from evenstep import checks
 from evenstep.device import by_kind
 from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_tensors import flatten_dense, unflatten_dense
+from evenstep.ground.health.users_code import warn
 from evenstep.transport.base import Work
 from evenstep.transport.core.transport import Transport
 
@@ -185,10 +185,9 @@ class BufferExchange:
         late = [full for full, place in self._absent.items() if buffer_at(*place) is not None]
         if late:
             self._absent.clear()
-            warnings.warn(
+            warn(
                 f"buffers: {late[0]!r} has come since the module was wrapped, so it stays each rank's own. Run the "
                 f"module once before it is wrapped.",
-                stacklevel=2,
             )
         if self.has_statistics:
             self.begin_forward(over_dummy=True)  # where no forward pass has run nothing has been added

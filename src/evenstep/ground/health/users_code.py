@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 import traceback
+import warnings
 from pathlib import Path
 
 import torch
@@ -26,3 +27,13 @@ def user_site() -> str:
         if is_users(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
     return "nowhere in a script"
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn, at the innermost line of this thread's stack that is the user's."""
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if is_users(frame.f_code.co_filename):
+            module, registry = frame.f_globals["__name__"], frame.f_globals.setdefault("__warningregistry__", {})
+            warnings.warn_explicit(message, category, frame.f_code.co_filename, line, module, registry)
+            return
+    warnings.warn(message, category, stacklevel=2)

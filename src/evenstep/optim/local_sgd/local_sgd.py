@@ -6,7 +6,6 @@ between two averages replicas differ.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from evenstep import checks
 from evenstep.device import by_kind
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
+from evenstep.ground.health.users_code import warn
 from evenstep.optim.consistency import abort_peers
 from evenstep.optim.kinds import validate_optimizer
 from evenstep.optim.loading import load_exactly
@@ -230,7 +230,7 @@ class LocalSGD:
                 "steps, 'raise' ends the run, None looks at nothing."
             )
         if world.is_main and not (policy == "warn" and self._has_warned):
-            warnings.warn(f"{message} {end}", stacklevel=3)
+            warn(f"{message} {end}")
         self._has_warned = True
 
     def _agree_on_scale(self, scaler: torch.amp.GradScaler) -> None:
@@ -261,10 +261,9 @@ class LocalSGD:
             make_equal(self.optimizer, self.model.engine)
         except ConfigurationError as error:  # on all ranks
             if world.is_main:
-                warnings.warn(
+                warn(
                     f"LocalSGD.close: what the optimizer keeps is each rank's own, and can't be averaged: {error} "
                     f"To train on, make a new optimizer; with this one ranks would take different steps.",
-                    stacklevel=2,
                 )
 
     def state_dict(self) -> dict[str, Any]:

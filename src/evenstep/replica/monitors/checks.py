@@ -74,7 +74,6 @@ import hashlib
 import itertools
 import marshal
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,6 +85,7 @@ from torch import Tensor, nn, optim
 from evenstep import determinism
 from evenstep.errors import ConfigurationError, DriftError, MismatchError, NonFiniteError
 from evenstep.ground.compat.torch_tensors import local_part
+from evenstep.ground.health.users_code import warn
 from evenstep.replica.gradients.buckets.bucket import Bucket, total_of
 from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.window import Window
@@ -324,11 +324,10 @@ class NonFinite(Observer):
         if self._policy == "warn":
             self._is_off = True
             if self._world.is_main and not has_scaler_anywhere:
-                warnings.warn(
+                warn(
                     f"{message} (in backward pass {first + 1}). It is now in the parameters, unless the step was left "
                     f"out. This warning comes once; on_nonfinite='skip' leaves such steps out, 'raise' ends the run, "
                     f"None looks at nothing.",
-                    stacklevel=2,
                 )
             return False
         message += "."
@@ -341,7 +340,7 @@ class NonFinite(Observer):
             raise NonFiniteError(f"{message} The model is as before this step.")
         self.num_skipped += 1
         if self._world.is_main:
-            warnings.warn(f"{message} All ranks skip this step (number {self.num_skipped}).", stacklevel=2)
+            warn(f"{message} All ranks skip this step (number {self.num_skipped}).")
         return True
 
     def _story(self, found: Sequence[tuple[int, int, str]]) -> tuple[str, int]:
@@ -778,7 +777,7 @@ class DriftWatch(Comparison):
         texts = [text for text, _ in received if text]
         if texts and self._everybody.rank == 0 and not self._has_warned:
             self._has_warned = True
-            warnings.warn(texts[0], stacklevel=2)
+            warn(texts[0])
         return False
 
     # ------------------------------------------------------------------ parts

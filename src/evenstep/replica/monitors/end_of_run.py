@@ -7,7 +7,6 @@ since (`load_state_dict(best)` on rank 0, averaged or quantised weights) is skip
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from functools import partial
 import torch.distributed as dist
 
 from evenstep.errors import CollectiveTimeoutError, DriftError, PeerLostError
+from evenstep.ground.health.users_code import warn
 from evenstep.replica.monitors.checks import DriftWatch
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.world import World
@@ -46,9 +46,8 @@ def _compare(reference: weakref.ref[World]) -> None:
     except Exception as error:  # whatever a rank does instead, this one has done its work
         is_late = isinstance(error, CollectiveTimeoutError | PeerLostError)
         why = f"its ranks did not end within {_DEADLINE_S:.0f} s of each other" if is_late else "that failed"
-        warnings.warn(
+        warn(
             f"rank {world.rank}: replicas were not compared at the end of the run, because {why}: {error}",
-            stacklevel=2,
         )
         return
     for text, is_rounding in told:

@@ -21,7 +21,6 @@ window with such a rank isn't judged.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from torch.optim import Optimizer
 from evenstep.ground.compat.torch_distributed import num_collectives
 from evenstep.ground.compat.torch_tensors import local_part
 from evenstep.ground.health.steps import batches_drawn, count_optimizer_steps
-from evenstep.ground.health.users_code import user_site
+from evenstep.ground.health.users_code import user_site, warn
 from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.window import Window
 from evenstep.transport.core.object_collectives import exchange
@@ -145,10 +144,9 @@ class StepWatch(Observer):
             else "the backward pass went past the wrapper, which averages what a call of it began: call model(...) and "
             "not model.module or a method of it, or give the loss to model.backward(loss)"
         )
-        warnings.warn(
+        warn(
             f"rank {self._world.rank}: {type(optimizer).__name__}.step at {user_site()} uses gradients that were not "
             f"averaged over ranks, so replicas drift apart: {why}. This warning comes once.",
-            stacklevel=2,
         )
 
     # ------------------------------------------------------------------ slipped steps
@@ -178,7 +176,7 @@ class StepWatch(Observer):
             self._has_warned_of_slips = True
             everybody = exchange(self._control, self._counts())
             if self._world.is_main:
-                warnings.warn(_story(found, everybody), stacklevel=2)
+                warn(_story(found, everybody))
         return False
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -36,6 +35,7 @@ from evenstep.ground.compat.torch_dynamo import any_compiled, compiled_backends,
 from evenstep.ground.health import heartbeat
 from evenstep.ground.health.steps import mark_compilations
 from evenstep.ground.health.telemetry import Recorder
+from evenstep.ground.health.users_code import warn
 from evenstep.replica.batches import DummyBatch, input_watchers, is_empty_batch, show_inputs, split
 from evenstep.replica.channels import bucket_transport, validate_thread
 from evenstep.replica.gradients.buckets.comm_hooks import AVERAGING, CommHook
@@ -253,10 +253,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._set_up(world, settings, transport)
         self._dummy = DummyBatch(self.dim)
         if self._wrapped_already() is not None and world.rank == 0:
-            warnings.warn(
+            warn(
                 "the module is wrapped already. The new wrapper passes everything on to that one, whose arguments "
                 "hold. Wrap `model.module` for others, or use the model as it is.",
-                stacklevel=2,
             )
 
     def _wrapped_already(self) -> DistributedDataParallel | None:
@@ -483,10 +482,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self.monitors.drift.doubt()
         if self.world.is_main:
             others = f" and {len(new) - 1} more" if len(new) > 1 else ""
-            warnings.warn(
+            warn(
                 f"parameter {first!r}{others} is trained now, and was not when the model was wrapped. Gradients are "
                 f"averaged from now on; an optimizer that doesn't have it yet gets it by add_param_group.",
-                stacklevel=4,
             )
 
     # ------------------------------------------------------------------ backward

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +16,7 @@ from evenstep import checks
 from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_ddp import is_slice, localise_parameters
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
+from evenstep.ground.health.users_code import warn
 from evenstep.replica.gradients.buckets.layout import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
 from evenstep.replica.module_buffers import Rule, rule_of, validate_rules
 from evenstep.replica.monitors.checks import Policy, validate_policy
@@ -209,8 +209,9 @@ def resolve_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool |
     )
     if forward_sync_buffers is not None:
         if broadcast_buffers is not None:
-            warnings.warn(
-                "broadcast_buffers is ignored where forward_sync_buffers is given.", FutureWarning, stacklevel=6
+            warn(
+                "broadcast_buffers is ignored where forward_sync_buffers is given.",
+                FutureWarning,
             )
         return True, bool(forward_sync_buffers)
     both = True if broadcast_buffers is None else bool(broadcast_buffers)

@@ -1,0 +1,24 @@
+"""Which line of a stack is the user's own, and so where a warning is shown."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from evenstep.ground.health.users_code import PACKAGE, TORCH, user_site, warn
+
+
+def test_a_warning_is_shown_at_the_users_line_whoever_notices_it() -> None:
+    namespace = {"warn": warn, "__name__": "evenstep.somewhere"}
+    exec(compile("def notice():\n    warn('mind the gap')", f"{PACKAGE}somewhere.py", "exec"), namespace)
+    exec(compile("def call():\n    notice()", f"{TORCH}somewhere.py", "exec"), namespace)
+    line = sys._getframe().f_lineno + 2
+    with pytest.warns(UserWarning, match="mind the gap") as caught:
+        namespace["call"]()  # type: ignore[operator]
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line)
+
+
+def test_a_site_names_file_line_and_function() -> None:
+    line = sys._getframe().f_lineno + 1
+    assert user_site() == f"{__file__}:{line} in test_a_site_names_file_line_and_function"

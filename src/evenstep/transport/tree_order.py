@@ -79,6 +79,11 @@ class OrderedTransport(Transport):
         self._thread = WorkerThread("evenstep ordered sums", on_close=self._on_close)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
+    @property
+    def parts(self) -> list[Transport]:
+        """See `Transport.parts`."""
+        return [*self._levels, self._inner]
+
     def _start(self, call: Collective) -> Work:
         if call.op not in ("sum", "mean"):
             return self._inner.run(call)
@@ -158,7 +163,7 @@ class OrderedTransport(Transport):
         self._thread.close(PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed."))
 
     def _on_close(self) -> None:
-        for each in (*self._levels, self._inner):
+        for each in self.parts:
             each.close()
 
     def __repr__(self) -> str:

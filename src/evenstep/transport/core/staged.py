@@ -47,6 +47,11 @@ class StagedMessages(Transport):
 
         return JointWork([self._transport.run(there)], finish)
 
+    @property
+    def parts(self) -> list[Transport]:
+        """See `Transport.parts`."""
+        return [self._transport]
+
     def split(self) -> Transport:
         """See `Transport.split`."""
         return StagedMessages(self._transport.split(), self._device)

@@ -74,6 +74,11 @@ class Transport(abc.ABC):
         self.arguments = Arguments(self.name, rank, world_size, weakref.WeakMethod(self.refuse), self._carries)
 
     @property
+    def parts(self) -> Sequence[Transport]:
+        """The transports of which it is made, and which its calls go through; none: it carries them itself."""
+        return ()
+
+    @property
     def own_number(self) -> int:
         """This rank's number in messages."""
         return self.known_as[self.rank]
@@ -114,6 +119,8 @@ class Transport(abc.ABC):
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline for peers, also of calls that are under way where ranks share memory. Local."""
         self.timeout_s = timeout_s
+        for part in self.parts:
+            part.set_timeout(timeout_s)
 
     def name_ranks(self, known_as: Sequence[int]) -> None:
         """Set the ranks' numbers in messages: those that they have in a larger world."""

@@ -166,12 +166,6 @@ class InternodeTransport(Transport):
                 raise MismatchError(problem)
         self._all_ranks.run(dataclasses.replace(call, inputs=call.flat, outputs=call.out)).wait()
 
-    def set_timeout(self, timeout_s: float) -> None:
-        """See `Transport.set_timeout`."""
-        super().set_timeout(timeout_s)
-        for part in self.parts:
-            part.set_timeout(timeout_s)
-
     def split(self) -> Transport:
         """See `Transport.split`."""
         inter_node = self._inter_node.split()

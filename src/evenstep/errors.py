@@ -56,14 +56,12 @@ class ConfigurationError(EvenstepError, ValueError, TypeError):
 class UsageError(EvenstepError):
     """Calls that don't fit together, found while running: what, where, and what to write instead."""
 
-    exit_code = 1
     is_users_mistake = True
 
 
 class DataError(EvenstepError):
     """A sample can't be loaded: its file is damaged, or its worker died. Data sets may raise it, too."""
 
-    exit_code = 1
     is_users_mistake = True
 
 

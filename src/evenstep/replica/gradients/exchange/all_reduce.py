@@ -197,10 +197,6 @@ class AllReduceExchange(AcrossRanks):
         for observer in self._observers:
             observer.set_apart(uneven is not None)
 
-    def in_flight(self) -> range:
-        """See `Exchange`."""
-        return range(self._launches.num_launched)
-
     def reset(self) -> None:
         """See `Exchange`."""
         self._launches.reset()

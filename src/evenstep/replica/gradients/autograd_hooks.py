@@ -246,14 +246,14 @@ class Readiness:
         self._buckets = [[slot.parameter for slot in bucket.slots] for bucket in layout.buckets]
         self._bucket_of = layout.bucket_of
         self._sentinels: list[int | None] = [None] * len(self._buckets)  # None: patient
-        self._unused_before: set[int] = set()
+        self._unused_before = set()
 
     def _clear_pass(self) -> None:
         for handle in self._temporary.values():
             handle.remove()
         self._temporary.clear()
         self._before = self._no_gradients
-        self._absent: set[int] = set()  # parameters that autograd will not reach in this pass
+        self._absent = set()  # parameters that autograd will not reach in this pass
         self._vacant: list[int] = []  # buckets that get no gradient in this pass
         self._completed: set[int] = set()  # buckets, in this pass
         self._awaited: dict[int, set[int]] = {}  # by bucket: parameters that are still to come

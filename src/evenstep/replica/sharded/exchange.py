@@ -15,7 +15,7 @@ from evenstep.replica.gradients.buckets.bucket import Bucket
 from evenstep.replica.gradients.buckets.layout import BucketLayout, Layout, ParameterSpec, Sharding
 from evenstep.replica.gradients.engine import Engine
 from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
-from evenstep.replica.gradients.window import SavedGradients
+from evenstep.replica.gradients.window import SavedGradients, drop_grads
 from evenstep.replica.join import Uneven
 from evenstep.replica.sharded.bucket import Loan, ShardedBucket
 from evenstep.transport.core.transport import Transport
@@ -131,8 +131,7 @@ class ShardedExchange(AllReduceExchange):
         if isinstance(bucket, ShardedBucket):
             for index, whole in bucket.whole_gradients().items():
                 self._reduced[index] = whole
-        for parameter in bucket.parameters:
-            parameter.grad = None
+        drop_grads(bucket.parameters)
 
     # ------------------------------------------------------------------ the seam
 

@@ -79,17 +79,9 @@ class Readiness:
         self._temporary: dict[int, RemovableHandle] = {}  # by parameter: hooks of this pass
         self._unhooked: set[int] = set()  # frozen parameters that are to be hooked when they are trained again
         weakref.finalize(self, _remove_all, self._handles, self._temporary)
-        self._sentinels: list[int | None] = []  # by bucket; None: patient
-        self._unused_before: set[int] = set()
         self._nested: set[int] = set()  # parameters whose gradients come from a backward pass within the pass
         self._graph_task: int | None = None
-        self._vacant: list[int] = []  # buckets that get no gradient in this pass
         self._no_gradients: list[tuple[Tensor, int] | None] = [None] * len(parameters)
-        self._before = self._no_gradients
-        self._absent: set[int] = set()  # parameters that autograd will not reach in this pass
-        self._completed: set[int] = set()  # buckets, in this pass
-        self._awaited: dict[int, set[int]] = {}  # by bucket: parameters that are still to come
-        self._last_to_come: dict[int, int] = {}  # by bucket that was awaited
         self.is_counting = False
         self.order: list[int] = []  # while counting: parameters in the order in which their gradients came
         self._num_gradients = [0] * len(parameters)
@@ -113,21 +105,17 @@ class Readiness:
         A rank whose passes so far were over empty shares goes on counting: it has seen no gradient come.
         """
         self._follow(layout)
+        self._clear_pass()
         if not self.order:
-            self._clear_pass()
             return
         turn = {parameter: index for index, parameter in enumerate(self.order)}
-        self._sentinels = []
-        for bucket in self._buckets:
-            if any(self._num_gradients[parameter] > 1 for parameter in bucket):
-                self._sentinels.append(None)  # patient: complete at the end of the pass
-            else:
+        for number, bucket in enumerate(self._buckets):
+            if all(self._num_gradients[parameter] <= 1 for parameter in bucket):  # else complete at the pass's end
                 used = [parameter for parameter in bucket if parameter in turn]
-                self._sentinels.append(max(used, key=turn.__getitem__) if used else bucket[-1])
+                self._sentinels[number] = max(used, key=turn.__getitem__) if used else bucket[-1]
         self._unused_before = {p for p in range(len(self._parameters)) if p not in turn}
         self.is_counting = False
         self._set_hooks(sentinel for sentinel in self._sentinels if sentinel is not None)
-        self._clear_pass()
 
     def count(self) -> None:
         """Count in the next pass: the first, or one in which no output may tell what comes."""
@@ -217,7 +205,7 @@ class Readiness:
                 self.order.append(parameter)
             return
         while self._vacant:
-            self._complete(self._vacant.pop(0))
+            self._complete(self._vacant.pop(0), listener)
         bucket = self._bucket_of[parameter]
         if bucket in self._completed:
             listener.gradient_late(parameter)
@@ -233,13 +221,11 @@ class Readiness:
                 return
         else:
             return  # a second gradient of a parameter while others are still to come
-        self._complete(bucket)
+        self._complete(bucket, listener)
 
-    def _complete(self, bucket: int) -> None:
+    def _complete(self, bucket: int, listener: Listener) -> None:
         self._completed.add(bucket)
-        listener = self._listener()
-        if listener is not None:
-            listener.bucket_complete(bucket)
+        listener.bucket_complete(bucket)
 
     def _await(self, bucket: int, but: int = -1) -> bool:
         """Hook what a bucket still waits for. Returns whether there is anything."""
@@ -259,7 +245,7 @@ class Readiness:
     def _follow(self, layout: Layout) -> None:
         self._buckets = [[slot.parameter for slot in bucket.slots] for bucket in layout.buckets]
         self._bucket_of = layout.bucket_of
-        self._sentinels = [None] * len(self._buckets)
+        self._sentinels: list[int | None] = [None] * len(self._buckets)  # None: patient
         self._unused_before = set()
 
     def _clear_pass(self) -> None:
@@ -267,11 +253,11 @@ class Readiness:
             handle.remove()
         self._temporary.clear()
         self._before = self._no_gradients
-        self._absent = set()
-        self._vacant = []
-        self._completed = set()
-        self._awaited = {}
-        self._last_to_come = {}
+        self._absent = set()  # parameters that autograd will not reach in this pass
+        self._vacant: list[int] = []  # buckets that get no gradient in this pass
+        self._completed: set[int] = set()  # buckets, in this pass
+        self._awaited: dict[int, set[int]] = {}  # by bucket: parameters that are still to come
+        self._last_to_come: dict[int, int] = {}  # by bucket that was awaited
 
     def _set_hooks(self, wanted: Iterable[int]) -> None:
         keep = set(wanted)

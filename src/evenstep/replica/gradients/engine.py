@@ -302,27 +302,13 @@ class Engine:
             self.has_learned_order = True
             self.exchange.learn_order(order)
 
-    @contextlib.contextmanager
-    def until_averaged(self) -> Iterator[None]:
-        """Around a loop over micro-batches that ends a window; gradients travel again behind it.
+    def unused_parameters(self) -> list[str]:
+        """Names of the parameters that had no gradient on any rank when the last window ended."""
+        return [self.names[index] for index in self.exchange.unused()]
 
-        Raises:
-            UsageError: The last micro-batch was not followed by a backward pass.
-        """
-        num_reductions = self.num_reductions
-        try:
-            yield
-        except BaseException:
-            self._left_early = "a loop over micro-batches was left before its end"
-            raise
-        finally:
-            self.synchronise = True
-        if self.num_reductions == num_reductions:
-            self._left_early = "a loop over micro-batches ended without a backward pass for its last part"
-            raise UsageError(
-                f"microbatches on rank {self.world.rank}: the last part was not followed by a backward pass, so the "
-                f"gradients have not been averaged. Call backward inside the loop, once per part."
-            )
+    def leave_early(self, what: str) -> None:
+        """Note that a window was abandoned before its gradients were averaged."""
+        self._left_early = what
 
     # ------------------------------------------------------------------ called by autograd
 

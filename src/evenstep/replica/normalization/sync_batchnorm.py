@@ -33,7 +33,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ from evenstep.ground.compat.torch_dynamo import outside_graphs
 from evenstep.ground.compat.torch_modules import BatchNorm
 from evenstep.replica.batches import pad_parts
 from evenstep.replica.channels import channel, channel_of
+from evenstep.replica.gradients.engine import Engine
 from evenstep.replica.normalization.arithmetic import combine, local_statistics, update_running_statistics
 from evenstep.transport.core.staged import for_messages
 from evenstep.transport.core.transport import Transport
@@ -213,22 +214,6 @@ class _Normalise(torch.autograd.Function):
         return dx, own[1] if needs_weight else None, own[0] if needs_bias else None, None, None, None
 
 
-class Windows(Protocol):
-    """The engine, as these layers see it.
-
-    Attributes:
-        num_reductions: How many windows have ended.
-    """
-
-    num_reductions: int
-
-    def contribution(self) -> float | Tensor:
-        """What the running backward pass counts for: 0 where it is dropped. A 0-dim tensor is not read."""
-
-    def announce(self) -> None:
-        """Collective with ranks that have left their loop, once per window."""
-
-
 class SyncLayers:
     """All SyncBatchNorms of a module, and what they exchange. False where there are none.
 
@@ -247,9 +232,7 @@ class SyncLayers:
             number of micro-batches.
     """
 
-    def __init__(
-        self, module: nn.Module, world: World, engine: Windows | None = None, *, is_copy: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, world: World, engine: Engine | None = None, *, is_copy: bool = False) -> None:
         self.layers = {name: each for name, each in module.named_modules() if isinstance(each, SyncBatchNorm)}
         self.recorded: list[tuple[SyncBatchNorm | None, bool]] = []
         self._index = {layer: index for index, layer in enumerate(self.layers.values())}

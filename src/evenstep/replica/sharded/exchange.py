@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.c_library.heap import give_back_freed_memory
 from evenstep.replica.gradients.buckets.bucket import Bucket
-from evenstep.replica.gradients.buckets.layout import BucketLayout, Layout, Sharding, plan_layout
+from evenstep.replica.gradients.buckets.layout import BucketLayout, Layout, ParameterSpec, Sharding
 from evenstep.replica.gradients.engine import Engine
 from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
-from evenstep.replica.gradients.window import SavedGradients
+from evenstep.replica.gradients.window import SavedGradients, drop_grads
 from evenstep.replica.join import Uneven
 from evenstep.replica.sharded.bucket import Loan, ShardedBucket
 from evenstep.transport.core.transport import Transport
@@ -77,12 +77,9 @@ class ShardedExchange(AllReduceExchange):
 
     # ------------------------------------------------------------------ what `AllReduceExchange` calls
 
-    def _plan(self, order: Sequence[int]) -> Layout:
-        self.order = order
-        specs = [*self._specs]
-        for index, (sharding, group) in self.shardings.items():
-            specs[index] = replace(specs[index], sharding=sharding, group=group)
-        return plan_layout(specs, order, self._policy, self._world.world_size)
+    def _describe(self, index: int) -> ParameterSpec:
+        sharding, group = self.shardings.get(index, (None, 0))
+        return replace(super()._describe(index), sharding=sharding, group=group)
 
     def _build_bucket(self, layout: BucketLayout, allocator: Transport) -> Bucket:
         if layout.sharding is None:
@@ -134,8 +131,7 @@ class ShardedExchange(AllReduceExchange):
         if isinstance(bucket, ShardedBucket):
             for index, whole in bucket.whole_gradients().items():
                 self._reduced[index] = whole
-        for parameter in bucket.parameters:
-            parameter.grad = None
+        drop_grads(bucket.parameters)
 
     # ------------------------------------------------------------------ the seam
 

@@ -91,37 +91,44 @@ def loop(
     if sync_layers is not None:
         padded = sync_layers.pad([part for parts in parts_of for part in parts], batch, dim)
         parts_of = [padded] if padded else []
-    outside = randomness.capture()
+    outside, num_reductions, completed = randomness.capture(), engine.num_reductions, False
     buffers.keep()
     engine.open_window()
     sums.begin()
     sums.at_end = buffers.settle
     virtual_ranks.num_loops += 1
-    with engine.until_averaged():
-        try:
-            for index, parts in enumerate(parts_of):
-                virtual_ranks.current = virtual_ranks.first + index
-                is_last = index == len(parts_of) - 1
-                randomness.seed_everything(virtual_ranks.key(virtual_ranks.current) >> 1)
-                if index:
-                    buffers.restore()
-                for number, part in enumerate(parts):
-                    engine.synchronise = is_last and number == len(parts) - 1
-                    yield part
-                if virtual_ranks.current == 0:
-                    buffers.keep_first()
-                if not is_last:
-                    sums.add_virtual_rank(engine.window, engine.buckets)
-            if not parts_of:
-                engine.reduce_without_backward()
-        except BaseException:
+    try:
+        for index, parts in enumerate(parts_of):
+            virtual_ranks.current = virtual_ranks.first + index
+            is_last = index == len(parts_of) - 1
+            randomness.seed_everything(virtual_ranks.key(virtual_ranks.current) >> 1)
+            if index:
+                buffers.restore()
+            for number, part in enumerate(parts):
+                engine.synchronise = is_last and number == len(parts) - 1
+                yield part
+            if virtual_ranks.current == 0:
+                buffers.keep_first()
+            if not is_last:
+                sums.add_virtual_rank(engine.window, engine.buckets)
+        if not parts_of:
+            engine.reduce_without_backward()
+        completed = True
+    finally:
+        if not completed:
             engine.cancel_window()
-            raise
-        finally:
-            virtual_ranks.current = None
-            sums.end()
-            buffers.forget()
-            randomness.restore(outside)
+            engine.leave_early("a loop over micro-batches was left before its end")
+        virtual_ranks.current = None
+        engine.synchronise = True
+        sums.end()
+        buffers.forget()
+        randomness.restore(outside)
+    if engine.num_reductions == num_reductions:
+        engine.leave_early("a loop over micro-batches ended without a backward pass for its last part")
+        raise UsageError(
+            f"microbatches on rank {world.rank}: the last part was not followed by a backward pass, so the gradients "
+            f"have not been averaged. Call backward inside the loop, once per part."
+        )
 
 
 class VirtualRankBuffers:

@@ -33,8 +33,9 @@ from torch import Tensor, nn
 
 from evenstep.errors import UsageError
 from evenstep.replica.gradients.buckets.bucket import Bucket
+from evenstep.replica.gradients.division import zero_where
 from evenstep.replica.gradients.strategies import WindowEnd
-from evenstep.replica.gradients.window import Window
+from evenstep.replica.gradients.window import Window, drop_grads
 from evenstep.virtual_ranks import VirtualRanks
 
 Sums = list[Tensor | None]  # by parameter; None: no virtual rank had a gradient of it
@@ -100,9 +101,7 @@ class VirtualRankSums(WindowEnd):
         sums = self._take({id(view) for bucket in buckets for view in bucket.views})
         weight = _taken_weight(window)
         if isinstance(weight, Tensor):  # on a GPU, and not read: a virtual rank of weight 0 may have any gradient
-            for grad in sums:
-                if grad is not None:
-                    grad.masked_fill_(weight.to(grad.device) == 0, 0)
+            zero_where(weight == 0, [grad for grad in sums if grad is not None])
         level = 0
         while self._num_done >> level & 1:
             sums = _added(self._sums.pop(level), sums)
@@ -113,8 +112,7 @@ class VirtualRankSums(WindowEnd):
 
     def _take(self, views: set[int]) -> Sums:
         grads = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
+        drop_grads(self._parameters)
         # After zero_grad(set_to_none=False) autograd has added to views of the buckets, which are needed.
         return [grad.clone() if grad is not None and id(grad) in views else grad for grad in grads]
 

@@ -571,14 +571,26 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             yield from loop.loop(batch, n, self.dim, self.engine, self.world, self._virtual_rank_buffers, exchanging)
             return
         parts = self._pad(split(batch, n, self.dim), batch)
-        ends_window = self.engine.synchronise
-        if ends_window and not parts:
-            self.engine.reduce_without_backward()
-            return
-        with self.engine.until_averaged() if ends_window else self.accumulate():
+        before = self.engine.synchronise
+        num_reductions = self.engine.num_reductions
+        completed = False
+        try:
             for index, part in enumerate(parts):
-                self.engine.synchronise = ends_window and index == len(parts) - 1
+                self.engine.synchronise = before and index == len(parts) - 1
                 yield part
+            completed = True
+        finally:
+            self.engine.synchronise = before
+            if before and not completed:
+                self.engine.leave_early("a loop over micro-batches was left before its end")
+        if before and not parts:
+            self.engine.reduce_without_backward()
+        elif before and self.engine.num_reductions == num_reductions:
+            self.engine.leave_early("a loop over micro-batches ended without a backward pass for its last part")
+            raise UsageError(
+                f"microbatches on rank {self.world.rank}: the last part was not followed by a backward pass, so the "
+                f"gradients have not been averaged. Call backward inside the loop, once per part."
+            )
 
     def _pad(self, parts: list[Batch], batch: Batch) -> list[Batch]:
         """As many parts on every rank, where ranks need each other in each of them. Collective then."""
@@ -656,7 +668,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def unused_parameters(self) -> list[str]:
         """Names of the parameters that had no gradient on any rank when gradients were last averaged."""
-        return [self.engine.names[index] for index in self.engine.exchange.unused()]
+        return self.engine.unused_parameters()
 
     def _set_static_graph(self) -> None:
         """Remembered for those who ask: no graph is assumed to stay as it is, and none has to."""

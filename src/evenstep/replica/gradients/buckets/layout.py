@@ -150,7 +150,7 @@ def plan_layout(
     for turn, index in enumerate(order):
         spec = specs[index]
         key = (spec.device, spec.dtype, spec.sharding)
-        padded = _padded_numel(spec)
+        padded = _padded(spec.numel, spec.dtype)
         bucket = open_buckets.setdefault(key, _OpenBucket(policy, 0))
         if not bucket.has_room(padded, spec.reduce_dtype.itemsize):
             closed.append(bucket)
@@ -166,8 +166,7 @@ def plan_layout(
         slots, numel = _place(sorted(bucket.parameters, key=lambda parameter: specs[parameter].group), specs)
         first = specs[bucket.parameters[0]]
         if first.sharding is not None:
-            per_line = max(1, _ALIGNMENT_BYTES // first.dtype.itemsize)
-            numel = -(-numel // (per_line * num_shards)) * per_line * num_shards
+            numel = _padded(numel, first.dtype, num_shards)
         buckets.append(BucketLayout(index, first.reduce_dtype, first.device, slots, numel, first.sharding))
         for slot in slots:
             bucket_of[slot.parameter] = index
@@ -179,7 +178,7 @@ def _place(parameters: Sequence[int], specs: Sequence[ParameterSpec]) -> tuple[t
     slots, numel = [], 0
     for parameter in parameters:
         slots.append(Slot(parameter, numel, specs[parameter].numel))
-        numel += _padded_numel(specs[parameter])
+        numel += _padded(specs[parameter].numel, specs[parameter].dtype)
     return tuple(slots), numel
 
 
@@ -201,6 +200,7 @@ class _OpenBucket:
         return not self.parameters or is_half_empty or (self.numel + numel) * itemsize <= self.cap_bytes
 
 
-def _padded_numel(spec: ParameterSpec) -> int:
-    per_line = max(1, _ALIGNMENT_BYTES // spec.dtype.itemsize)
-    return -(-spec.numel // per_line) * per_line
+def _padded(numel: int, dtype: torch.dtype, num_shards: int = 1) -> int:
+    """A length of which each shard fills whole lines."""
+    per_line = max(1, _ALIGNMENT_BYTES // dtype.itemsize) * num_shards
+    return -(-numel // per_line) * per_line

@@ -43,7 +43,6 @@ class AllReduceExchange(AcrossRanks):
         super().__init__(trained, trained.parameters[0].device)
         self._names = trained.names
         self._num_dense, self._policy = trained.num_dense, trained.policy
-        self._specs = [self._describe(index) for index in range(trained.num_dense)]
         self._observers = trained.observers
         self._inspectors = [each for each in trained.observers if each.inspects_buckets]
         self._shares_queue = self._header.tensor.device.type != "cpu"
@@ -60,7 +59,8 @@ class AllReduceExchange(AcrossRanks):
 
     def _plan(self, order: Sequence[int]) -> Layout:
         self.order = order
-        return plan_layout(self._specs, order, self._policy)
+        specs = [self._describe(index) for index in range(self._num_dense)]
+        return plan_layout(specs, order, self._policy, self._world.world_size)
 
     def _build(self, layout: Layout) -> None:
         self.layout = layout
@@ -196,10 +196,6 @@ class AllReduceExchange(AcrossRanks):
         self.scale.announce = uneven.announce if uneven else lambda: None
         for observer in self._observers:
             observer.set_apart(uneven is not None)
-
-    def in_flight(self) -> range:
-        """See `Exchange`."""
-        return range(self._launches.num_launched)
 
     def reset(self) -> None:
         """See `Exchange`."""

@@ -153,9 +153,5 @@ class Exchange:
     def announce(self) -> None:
         """Have the ranks that have left take part in this window; once per window."""
 
-    def in_flight(self) -> range:
-        """Indices of the buckets that are travelling at this moment."""
-        return range(0)
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self._parameters)} parameters>"

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from evenstep import World
+from evenstep.checkpoint import tools
 from evenstep.checkpoint.directory import checkpoints_in, remove_checkpoint, sweep
-from evenstep.checkpoint.lock import take_lock
+from evenstep.checkpoint.load.reader import check_checkpoint
+from evenstep.checkpoint.lock import Lock, take_lock
 from evenstep.checkpoint.store import LocalDirectory, Storage, storage_at
-from evenstep.errors import ConfigurationError
+from evenstep.errors import CheckpointError, ConfigurationError
 from evenstep.testing.storage import check_storage, read_all
+from tests.checkpoint_runs import Training, assert_same
 from tests.object_store import s3_server
 
 
@@ -129,6 +134,78 @@ def test_an_upload_in_parts_that_a_kill_has_ended_is_aborted(bucket: str | None)
     assert [each["Key"] for each in left] == ["ours-too/step-0000001-00001-1/model.safetensors"]
 
 
+def test_a_run_goes_on_from_a_storage_of_any_kind(root: str, capsys: pytest.CaptureFixture[str]):
+    """Bit for bit; a damaged checkpoint is passed over, kept, and found damaged again by the next start."""
+
+    def training(**options) -> Training:
+        return Training(root, World.alone(device="cpu"), **{"every_minutes": None, **options})
+
+    straight = training(every_steps=2, keep=2).run_to(6)
+    expected = straight.everything()
+    straight.checkpoint.close()
+    storage = storage_at(root)
+    folders = checkpoints_in(storage)
+    assert list(folders) == [4, 6]
+    content = bytearray(read_all(storage, f"{folders[6]}/model.safetensors"))
+    content[-1] ^= 1
+    storage.put(f"{folders[6]}/model.safetensors", [content])
+    for _ in range(2):
+        run = training(seed=99)
+        assert run.checkpoint.resume() == 4
+        assert (
+            f"damaged, passed over and kept: {root}/{folders[6]}/model.safetensors: tensor" in capsys.readouterr().err
+        )
+        run.checkpoint._release()
+    assert [(each["step"], each["state"]) for each in tools.list_checkpoints(root)] == [(4, "good"), (6, "damaged")]
+    run = training(seed=98, every_steps=1, keep=1)
+    run.checkpoint.resume()
+    run.run_to(6)
+    assert_same(run.everything(), expected)
+    run.checkpoint.close()
+    assert [(each["step"], each["state"]) for each in tools.list_checkpoints(root)] == [(6, "damaged"), (6, "good")]
+    assert tools.verify(root, None) == {checkpoints_in(storage)[6]: []}
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_never_starts_at_step_0(root: str):
+    """However often it is started."""
+    run = Training(root, World.alone(device="cpu"), every_minutes=None).run_to(1)
+    run.checkpoint.close()
+    storage = storage_at(root)
+    storage.put(f"{checkpoints_in(storage)[1]}/manifest.json", [b"\0" * 100])
+    for _ in range(3):
+        run = Training(root, World.alone(device="cpu"), every_minutes=None)
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be read"):
+            run.checkpoint.resume()
+        run.checkpoint._release()
+
+
+@pytest.mark.parametrize("at", ["manifest", "removal"])
+def test_a_job_that_was_stopped_behind_its_look_at_the_lock_changes_nothing_that_counts(tmp_path: Path, at: str):
+    """It is requeued meanwhile, and the next attempt begins; then it goes on."""
+    others: list[Lock] = []
+
+    def requeue(operation: str, path: str) -> None:
+        is_manifest = path == "step-0000003-00001-3/manifest.json" and operation == "create"
+        is_removal = path == "step-0000001-00001-1/manifest.json" and operation == "unlink"
+        if not others and (is_manifest if at == "manifest" else is_removal):
+            others.append(take_lock(LocalDirectory(tmp_path), {}))
+
+    storage, keep = LocalDirectory(tmp_path, hook=requeue), 9 if at == "manifest" else 2
+    run = Training(storage, World.alone(device="cpu"), every_steps=1, every_minutes=None, keep=keep)
+    failed = 3 if at == "manifest" else 4
+    with pytest.raises(CheckpointError, match=rf"step {failed} could not be saved .*taken over by") as caught:
+        run.run_to(5)
+    assert caught.value.exit_code == 74
+    folders = {1: "step-0000001-00001-1", 2: "step-0000002-00001-2", 3: "step-0000003-00001-3"}
+    counted = {"manifest": [1, 2], "removal": [2, 3]}[at]
+    assert checkpoints_in(storage) == {step: folders[step] for step in counted}
+    (other,) = others
+    assert other.manifests == [folders[step] for step in ([1, 2] if at == "manifest" else [1, 2, 3])]
+    other.confirm()
+    other.release()
+    run.checkpoint._release()
+
+
 # ---------------------------------------------------------------------- which folders are checkpoints
 
 
@@ -224,12 +301,12 @@ class Recorder:
 
     def __call__(self, operation: str, path: str) -> None:
         content = b""
-        if operation == "sync" and "." in Path(path).name:
-            newest = max((self.root / path).parent.glob(".put-*"), key=os.path.getmtime)
+        if operation == "sync" and path.endswith((".json", ".safetensors")):
+            newest = max((self.root / path).parent.glob(".put-*"), key=lambda each: each.stat().st_mtime_ns)
             content = newest.read_bytes()
         self.effects.append((operation, path, content))
 
-    def after_a_cut(self, number: int, keeps: object) -> dict[str, bytes]:
+    def after_a_cut(self, number: int, keeps: Callable[[], bool]) -> dict[str, bytes]:
         """Files after a cut before an effect; `keeps()` says whether a change that wasn't synced is kept."""
         durable: dict[str, bytes] = {}
         folders, content = {"."}, {}
@@ -260,3 +337,34 @@ class Recorder:
             durable[name] = content.get(name, b"never synced")
         else:
             durable.pop(name, None)
+
+
+def test_a_power_cut_at_any_instant_leaves_every_checkpoint_that_was_committed_before(tmp_path: Path, fresh_seed: int):
+    """What wasn't synced is dropped at random, names and folders alike."""
+    generator = random.Random(fresh_seed)
+    recorder = Recorder(tmp_path / "run")
+    run = Training(
+        LocalDirectory(tmp_path / "run", hook=recorder),
+        World.alone(device="cpu"),
+        every_steps=1,
+        every_minutes=None,
+        keep=2,
+    )
+    committed = [(0, 0)]  # number of effects, newest step
+    for step in range(1, 6):
+        run.run_to(step)
+        run.checkpoint.wait()
+        committed.append((len(recorder.effects), step))
+    run.checkpoint.close()
+    for number in [generator.randrange(len(recorder.effects) + 1) for _ in range(60)]:
+        left = tmp_path / f"cut-{number}-{generator.random()}"
+        left.mkdir()
+        for name, content in recorder.after_a_cut(number, lambda: generator.random() < 0.5).items():
+            (left / name).parent.mkdir(exist_ok=True)
+            (left / name).write_bytes(content)
+        storage = LocalDirectory(left)
+        found = checkpoints_in(storage)
+        newest = max(step for effects, step in committed if effects <= number)
+        assert max(found, default=0) >= newest, f"cut at {number}, {recorder.effects[number - 1][:2]}"
+        for folder in found.values():
+            assert check_checkpoint(storage, folder) == []

@@ -123,7 +123,12 @@ def _look_around(config: pytest.Config) -> Traces:
     shm = Path("/dev/shm")
     return Traces(
         processes=frozenset(_children(config)),
-        threads=frozenset(f"{thread.name} ({thread.ident})" for thread in threading.enumerate()),
+        # fsspec's own, which it keeps for the next call, end with this process.
+        threads=frozenset(
+            f"{thread.name} ({thread.ident})"
+            for thread in threading.enumerate()
+            if thread.name != "fsspecIO" and not thread.name.startswith("asyncio_")
+        ),
         shared_memory=frozenset(path.name for path in shm.iterdir()) if shm.is_dir() else frozenset(),
         variables=frozenset((k, v) for k, v in os.environ.items() if k not in _NOT_OURS),
         listening_sockets=frozenset(_listening()),

@@ -165,7 +165,7 @@ def checkpoint() -> str:
     return picture(
         760,
         300,
-        "The life of a checkpoint: the loop copies and goes on; a thread writes and syncs; rank 0 renames at the end",
+        "The life of a checkpoint: the loop copies and goes on; a thread writes and syncs; rank 0 writes the manifest last",
         text(left, 24, "checkpoint.step() blocks for a copy to memory; the rest happens while training goes on"),
         *(text(8, 64 + 50 * number, words) for number, words in enumerate(rows)),
         *(box("forward", left + 94 * n + (62 if n > 1 else 0), 44, 90, f"step {n + 29}") for n in range(6)),
@@ -173,12 +173,11 @@ def checkpoint() -> str:
         arrow((left + 217, 76), (left + 217, 92)),
         box("bucket", left + 217, 94, 176, "write files, sync"),
         arrow((left + 393, 109), (left + 420, 109), (left + 420, 142)),
-        box("step", left + 396, 144, 84, "manifest"),
-        box("step", left + 484, 144, 74, "rename"),
+        box("step", left + 420, 144, 100, "manifest"),
         box("idle", left, 194, 214),
         text(left + 107, 214, "step-0000020 is the newest", "small", "middle"),
         box("idle", left + 217, 194, 302),
-        text(left + 368, 214, "hidden folder; step-0000020 is still the newest", "small", "middle"),
+        text(left + 368, 214, "no manifest yet; step-0000020 is still the newest", "small", "middle"),
         box("step", left + 522, 194, 108, "step-0000030"),
         dashed(left + 521, 176, 60),
         text(
@@ -191,7 +190,7 @@ def checkpoint() -> str:
         text(
             left,
             280,
-            "Each rank writes a part. Files are synced first, the manifest last, then the folder is renamed.",
+            "Each rank writes a part. Every file is synced before the manifest is put, which comes last.",
             "small",
         ),
     )

@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 
 import evenstep
+from evenstep.checkpoint.directory import checkpoints_in
 from evenstep.checkpoint.format.payload import bytes_of
-from evenstep.checkpoint.storage.directory import steps_in
-from evenstep.checkpoint.storage.storage import LocalDirectory
+from evenstep.checkpoint.store import LocalDirectory
 from evenstep.ground import environment
 from tests.checkpoint_runs import Training
 
@@ -122,7 +122,7 @@ def main() -> None:
             number += 1
             meeting = root / f"meeting-{number}"
             meeting.mkdir()
-            newest = max(steps_in(LocalDirectory(directory)), default=0)
+            newest = max(checkpoints_in(LocalDirectory(directory)), default=0)
             pids = start(directory, meeting, args.steps)
             resumed = wait_for_start(meeting, pids)
             assert resumed == [newest] * NUM_RANKS, f"resumed from {resumed}, and {newest} was the newest commit"
@@ -150,9 +150,9 @@ def main() -> None:
         while num_kills < args.kills:
             ended, meeting, _ = attempt(directory, generator.uniform(0, 0.5 * took_s))
             num_kills += not ended
-            reached |= set(steps_in(LocalDirectory(directory)))
-            left = [path.name for path in directory.glob(".*") if not path.name.startswith(".lock-")]
-            assert len(left) <= 3, f"temporary files accumulate: {left}"
+            reached |= set(checkpoints_in(LocalDirectory(directory)))
+            left = [path.name for path in directory.glob("step-*")]
+            assert len(left) <= 5, f"parts of saves accumulate: {left}"
             if ended:
                 num_ends += 1
                 assert ends(meeting) == expected, "the end is not that of the undisturbed run"
@@ -160,8 +160,11 @@ def main() -> None:
             shutil.rmtree(meeting)
         _, meeting, _ = attempt(directory, None)
         assert ends(meeting) == expected, "the end is not that of the undisturbed run"
-        names = sorted(path.name for path in directory.iterdir())
-        assert names == [f"step-{args.steps - 1:07d}", f"step-{args.steps:07d}"], names
+        folders = checkpoints_in(LocalDirectory(directory))
+        assert list(folders) == [args.steps - 1, args.steps]
+        names = {path.name for path in directory.iterdir() if not path.name.startswith(".put-")}
+        (lock,) = names - set(folders.values())
+        assert json.loads((directory / lock).read_text())["released"]
         print(  # noqa: T201
             f"{num_kills} kills, {num_ends + 1} ends equal to the undisturbed one, commits of {len(reached)} different "
             f"steps, nothing left behind"

@@ -26,8 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import evenstep
-from evenstep.checkpoint.storage.directory import steps_in
-from evenstep.checkpoint.storage.storage import LocalDirectory
+from evenstep.checkpoint.directory import checkpoints_in
+from evenstep.checkpoint.store import LocalDirectory
 from evenstep.ground import environment
 from tests.faults.kill_loop import fork_rank
 from tests.mesh_runs import LAYOUTS, Model, divided, num_ranks, whole_of
@@ -125,7 +125,7 @@ class Play:
         self.number += 1
         meeting = self.root / f"meeting-{self.number}"
         meeting.mkdir()
-        newest = max(steps_in(LocalDirectory(directory)), default=0)
+        newest = max(checkpoints_in(LocalDirectory(directory)), default=0)
         pids = start(directory, meeting, layout, self.last_step, 0.0 if kill_after is None else 0.02)
         deadline = time.monotonic() + 120
         if kill_after is not None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.checkpoint.storage.directory import steps_in
-from evenstep.checkpoint.storage.storage import LocalDirectory
+from evenstep.checkpoint.directory import checkpoints_in
+from evenstep.checkpoint.store import LocalDirectory
 from tests.commands import Command, start
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +44,12 @@ TRAIN = """
 FLAGS = ["--nproc-per-node", "2", "--device", "cpu", "--threads-per-rank", "1"]
 
 
+def folders(directory: Path) -> dict[int, str]:
+    return checkpoints_in(LocalDirectory(directory))
+
+
 def steps(directory: Path) -> list[int]:
-    return steps_in(LocalDirectory(directory))
+    return list(folders(directory))
 
 
 @pytest.mark.extended
@@ -87,11 +91,11 @@ def stopped(directory: Path, send, script: str = TRAIN, *flags: str) -> Command:
     send(command)
     assert command.wait() == 75, command.stderr
     newest = steps(directory / "runs")[-1]
-    assert f"; saved runs/step-{newest:07d}, which resumes there" in command.stderr
+    assert f"; saved runs/{folders(directory / 'runs')[newest]}, which resumes there" in command.stderr
     assert "attempt" not in command.stderr, "it is not restarted"
     assert command.leaves_no_process()
     assert not [name for name in command.left_files() if name.startswith("evenstep")]
-    assert not list((directory / "runs").glob(".saving*"))
+    assert {path.name for path in (directory / "runs").glob("step-*")} == set(folders(directory / "runs").values())
     return command
 
 
@@ -211,5 +215,6 @@ def test_a_stop_saves_where_a_shell_script_starts_the_rank(tmp_path: Path):
     command.wait_until(lambda: bool(steps(tmp_path / "runs")))
     command.process.send_signal(signal.SIGTERM)
     assert command.wait() == 75, command.stderr
-    assert f"; saved runs/step-{steps(tmp_path / 'runs')[-1]:07d}, which resumes there" in command.stderr
+    newest = folders(tmp_path / "runs")[steps(tmp_path / "runs")[-1]]
+    assert f"; saved runs/{newest}, which resumes there" in command.stderr
     assert command.leaves_no_process()

@@ -91,11 +91,10 @@ ORDER: dict[str, list[str]] = {
         "plan",
     ],
     "bench.memory": ["estimate", "probe", "footprint"],
-    "checkpoint": ["checkpointer", "tools", "exchange", "save", "load", "dcp", "storage", "format"],
+    "checkpoint": ["checkpointer", "tools", "exchange", "save", "load", "dcp", "directory", "lock", "store", "format"],
     "checkpoint.format": ["manifest", "plan", "payload", "tree", "regions", "random_streams"],
     "checkpoint.load": ["restore", "compare", "reader", "in_place", "layouts"],
     "checkpoint.save": ["commit", "writer", "snapshot", "stopping"],
-    "checkpoint.storage": ["directory", "storage", "lease"],
     "cli": [
         "main",
         "commands",

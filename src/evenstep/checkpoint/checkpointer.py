@@ -12,6 +12,7 @@ from typing import Any
 
 from evenstep import checks
 from evenstep import world as worlds
+from evenstep.checkpoint.directory import DamagedError, RunDirectory
 from evenstep.checkpoint.format.plan import Policy, is_better
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.tree import unwrapped
@@ -19,8 +20,7 @@ from evenstep.checkpoint.load import restore
 from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.save.snapshot import models_among
 from evenstep.checkpoint.save.stopping import Status, StatusExchange, StopSignals, note
-from evenstep.checkpoint.storage.directory import DamagedError, RunDirectory, folder_of
-from evenstep.checkpoint.storage.storage import LocalDirectory, Storage
+from evenstep.checkpoint.store import LocalDirectory, Storage, storage_at
 from evenstep.console import say
 from evenstep.data.loader import DataLoader
 from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, MismatchError, UsageError
@@ -31,7 +31,6 @@ from evenstep.world import World, ended_well
 
 VIRTUAL_RANKS = "virtual_ranks"
 _TAKEN = {RANDOM: "the random streams", VIRTUAL_RANKS: "the virtual ranks of reproducible mode"}
-_METHODS = ("list", "write", "open", "rename", "remove", "lock")
 _SLOW_STEP_S = 0.1
 
 
@@ -54,7 +53,8 @@ class Checkpointer:
     equally often on all ranks: once after each step of the optimizer. Inside an accumulation window it does nothing.
 
     Args:
-        directory: Where checkpoints lie, a folder per step; or a `Storage`. On several hosts: a shared file system.
+        directory: Where checkpoints lie, a folder for each: a path (on several hosts of a shared file system), or a URL
+            that fsspec knows, as "s3://bucket/run"; or a `Storage`, which takes fsspec's options.
         every_steps: Save after each so many steps; None: not by steps.
         every_minutes: Save when so many minutes have passed since the last save; None: not by time.
         keep: Number of newest checkpoints to keep.
@@ -134,7 +134,7 @@ class Checkpointer:
     def resume(self, *, strict: bool = True) -> int:
         """Load the newest good checkpoint; with none, start afresh.
 
-        Collective. A damaged checkpoint is reported and renamed, and the one before it is loaded.
+        Collective. A damaged checkpoint is reported and kept, and the one before it is loaded.
 
         Args:
             strict: False: load what fits, and print what didn't.
@@ -151,12 +151,11 @@ class Checkpointer:
         problems = []
         for step in sorted(self._directory.steps, reverse=True):
             try:
-                return self._load(step, strict=strict, verb="resumed from")
+                return self._load(step, self._directory.folders[step], strict=strict, verb="resumed from")
             except DamagedError as error:
                 problems.append(str(error))
-                name = self._directory.set_aside(step)
-                aside = "" if name is None else f"; set aside as {self._where}/{name}"
-                self._print(f"damaged: {error}{aside}")
+                self._directory.pass_over(step, str(error))
+                self._print(f"damaged, passed over and kept: {self._where}/{error}")
         if problems:
             lines = "\n  ".join(problems)
             raise CheckpointError(
@@ -181,11 +180,11 @@ class Checkpointer:
             CheckpointError: There is none of this step, it is damaged, or it was saved from other objects.
         """
         self._agree("load", lambda: {"step": checks.whole("step", step), "strict": checks.switch("strict", strict)})
-        steps = self._directory.list_steps()
-        if step not in steps:
-            there = ", ".join(map(str, steps)) or "none at all"
+        folders = self._directory.list_folders()
+        if step not in folders:
+            there = ", ".join(map(str, folders)) or "none at all"
             raise CheckpointError(f"{self._where} has no checkpoint of step {step!r}; there are: {there}.")
-        return self._load(step, strict=strict, verb="loaded")
+        return self._load(step, folders[step], strict=strict, verb="loaded")
 
     def discard(self, *, after: int = 0) -> None:
         """Remove the checkpoints of later steps.
@@ -362,7 +361,7 @@ class Checkpointer:
         was_pending = self._saver.writer.is_pending
         failure = self._saver.finish()
         if failure is None and was_pending and self._last_saved is not None:
-            self._directory.add_step(self._last_saved)
+            self._directory.add_step(self._last_saved, self._saver.folder)
         heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
         self._report_failure(failure, raises=raises)
 
@@ -381,7 +380,7 @@ class Checkpointer:
             return
         step, self._last_saved = self._last_saved, None
         newest = self._directory.newest
-        kept = "there is none yet" if newest is None else f"the newest checkpoint is {folder_of(newest)}"
+        kept = "there is none yet" if newest is None else f"the newest checkpoint is {self._directory.folders[newest]}"
         where = f"{self._where}: {failure}".rstrip(".")
         text = f"step {step} could not be saved in {where}. What was written of it is removed; {kept}"
         if is_only_printed:
@@ -406,7 +405,7 @@ class Checkpointer:
             self._save(waits=True, raises=True)
         self._finish(raises=True)
         self._is_closed = True
-        folder = folder_of(self.num_steps)
+        folder = self._directory.folders[self.num_steps]
         self._print(f"stop requested ({reason} on rank {rank}); saved {self._where}/{folder}, which resumes there")
         self._requests.finish()
         raise SystemExit(EXIT_PREEMPTED)
@@ -434,15 +433,14 @@ class Checkpointer:
         if self._is_closed:
             raise UsageError("this Checkpointer is closed: its world has ended. Make a new one.")
         if not self._directory.is_open:
-            self._directory.open()
-            self._saver.open()
+            self._saver.open(self._directory.open())
             self._best = self._directory.best
             self._lacks_best = self._lacks_best and self._best is None
             self._signals = StopSignals(self.world)
 
-    def _load(self, step: int, *, strict: bool, verb: str) -> int:
-        found = restore.find(self._directory.storage, self.world, step, self._objects, strict=strict)
-        where = f"{self._where}/{folder_of(step)}"
+    def _load(self, step: int, folder: str, *, strict: bool, verb: str) -> int:
+        found = restore.find(self._directory.storage, self.world, folder, self._objects, strict=strict)
+        where = f"{self._where}/{folder}"
         restore.apply(found, self.world, self._objects, where)
         self.num_steps = found.manifest.step
         self._last_saved = step if self._directory.is_open else None
@@ -486,21 +484,20 @@ def _open_storage(directory: Any, *, private: bool) -> Storage:
     """The storage that `directory` names, or is.
 
     Raises:
-        ConfigurationError: Neither a path nor a `Storage`; or a `Storage`, and `private` isn't for it.
+        ConfigurationError: Neither a path, a URL nor a `Storage`; or `private` isn't for it.
     """
     if isinstance(directory, str | os.PathLike):
         path = os.fspath(directory)
         if isinstance(path, str) and path and "\0" not in path:
-            return LocalDirectory(path, private=private)
-    elif all(callable(getattr(directory, method, None)) for method in _METHODS):
-        storage: Storage = directory
+            return storage_at(path, private=private)
+    elif isinstance(directory, Storage):
         if not private:
             raise ConfigurationError(
                 "private=False is for the path of a directory, and a Storage was given. Make it "
                 "so itself, as in LocalDirectory(path, private=False)."
             )
-        return storage
-    raise checks.refuse("directory", directory, "the path of a directory, or a Storage")
+        return directory
+    raise checks.refuse("directory", directory, "the path of a directory, a URL, or a Storage")
 
 
 def _validate_objects(objects: Mapping[str, Any]) -> None:
@@ -558,7 +555,7 @@ def _facts(
 
 def _identity(storage: Storage, *, is_one_host: bool) -> str:
     if not isinstance(storage, LocalDirectory):
-        return type(storage).__name__
+        return storage.where
     # What a link points to may differ between hosts that mount the same file system at different places.
     return os.path.realpath(storage.root) if is_one_host else os.fspath(storage.root)
 

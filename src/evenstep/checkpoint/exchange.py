@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from evenstep.checkpoint import dcp
-from evenstep.checkpoint.format.manifest import Manifest
+from evenstep.checkpoint.directory import RunDirectory, checkpoints_in, read_manifest
+from evenstep.checkpoint.format import manifest as manifests
 from evenstep.checkpoint.format.payload import bytes_of, entry_of, plan_layout
+from evenstep.checkpoint.format.plan import Policy
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.load.reader import read_objects
 from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.save.snapshot import capture_one
-from evenstep.checkpoint.storage.directory import folder_of, put_in_place, read_manifest, steps_in
-from evenstep.checkpoint.storage.storage import LocalDirectory
+from evenstep.checkpoint.store import Storage, storage_at
 from evenstep.errors import CheckpointError
 from evenstep.world import World
 
@@ -34,26 +35,27 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
-def locate(path: str, step: int | None = None) -> tuple[LocalDirectory, str]:
+def locate(path: str, step: int | None = None) -> tuple[Storage, str]:
     """The storage and the folder of one checkpoint.
 
     Args:
-        path: The directory of a run, or one checkpoint's own folder.
+        path: The directory or the URL of a run, or one checkpoint's own folder.
         step: Which one; None: the newest.
 
     Raises:
         CheckpointError: There is none.
     """
-    given = Path(path)
-    if step is None and (given / "manifest.json").exists():
-        return LocalDirectory(given.resolve().parent), given.resolve().name
-    storage = LocalDirectory(given)
-    steps = steps_in(storage)
-    if not steps or (step is not None and step not in steps):
+    storage = storage_at(path)
+    if step is None and manifests.NAME in storage.list():
+        # "." is a folder, too.
+        run, _, folder = (os.path.realpath(path) if "://" not in path else storage.where).rpartition("/")
+        return storage_at(run or "/"), folder
+    folders = checkpoints_in(storage)
+    if not folders or (step is not None and step not in folders):
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        there = f"; there are: {', '.join(map(str, steps))}" if steps else ""
+        there = f"; there are: {', '.join(map(str, folders))}" if folders else ""
         raise CheckpointError(f"{path} has {what}{there}.")
-    return storage, folder_of(steps[-1] if step is None else step)
+    return storage, folders[max(folders) if step is None else step]
 
 
 # ---------------------------------------------------------------------- export
@@ -214,7 +216,7 @@ def import_file(source: str, path: str, name: str | None, step: int | None) -> s
     Args:
         source: A file of `torch.save`; one that ends in ".safetensors"; a directory with one of those, or with an index
             and pieces; or a directory of `torch.distributed.checkpoint`.
-        path: The directory of the run to make.
+        path: The directory or the URL of the run to make.
         name: The file is the state of this object; None: a dictionary of states, as `export` writes it; safetensors are
             the model's.
         step: Of the checkpoint; None: what the file says, else 0.
@@ -239,25 +241,21 @@ def import_file(source: str, path: str, name: str | None, step: int | None) -> s
             f"{source} is no dictionary of states by name{what}. If it is the state of one object, say of which: "
             f"--object model."
         )
-    storage = LocalDirectory(path)
-    if steps_in(storage):
+    storage, world = storage_at(path), World.alone(device="cpu")
+    if checkpoints_in(storage):
         raise CheckpointError(f"{path} has checkpoints already; name a new directory.")
     number = step if step is not None else found if isinstance(found, int) else 0
-
-    def commit(folder: str, manifest: Manifest) -> None:
-        put_in_place(storage, folder, manifest.step)
-
-    saver = Saver(storage, World.alone(device="cpu"), objects, commit)
-    saver.open()
-    lock = storage.lock({"import": source})
+    directory = RunDirectory(storage, world, Policy())
+    saver = Saver(storage, world, objects, directory.commit)
+    saver.open(directory.open())
     try:
         saver.start(number, {})
         failure = saver.finish()
     finally:
-        lock.release()
+        directory.close()
     if failure is not None:
         raise CheckpointError(f"{source}: {failure}.")
-    return f"{path}/{folder_of(number)}: {', '.join(objects)}"
+    return f"{path}/{saver.folder}: {', '.join(objects)}"
 
 
 def _is_safetensors(source: str) -> bool:

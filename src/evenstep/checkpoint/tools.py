@@ -4,49 +4,41 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from evenstep.checkpoint.directory import DamagedError, UnreadableError, checkpoints_in, read_manifest
 from evenstep.checkpoint.exchange import locate, without_numpy
 from evenstep.checkpoint.format.manifest import Manifest
 from evenstep.checkpoint.load.compare import largest_difference
 from evenstep.checkpoint.load.reader import check_checkpoint, read_objects
-from evenstep.checkpoint.storage.directory import (
-    DamagedError,
-    UnreadableError,
-    folder_of,
-    read_manifest,
-    set_aside_in,
-    steps_in,
-)
-from evenstep.checkpoint.storage.lease import remove_lock
-from evenstep.checkpoint.storage.storage import LocalDirectory
+from evenstep.checkpoint.lock import look, remove_lock, step_of
+from evenstep.checkpoint.store import LocalDirectory, storage_at
 from evenstep.errors import CheckpointError
 
 
 def list_checkpoints(path: str) -> list[dict[str, Any]]:
-    """What manifests say of each checkpoint of a run, and of what a resume has set aside; JSON types.
+    """What manifests say of each checkpoint of a run; JSON types.
 
-    Each has "folder" and "state": "good" (nothing but the manifest was read), "damaged", "unreadable" or "set aside".
-    All but the last have "step"; good ones "saved" (seconds since 1970), "ranks", "bytes" and "metrics"; others "why".
+    Each has "folder", "step" and "state": "good" (nothing but the manifest was read), "damaged" or "unreadable". Good
+    ones have "saved" (seconds since 1970), "ranks", "bytes" and "metrics"; others "why".
 
     Raises:
         CheckpointError: There is none.
     """
-    storage = LocalDirectory(path)
+    storage = storage_at(path)
+    top = look(storage)
     found: list[dict[str, Any]] = []
-    for step in steps_in(storage):
-        folder = folder_of(step)
+    for folder in top.manifests(storage):
+        facts: dict[str, Any] = {"state": "damaged", "why": top.damaged.get(folder)}
         try:
             manifest = read_manifest(storage, folder)
+            if folder not in top.damaged:
+                facts = {"state": "good", **_summary(manifest)}
         except (DamagedError, UnreadableError) as error:
-            state = "damaged" if isinstance(error, DamagedError) else "unreadable"
-            found.append({"folder": folder, "step": step, "state": state, "why": str(error)})
-            continue
-        found.append({"folder": folder, "step": step, "state": "good", **_summary(manifest)})
-    found += [{"folder": name, "state": "set aside", "why": "set aside by a resume"} for name in set_aside_in(storage)]
+            facts = {"state": "damaged" if isinstance(error, DamagedError) else "unreadable", "why": str(error)}
+        found.append({"folder": folder, "step": step_of(folder), **facts})
     if not found:
         raise CheckpointError(f"{path} has no checkpoint.")
     return found
@@ -62,8 +54,6 @@ def list_lines(path: str) -> Iterator[str]:
             size = each["bytes"] / 1e6
             line = f"{each['step']:>10}  {_clock(each['saved'])}  {each['ranks']:>5}  {size:>9,.2f}  {metrics}"
             yield line.rstrip()
-        elif each["state"] == "set aside":
-            yield f"{'':>10}  {each['folder']}: {each['why']}"
         else:
             yield f"{each['step']:>10}  {'damaged: ' if each['state'] == 'damaged' else ''}{each['why']}"
 
@@ -126,14 +116,10 @@ def verify(path: str, step: int | None) -> dict[str, list[str]]:
     Returns:
         By folder, a line for each thing that is wrong; none: all is well.
     """
-    if step is not None or (Path(path) / "manifest.json").exists():
-        chosen = [locate(path, step)]
-    else:
-        storage = LocalDirectory(path)
-        chosen = [(storage, folder_of(number)) for number in steps_in(storage)]
-        if not chosen:
-            raise CheckpointError(f"{path} has no checkpoint.")
-    return {folder: check_checkpoint(storage, folder) for storage, folder in chosen}
+    storage, folder = locate(path, step)
+    is_run = step is None and storage.where == storage_at(path).where
+    chosen = checkpoints_in(storage).values() if is_run else [folder]
+    return {folder: check_checkpoint(storage, folder) for folder in chosen}
 
 
 def difference_lines(first: str, second: str, first_step: int | None, second_step: int | None) -> list[str]:
@@ -163,9 +149,10 @@ def unlock(path: str) -> str:
         LockedError: That job runs on this host.
         CheckpointError: There is no such directory.
     """
-    if not Path(path).is_dir():
+    storage = storage_at(path)
+    if isinstance(storage, LocalDirectory) and not storage.root.is_dir():
         raise CheckpointError(f"{path} is no directory.")
-    return remove_lock(Path(path))
+    return remove_lock(storage)
 
 
 def _load(path: str, step: int | None) -> tuple[Manifest, dict[str, dict[str, Any]]]:

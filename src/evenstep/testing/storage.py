@@ -1,6 +1,6 @@
-"""A conformance suite for storages: what every implementation of `checkpoint.storage.Storage` does.
+"""A conformance suite for storages: what `checkpoint.store.Storage` does, on every kind of store.
 
-    check_storage(lambda: MyStorage("bucket/run"))      # a new, empty one at each call
+    check_storage(lambda: Storage("s3://bucket/run-17", endpoint_url=...))      # a new, empty one at each call
 
 It runs in one process; that two jobs keep out of each other's way is checked as far as one process can.
 """
@@ -8,10 +8,10 @@ It runs in one process; that two jobs keep out of each other's way is checked as
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from evenstep.checkpoint.storage.storage import Storage
-from evenstep.errors import CheckpointError
+from evenstep.checkpoint.lock import LockedError, take_lock
+from evenstep.checkpoint.store import Storage
 
 
 def check_storage(factory: Callable[[], Storage]) -> int:
@@ -23,7 +23,7 @@ def check_storage(factory: Callable[[], Storage]) -> int:
     Returns:
         The number of cases.
     """
-    cases = [_writes_and_reads, _lists, _renames, _removes, _refuses, _locks, _works_from_threads]
+    cases = [_puts_and_reads, _lists, _creates, _removes, _refuses, _locks, _works_from_threads, _uploads_in_parts]
     for case in cases:
         case(factory())
     return len(cases)
@@ -37,14 +37,14 @@ def read_all(storage: Storage, path: str) -> bytes:
         return bytes(content)
 
 
-def _writes_and_reads(storage: Storage) -> None:
+def _puts_and_reads(storage: Storage) -> None:
     assert isinstance(storage.where, str), "where is what messages call it"
     assert storage.where
     chunks: list[bytes | memoryview] = [b"one", memoryview(b"two"), b"", b"three" * 1000]
-    storage.write("folder/file", iter(chunks))
+    storage.put("folder/file", iter(chunks))
     content = b"".join(bytes(chunk) for chunk in chunks)
-    assert read_all(storage, "folder/file") == content, "what is read is not what was written"
-    storage.write("folder/nothing", [])
+    assert read_all(storage, "folder/file") == content, "what is read is not what was put"
+    storage.put("folder/nothing", [])
     assert read_all(storage, "folder/nothing") == b""
     with storage.open("folder/file") as file:
         out = bytearray(4)
@@ -52,72 +52,99 @@ def _writes_and_reads(storage: Storage) -> None:
         assert bytes(out) == content[1:5], "read_into starts at its offset"
         assert file.read_into(len(content) - 2, memoryview(out)) == 2, "read_into stops at the end"
         assert file.read_into(len(content), memoryview(out)) == 0
+    storage.put("folder/file", [b"another"])
+    assert read_all(storage, "folder/file") == b"another", "a put replaces what was there"
+    assert storage.read("folder/file", most_bytes=3) == b"anot", "one byte more than asked for"
+    assert storage.age_s("folder/file") < 30
 
 
 def _lists(storage: Storage) -> None:
     assert list(storage.list()) == []
     assert list(storage.list("none")) == [], "a folder that isn't there has no files"
-    for path in ("b/2", "a/1", ".hidden/3", "b/1"):
-        storage.write(path, [b"x"])
-    assert sorted(storage.list()) == [".hidden", "a", "b"]
-    assert sorted(storage.list("b")) == ["1", "2"]
+    for path in ("b/2", "a/1", ".hidden/3", "b/1", "file", "ab/.hidden"):
+        storage.put(path, [b"x"])
+    assert sorted(storage.list()) == ["a", "ab", "b", "file"]
+    assert sorted(storage.list("b")) == ["1", "2"], "folders whose names begin alike are others"
+    assert list(storage.list("ab")) == []
+    storage.put("a/2", [b"x"])
+    assert sorted(storage.list("a")) == ["1", "2"], "a list was cached"
 
 
-def _renames(storage: Storage) -> None:
-    storage.write("old/file", [b"content"])
-    storage.rename("old", "new")
-    assert list(storage.list()) == ["new"]
-    assert read_all(storage, "new/file") == b"content"
-    storage.write("other/file", [b"x"])
-    _raises_os_error(lambda: storage.rename("other", "new"), "rename onto a folder that exists")
-    _raises_os_error(lambda: storage.rename("none", "fresh"), "rename of a folder that isn't there")
-    assert read_all(storage, "new/file") == b"content", "a rename that failed has changed something"
+def _creates(storage: Storage) -> None:
+    assert storage.put_new("file", b"first")
+    assert not storage.put_new("file", b"second")
+    assert read_all(storage, "file") == b"first"
+    results: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda number=number: results.append(storage.put_new("one", bytes([number]))))
+        for number in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [False, False, False, True], "of several callers one creates it"
 
 
 def _removes(storage: Storage) -> None:
-    storage.write("folder/file", [b"x"])
+    for path in ("folder/file", "folder/other", "folder2/file"):
+        storage.put(path, [b"x"])
+    storage.remove("folder/file")
+    assert list(storage.list("folder")) == ["other"]
     storage.remove("folder")
     storage.remove("folder")  # nothing if there is none
-    assert list(storage.list()) == []
-    storage.write("folder/file", [b"y"])
+    storage.remove("folder/file")
+    assert list(storage.list()) == ["folder2"]
+    storage.put("folder/file", [b"y"])
     assert read_all(storage, "folder/file") == b"y", "what was removed has come back"
+    storage.sweep()
+    assert list(storage.list()) == ["folder", "folder2"], "sweep removes what belongs to puts alone"
 
 
 def _refuses(storage: Storage) -> None:
-    storage.write("folder/file", [b"x"])
-    _raises_os_error(lambda: storage.write("folder/file", [b"y"]), "a second write of one file")
-    assert read_all(storage, "folder/file") == b"x", "a write that failed has changed something"
+    storage.put("folder/file", [b"x"])
     _raises_os_error(lambda: read_all(storage, "folder/none"), "open of a file that isn't there")
+    _raises_os_error(lambda: read_all(storage, "folder"), "open of a folder")
+
+    def fails() -> Iterator[bytes]:
+        yield b"y"
+        raise OSError("half of it")
+
+    _raises_os_error(lambda: storage.put("folder/file", fails()), "a put whose content ends with an error")
+    assert read_all(storage, "folder/file") == b"x", "a put that failed has changed something"
     for path in ("../file", "folder/../file", "/etc/passwd", "a/b/c", "folder/.."):
         try:
-            storage.write(path, [b"x"])
+            storage.put(path, [b"x"])
         except (ValueError, OSError):
             continue
-        raise AssertionError(f"a write to {path!r} left the storage, and was not refused")
+        raise AssertionError(f"a put to {path!r} left the storage, and was not refused")
 
 
 def _locks(storage: Storage) -> None:
-    lock = storage.lock({"test": True})
+    storage.put("step-0000001-00001-1/manifest.json", [b"x"])
+    lock = take_lock(storage, {"test": True})
     lock.confirm()
-    again = storage.lock({"test": True}, wait_s=0.0)  # the same process: a job may begin anew
+    again = take_lock(storage, {"test": True})  # the same process: a job may begin anew
     again.confirm()
     try:
         lock.confirm()
-    except CheckpointError:
+    except LockedError:
         pass
     else:
         raise AssertionError("confirm of a lock that was taken over must raise LockedError")
     lock.release()
     again.confirm()  # whoever has lost a lock doesn't release the next one
+    assert again.manifests == ["step-0000001-00001-1"]
     again.release()
     again.release()
-    storage.lock({}).release()
-    assert list(storage.list()) == [], "the lock shows among the folders"
+    third = take_lock(storage, {})
+    assert third.number > again.number
+    third.release()
 
 
 def _works_from_threads(storage: Storage) -> None:
     def work(number: int) -> None:
-        storage.write(f"folder/{number}", [bytes([number]) * 100_000])
+        storage.put(f"folder/{number}", [bytes([number]) * 100_000])
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -126,6 +153,24 @@ def _works_from_threads(storage: Storage) -> None:
         thread.join()
     for number in range(4):
         assert read_all(storage, f"folder/{number}") == bytes([number]) * 100_000
+
+
+def _uploads_in_parts(storage: Storage) -> None:
+    part = bytes(range(256)) * (1 << 14)
+    storage.put("folder/large", (part for _ in range(33)))  # 132 MiB
+    with storage.open("folder/large") as file:
+        assert file.num_bytes == 33 * len(part)
+        out = bytearray(1000)
+        for offset in (0, 64 << 20, 128 << 20, 33 * len(part) - 1000):
+            file.read_into(offset - offset % 256, memoryview(out))
+            assert out[:256] == part[:256]
+
+    def fails() -> Iterator[bytes]:
+        yield from (part for _ in range(20))
+        raise OSError("half of it")
+
+    _raises_os_error(lambda: storage.put("folder/half", fails()), "a put whose content ends with an error")
+    assert list(storage.list("folder")) == ["large"]
 
 
 def _raises_os_error(call: Callable[[], object], what: str) -> None:

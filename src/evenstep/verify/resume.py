@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from evenstep.checkpoint.storage.directory import steps_in
-from evenstep.checkpoint.storage.storage import LocalDirectory
+from evenstep.checkpoint.directory import checkpoints_in
+from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.environment import with_settings
 from evenstep.observe.rehearsal import RehearsalPlan
@@ -80,7 +80,7 @@ def verify_resume(
         save_at = max(1, kill_at - 1 - last // 10)
         say(f"2 of 3: saved at step {save_at} of {last}, and killed at step {kill_at}")
         run("run to be killed", plan("b", "killed", save_at, kill_at), dies=True)
-        if save_at not in steps_in(LocalDirectory(root / "b")):
+        if save_at not in checkpoints_in(LocalDirectory(root / "b")):
             raise UsageError(f"the run to be killed left no checkpoint of step {save_at}.")
         say("3 of 3: started again")
         run("run that resumes", plan("b", "resumed"))

@@ -18,9 +18,10 @@ import evenstep
 from evenstep import world as worlds
 from evenstep.checkpoint import checkpointer
 from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.checkpoint.directory import checkpoints_in, read_manifest
 from evenstep.checkpoint.load.reader import check_checkpoint
-from evenstep.checkpoint.storage.directory import read_manifest, steps_in
-from evenstep.checkpoint.storage.storage import LocalDirectory
+from evenstep.checkpoint.lock import take_lock
+from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import CheckpointError
 from tests.checkpoint_runs import PatientRanks, Training, assert_same, world_for_this_test
 
@@ -121,10 +122,10 @@ def load_sharded(directory: Path):
 def test_a_state_that_is_divided_is_written_by_its_owners_and_loads_on_any_number(ranks, tmp_path):
     ranks.run(save_sharded, 3, tmp_path)
     storage = LocalDirectory(tmp_path)
-    assert check_checkpoint(storage, "step-0000001") == []
+    assert check_checkpoint(storage, "step-0000001-00001-1") == []
     owners = {
         part.file
-        for part in read_manifest(storage, "step-0000001").objects["optimizer"].tensors["state.3.exp_avg"].parts
+        for part in read_manifest(storage, "step-0000001-00001-1").objects["optimizer"].tensors["state.3.exp_avg"].parts
     }
     assert owners == {f"optimizer-shards-0000{n}-of-00003.safetensors" for n in (1, 2, 3)}
     for nproc in (1, 2, 4):
@@ -153,7 +154,7 @@ def save_large(directory: Path):
 
 def test_one_copy_is_written_divided_over_the_ranks(ranks, tmp_path):
     assert ranks.run(save_large, 2, tmp_path) == [12_000_000, 12_000_000]
-    files = sorted(path.name for path in (tmp_path / "step-0000000").iterdir())
+    files = sorted(path.name for path in (tmp_path / "step-0000000-00001-1").iterdir())
     assert files == [
         "manifest.json",
         "model-00001-of-00002.safetensors",
@@ -174,7 +175,7 @@ def fails_on(directory: Path, culprit: int, operation: str, where: str):
         if armed and world.rank == culprit and done == operation and where in path:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    run = Training(LocalDirectory(directory, fault=fault), world, every_steps=2, every_minutes=None).run_to(2)
+    run = Training(LocalDirectory(directory, hook=fault), world, every_steps=2, every_minutes=None).run_to(2)
     run.checkpoint.wait()
     armed = True
     run.run_to(4)
@@ -206,7 +207,7 @@ def test_an_error_on_one_rank_is_raised_on_all_at_the_same_step(ranks, tmp_path,
     assert "the newest checkpoint is step-0000002" in messages[0]
     assert len(set(num_steps)) == 1
     assert max(took) < 2.0
-    assert set(steps_in(LocalDirectory(tmp_path))) == {2, num_steps[0]}
+    assert set(checkpoints_in(LocalDirectory(tmp_path))) == {2, num_steps[0]}
 
 
 def last_commit_fails(directory: Path, goes_on: bool, fails_again: bool):
@@ -219,7 +220,7 @@ def last_commit_fails(directory: Path, goes_on: bool, fails_again: bool):
             failures.pop()
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    storage = LocalDirectory(directory, fault=full)
+    storage = LocalDirectory(directory, hook=full)
     run = Training(
         storage, world, every_minutes=None, every_steps=1, on_save_error="continue" if goes_on else "raise"
     ).run_to(2)
@@ -237,7 +238,7 @@ def last_commit_fails(directory: Path, goes_on: bool, fails_again: bool):
 )
 def test_ranks_agree_whether_the_last_step_is_saved_again(ranks, tmp_path, goes_on, fails_again, steps):
     told, *others = ranks.run(last_commit_fails, 2, tmp_path, goes_on, fails_again)
-    assert steps_in(LocalDirectory(tmp_path)) == steps
+    assert list(checkpoints_in(LocalDirectory(tmp_path))) == steps
     assert ("step 2 could not be saved" in told) == (2 not in steps)
     assert others == [""], "rank 0 ends the run"
 
@@ -260,40 +261,23 @@ def test_the_store_does_not_grow_with_saves(ranks, tmp_path):
     assert many == few
 
 
-class Apart:
-    """A directory of the same name on each node's own disk; `shares` what begins so."""
+class Apart(LocalDirectory):
+    """A directory of the same name on each node's own disk; when it is opened a shared one, if `shares`."""
 
-    def __init__(self, root: Path, rank: int, shares: str) -> None:
-        self.own, self.rank0s, self.shares = (
-            LocalDirectory(root / f"node{rank}"),
-            LocalDirectory(root / "node0"),
-            shares,
-        )
+    def __init__(self, root: Path, rank: int, shares: bool) -> None:
+        super().__init__(root)
+        self.rank, self.shares = rank, shares
         self.where = "runs/digits"
 
-    def open(self, path: str):
-        return (self.rank0s if path.startswith(self.shares) else self.own).open(path)
-
-    def list(self, folder: str = ""):
-        return self.own.list(folder)
-
-    def write(self, path: str, chunks):
-        self.own.write(path, chunks)
-
-    def rename(self, folder: str, to: str):
-        self.own.rename(folder, to)
-
-    def remove(self, folder: str):
-        self.own.remove(folder)
-
-    def lock(self, owner, *, wait_s: float = 0.0):
-        return self.own.lock(owner, wait_s=wait_s)
+    def _path(self, path: str) -> Path:
+        is_shared = self.shares and not path.startswith("step-")
+        return self.root / f"node{0 if is_shared else self.rank}" / path
 
 
-def disks_of_their_own(directory: Path, shares: str):
+def disks_of_their_own(directory: Path, shares: bool):
     world = world_for_this_test()
     model = torch.nn.ModuleList(torch.nn.Linear(1000, 1000, bias=False) for _ in range(6))
-    with mock.patch("evenstep.checkpoint.storage.directory._SEEN_WITHIN_S", 0.5):
+    with mock.patch("evenstep.checkpoint.directory._SEEN_WITHIN_S", 0.5):
         checkpoint = Checkpointer(Apart(directory, world.rank, shares), model=model, every_minutes=None)
         checkpoint.save()
 
@@ -301,15 +285,16 @@ def disks_of_their_own(directory: Path, shares: str):
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        ("nothing", r"runs/digits is no directory that all ranks share.*rank 1 on .* doesn't see it"),
-        (".saving-probe", r"model.*safetensors was written, .* bytes, and can't be opened by rank 0"),
+        (False, r"runs/digits is no directory that all ranks share.*rank 1 on .* doesn't see it"),
+        (True, r"model.*safetensors was written, .* bytes, and can't be opened by rank 0"),
     ],
 )
 def test_a_directory_that_is_not_shared_is_refused(ranks, tmp_path, shares, message):
     """When it is opened; or, if it isn't shared any more, before there is a manifest."""
+    LocalDirectory(tmp_path / "node1").put("lock-00001.json", [b"{}"])  # of an earlier job
     with pytest.raises(CheckpointError, match=message):
         ranks.run(disks_of_their_own, 2, tmp_path, shares)
-    assert steps_in(LocalDirectory(tmp_path / "node0")) == []
+    assert list(checkpoints_in(LocalDirectory(tmp_path / "node0"))) == []
 
 
 def problem_on_one_rank(directory: Path, code: int):
@@ -318,7 +303,7 @@ def problem_on_one_rank(directory: Path, code: int):
 
     class Local(LocalDirectory):
         def open(self, path):
-            if world.rank == 1 and path == "step-0000004/model.safetensors":
+            if world.rank == 1 and path == "step-0000004-00001-2/model.safetensors":
                 raise OSError(code, os.strerror(code))
             return super().open(path)
 
@@ -340,7 +325,7 @@ def test_what_one_rank_alone_cannot_read_is_no_damage(ranks, tmp_path, code):
     ranks.run(train, 2, tmp_path, 4, False, {"every_steps": 2})
     with pytest.raises(CheckpointError, match=r"model.safetensors.*\(on rank 1\).*left as it is"):
         ranks.run(problem_on_one_rank, 2, tmp_path, code)
-    assert steps_in(LocalDirectory(tmp_path)) == [2, 4]
+    assert list(checkpoints_in(LocalDirectory(tmp_path))) == [2, 4]
 
 
 def nothing_is_changed_where_it_could_be_read(directory: Path):
@@ -394,7 +379,11 @@ def refuse(directory: Path):
 def test_ranks_that_differ_and_states_that_cannot_be_saved_are_errors_on_all(ranks, tmp_path):
     ranks.run(differ, 2, tmp_path / "a")
     ranks.run(refuse, 2, tmp_path / "b")
-    assert steps_in(LocalDirectory(tmp_path / "a")) == steps_in(LocalDirectory(tmp_path / "b")) == []
+    assert (
+        list(checkpoints_in(LocalDirectory(tmp_path / "a")))
+        == list(checkpoints_in(LocalDirectory(tmp_path / "b")))
+        == []
+    )
 
 
 def locked(directory: Path):
@@ -406,7 +395,7 @@ def locked(directory: Path):
 
 
 def test_a_second_job_is_refused_on_all_ranks(ranks, tmp_path):
-    lock = LocalDirectory(tmp_path).lock({})
+    lock = take_lock(LocalDirectory(tmp_path), {})
     ranks.run(locked, 2, tmp_path)
     lock.release()
 
@@ -465,7 +454,7 @@ def test_a_stop_asked_of_one_rank_is_agreed_upon_by_all(ranks, tmp_path, slow):
     code, step = results[0]
     assert code == 75
     assert step == 6 if slow else 6 <= step <= 7
-    assert steps_in(LocalDirectory(tmp_path)) == [step]
+    assert list(checkpoints_in(LocalDirectory(tmp_path))) == [step]
 
 
 def best_and_clock(directory: Path):
@@ -484,7 +473,7 @@ def best_and_clock(directory: Path):
 
 def test_one_rank_decides_when(ranks, tmp_path):
     ranks.run(best_and_clock, 2, tmp_path)
-    found = steps_in(LocalDirectory(tmp_path))
+    found = list(checkpoints_in(LocalDirectory(tmp_path)))
     assert {10, 20, 30} <= set(found)
     assert len(found) >= 4
 

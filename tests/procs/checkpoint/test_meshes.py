@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.checkpoint.directory import checkpoints_in, read_manifest
 from evenstep.checkpoint.load.reader import check_checkpoint
-from evenstep.checkpoint.storage.directory import read_manifest
-from evenstep.checkpoint.storage.storage import LocalDirectory
+from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import CheckpointError
 from tests.checkpoint_runs import PatientRanks, world_for_this_test
 from tests.mesh_runs import LAYOUTS, Model, divided, mesh_of, num_ranks, whole_of
@@ -69,7 +69,7 @@ def same_bits(ours: Any, theirs: Any, where: str = "") -> None:
 
 def written_once(directory: Path, step: int) -> None:
     """The files hold each element of each tensor once, and every byte is as it was saved."""
-    storage, folder = LocalDirectory(directory), f"step-{step:07d}"
+    storage, folder = LocalDirectory(directory), checkpoints_in(LocalDirectory(directory))[step]
     manifest = read_manifest(storage, folder)
     assert check_checkpoint(storage, folder) == []
     needed = sum(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -22,10 +23,11 @@ import evenstep
 from evenstep import World
 from evenstep.checkpoint import exchange
 from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.checkpoint.directory import checkpoints_in, read_manifest
 from evenstep.checkpoint.load.reader import check_checkpoint
+from evenstep.checkpoint.lock import look
 from evenstep.checkpoint.save.commit import Saver
-from evenstep.checkpoint.storage.directory import folder_of, read_manifest, steps_in
-from evenstep.checkpoint.storage.storage import LocalDirectory
+from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import CheckpointError, ConfigurationError, UsageError
 from tests.checkpoint_runs import Training, assert_same, files_of, flip, flips
 from tests.stub_worlds import stub_world
@@ -35,8 +37,12 @@ def training(directory, **options) -> Training:
     return Training(directory, World.alone(device="cpu"), **{"every_minutes": None, **options})
 
 
+def is_released(directory: Path) -> bool:
+    return bool(look(LocalDirectory(directory)).record["released"])
+
+
 def steps(directory) -> list[int]:
-    return steps_in(LocalDirectory(directory))
+    return list(checkpoints_in(LocalDirectory(directory)))
 
 
 # ---------------------------------------------------------------------- exact resume
@@ -82,7 +88,7 @@ def test_nothing_there_starts_afresh(tmp_path: Path):
 def test_other_programs_read_the_weights(tmp_path: Path):
     run = training(tmp_path, every_steps=1).run_to(1)
     run.checkpoint.close()
-    weights = load_file(tmp_path / "step-0000001" / "model.safetensors")
+    weights = load_file(tmp_path / "step-0000001-00001-1" / "model.safetensors")
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.3), nn.Linear(8, 2))
     model.load_state_dict(weights)
     assert all(torch.equal(weights[key], value) for key, value in run.model.state_dict().items())
@@ -169,7 +175,7 @@ def test_a_kill_at_every_write_sync_and_rename_leaves_a_good_checkpoint(tmp_path
     first.checkpoint.close()
 
     def go_on(directory: Path, disk: Disk) -> None:
-        run = training(LocalDirectory(directory, fault=disk), every_steps=2, keep=1)
+        run = training(LocalDirectory(directory, hook=disk), every_steps=2, keep=1)
         try:
             run.checkpoint.resume()
             run.run_to(6)
@@ -177,13 +183,14 @@ def test_a_kill_at_every_write_sync_and_rename_leaves_a_good_checkpoint(tmp_path
         except (Dead, CheckpointError):
             pass
         finally:
-            run.checkpoint._release()
+            with contextlib.suppress(Dead):
+                run.checkpoint._release()
 
     whole = Disk()
     shutil.copytree(base, tmp_path / "counted")
     go_on(tmp_path / "counted", whole)
     kinds = {operation for operation, _ in whole.effects}
-    assert kinds == {"lock", "mkdir", "create", "write", "sync", "rename", "unlink", "rmdir"}
+    assert kinds == {"mkdir", "create", "write", "sync", "rename", "link", "unlink", "rmdir"}
     assert len(whole.effects) > 50
     reached = set()
     for number in range(len(whole.effects)):
@@ -194,30 +201,30 @@ def test_a_kill_at_every_write_sync_and_rename_leaves_a_good_checkpoint(tmp_path
         step = run.checkpoint.resume()
         assert step in (2, 4, 6), f"killed before {whole.effects[number]}"
         assert_same(run.everything(), states[step])
-        assert [p.name for p in directory.iterdir() if p.name.startswith(".")] == []
         run.checkpoint._release()
+        assert not list(directory.glob("*/.*")), "temporary files of parts"
+        whole_ones = {directory / folder for folder in checkpoints_in(LocalDirectory(directory)).values()}
+        assert {p for p in directory.iterdir() if p.is_dir()} == whole_ones, "parts of a save are left"
         reached.add(step)
     assert reached == {2, 4, 6}
 
 
-def test_everything_is_durable_before_it_is_named(tmp_path: Path):
-    """Of each save: files are synced after their last write, then the folder, then the rename, then its parent."""
+def test_everything_is_durable_before_the_manifest_is_there(tmp_path: Path):
+    """Of each file: it is synced after its last write, then renamed, then its folder is; the manifest's comes last."""
     disk = Disk()
-    run = training(LocalDirectory(tmp_path, fault=disk), every_steps=1).run_to(1)
+    run = training(LocalDirectory(tmp_path, hook=disk), every_steps=1).run_to(1)
     run.checkpoint.close()
-    effects = disk.effects
-    rename = effects.index(("rename", "step-0000001"))
-    before = effects[:rename]
-    written = {path for operation, path in before if operation == "create"}
+    folder = "step-0000001-00001-1"
+    effects = [(operation, path) for operation, path in disk.effects if path.startswith(folder) or path == "."]
+    written = [path for operation, path in effects if operation == "create"]
     assert {path.rpartition("/")[2] for path in written} >= {"model.safetensors", "manifest.json", "random.safetensors"}
+    assert written[-1] == f"{folder}/manifest.json", "the manifest is written last"
+    made = effects.index(("mkdir", folder))
+    assert effects[made + 1] == ("sync", "."), "the folder that a put has made is durable in its parent"
     for path in written:
-        last_write = max(i for i, effect in enumerate(before) if effect in (("write", path), ("create", path)))
-        assert ("sync", path) in before[last_write:]
-    folder = next(iter(written)).rpartition("/")[0]
-    assert before[-1] == ("sync", folder)
-    creates = [path for operation, path in before if operation == "create"]
-    assert creates[-1].endswith("manifest.json"), "the manifest is written last"
-    assert effects[rename + 1] == ("sync", "")
+        own = effects[effects.index(("create", path)) :]
+        last_write = max((i for i, effect in enumerate(own) if effect == ("write", path)), default=0)
+        assert own[last_write + 1 : last_write + 4] == [("sync", path), ("rename", path), ("sync", folder)]
 
 
 # ---------------------------------------------------------------------- errors of the disk
@@ -225,7 +232,7 @@ def test_everything_is_durable_before_it_is_named(tmp_path: Path):
 
 def test_a_full_disk_is_raised_by_the_next_step_and_the_previous_checkpoint_is_kept(tmp_path: Path):
     disk = Disk(error=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    run = training(LocalDirectory(tmp_path, fault=disk), every_steps=2).run_to(2)
+    run = training(LocalDirectory(tmp_path, hook=disk), every_steps=2).run_to(2)
     run.checkpoint.wait()
     disk.first_failing = len(disk.effects) + 5
     run.run_to(4)  # begins to save
@@ -239,7 +246,7 @@ def test_a_full_disk_is_raised_by_the_next_step_and_the_previous_checkpoint_is_k
     assert e.value.exit_code == 74
     assert "step-0000002" in str(e.value)
     assert steps(tmp_path) == [2]
-    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".saving")], "the partial one is removed"
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-0000002-00001-1"], "the partial one is removed"
     run.run_to(6)  # whoever catches it may go on
     assert before["position"] < run.loader.position
     run.checkpoint.close()
@@ -248,7 +255,7 @@ def test_a_full_disk_is_raised_by_the_next_step_and_the_previous_checkpoint_is_k
 
 def test_on_save_error_continue_trains_on_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     disk = Disk(error=OSError(errno.EIO, os.strerror(errno.EIO)))
-    run = training(LocalDirectory(tmp_path, fault=disk), every_steps=2, on_save_error="continue")
+    run = training(LocalDirectory(tmp_path, hook=disk), every_steps=2, on_save_error="continue")
     run.run_to(1)
     disk.first_failing = 0
     run.run_to(3)
@@ -310,17 +317,17 @@ def test_what_a_rank_cannot_read_is_not_damaged(saved: Path, tmp_path: Path, wha
         refuses = True
 
         def open(self, path: str):
-            if self.refuses and path.startswith("step-0000004") and what in path:
+            if self.refuses and path.startswith("step-0000004-00001-2") and what in path:
                 raise OSError(code, os.strerror(code))
             return super().open(path)
 
     storage = Refusing(damaged_copy(saved, tmp_path / "x"))
     run = training(storage)
-    why = rf"x/step-0000004/.*{what}.* can't be read: {os.strerror(code)} \(on rank 0\).*left as it is"
+    why = rf"x/step-0000004-00001-2/.*{what}.* can't be read: {os.strerror(code)} \(on rank 0\).*left as it is"
     with pytest.raises(CheckpointError, match=why):
         run.checkpoint.resume()
     assert steps(tmp_path / "x") == [2, 4]
-    assert check_checkpoint(storage, "step-0000004") != []
+    assert check_checkpoint(storage, "step-0000004-00001-2") != []
     storage.refuses = False
     assert run.checkpoint.resume() == 4
     run.checkpoint.close()
@@ -333,7 +340,7 @@ def test_what_can_be_read_after_a_moment_is_read(saved: Path, tmp_path: Path):
         num_refused = 0
 
         def open(self, path: str):
-            if path.startswith("step-0000004") and self.num_refused < 2:
+            if path.startswith("step-0000004-00001-2") and self.num_refused < 2:
                 self.num_refused += 1
                 raise OSError(errno.ESTALE if self.num_refused == 1 else errno.ENOENT, "away")
             return super().open(path)
@@ -348,11 +355,11 @@ def test_a_second_checkpointer_waits_for_what_the_first_one_saves(tmp_path: Path
     begun, goes_on = threading.Event(), threading.Event()
 
     def slow(operation: str, path: str) -> None:
-        if operation == "rename" and not goes_on.is_set():
+        if path.endswith("manifest.json") and not goes_on.is_set():
             begun.set()
             goes_on.wait(20)
 
-    first = training(LocalDirectory(tmp_path, fault=slow), every_steps=2).run_to(2)
+    first = training(LocalDirectory(tmp_path, hook=slow), every_steps=2).run_to(2)
     assert begun.wait(20)
     threading.Timer(0.5, goes_on.set).start()
     second = training(LocalDirectory(tmp_path), seed=7)
@@ -388,8 +395,8 @@ def test_a_file_that_a_network_file_system_still_keeps_holds_nothing_up(tmp_path
                     super().remove(folder)
 
     run.checkpoint.close()
-    (tmp_path / ".saving-step-0000009-left").mkdir()
-    (tmp_path / ".saving-step-0000009-left" / "x.safetensors").write_text("x")
+    (tmp_path / "step-0000009-00001-9").mkdir()
+    (tmp_path / "step-0000009-00001-9" / "x.safetensors").write_text("x")
     again = training(Kept(tmp_path))
     assert again.checkpoint.resume() == 1
     again.checkpoint.close()
@@ -400,14 +407,14 @@ def test_no_flipped_bit_is_loaded(saved: Path, tmp_path: Path, fresh_seed: int, 
     generator = random.Random(fresh_seed)
     directory = damaged_copy(saved, tmp_path / "x")
     storage = LocalDirectory(directory)
-    paths = files_of(directory, "step-0000004")
-    assert check_checkpoint(storage, "step-0000004") == []
+    paths = files_of(directory, "step-0000004-00001-2")
+    assert check_checkpoint(storage, "step-0000004-00001-2") == []
     for number, (path, bit) in enumerate(flips(generator, paths, int(os.environ.get("EVENSTEP_TEST_FLIPS", "60")))):
         flip(path, bit)
-        findings = check_checkpoint(storage, "step-0000004")
+        findings = check_checkpoint(storage, "step-0000004-00001-2")
         assert findings, f"bit {bit} of {path.name}"
-        assert any(f"step-0000004/{path.name}" in line for line in findings)
-        header = int.from_bytes((saved / "step-0000004" / path.name).read_bytes()[:8], "little") + 8
+        assert any(f"step-0000004-00001-2/{path.name}" in line for line in findings)
+        header = int.from_bytes((saved / "step-0000004-00001-2" / path.name).read_bytes()[:8], "little") + 8
         if path.suffix == ".safetensors" and bit // 8 >= header:
             assert "tensor " in findings[0]
         if number % 10 == 0:
@@ -416,24 +423,24 @@ def test_no_flipped_bit_is_loaded(saved: Path, tmp_path: Path, fresh_seed: int, 
             assert run.checkpoint.resume() == 2
             run.checkpoint._release()
             told = capsys.readouterr().err
-            assert f"damaged: step-0000004/{path.name}: " in told
-            assert "set aside as" in told
-            assert sorted(p.name for p in copy.iterdir()) == ["damaged-step-0000004", "step-0000002"]
+            assert f"damaged, passed over and kept: {copy}/step-0000004-00001-2/{path.name}: " in told
+            left = ["lock-00002.json", "step-0000002-00001-1", "step-0000004-00001-2"]
+            assert sorted(p.name for p in copy.iterdir()) == left
         flip(path, bit)
-    assert check_checkpoint(storage, "step-0000004") == []
+    assert check_checkpoint(storage, "step-0000004-00001-2") == []
 
 
 def test_no_truncated_file_is_loaded(saved: Path, tmp_path: Path, fresh_seed: int):
     generator = random.Random(fresh_seed)
     directory = damaged_copy(saved, tmp_path / "x")
     storage = LocalDirectory(directory)
-    for path in files_of(directory, "step-0000004"):
+    for path in files_of(directory, "step-0000004-00001-2"):
         content = path.read_bytes()
         for _ in range(int(os.environ.get("EVENSTEP_TEST_TRUNCATIONS", "25")) // 5):
             length = generator.randrange(len(content))
             path.write_bytes(content[:length])
-            findings = check_checkpoint(storage, "step-0000004")
-            assert any(f"step-0000004/{path.name}" in line for line in findings)
+            findings = check_checkpoint(storage, "step-0000004-00001-2")
+            assert any(f"step-0000004-00001-2/{path.name}" in line for line in findings)
             if path.suffix == ".safetensors":
                 assert f"has {length:,} bytes, and {len(content):,} were saved" in findings[0]
         path.write_bytes(content)
@@ -441,20 +448,20 @@ def test_no_truncated_file_is_loaded(saved: Path, tmp_path: Path, fresh_seed: in
 
 def test_a_missing_file_falls_back_and_an_extra_one_is_told(saved: Path, tmp_path: Path, capsys):
     directory = damaged_copy(saved, tmp_path / "x")
-    (directory / "step-0000004" / "notes.txt").write_text("mine")
+    (directory / "step-0000004-00001-2" / "notes.txt").write_text("mine")
     run = training(directory)
     assert run.checkpoint.resume() == 4
-    assert "step-0000004/notes.txt is no part of it" in capsys.readouterr().err
+    assert "step-0000004-00001-2/notes.txt is no part of it" in capsys.readouterr().err
     run.checkpoint._release()
-    (directory / "step-0000004" / "model.safetensors").unlink()
-    (directory / "step-0000002" / "manifest.json").unlink()
+    (directory / "step-0000004-00001-2" / "model.safetensors").unlink()
+    (directory / "step-0000002-00001-1" / "manifest.json").write_bytes(b"x")
     run = training(directory)
     with pytest.raises(CheckpointError) as caught:
         run.checkpoint.resume()
     text = str(caught.value)
     assert "no checkpoint in" in text
-    assert "step-0000004/model.safetensors: No such file" in text
-    assert "step-0000002/manifest.json: No such file" in text
+    assert "step-0000004-00001-2/model.safetensors: No such file" in text
+    assert "step-0000002-00001-1/manifest.json: its first line" in text
     run.checkpoint._release()
 
 
@@ -465,8 +472,8 @@ def test_load_of_one_step_does_not_fall_back_and_needs_no_lock(saved: Path, tmp_
     assert not (directory / "lock.json").exists()
     with pytest.raises(CheckpointError, match="no checkpoint of step 3; there are: 2, 4"):
         run.checkpoint.load(3)
-    flip(directory / "step-0000004" / "model.safetensors", 8 * 900)
-    with pytest.raises(CheckpointError, match=r"step-0000004/model.safetensors"):
+    flip(directory / "step-0000004-00001-2" / "model.safetensors", 8 * 900)
+    with pytest.raises(CheckpointError, match=r"step-0000004-00001-2/model.safetensors"):
         run.checkpoint.load(4)
     assert steps(directory) == [2, 4]
 
@@ -570,7 +577,8 @@ def test_a_metric_is_that_of_the_next_checkpoint_and_of_no_later_one(tmp_path: P
     def metrics() -> dict[int, dict[str, float]]:
         run.checkpoint.wait()
         storage = LocalDirectory(tmp_path)
-        return {step: dict(read_manifest(storage, folder_of(step)).metrics) for step in steps(tmp_path)}
+        folders = checkpoints_in(storage)
+        return {step: dict(read_manifest(storage, folder).metrics) for step, folder in folders.items()}
 
     run = training(tmp_path, every_steps=2, keep=10)
     for step in range(1, 7):
@@ -653,7 +661,8 @@ def test_saving_the_same_step_twice_replaces_it(tmp_path: Path):
     run.checkpoint.save(accuracy=0.5)
     run.checkpoint.close()
     assert steps(tmp_path) == [1]
-    assert '"accuracy":0.5' in (tmp_path / "step-0000001" / "manifest.json").read_text()
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000001-00001-2"]
+    assert '"accuracy":0.5' in (tmp_path / "step-0000001-00001-2" / "manifest.json").read_text()
 
 
 # ---------------------------------------------------------------------- stopping on request
@@ -697,7 +706,7 @@ def test_the_end_of_the_world_saves_and_an_exception_does_not(tmp_path: Path):
     with evenstep.init(quiet=True, device="cpu") as world:
         Training(tmp_path / "good", world, every_minutes=None).run_to(3)
     assert steps(tmp_path / "good") == [3]
-    assert not (tmp_path / "good" / "lock.json").exists()
+    assert is_released(tmp_path / "good")
 
     def fail():
         with evenstep.init(quiet=True, device="cpu") as world:
@@ -711,14 +720,17 @@ def test_the_end_of_the_world_saves_and_an_exception_does_not(tmp_path: Path):
         if thread.name.startswith("evenstep save"):
             thread.join()
     assert steps(tmp_path / "bad") == [2], "what was pending is finished, and nothing new is begun"
-    assert not (tmp_path / "bad" / "lock.json").exists(), "released behind what was pending"
+    assert is_released(tmp_path / "bad"), "released behind what was pending"
 
 
 def test_a_run_whose_lock_was_taken_over_saves_nothing_more(tmp_path: Path):
     run = training(tmp_path, every_steps=2).run_to(4)
     run.checkpoint.wait()
-    path = tmp_path / "lock.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"key": "another", "pid": 7, "hostname": "node7"}))
+    own = tmp_path / "lock-00001.json"
+    path = tmp_path / "lock-00002.json"
+    listed = {"manifests": [each.name for each in tmp_path.glob("step-*")]}
+    other = {"key": "another", "pid": 7, "hostname": "node7", **listed}
+    path.write_text(json.dumps(json.loads(own.read_text()) | other))
     with pytest.raises(CheckpointError, match=r"step 6 could not be saved in .*taken over by pid 7 on node7"):
         run.run_to(8)
     with pytest.raises(CheckpointError, match="taken over by pid 7 on node7"):
@@ -736,7 +748,7 @@ def test_rank_0_waits_for_the_others_as_long_as_the_world_does(tmp_path: Path):
     world = stub_world(0, 2)
     world.timeout_s = 0.2
     saver = Saver(LocalDirectory(tmp_path), world, {"model": nn.Linear(1, 1)}, lambda *_: None)
-    saver.open()
+    saver.open(1)
     saver.start(1, {})
     failure, by_peer = saver.finish_alone()
     assert re.fullmatch(r"rank 0: rank 1 had not written its part after 0\.\d s", failure)
@@ -750,7 +762,7 @@ def test_a_group_may_share_a_run(tmp_path: Path):
         run.checkpoint.close()
     finally:
         os.umask(before)
-    found = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "shared" / "step-0000001").iterdir()}
+    found = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "shared" / "step-0000001-00001-1").iterdir()}
     assert found == {"0o660"}
     assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o770
     with pytest.raises(

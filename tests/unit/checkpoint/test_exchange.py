@@ -87,7 +87,7 @@ def test_one_file_of_safetensors_has_the_model_and_comes_back(run, tmp_path: Pat
     assert set(state) - set(found) == {"head.weight"}, "what is tied is written once"
     assert all(torch.equal(found[key], state[key]) for key in found)
     assert import_file(str(tmp_path / "m.safetensors"), str(tmp_path / "second"), None, 7) == (
-        f"{tmp_path}/second/step-0000007: model"
+        f"{tmp_path}/second/step-0000007-00001-1: model"
     )
     assert equal_states(dict(resumed(tmp_path / "second")[0].state_dict()), dict(state))
 
@@ -140,7 +140,7 @@ def test_torch_reads_what_is_exported_for_it_and_back(run, tmp_path: Path):
     assert state["step"] == 1
     assert equal_states({"model": dict(state["model"]), "optimizer": state["optimizer"]}, wanted)
     assert import_file(str(tmp_path / "dcp"), str(tmp_path / "second"), None, None).endswith(
-        "step-0000001: model, optimizer"
+        "step-0000001-00001-1: model, optimizer"
     )
     again, other, step = resumed(tmp_path / "second")
     assert step == 1
@@ -254,18 +254,23 @@ def test_the_command_line_prints_json_and_takes_sizes(run, tmp_path: Path, capsy
     path, _, _ = run
     assert main(["list", "--json", path]) == 0
     (listed,) = json.loads(capsys.readouterr().out)
-    assert (listed["step"], listed["state"], listed["ranks"], listed["folder"]) == (1, "good", 1, "step-0000001")
+    assert (listed["step"], listed["state"], listed["ranks"], listed["folder"]) == (
+        1,
+        "good",
+        1,
+        "step-0000001-00001-1",
+    )
     assert main(["show", "--json", path]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["objects"]["model"]["tensors"]["embedding.weight"]["shape"] == [40, 8]
     assert shown["objects"]["model"]["tensors"]["head.weight"] == {"alias": "embedding.weight"}
     assert main(["verify", "--json", path]) == 0
-    assert json.loads(capsys.readouterr().out) == {"step-0000001": []}
-    file = Path(path) / "step-0000001" / "model.safetensors"
+    assert json.loads(capsys.readouterr().out) == {"step-0000001-00001-1": []}
+    file = Path(path) / "step-0000001-00001-1" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\xff")
     assert main(["verify", "--json", path]) == CheckpointError.exit_code
-    assert len(json.loads(capsys.readouterr().out)["step-0000001"]) == 1
-    (Path(path) / "step-0000001" / "manifest.json").write_bytes(b"x")
+    assert len(json.loads(capsys.readouterr().out)["step-0000001-00001-1"]) == 1
+    (Path(path) / "step-0000001-00001-1" / "manifest.json").write_bytes(b"x")
     assert main(["list", "--json", path]) == 0
     (listed,) = json.loads(capsys.readouterr().out)
     assert listed["state"] == "damaged"

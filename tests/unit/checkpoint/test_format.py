@@ -6,7 +6,6 @@ import collections
 import enum
 import json
 import math
-import os
 import random
 import typing
 import weakref
@@ -28,10 +27,7 @@ from evenstep.checkpoint.format.plan import Policy, best_step, plan_files, plan_
 from evenstep.checkpoint.format.random_streams import capture_streams, restore_streams
 from evenstep.checkpoint.format.tree import flatten, unflatten
 from evenstep.checkpoint.save.snapshot import Staging, capture_one
-from evenstep.checkpoint.storage.directory import put_in_place, remove_step, steps_in, sweep
-from evenstep.checkpoint.storage.storage import LocalDirectory
 from evenstep.errors import ConfigurationError
-from evenstep.testing.storage import check_storage
 from tests.stub_worlds import stub_world
 
 # ---------------------------------------------------------------------- random streams
@@ -445,90 +441,7 @@ def test_policies_that_make_no_sense(arguments, message):
         Policy(**arguments)
 
 
-# ---------------------------------------------------------------------- storage
-
-
-def test_the_local_directory_does_what_a_storage_does(tmp_path: Path):
-    numbers = iter(range(100))
-    assert check_storage(lambda: LocalDirectory(tmp_path / "deep" / str(next(numbers)))) == 7
-
-
-def test_files_belong_to_their_owner_alone(tmp_path: Path):
-    storage = LocalDirectory(tmp_path / "runs" / "x")
-    storage.write("step/file", [b"x"])
-    assert (tmp_path / "runs" / "x" / "step" / "file").stat().st_mode & 0o777 == 0o600
-    for folder in ("runs", "runs/x", "runs/x/step"):
-        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700
-
-
-def test_links_and_pipes_are_not_read(tmp_path: Path):
-    (tmp_path / "secret").write_bytes(b"secret")
-    storage = LocalDirectory(tmp_path / "x")
-    storage.write("step-0000001/file", [b"x"])
-    folder = tmp_path / "x" / "step-0000001"
-    (folder / "link").symlink_to(tmp_path / "secret")
-    os.mkfifo(folder / "pipe")
-    (tmp_path / "x" / "step-0000002").symlink_to(folder)
-    for path in ("step-0000001/link", "step-0000001/pipe", "step-0000002/file"):
-        with pytest.raises(OSError), storage.open(path):
-            pass
-    assert steps_in(storage) == [1]
-
-
-def test_files_may_be_shared_as_the_umask_says(tmp_path: Path):
-    before = os.umask(0o027)
-    try:
-        storage = LocalDirectory(tmp_path / "runs" / "x", private=False)
-        storage.write("step/file", [b"x"])
-        lock = storage.lock({})
-    finally:
-        os.umask(before)
-    for name in ("step/file", "lock.json"):
-        assert (tmp_path / "runs" / "x" / name).stat().st_mode & 0o777 == 0o640
-    for folder in ("runs", "runs/x", "runs/x/step"):
-        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o750
-    lock.release()
-
-
-def test_what_a_killed_job_left_is_swept(tmp_path: Path):
-    storage = LocalDirectory(tmp_path)
-    for folder in (".saving-step-0000003-x-1", ".removing-step-0000001", ".replaced-step-0000002", "step-0000002"):
-        storage.write(f"{folder}/manifest.json", [folder.encode()])
-    storage.write(".replaced-step-0000005/manifest.json", [b"only copy"])
-    sweep(storage)
-    assert storage.list() == ["step-0000002", "step-0000005"]
-    assert (tmp_path / "step-0000005" / "manifest.json").read_bytes() == b"only copy"
-
-
-def test_at_every_kill_during_a_replacement_a_whole_checkpoint_of_the_step_is_there(tmp_path: Path):
-    """`put_in_place` and `remove_step`, killed at each of their effects, and swept."""
-    for work in (lambda s: put_in_place(s, ".saving-step-0000002-x", 2), lambda s: remove_step(s, 1)):
-        for number in range(100):
-            root = tmp_path / f"{random.random()}"
-            plain = LocalDirectory(root)
-            for folder, text in (
-                (".saving-step-0000002-x", b"new"),
-                ("step-0000002", b"old"),
-                ("step-0000001", b"one"),
-            ):
-                plain.write(f"{folder}/manifest.json", [text])
-            effects = iter(range(number))
-
-            def fault(operation, path, effects=effects):
-                if next(effects, None) is None:
-                    raise KeyboardInterrupt(f"{operation} {path}")
-
-            try:
-                work(LocalDirectory(root, fault=fault))
-                done = True
-            except KeyboardInterrupt:
-                done = False
-            sweep(plain)
-            assert (root / "step-0000002" / "manifest.json").read_bytes() in (b"old", b"new")
-            assert set(plain.list()) <= {"step-0000001", "step-0000002"}
-            if done:
-                break
-        assert number > 3
+# ---------------------------------------------------------------------- memory
 
 
 def test_the_bytes_of_a_tensor_keep_it_alive() -> None:

@@ -11,14 +11,14 @@ from torch import nn
 
 from evenstep import World
 from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.checkpoint.directory import read_manifest
 from evenstep.checkpoint.load.in_place import in_place_targets
 from evenstep.checkpoint.load.reader import fill, read_objects
-from evenstep.checkpoint.storage.directory import read_manifest
-from evenstep.checkpoint.storage.storage import LocalDirectory
+from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import CheckpointError
 from tests.checkpoint_runs import flip
 
-STEP = "step-0000000"
+STEP = "step-0000000-00001-1"
 
 
 def save(directory: Path, **objects) -> Path:

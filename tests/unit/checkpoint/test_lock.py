@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from evenstep.checkpoint import lock as locks
 from evenstep.checkpoint import tools
-from evenstep.checkpoint.storage import lease
-from evenstep.checkpoint.storage.lease import LockedError
-from evenstep.checkpoint.storage.storage import LocalDirectory
+from evenstep.checkpoint.lock import LockedError, look, take_lock
+from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import CheckpointError
 
 
 def try_lock(directory, connection):
     try:
-        lock = LocalDirectory(directory).lock({})
+        lock = take_lock(LocalDirectory(directory), {})
     except LockedError as error:
         connection.send(str(error))
         connection.recv()
@@ -34,7 +34,7 @@ def try_lock(directory, connection):
 
 
 def test_two_jobs_do_not_share_a_directory_and_a_dead_one_does_not_keep_it(tmp_path: Path):
-    lock = LocalDirectory(tmp_path).lock({})
+    lock = take_lock(LocalDirectory(tmp_path), {})
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     child = context.Process(target=try_lock, args=(tmp_path, theirs))
@@ -51,18 +51,24 @@ def test_two_jobs_do_not_share_a_directory_and_a_dead_one_does_not_keep_it(tmp_p
     child.start()
     assert ours.recv() == "taken"
     with pytest.raises(LockedError, match=f"pid {child.pid}"):
-        LocalDirectory(tmp_path).lock({}, wait_s=60)  # it is seen to run: nothing to wait for
+        take_lock(LocalDirectory(tmp_path), {}, wait_s=60)  # it is seen to run: nothing to wait for
     with pytest.raises(LockedError, match=f"pid {child.pid} .*End it first"):
         tools.unlock(str(tmp_path))
     child.kill()
     child.join()
-    LocalDirectory(tmp_path).lock({}).release()
-    assert list(tmp_path.iterdir()) == []
+    take_lock(LocalDirectory(tmp_path), {}).release()
+    assert is_released(tmp_path)
+
+
+def is_released(directory: Path) -> bool:
+    """Nobody has the lock; its number is kept."""
+    (path,) = directory.iterdir()
+    return path.name.startswith("lock-") and json.loads(path.read_text())["released"]
 
 
 def as_of(directory: Path, age_s: float = 0.0, **changes: object) -> None:
     """Make a lock one of another process, that long after its last heartbeat."""
-    path = directory / "lock.json"
+    path = max(directory.glob("lock-*.json"))
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     modified_s = path.stat().st_mtime - age_s
     os.utime(path, (modified_s, modified_s))
@@ -82,16 +88,16 @@ def as_of(directory: Path, age_s: float = 0.0, **changes: object) -> None:
     ],
 )
 def test_which_locks_are_stale(tmp_path: Path, changes, is_certain):
-    lock = LocalDirectory(tmp_path).lock({})
+    lock = take_lock(LocalDirectory(tmp_path), {})
     as_of(tmp_path, **changes)
     if not is_certain:
         for age_s in (0, 50, -3600):  # seen from here its clock is ahead
             as_of(tmp_path, age_s)
             since = "since an unknown time" if "time" in changes else r", since \d\d\d\d-.*"
             with pytest.raises(LockedError, match=f"{since}, last heartbeat {max(0, age_s)} s ago"):
-                LocalDirectory(tmp_path).lock({})
+                take_lock(LocalDirectory(tmp_path), {})
         as_of(tmp_path, 3600 + 61)
-    next_one = LocalDirectory(tmp_path).lock({})
+    next_one = take_lock(LocalDirectory(tmp_path), {})
     with pytest.raises(LockedError, match="was taken over by"):
         lock.confirm()
     lock.release()
@@ -100,12 +106,13 @@ def test_which_locks_are_stale(tmp_path: Path, changes, is_certain):
 
 
 def test_a_holder_that_cannot_be_seen_keeps_its_lock_while_its_heart_beats(tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.05)
-    monkeypatch.setattr(lease, "_LOOK_EVERY_S", 0.02)
-    lock = LocalDirectory(tmp_path).lock({})
+    monkeypatch.setattr(locks, "RENEW_EVERY_S", 0.05)
+    monkeypatch.setattr(locks, "_LOOK_EVERY_S", 0.02)
+    lock = take_lock(LocalDirectory(tmp_path), {})
+    lock._hold.record |= {"boot": "elsewhere", "hostname": "node7"}
     as_of(tmp_path, 30, boot="elsewhere", hostname="node7")
     with pytest.raises(LockedError, match=f"pid {os.getpid()} on node7"):
-        LocalDirectory(tmp_path).lock({}, wait_s=50)
+        take_lock(LocalDirectory(tmp_path), {}, wait_s=50)
     told = capsys.readouterr().err
     assert "on node7" in told
     assert "Waiting for its next heartbeat; 60 s after the last one the lock is taken over" in told
@@ -115,14 +122,15 @@ def test_a_holder_that_cannot_be_seen_keeps_its_lock_while_its_heart_beats(tmp_p
 
 def test_a_holder_that_was_stopped_for_long_has_lost_its_lock(tmp_path: Path, monkeypatch):
     """And one that was stopped for less has not."""
-    monkeypatch.setattr(lease, "_LOOK_EVERY_S", 0.02)
-    lock = LocalDirectory(tmp_path).lock({})
+    monkeypatch.setattr(locks, "_LOOK_EVERY_S", 0.02)
+    lock = take_lock(LocalDirectory(tmp_path), {})
+    lock._hold.record |= {"boot": "elsewhere"}
     as_of(tmp_path, 59.5, boot="elsewhere")
     with pytest.raises(LockedError, match="last heartbeat 60 s ago"):
-        LocalDirectory(tmp_path).lock({}, wait_s=0.1)
+        take_lock(LocalDirectory(tmp_path), {}, wait_s=0.1)
     lock.confirm()
     as_of(tmp_path, 59.5)
-    again = LocalDirectory(tmp_path).lock({}, wait_s=30)
+    again = take_lock(LocalDirectory(tmp_path), {}, wait_s=30)
     with pytest.raises(LockedError, match="given no sign of life for 60 s"):
         lock.confirm()
     lock.release()
@@ -131,60 +139,66 @@ def test_a_holder_that_was_stopped_for_long_has_lost_its_lock(tmp_path: Path, mo
 
 
 def test_a_lock_that_somebody_removed_is_put_back_if_nobody_took_it(tmp_path: Path):
-    lock = LocalDirectory(tmp_path).lock({})
+    lock = take_lock(LocalDirectory(tmp_path), {})
     assert tools.unlock(str(tmp_path / "..")).endswith("is not locked")
     as_of(tmp_path, 7, processes="pid:[1]")
-    assert "removed the lock of pid" in tools.unlock(str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "lock-00001.json").unlink()
     lock.confirm()
-    assert [path.name for path in tmp_path.iterdir()] == ["lock.json"]
-    (tmp_path / "lock.json").write_bytes(b"not json")
+    as_of(tmp_path, 7, processes="pid:[1]")
+    assert "removed the lock of pid" in tools.unlock(str(tmp_path))
+    assert tools.unlock(str(tmp_path)).endswith("is not locked")
+    assert is_released(tmp_path)
+    with pytest.raises(LockedError, match=r"its lock was removed\. It saves nothing more"):
+        lock.confirm()
+    (tmp_path / "lock-00002.json").write_bytes(b"not json")
     with pytest.raises(LockedError, match="pid None on None, since an unknown time"):
-        LocalDirectory(tmp_path).lock({})
+        take_lock(LocalDirectory(tmp_path), {})
     tools.unlock(str(tmp_path))
-    again = LocalDirectory(tmp_path).lock({})
+    again = take_lock(LocalDirectory(tmp_path), {})
     with pytest.raises(LockedError, match="taken over by another Checkpointer of this process"):
         lock.confirm()
     again.release()
     lock.release()
+    assert is_released(tmp_path)
     with pytest.raises(CheckpointError, match="is no directory"):
         tools.unlock(str(tmp_path / "none"))
 
 
 @pytest.mark.extended
 def test_a_lock_ends_with_the_last_reference_and_with_the_process(tmp_path: Path):
-    lock = LocalDirectory(tmp_path).lock({})
-    assert (tmp_path / "lock.json").exists()
+    lock = take_lock(LocalDirectory(tmp_path), {})
+    assert not look(LocalDirectory(tmp_path)).record.get("released")
     del lock
-    assert not (tmp_path / "lock.json").exists()
+    assert is_released(tmp_path)
     program = f"""
         import os
-        from evenstep.checkpoint.storage.storage import LocalDirectory
-        lock = LocalDirectory({str(tmp_path)!r}).lock({{}})
+        from evenstep.checkpoint.lock import look, take_lock
+        from evenstep.checkpoint.store import LocalDirectory
+        lock = take_lock(LocalDirectory({str(tmp_path)!r}), {{}})
         if (pid := os.fork()) == 0:
             raise SystemExit  # a copy of this process doesn't end its lock
         os.waitpid(pid, 0)
         lock.confirm()
-        print(os.listdir({str(tmp_path)!r}))
+        print(look(LocalDirectory({str(tmp_path)!r})).record.get("released"))
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
-    assert done.stdout == "['lock.json']\n", done.stderr
-    assert os.listdir(tmp_path) == []
+    assert done.stdout == "None\n", done.stderr
+    assert is_released(tmp_path)
 
 
 def test_a_lock_that_is_collected_while_the_next_is_taken_does_not_hang(tmp_path: Path, monkeypatch):
     """As when a cell of a notebook is run again."""
-    locks = [LocalDirectory(tmp_path).lock({})]
-    really_put = lease._put
+    held = [take_lock(LocalDirectory(tmp_path), {})]
+    really_create = LocalDirectory.put_new
 
-    def collect(*arguments, **named):
-        locks.clear()
-        return really_put(*arguments, **named)
+    def collect(*arguments):
+        held.clear()
+        return really_create(*arguments)
 
-    monkeypatch.setattr(lease, "_put", collect)
-    lock = LocalDirectory(tmp_path).lock({})
+    monkeypatch.setattr(LocalDirectory, "put_new", collect)
+    lock = take_lock(LocalDirectory(tmp_path), {})
     lock.confirm()
-    assert locks == []
+    assert held == []
     lock.release()
 
 
@@ -193,9 +207,10 @@ def test_a_lock_that_is_collected_while_the_next_is_taken_does_not_hang(tmp_path
 def test_a_job_of_another_container_keeps_the_directory_while_it_lives(tmp_path: Path, monkeypatch):
     program = f"""
         import os, time
-        from evenstep.checkpoint.storage import lease
-        lease.RENEW_EVERY_S = 0.1
-        lock = lease.take_lock(__import__("pathlib").Path({str(tmp_path)!r}), {{}})
+        from evenstep.checkpoint import lock as locks
+        locks.RENEW_EVERY_S = 0.1
+        from evenstep.checkpoint.store import LocalDirectory
+        lock = locks.take_lock(LocalDirectory({str(tmp_path)!r}), {{}})
         print(os.getpid(), flush=True)
         time.sleep(600)
     """
@@ -206,31 +221,34 @@ def test_a_job_of_another_container_keeps_the_directory_while_it_lives(tmp_path:
             pytest.skip("PID namespaces are not permitted")
         for wait_s in (0, 30):
             with pytest.raises(LockedError, match=r"pid 1 on .*checkpoint unlock"):
-                LocalDirectory(tmp_path).lock({}, wait_s=wait_s)
+                take_lock(LocalDirectory(tmp_path), {}, wait_s=wait_s)
     finally:
         other.kill()
         other.wait()
         other.stdout.close()
     as_of(tmp_path, 59)
-    LocalDirectory(tmp_path).lock({}, wait_s=30).release()
+    take_lock(LocalDirectory(tmp_path), {}, wait_s=30).release()
 
 
 def test_a_kill_while_a_lock_is_taken_leaves_nothing_for_good(tmp_path: Path):
-    left, other = tmp_path / ".lock-1", tmp_path / ".lock-2"
+    left, other = tmp_path / ".put-1", tmp_path / ".put-2"
     for path in (left, other):
         path.write_text("{}")
     os.utime(left, (0, 0))
-    LocalDirectory(tmp_path).lock({}).release()
-    assert list(tmp_path.iterdir()) == [other], "that may be in use"
+    storage = LocalDirectory(tmp_path)
+    take_lock(storage, {}).release()
+    storage.sweep()
+    assert list(tmp_path.glob(".*")) == [other], "that may be in use"
 
 
-def test_where_files_have_no_links_a_lock_is_renamed(tmp_path: Path, monkeypatch):
+def test_where_files_have_no_links_a_lock_is_created(tmp_path: Path, monkeypatch):
     def no_links(*_):
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    monkeypatch.setattr(lease.os, "link", no_links)
-    LocalDirectory(tmp_path).lock({}).release()
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(os, "link", no_links)
+    take_lock(LocalDirectory(tmp_path), {}).release()
+    assert is_released(tmp_path)
+    assert not LocalDirectory(tmp_path).put_new("lock-00001.json", b"another")
 
 
 @pytest.mark.parametrize(
@@ -262,7 +280,7 @@ def test_a_job_that_is_started_again_has_its_lock_at_once(tmp_path: Path, monkey
         monkeypatch.delenv(each, raising=False)
     for name, value in theirs.items():
         monkeypatch.setenv(name, value)
-    before = LocalDirectory(tmp_path).lock({})
+    before = take_lock(LocalDirectory(tmp_path), {})
     as_of(tmp_path, 5, boot="elsewhere", hostname="node7")
     for each in names:
         monkeypatch.delenv(each, raising=False)
@@ -270,10 +288,10 @@ def test_a_job_that_is_started_again_has_its_lock_at_once(tmp_path: Path, monkey
         monkeypatch.setenv(name, value)
     if not is_mine:
         with pytest.raises(LockedError, match="on node7"):
-            LocalDirectory(tmp_path).lock({})
+            take_lock(LocalDirectory(tmp_path), {})
         before.release()
         return
-    now = LocalDirectory(tmp_path).lock({})
+    now = take_lock(LocalDirectory(tmp_path), {})
     with pytest.raises(LockedError, match="was taken over by"):
         before.confirm()  # before it writes a manifest, or removes a checkpoint
     now.confirm()

@@ -38,8 +38,12 @@ def test_folders_that_only_look_like_checkpoints_are_none(tmp_path: Path):
     (tmp_path / "damaged-goods").mkdir()
     with pytest.raises(CheckpointError, match="has no checkpoint"):
         list(tools.list_lines(str(tmp_path)))
-    (tmp_path / "damaged-step-0000002-1").mkdir()
-    assert list(tools.list_lines(str(tmp_path)))[1:] == [f"{'':>10}  damaged-step-0000002-1: set aside by a resume"]
+    (tmp_path / "step-0000002-00001-1").mkdir()
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        list(tools.list_lines(str(tmp_path)))
+    (tmp_path / "step-0000002-00001-1" / "manifest.json").write_text("x")
+    (line,) = list(tools.list_lines(str(tmp_path)))[1:]
+    assert line.startswith(f"{2:>10}  damaged: step-0000002-00001-1/manifest.json: its first line")
 
 
 def test_an_export_is_read_without_trust_also_where_the_state_has_something_of_numpys(tmp_path: Path):

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenstep.checkpoint.directory import DamagedError, UnreadableError, read_manifest, why_unread
 from evenstep.checkpoint.format import manifest as manifests
 from evenstep.checkpoint.format import payload
 from evenstep.checkpoint.format.manifest import Manifest, ObjectEntry, Part, TensorEntry
 from evenstep.checkpoint.format.payload import Entry, bytes_of
 from evenstep.checkpoint.format.tree import unflatten
 from evenstep.checkpoint.load.layouts import Copy, Layout, plain, plan_copies
-from evenstep.checkpoint.storage.directory import DamagedError, UnreadableError, read_manifest, why_unread
-from evenstep.checkpoint.storage.storage import Reader, Storage
+from evenstep.checkpoint.store import Reader, Storage
 
-_CHUNK_BYTES = 1 << 20
+_SMALL_BYTES = 8 << 20  # read by one thread
 _NUM_THREADS = 2
 
 # By object and tensor name: the memory into which a tensor is read.
@@ -132,7 +132,7 @@ def unlisted_files(storage: Storage, folder: str, manifest: Manifest) -> list[st
         names = storage.list(folder)
     except OSError:
         return []  # a user who may open files by name need not have the right to list them
-    return [name for name in names if name not in known and not name.startswith(".")]
+    return [name for name in names if name not in known]
 
 
 class _Check:
@@ -255,7 +255,7 @@ class _Check:
                     return f"{path}: tensor {want.name}: its checksum is {found:08x}, and {saved}"
 
                 jobs = list(enumerate(listed))
-                if sum(want.num_bytes for want in listed) < 8 * _CHUNK_BYTES:
+                if sum(want.num_bytes for want in listed) < _SMALL_BYTES:
                     problems = [read_one(job) for job in jobs]
                 else:
                     with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -276,9 +276,9 @@ class _Check:
             assert want.memory is not None
             values = torch.empty(want.part.numel, dtype=want.memory.dtype, device="cpu")
             out = bytes_of(values)
-        for begin in range(0, want.num_bytes, _CHUNK_BYTES):
-            end = min(begin + _CHUNK_BYTES, want.num_bytes)
-            chunk = self._chunk_memory()[: end - begin] if out is None else out[begin:end]
+        for begin in range(0, want.num_bytes, source.chunk_bytes):
+            end = min(begin + source.chunk_bytes, want.num_bytes)
+            chunk = self._chunk_memory(source.chunk_bytes)[: end - begin] if out is None else out[begin:end]
             got = source.read_into(offset + begin, chunk)
             if got != len(chunk):
                 raise OSError(0, f"ends after {offset + begin + got:,} bytes, while it is read")
@@ -289,10 +289,10 @@ class _Check:
                 copy.target(want.memory).copy_(copy.source(values))
         return checksum if confirms else None
 
-    def _chunk_memory(self) -> memoryview:
+    def _chunk_memory(self, num_bytes: int) -> memoryview:
         """This thread's memory for bytes that are checksummed and dropped."""
         if not hasattr(self._scratch, "memory"):
-            self._scratch.memory = memoryview(bytearray(_CHUNK_BYTES))
+            self._scratch.memory = memoryview(bytearray(num_bytes))
         memory: memoryview = self._scratch.memory
         return memory
 

@@ -7,6 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evenstep.checkpoint.directory import (
+    DamagedError,
+    MissingError,
+    UnreadableError,
+    read_manifest,
+)
 from evenstep.checkpoint.format.manifest import Manifest
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.random_streams import restore_streams
@@ -15,14 +21,8 @@ from evenstep.checkpoint.load import compare
 from evenstep.checkpoint.load.in_place import in_place_targets
 from evenstep.checkpoint.load.layouts import find_layouts
 from evenstep.checkpoint.load.reader import fill, read_objects, unlisted_files
-from evenstep.checkpoint.storage.directory import (
-    DamagedError,
-    MissingError,
-    UnreadableError,
-    folder_of,
-    read_manifest,
-)
-from evenstep.checkpoint.storage.storage import Storage
+from evenstep.checkpoint.lock import step_of
+from evenstep.checkpoint.store import Storage
 from evenstep.errors import CheckpointError, ConfigurationError
 from evenstep.world import World
 
@@ -49,7 +49,7 @@ class Found:
     unlisted: list[str]
 
 
-def find(storage: Storage, world: World, step: int, objects: Mapping[str, Any], *, strict: bool) -> Found:
+def find(storage: Storage, world: World, folder: str, objects: Mapping[str, Any], *, strict: bool) -> Found:
     """Collective: read and check a checkpoint without changing anything.
 
     What some rank can't read all ranks read once more, after a pause: a server may be away for a moment.
@@ -60,7 +60,7 @@ def find(storage: Storage, world: World, step: int, objects: Mapping[str, Any], 
         CheckpointError: It is good, but doesn't fit the objects, or a tensor of theirs can't be loaded into.
     """
     for pause_s in (*_PAUSES_S, None):
-        found, problem = _read(storage, world, step, objects, strict=strict)
+        found, problem = _read(storage, world, folder, objects, strict=strict)
         problems = world.exchange(problem)
         unread = _first(problems, "unread") or _first(problems, "missing")
         if unread is None or pause_s is None:
@@ -80,7 +80,7 @@ def find(storage: Storage, world: World, step: int, objects: Mapping[str, Any], 
         more = [f"... and {len(listed) - _MAX_LINES} more"] if len(listed) > _MAX_LINES else []
         text = "\n  ".join([*listed[:_MAX_LINES], *more])
         raise CheckpointError(
-            f"{storage.where}/{folder_of(step)} was not saved from these objects:\n  {text}\nBuild the objects as they "
+            f"{storage.where}/{folder} was not saved from these objects:\n  {text}\nBuild the objects as they "
             f"were when it was saved, or pass strict=False to load what fits."
         )
     return found
@@ -92,13 +92,12 @@ def _first(problems: Sequence[tuple[str, str] | None], kind: str) -> str | None:
 
 
 def _read(
-    storage: Storage, world: World, step: int, objects: Mapping[str, Any], *, strict: bool
+    storage: Storage, world: World, folder: str, objects: Mapping[str, Any], *, strict: bool
 ) -> tuple[Found | None, tuple[str, str] | None]:
     """Read a checkpoint on this rank: what was found, or what kind of problem there is, and its text."""
-    folder = folder_of(step)
     try:
         manifest = read_manifest(storage, folder)
-        if manifest.step != step:
+        if manifest.step != step_of(folder):
             raise DamagedError(f"{folder}: its manifest is that of step {manifest.step}")
         misfits = compare.missing_objects(manifest.objects, objects)
         targets, layouts = {}, {}

@@ -1,4 +1,4 @@
-"""One save, from the objects to the committed folder: stage, write, collect receipts, commit."""
+"""One save, from the objects to the manifest: stage, write, collect receipts, commit."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
+from evenstep.checkpoint.directory import remove_checkpoint
 from evenstep.checkpoint.format import manifest as manifests
 from evenstep.checkpoint.format.manifest import FileEntry, Manifest, ObjectEntry, Part, TensorEntry
 from evenstep.checkpoint.format.payload import Entry, Layout, entry_of, plan_layout
@@ -25,10 +26,10 @@ from evenstep.checkpoint.format.plan import FilePlan, plan_files, shard_file
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.random_streams import capture_streams
 from evenstep.checkpoint.format.regions import Shape
+from evenstep.checkpoint.lock import LockedError, Place
 from evenstep.checkpoint.save.snapshot import Captured, Files, Staging, capture, capture_one, shard_key
 from evenstep.checkpoint.save.writer import Job, Receipt, Writer, is_secondary
-from evenstep.checkpoint.storage.directory import saving_folder
-from evenstep.checkpoint.storage.storage import Storage
+from evenstep.checkpoint.store import Storage
 from evenstep.errors import CheckpointError, ConfigurationError
 from evenstep.transport.core.codec import decode, encode
 from evenstep.world import World
@@ -41,10 +42,11 @@ class Saver:
         storage: Holds the checkpoints.
         world: The ranks that take part.
         objects: Objects to save, by name; the same names on all ranks.
-        commit: Called on rank 0, in the writer's thread, with a folder that is written and durable, and its manifest:
+        commit: Called on rank 0, in the writer's thread, with a folder whose files are written, and its manifest:
             makes it the checkpoint of its step.
 
     Attributes:
+        folder: Of the last save.
         blocked_s: Seconds that the last `start` took.
     """
 
@@ -56,17 +58,23 @@ class Saver:
         commit: Callable[[str, Manifest], None],
     ) -> None:
         self._storage, self._world, self._objects = storage, world, objects
-        self._put_in_place = commit
+        self._make_checkpoint = commit
         store = HashStore() if world.store is None else world.store
         self.writer = Writer(storage, store, world.rank, world.world_size, timeout_s=world.timeout_s)
         self.blocked_s = 0.0
         self._staging = Staging()
+        self.folder = ""
         self._run = ""
+        self._lock_number = 0
         self._num_saves = 0
-        self._step = -1
 
-    def open(self) -> None:
-        """Collective: agree on a name for this run's saves."""
+    def open(self, lock_number: int) -> None:
+        """Collective: agree on a name for this run's receipts.
+
+        Args:
+            lock_number: Of this job's lock, which its folders are named after.
+        """
+        self._lock_number = lock_number
         self._run = self._world.broadcast_object(secrets.token_hex(4) if self._world.is_main else None)
 
     def abandon(self) -> None:
@@ -84,9 +92,8 @@ class Saver:
         """
         began = time.perf_counter()
         self._num_saves += 1
-        self._step = step
         key = f"{self._run}-{self._num_saves}"
-        folder = saving_folder(step, key)
+        self.folder = folder = Place(step, self._lock_number, self._num_saves).folder
         try:
             plan = _Plan(self._objects, self._world)
             staged = self._staging.stage(plan.files_of_this_rank())
@@ -114,7 +121,7 @@ class Saver:
         failures = [each for each in seen if each is not None]
         if not failures:
             return None
-        self._remove_partial()
+        self._remove_partial(error)
         return str(next((text for secondary, text in failures if not secondary), failures[0][1]))
 
     def finish_alone(self) -> tuple[str | None, bool]:
@@ -126,7 +133,7 @@ class Saver:
         error = self.writer.finish_with_commit()
         if error is None:
             return None, False
-        self._remove_partial()
+        self._remove_partial(error)
         return self._describe(error), is_secondary(error)
 
     def _describe(self, error: BaseException) -> str:
@@ -135,10 +142,11 @@ class Saver:
         what = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         return f"rank {self._world.rank}: {what}"
 
-    def _remove_partial(self) -> None:
-        if self._world.is_main:
+    def _remove_partial(self, error: BaseException | None) -> None:
+        # Another job that has the lock may have counted this checkpoint as one.
+        if self._world.is_main and not isinstance(error, LockedError):
             with contextlib.suppress(OSError):  # leftovers are swept when the next job begins
-                self._storage.remove(saving_folder(self._step, f"{self._run}-{self._num_saves}"))
+                remove_checkpoint(self._storage, self.folder)
 
     # ------------------------------------------------------------------ the commit, on rank 0
 
@@ -151,7 +159,7 @@ class Saver:
         receipts: Sequence[Receipt],
         began_at: float,
     ) -> None:
-        """Check that all ranks saved the same tensors; write random streams and manifest; rename."""
+        """Check that all ranks saved the same tensors; write the random streams; make the checkpoint."""
         for rank, receipt in enumerate(receipts):
             if receipt.facts["fingerprint"] != plan.fingerprint:
                 raise CheckpointError(
@@ -189,8 +197,7 @@ class Saver:
                 f"slice that."
             ) from None
         self._look_at(folder, manifest)
-        self._storage.write(f"{folder}/{manifests.NAME}", [manifests.encode(manifest)])
-        self._put_in_place(folder, manifest)
+        self._make_checkpoint(folder, manifest)
 
     def _look_at(self, folder: str, manifest: Manifest) -> None:
         """Raise where a file isn't there for rank 0 as its rank has written it."""

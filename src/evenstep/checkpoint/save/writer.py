@@ -1,7 +1,7 @@
 """Writing a checkpoint in the background: a thread per save, on every rank.
 
-    every rank   writes its files, posts a receipt with their checksums                     |
-    rank 0       ...             awaits all receipts, writes the manifest, renames, removes old checkpoints, posts that
+    every rank   writes its files, posts a receipt with their checksums
+    rank 0       ...             awaits all receipts, writes the manifest, removes old checkpoints, posts that
 
 Ranks exchange receipts through the world's store and not by collectives, whose order belongs to the training loop. A
 rank that fails posts its error instead of a receipt, and the others stop writing.
@@ -23,7 +23,7 @@ from torch.distributed import Store
 
 from evenstep.checkpoint.format.payload import bytes_of
 from evenstep.checkpoint.save.snapshot import StagedFile
-from evenstep.checkpoint.storage.storage import Storage
+from evenstep.checkpoint.store import Storage
 from evenstep.errors import CheckpointError
 
 _CHUNK_BYTES = 4 << 20
@@ -54,7 +54,7 @@ class Job:
     """One rank's part of one save.
 
     Attributes:
-        folder: The temporary one, the same on all ranks.
+        folder: Of the checkpoint, the same on all ranks.
         key: Of this save, the same on all ranks: run and number.
         files: Files that this rank writes.
         facts: Go into its receipt.
@@ -147,7 +147,7 @@ class Writer:
     def write_file(self, folder: str, file: StagedFile) -> Receipt:
         """Write one file, in this thread."""
         checksums = [0] * len(file.layout.entries)
-        self._storage.write(f"{folder}/{file.name}", self._chunks(file, checksums, lambda: None))
+        self._storage.put(f"{folder}/{file.name}", self._chunks(file, checksums, lambda: None))
         return Receipt({file.name: zlib.crc32(file.layout.header)}, {file.name: checksums}, {})
 
     def _run(self, job: Job) -> None:
@@ -170,7 +170,7 @@ class Writer:
 
         def write(file: StagedFile) -> None:
             chunks = self._chunks(file, checksums[file.name], lambda: self._check_peers(job))
-            self._storage.write(f"{job.folder}/{file.name}", chunks)
+            self._storage.put(f"{job.folder}/{file.name}", chunks)
 
         # One large file is checksummed and copied while the disk syncs the other.
         large = [file for file in job.files if file.layout.payload_bytes >= _LARGE_BYTES]

@@ -1,18 +1,16 @@
-"""The directory of a run: which of its folders are checkpoints, and the renames by which these come and go.
+"""The directory of a run: which of its folders are checkpoints, and how these come and go.
 
-step-0000090                  a checkpoint, whole
-.saving-step-0000090-...      being written: removed when the next job begins
-.replaced-step-0000090        the former one of that step, while a new one takes its place: put back, or removed
-.removing-step-0000060        no checkpoint any more
-damaged-step-0000090          set aside by a resume that fell back to an earlier one; kept for a person to look at
+step-0000090-00007-3    written by save 3 of the job that had lock 7: a checkpoint once its manifest is there
+lock-00007.json         which job writes here, and which manifests of earlier jobs count: see `lock`
+
+Nothing is renamed. A manifest is written last, and removed first. A folder without one is what a killed job has left:
+the next job removes it. A damaged checkpoint stays for a person to look at, and is passed over by resumes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import re
-import secrets
 import socket
 import threading
 import time
@@ -23,91 +21,54 @@ from typing import Protocol
 from evenstep.checkpoint.format import manifest as manifests
 from evenstep.checkpoint.format.manifest import Manifest
 from evenstep.checkpoint.format.plan import Policy, best_step, plan_removals
-from evenstep.checkpoint.storage.lease import EXPIRES_AFTER_S
-from evenstep.checkpoint.storage.storage import Lock, Storage
+from evenstep.checkpoint.lock import EXPIRES_AFTER_S, Lock, look, place_of, step_of, take_lock
+from evenstep.checkpoint.store import Storage
 from evenstep.console import say
 from evenstep.errors import CheckpointError, EvenstepError, UsageError
 from evenstep.ground.health import heartbeat
 from evenstep.world import World
 
-_PROBE = ".saving-probe"  # swept, where a job was killed meanwhile
 _SEEN_WITHIN_S = 10.0  # by ranks of other nodes, whose file system may look seldom
 _LOOK_EVERY_S = 0.1
-_STEP = re.compile(r"step-(\d{7,})")
 _WAIT_FOR_LOCK_S = EXPIRES_AFTER_S + 5.0
 # Something else lies where a file was; or the file is shorter than it was.
 _OTHER_FILE = (0, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
-_ASIDE = re.compile(r"damaged-step-(\d{7,})(-\d+)?")
 
 
-def folder_of(step: int) -> str:
-    """The name of a step's checkpoint folder."""
-    return f"step-{step:07d}"
+def checkpoints_in(storage: Storage) -> dict[int, str]:
+    """The folder of each step that has a checkpoint, good or damaged, in ascending order. Needs no lock."""
+    return _by_step(look(storage).manifests(storage))
 
 
-def steps_in(storage: Storage) -> list[int]:
-    """The steps that have a checkpoint, good or damaged, in ascending order."""
-    found = (_STEP.fullmatch(name) for name in storage.list())
-    return sorted(int(match[1]) for match in found if match is not None)
+def _by_step(folders: list[str]) -> dict[int, str]:
+    """Folders of checkpoints by step: of several of one step the last that was written."""
+    return {step_of(folder): folder for folder in folders}
 
 
-def set_aside_in(storage: Storage) -> list[str]:
-    """The folders of damaged checkpoints that `set_aside` has renamed."""
-    return [name for name in storage.list() if _ASIDE.fullmatch(name)]
+def remove_checkpoint(storage: Storage, folder: str) -> None:
+    """Remove a checkpoint, its manifest first: what is left is none, whenever this ends."""
+    storage.remove(f"{folder}/{manifests.NAME}")
+    storage.remove(folder)
 
 
-def saving_folder(step: int, key: str) -> str:
-    """The temporary folder of a save, until it is committed.
-
-    Args:
-        step: Of the save.
-        key: Tells it from every other attempt.
-    """
-    return f".saving-{folder_of(step)}-{key}"
-
-
-def put_in_place(storage: Storage, temporary: str, step: int) -> None:
-    """Turn a written folder into the checkpoint of its step, and remove a former one."""
-    final = folder_of(step)
-    former = f".replaced-{final}"
-    if final in storage.list():
-        storage.remove(former)
-        storage.rename(final, former)
-    storage.rename(temporary, final)
-    with contextlib.suppress(OSError):  # leftovers are swept when the next job begins
-        storage.remove(former)
+def sweep(storage: Storage, lock: Lock) -> None:
+    """Remove what killed jobs have left, and what a later save of the same step has replaced."""
+    newest = _by_step(lock.manifests)
+    for folder in storage.list():
+        place = place_of(folder)
+        if place is None or folder == newest.get(place.step):
+            continue
+        if folder not in lock.manifests or _is_replaced(storage, lock, folder, newest[place.step]):
+            remove_checkpoint(storage, folder)
+    storage.sweep()
 
 
-def remove_step(storage: Storage, step: int) -> None:
-    """Remove a checkpoint; a rename first, so that no part of it ever looks like one."""
-    going = f".removing-{folder_of(step)}"
-    storage.remove(going)
-    storage.rename(folder_of(step), going)
-    storage.remove(going)
-
-
-def set_aside(storage: Storage, step: int) -> str | None:
-    """Rename a damaged checkpoint; returns its new name, or None if it can't be renamed."""
-    names = (f"damaged-{folder_of(step)}" + (f"-{number}" if number else "") for number in range(1000))
-    with contextlib.suppress(OSError):
-        taken = storage.list()
-        name = next(name for name in names if name not in taken)
-        storage.rename(folder_of(step), name)
-        return name
-    return None
-
-
-def sweep(storage: Storage) -> None:
-    """Remove the leftovers of killed jobs. Only the holder of the lock may call it."""
-    names = storage.list()
-    for name in names:
-        if name.startswith(".replaced-"):
-            final = name.removeprefix(".replaced-")
-            if final not in names:
-                storage.rename(name, final)
-                continue
-        if name.startswith((".saving-", ".removing-", ".replaced-")):
-            storage.remove(name)
+def _is_replaced(storage: Storage, lock: Lock, folder: str, by: str) -> bool:
+    """Whether two checkpoints of one step are both good, as far as is known; damaged ones are kept."""
+    try:
+        return not lock.damaged.keys() & {folder, by} and all(read_manifest(storage, each) for each in (folder, by))
+    except (DamagedError, UnreadableError):
+        return False
 
 
 class DamagedError(CheckpointError):
@@ -140,12 +101,10 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
     """
     path = f"{folder}/{manifests.NAME}"
     try:
-        with storage.open(path) as file:
-            if file.num_bytes > manifests.MAX_BYTES:
-                raise DamagedError(f"{path}: {file.num_bytes:,} bytes are too many for a manifest")
-            content = bytearray(file.num_bytes)
-            got = file.read_into(0, memoryview(content))
-        return manifests.decode(bytes(content[:got]))
+        content = storage.read(path, most_bytes=manifests.MAX_BYTES)
+        if len(content) > manifests.MAX_BYTES:
+            raise DamagedError(f"{path}: more than {manifests.MAX_BYTES:,} bytes are too many for a manifest")
+        return manifests.decode(content)
     except ValueError as error:
         raise DamagedError(f"{path}: {error}") from None
     except OSError as error:
@@ -166,17 +125,19 @@ _open_here: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
 
 class RunDirectory:
-    """The checkpoints of a run, known to all its ranks; only rank 0 changes files.
+    """The checkpoints of a run, known to all its ranks; only rank 0 changes what others see.
 
     Attributes:
         writer: Writes here; set by who makes it.
         steps: Metrics by step of each checkpoint. On other ranks than 0 some may have been removed since.
-        is_open: Whether this job has the lock.
+        folders: By step.
+        is_open: Whether this job has taken the lock.
     """
 
     def __init__(self, storage: Storage, world: World, policy: Policy) -> None:
         self.storage, self._world, self._policy = storage, world, policy
         self.steps: dict[int, Mapping[str, float]] = {}
+        self.folders: dict[int, str] = {}
         self.is_open = False
         self.writer: Pending | None = None
         self._lock: Lock | None = None
@@ -192,59 +153,63 @@ class RunDirectory:
         step = best_step(self.steps, self._policy) if self._policy.best is not None else None
         return None if step is None else self.steps[step][self._policy.best or ""]
 
-    def open(self) -> None:
-        """Collective: take the lock, remove a killed job's leftovers, and list the checkpoints.
+    def open(self) -> int:
+        """Collective: take the lock, remove what killed jobs have left, and list the checkpoints.
+
+        Returns:
+            The number of the lock.
 
         Raises:
             CheckpointError: Another job has the lock, nothing can be written here, or ranks see other directories.
         """
         found: dict[int, Mapping[str, float]] = {}
-        key = self._world.broadcast_object(secrets.token_hex(8))
 
         def lock_and_list() -> None:
             self._succeed_others()
             # Less than the timeout after which the other ranks give up on this one.
             wait_s = min(_WAIT_FOR_LOCK_S, self._world.timeout_s / 2)
-            self._lock = self.storage.lock({"world_size": self._world.world_size}, wait_s=wait_s)
-            sweep(self.storage)
-            if self._world.world_size > 1:
-                self.storage.write(f"{_PROBE}/{key}", [key.encode()])
-            for step in steps_in(self.storage):
+            self._lock = take_lock(self.storage, {"world_size": self._world.world_size}, wait_s=wait_s)
+            sweep(self.storage, self._lock)
+            self.folders = _by_step(self._lock.manifests)
+            for step, folder in self.folders.items():
                 found[step] = {}
-                try:
-                    found[step] = read_manifest(self.storage, folder_of(step)).metrics
-                except (DamagedError, UnreadableError):
-                    continue  # reported by the load of it
+                with contextlib.suppress(DamagedError, UnreadableError):  # reported by the load of it
+                    found[step] = read_manifest(self.storage, folder).metrics
 
         self._on_main(lock_and_list)
+        lock = None if self._lock is None else [self._lock.number, self._lock.key]
+        number, key = self._world.broadcast_object(lock)
         self._refuse_unshared(key)
-        self.steps = dict(self._world.broadcast_object([[step, dict(metrics)] for step, metrics in found.items()]))
+        listed = [[step, self.folders[step], dict(metrics)] for step, metrics in found.items()]
+        listed = self._world.broadcast_object(listed)
+        self.steps = {step: metrics for step, _, metrics in listed}
+        self.folders = {step: folder for step, folder, _ in listed}
         self.is_open = True
         _open_here.add(self)
+        return int(number)
 
     def _refuse_unshared(self, key: str) -> None:
-        """Collective: raise where a rank doesn't see what rank 0 has just written here."""
+        """Collective: raise where a rank doesn't see the lock that rank 0 has just written."""
         if self._world.world_size == 1:
             return
         problem, until = None, time.monotonic() + _SEEN_WITHIN_S
         while problem is None or time.monotonic() < until:
             try:
-                with self.storage.open(f"{_PROBE}/{key}"):
+                if look(self.storage).record.get("key") == key:
                     problem = None
                     break
+                why = "there is another file of its name, or none"
             except OSError as error:
-                problem = f"rank {self._world.rank} on {socket.gethostname()} doesn't see it: {error.strerror or error}"
-                time.sleep(_LOOK_EVERY_S)
+                why = str(error.strerror or error)
+            problem = f"rank {self._world.rank} on {socket.gethostname()} doesn't see it: {why}"
+            time.sleep(_LOOK_EVERY_S)
         problems = [each for each in self._world.exchange(problem) if each is not None]
-        if self._world.is_main:
-            with contextlib.suppress(OSError):  # leftovers are swept when the next job begins
-                self.storage.remove(_PROBE)
         if problems:
             self.close()
             raise CheckpointError(
                 f"{self.storage.where} is no directory that all ranks share: rank 0 has written a file, and "
                 f"{problems[0]}. Each node would keep a part of every checkpoint. Use a file system that all nodes "
-                f"mount."
+                f"mount, or an object store."
             )
 
     def _succeed_others(self) -> None:
@@ -255,16 +220,15 @@ class RunDirectory:
                 if other.writer is not None and other.writer.thread is not None:
                     other.writer.thread.join()
 
-    def list_steps(self) -> list[int]:
-        """Collective: the steps that have a checkpoint now, ascending; needs no lock.
+    def list_folders(self) -> dict[int, str]:
+        """Collective: the folder of each step that has a checkpoint now, ascending; needs no lock.
 
         Raises:
             CheckpointError: The directory can't be read.
         """
-        found: list[int] = []
-        self._on_main(lambda: found.extend(steps_in(self.storage)), cannot="be read")
-        steps: list[int] = self._world.broadcast_object(found)
-        return steps
+        found: dict[int, str] = {}
+        self._on_main(lambda: found.update(checkpoints_in(self.storage)), cannot="be read")
+        return dict(self._world.broadcast_object([*found.items()]))
 
     def close(self, after: threading.Thread | None = None) -> None:
         """Release the lock, at once or when a thread has ended that still writes here."""
@@ -281,50 +245,56 @@ class RunDirectory:
 
         threading.Thread(target=release, name=f"{after.name}, end").start()
 
-    def commit(self, temporary: str, manifest: Manifest) -> None:
-        """Make a written folder the checkpoint of its step, and remove old ones. On rank 0, in the writer's thread.
+    def commit(self, folder: str, manifest: Manifest) -> None:
+        """Make a checkpoint of what a folder holds, and remove old ones. On rank 0, in the writer's thread.
 
         Raises:
             LockedError: Another job has taken this one for dead, and has the directory.
         """
-        if self._lock is not None:
-            self._lock.confirm()
-        put_in_place(self.storage, temporary, manifest.step)
+        self._confirm()
+        self.storage.put(f"{folder}/{manifests.NAME}", [manifests.encode(manifest)])
+        self._confirm()  # else a manifest might be reported as saved that another job hasn't seen
         heartbeat.mark_commit(manifest.step)
-        self._add_committed(manifest)
-
-    def _add_committed(self, manifest: Manifest) -> None:
-        steps = {**self.steps, manifest.step: manifest.metrics}
-        for step in plan_removals(steps, self._policy):
-            if step != manifest.step:
+        steps, folders = {**self.steps, manifest.step: manifest.metrics}, {**self.folders, manifest.step: folder}
+        going = {step: folders.pop(step) for step in plan_removals(steps, self._policy) if step != manifest.step}
+        for old in (*going.values(), self.folders.get(manifest.step)):
+            if old is not None:
                 with contextlib.suppress(OSError):  # one too many is kept; the save has succeeded
-                    if self._lock is not None:
-                        self._lock.confirm()
-                    remove_step(self.storage, step)
-                del steps[step]
-        self.steps = steps  # a new dictionary: the loop may be reading the old
+                    self._confirm()
+                    remove_checkpoint(self.storage, old)
+        # New dictionaries: the loop may be reading the old.
+        self.steps, self.folders = {step: steps[step] for step in folders}, folders
 
-    def add_step(self, step: int) -> None:
-        """Add the step of a committed checkpoint; rank 0 has its metrics already."""
-        self.steps = {step: {}, **self.steps}
+    def add_step(self, step: int, folder: str) -> None:
+        """Add a committed checkpoint; rank 0 knows it already."""
+        self.steps, self.folders = {step: {}, **self.steps}, {**self.folders, step: folder}
 
     def discard(self, after: int) -> None:
-        """Collective: remove the checkpoints of later steps."""
-        later = [step for step in self.steps if step > after]
+        """Collective: remove the checkpoints of later steps, also those that are known to be damaged."""
 
         def remove() -> None:
-            if self._lock is not None:
-                self._lock.confirm()
-            for step in later:
-                remove_step(self.storage, step)
+            self._confirm()
+            for folder in look(self.storage).manifests(self.storage):
+                if step_of(folder) > after:
+                    remove_checkpoint(self.storage, folder)
 
         self._on_main(remove)
-        self.steps = {step: metrics for step, metrics in self.steps.items() if step <= after}
+        self._keep({step for step in self.steps if step <= after})
 
-    def set_aside(self, step: int) -> str | None:
-        """Collective: rename a damaged checkpoint; returns its new name, on rank 0."""
-        self.steps = {other: metrics for other, metrics in self.steps.items() if other != step}
-        return set_aside(self.storage, step) if self._world.is_main else None
+    def pass_over(self, step: int, why: str) -> None:
+        """Collective: leave a damaged checkpoint where it is, and note what is wrong with it."""
+        if self._lock is not None:
+            with contextlib.suppress(OSError):  # the next resume finds it again
+                self._lock.note_damaged(self.folders[step], why)
+        self._keep(self.steps.keys() - {step})
+
+    def _keep(self, steps: set[int]) -> None:
+        self.steps = {step: metrics for step, metrics in self.steps.items() if step in steps}
+        self.folders = {step: folder for step, folder in self.folders.items() if step in steps}
+
+    def _confirm(self) -> None:
+        if self._lock is not None:
+            self._lock.confirm()
 
     def refuse_later_than(self, step: int) -> None:
         """Raise a UsageError if there are later checkpoints: the next start would be ambiguous."""

@@ -1,0 +1,473 @@
+"""`Storage`: where checkpoints lie, by an object store's verbs: put, open, list and remove.
+
+`LocalDirectory` has them for a directory, `Storage` itself for whatever fsspec reaches. A path has one or two parts: a
+folder, and a file in it. `evenstep.testing.storage.check_storage` has the cases that both pass.
+
+[Note: what a put promises]
+
+A file that `put` has written is there completely or not at all, whoever looks, and survives a power failure once `put`
+has returned. Locally that takes a temporary name, a sync of the file, a rename, a sync of the folder, and a sync of the
+parent of each folder that was made; in an object store one PUT, or one completed upload in parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from evenstep.errors import ConfigurationError, EvenstepError
+from evenstep.ground.compat.c_library import libc
+
+Hook = Callable[[str, str], None]
+
+_PART_BYTES = 64 << 20  # of an upload; S3 takes ten thousand of them
+_SEND_BYTES = 4 << 20
+_LEFT_AFTER_S = 60.0
+_TEMPORARY = ".put-"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range: Any = libc.function("sync_file_range")  # Linux has it, python hasn't
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+
+class Reader(Protocol):
+    """An open file.
+
+    Attributes:
+        chunk_bytes: How much to read at once.
+    """
+
+    chunk_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its length."""
+
+    def read_into(self, offset: int, out: memoryview) -> int:
+        """Fill `out` with the bytes from `offset` on; returns how many there were, fewer only at the file's end."""
+
+
+def _no_hook(operation: str, path: str) -> None:
+    """Called before each effect; tests inject faults here, and record what a power cut would leave."""
+
+
+def storage_at(url: str, *, private: bool = True) -> Storage:
+    """The storage of a path or a URL.
+
+    Raises:
+        ConfigurationError: fsspec doesn't know the URL, or the package for it is missing.
+    """
+    if url.startswith("file:"):
+        url = url.removeprefix("file:").removeprefix("//")
+    if _URL.match(url) is None and "://" not in url:
+        return LocalDirectory(url, private=private)
+    if not private:
+        raise ConfigurationError(f"private=False is for a local directory; who may read {url} is its server's matter.")
+    return Storage(url)
+
+
+class Storage:
+    """The files of one run's checkpoints, in an object store. All methods may be called from any thread.
+
+    Args:
+        url: As in "s3://bucket/run".
+        hook: Called with (operation, path) before each effect: "write" (a part), "put", "remove". What it raises looks
+            like a fault of the storage.
+        options: fsspec's for this kind of store, as in `endpoint_url="http://127.0.0.1:9000"`.
+
+    Attributes:
+        where: Its name in messages.
+
+    Raises:
+        ConfigurationError: fsspec doesn't know the URL, or the package for it is missing.
+    """
+
+    def __init__(self, url: str, *, hook: Hook = _no_hook, **options: Any) -> None:
+        self.where, self._hook = url.rstrip("/"), hook
+        if "://" not in url:
+            raise ConfigurationError(
+                f"{url!r} is no URL: it takes two slashes, and a Path drops one of them. Give text."
+            )
+        from fsspec.core import url_to_fs
+
+        try:
+            self._files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
+        except (ImportError, ValueError) as error:  # "Install s3fs to access S3", "Protocol not known"
+            raise ConfigurationError(f"{url} can't be reached: {error}.") from None
+        self._root = root.rstrip("/")
+        # An open file of "memory:" is seen while it is written.
+        self._part_bytes = sys.maxsize if self._files.protocol == "memory" else _PART_BYTES
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.where}>"
+
+    def list(self, folder: str = "") -> list[str]:
+        """Names of the folders and files here, or of the files of a folder: none if there is no such folder.
+
+        Never cached. Hidden names are left out: they belong to the storage, or to nobody.
+        """
+        return [name for name in self._names(folder) if not name.startswith(".")]
+
+    def put(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """Write a file, or replace it. Atomic, and durable on return.
+
+        Raises:
+            OSError: It can't be written. What was there is as before.
+        """
+        target, file, buffer = self._path(path), None, bytearray()
+        with _as_os_errors(path):
+            try:
+                for chunk in chunks:
+                    self._hook("write", path)
+                    buffer += chunk
+                    if len(buffer) >= self._part_bytes:
+                        file = file or self._files.open(target, "wb", block_size=_PART_BYTES)
+                        file.write(buffer)
+                        buffer = bytearray()
+                self._hook("put", path)
+                if file is None:
+                    self._files.pipe_file(target, bytes(buffer))
+                else:
+                    file.write(buffer)
+                    file.close()
+            except BaseException:
+                if file is not None:
+                    with contextlib.suppress(Exception):
+                        file.closed = True  # else python's collector would complete the upload
+                    with contextlib.suppress(Exception):
+                        file.discard()
+                raise
+
+    def put_new(self, path: str, content: bytes) -> bool:
+        """Write a file where there is none; False: there is one. Atomic: of several callers one gets True.
+
+        Raises:
+            OSError: It can't be written, or this storage can't tell.
+        """
+        self._hook("put", path)
+        if not self._create(path, content):
+            return False
+        # Servers that don't know the condition, and clients that drop it, would let two jobs have one lock.
+        if self._create(path, content):
+            raise OSError(
+                errno.ENOTSUP, "it replaces a file that was only to be created, so that no lock is safe", path
+            )
+        return True
+
+    @contextlib.contextmanager
+    def open(self, path: str) -> Iterator[Reader]:
+        """Open a regular file for reading. Links are not followed.
+
+        Raises:
+            OSError: There is no such file.
+        """
+        target = self._path(path)
+        with _as_os_errors(path):
+            found = self._files.info(target)
+            if found["type"] != "file":
+                raise OSError(errno.EINVAL, "not a regular file", path)
+        yield _Object(self._files, target, int(found["size"]))
+
+    def read(self, path: str, *, most_bytes: int) -> bytes:
+        """The content of a file; of a longer one than `most_bytes` one byte more than that."""
+        with self.open(path) as file:
+            content = bytearray(min(file.num_bytes, most_bytes + 1))
+            return bytes(content[: file.read_into(0, memoryview(content))])
+
+    def remove(self, path: str) -> None:
+        """Remove a file, or a folder and its files; durable on return. Does nothing if there is none."""
+        self._hook("remove", path)
+        with _as_os_errors(path), contextlib.suppress(FileNotFoundError):
+            self._files.rm(self._path(path), recursive=True)
+
+    def age_s(self, path: str) -> float:
+        """Seconds since a file was put, by the storage's own clock; 0 where it keeps no times."""
+        now = f"{_TEMPORARY}{secrets.token_hex(8)}"
+        self.put(now, [])
+        try:
+            return max(0.0, self._modified_s(now) - self._modified_s(path))
+        finally:
+            self.remove(now)
+
+    def sweep(self) -> None:
+        """Remove what puts have left that a kill has ended: temporary files, and parts of uploads, which cost money."""
+        for name in self._names(""):
+            if name.startswith(_TEMPORARY):
+                with contextlib.suppress(FileNotFoundError):  # it was in use
+                    if self.age_s(name) >= _LEFT_AFTER_S:
+                        self.remove(name)
+        if hasattr(self._files, "call_s3"):  # with others they cost nothing, and end by themselves
+            bucket, key, _ = self._files.split_path(self._root)
+            prefix = f"{key}/step-".lstrip("/")
+            with _as_os_errors(self.where), contextlib.suppress(PermissionError):
+                found = self._files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+                for each in found.get("Uploads", []):
+                    named = {"Bucket": bucket, "Key": each["Key"], "UploadId": each["UploadId"]}
+                    self._files.call_s3("abort_multipart_upload", **named)
+
+    def _names(self, folder: str) -> Sequence[str]:
+        target = self._path(folder)
+        with _as_os_errors(folder):
+            self._files.invalidate_cache()
+            try:
+                entries = self._files.ls(target, detail=False)
+            except FileNotFoundError:
+                return []
+        # An object may have the name of its folder, as consoles make them.
+        found = {entry.rstrip("/") for entry in entries} - {target}
+        return sorted(entry.rpartition("/")[2] for entry in found)
+
+    def _create(self, path: str, content: bytes) -> bool:
+        target = self._path(path)
+        with _as_os_errors(path):
+            try:
+                self._files.pipe_file(target, content, mode="create")
+            except FileExistsError:
+                return False
+            except OSError as error:  # a server that words its refusal otherwise than Amazon's
+                if error.errno in (errno.EINVAL, errno.EBUSY) and self._files.exists(target):
+                    return False
+                raise
+        return True
+
+    def _modified_s(self, path: str) -> float:
+        with _as_os_errors(path):
+            try:
+                return float(self._files.modified(self._path(path)).timestamp())
+            except NotImplementedError:
+                return 0.0
+
+    def _path(self, path: str) -> Any:
+        return "/".join([self._root, *_parts(path)])
+
+
+class _Object:
+    """An object that is read by ranges."""
+
+    chunk_bytes = 16 << 20
+
+    def __init__(self, files: Any, path: str, num_bytes: int) -> None:
+        self._files, self._path, self._num_bytes = files, path, num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def read_into(self, offset: int, out: memoryview) -> int:
+        end = min(offset + len(out), self._num_bytes)
+        if offset >= end:
+            return 0
+        with _as_os_errors(self._path):
+            content = self._files.cat_file(self._path, start=offset, end=end)
+        out[: len(content)] = content
+        return len(content)
+
+
+class LocalDirectory(Storage):
+    """Checkpoints in a directory of a file system that all ranks share.
+
+    Args:
+        root: The directory; made when first written to.
+        private: Files have mode 0600, folders 0700. False: 0666 and 0777 without the bits of the process's umask.
+        hook: Called with (operation, path) before each effect: "mkdir", "create", "write", "sync", "rename", "link",
+            "unlink", "rmdir". What it raises looks like a fault of the disk.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, private: bool = True, hook: Hook = _no_hook) -> None:
+        self.root = Path(root).absolute()
+        self.where, self._hook = os.fspath(root), hook
+        self._files = None
+        self._file_mode, self._folder_mode = (0o600, 0o700) if private else (0o666, 0o777)
+
+    def put(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
+        """See `Storage.put`."""
+        with self._written(path, chunks) as temporary:
+            self._hook("rename", path)
+            temporary.rename(self._path(path))
+
+    def put_new(self, path: str, content: bytes) -> bool:
+        """See `Storage.put_new`."""
+        with self._written(path, [content]) as temporary:
+            self._hook("link", path)
+            try:
+                os.link(temporary, self._path(path))
+            except FileExistsError:
+                return False
+            except OSError:  # a file system without links; a reader may find the file empty
+                try:
+                    descriptor = os.open(self._path(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._file_mode)
+                except FileExistsError:
+                    return False
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(descriptor)
+        return True
+
+    @contextlib.contextmanager
+    def open(self, path: str) -> Iterator[Reader]:
+        """See `Storage.open`."""
+        folder, _, name = path.rpartition("/")
+        # The directory itself may be a link.
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if folder else 0)
+        parent = os.open(self._path(folder), flags)
+        try:
+            # Without waiting: what lies there might be a pipe.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(name, flags, dir_fd=parent)
+        finally:
+            os.close(parent)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", path)
+            yield _OpenFile(descriptor, status.st_size)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, path: str) -> None:
+        """See `Storage.remove`."""
+        target = self._path(path)
+        if not os.path.lexists(target):
+            return
+        if target.is_dir() and not target.is_symlink():
+            for entry in sorted(target.iterdir()):
+                self._hook("unlink", f"{path}/{entry.name}")
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink(missing_ok=True)
+            self._hook("rmdir", path)
+            try:
+                target.rmdir()
+            except OSError:  # NFS keeps a file that somebody reads, under a name of its own, until that one is done
+                if not all(name.startswith(".nfs") for name in os.listdir(target)):
+                    raise
+        else:
+            self._hook("unlink", path)
+            target.unlink(missing_ok=True)
+        self._sync(target.parent)
+
+    @contextlib.contextmanager
+    def _written(self, path: str, chunks: Iterable[bytes | memoryview]) -> Iterator[Path]:
+        """A file of a temporary name, which is synced; its folder is synced at the end."""
+        target = self._path(path)
+        self._make_folder(target.parent)
+        temporary = target.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}")
+        self._hook("create", path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(temporary, flags, self._file_mode)
+        try:
+            try:
+                self._write(descriptor, path, chunks)
+            finally:
+                os.close(descriptor)
+            yield temporary
+        finally:
+            if temporary.exists():
+                self._hook("unlink", path)
+                temporary.unlink(missing_ok=True)
+        self._sync(target.parent)
+
+    def _write(self, descriptor: int, path: str, chunks: Iterable[bytes | memoryview]) -> None:
+        sent = done = 0
+        for chunk in chunks:
+            self._hook("write", path)
+            left = memoryview(chunk)
+            while left:
+                written = os.write(descriptor, left)
+                left = left[written:]
+                done += written
+            if done - sent >= _SEND_BYTES and _sync_file_range is not None:
+                # Pages go to the disk while the next checksums are computed. Only a hint.
+                _sync_file_range(descriptor, sent, done - sent, _SYNC_FILE_RANGE_WRITE)
+                sent = done
+        self._hook("sync", path)
+        os.fsync(descriptor)
+
+    def _make_folder(self, folder: Path) -> None:
+        for path in reversed([path for path in (folder, *folder.parents) if not path.is_dir()]):
+            self._hook("mkdir", self._shown(path))
+            if os.path.lexists(path) and not path.is_dir():  # not made by another thread meanwhile
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+            path.mkdir(mode=self._folder_mode, exist_ok=True)
+            self._sync(path.parent)
+
+    def _sync(self, folder: Path) -> None:
+        self._hook("sync", self._shown(folder))
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _shown(self, folder: Path) -> str:
+        return os.path.relpath(folder, self.root)
+
+    def _names(self, folder: str) -> list[str]:
+        try:
+            with os.scandir(self._path(folder)) as entries:
+                # Of the folders themselves none is a link: what it points to could change between two looks.
+                return sorted(entry.name for entry in entries if folder or not entry.is_symlink())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _modified_s(self, path: str) -> float:
+        # Opened, and not only looked at: a network file system then asks its server.
+        with self.open(path) as file:
+            return os.fstat(cast(_OpenFile, file).descriptor).st_mtime
+
+    def _path(self, path: str) -> Path:
+        return self.root.joinpath(*_parts(path))
+
+
+class _OpenFile:
+    chunk_bytes = 1 << 20  # still in the cache when its checksum is computed
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self.descriptor = descriptor
+        self._num_bytes = num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def read_into(self, offset: int, out: memoryview) -> int:
+        done = 0
+        while done < len(out):
+            got = os.preadv(self.descriptor, [out[done:]], offset + done)
+            if got == 0:
+                break
+            done += got
+        return done
+
+
+def _parts(path: str) -> list[str]:
+    parts = path.split("/") if path else []
+    if len(parts) > 2 or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"{path!r} is no path inside a storage")
+    return parts
+
+
+@contextlib.contextmanager
+def _as_os_errors(path: str) -> Iterator[None]:
+    """Turn what clients of object stores raise into an OSError, with its number where a file is missing."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+    except (OSError, EvenstepError):
+        raise
+    except Exception as error:  # no route, no credentials, an answer that nobody understands
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}", path) from error

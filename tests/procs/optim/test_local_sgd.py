@@ -57,6 +57,30 @@ def poisoned(seed: int, policy: str | None, odd: int, gloo: bool) -> tuple[str, 
             world.close()
 
 
+def in_parts(seed: int, num_parts: int) -> list[float]:
+    """Parameters after six local steps on batches of five rows, each in so many parts."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(seed))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = evenstep.LocalSGD(model, optimizer, every=2)
+    generator = torch.Generator().manual_seed(seed + world.rank)
+    for _ in range(6):
+        batch = torch.randn(5, 6, dtype=torch.float64, generator=generator)
+        for part in model.microbatches(batch, num_parts):
+            model.backward(model(part).square().mean(), weight=len(part))
+        local.step()
+        optimizer.zero_grad()
+    return [float(p.detach().sum()) for p in model.parameters()]
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_local_steps_take_batches_in_parts(ranks, fresh_seed, nproc):
+    whole = ranks.run(in_parts, nproc, fresh_seed, 1)
+    for num_parts in (2, 3):
+        for found, expected in zip(ranks.run(in_parts, nproc, fresh_seed, num_parts), whole, strict=True):
+            assert found == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize(("nproc", "odd", "gloo"), [(1, 0, False), (2, 1, False), (3, 0, False), (2, 0, True)])
 def test_a_gradient_that_isnt_finite_is_named_when_parameters_are_averaged(ranks, fresh_seed, nproc, odd, gloo):
     where = f"on rank {odd}: '2.weight'."

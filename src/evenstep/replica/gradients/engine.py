@@ -563,7 +563,8 @@ class Engine:
         if self.readiness.is_counting:
             self.readiness.watch(self.exchange.layout)
         self._pass_ended()  # on all ranks, whatever is said of it
-        if any(observer.act(window) for observer in self.observers):
+        skips = [observer.act(window) for observer in self.observers]
+        if any(skips):
             drop_grads(self.parameters)
         for observer in self.observers:
             observer.step()
@@ -576,6 +577,7 @@ class Engine:
         divide_alone(self.parameters, window, plain=self.ending.num_shares, scale=self.exchange.scale.of_window)
         window.saved.add_back()
         self.was_scaled, self._window = window.is_scaled, None
+        self.num_reductions += 1
 
     # ------------------------------------------------------------------ errors
 

@@ -733,7 +733,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             ConfigurationError: The hook can't be called so.
             UsageError: There is one already.
         """
-        if self._hook_name:
+        if (
+            self._hook_name or self.engine.exchange.hook is not None
+        ):  # the latter by a wrapper around this one, or inside
             raise UsageError("register_comm_hook: there is one already, and a model has at most one.")
         if self.world.virtual_ranks is not None:
             raise UsageError("register_comm_hook in reproducible mode: a hook adds in an order of its own.")

@@ -329,6 +329,11 @@ def look_at_buckets():
     assert sum(count for _, _, count in seen) == 4
     with pytest.raises(UsageError, match="there is one already"):
         model.register_comm_hook(None, hook)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # wrapped already
+        outer = evenstep.DistributedDataParallel(model, world=world)
+    with pytest.raises(UsageError, match="there is one already"):
+        outer.register_comm_hook(None, hook)
     other = evenstep.DistributedDataParallel(make_model(), world=world)
     with pytest.raises(ConfigurationError, match="must be callable"):
         other.register_comm_hook(None, None)

@@ -56,7 +56,7 @@ class _Workers(_MultiProcessingDataLoaderIter):
     """
 
     def __init__(self, loader: WorkerLoader) -> None:
-        self._owner_pid = os.getpid()
+        self.owner_pid = os.getpid()
         super().__init__(loader)
         if self._worker_pids_set:
             torch._C._remove_worker_pids(id(self))
@@ -81,7 +81,7 @@ class _Workers(_MultiProcessingDataLoaderIter):
 
     def kill(self) -> None:
         """Kill the workers that are left; not in a child that was forked."""
-        if os.getpid() == self._owner_pid:
+        if os.getpid() == self.owner_pid:
             for process in worker_processes(self):
                 process.kill()
 
@@ -117,6 +117,7 @@ NAMES = (
         PrivateName(where, "how torch watches over a loader's workers", "torch's signal handler reports dead workers")
         for where in (
             f"{_LOADER}.__init__~_worker_pids_set",
+            f"{_LOADER}.__init__~_shutdown",
             f"{_LOADER}._try_get_data",
             "torch.utils.data:DataLoader._get_iterator",
             "torch._C:_remove_worker_pids",

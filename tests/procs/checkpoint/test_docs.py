@@ -16,7 +16,7 @@ PAGES = ("how-to/checkpoints.md", "how-to/stop.md", "how-to/checkpoints-mesh.md"
 PROGRAMS = pages.programs(*PAGES)
 COMMANDS = pages.commands(*PAGES)
 SAYS = {
-    "evenstep run --nproc-per-node 2 train.py": "32 steps, loss ",
+    "evenstep run --nproc-per-node 2 train.py": "32 steps",
     "evenstep checkpoint list runs/first": "        32  ",
     "evenstep checkpoint show runs/first": "0.weight: float32 [3, 20]",
     "evenstep checkpoint verify runs/first": "step-0000032-00001-4: whole",

@@ -27,6 +27,7 @@ from evenstep.errors import (
     PeerLostError,
     RankFailedError,
 )
+from evenstep.ground.health import heartbeat
 from evenstep.testing import RankPool
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.shm.handshake import connect_shared_memory
@@ -280,6 +281,7 @@ def test_a_stopped_peer_is_waited_for_and_reported_once(ranks: RankPool) -> None
 
 def wait_for_a_late_peer() -> str:
     transport = connect()
+    heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)  # whatever an earlier test of these ranks has left
     arrivals = transport._context.counters
     arrivals.policy = dataclasses.replace(arrivals.policy, report_stopped_after_s=0.1, report_missing_after_s=0.3)
     if transport.rank == 1:

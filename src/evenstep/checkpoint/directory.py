@@ -66,7 +66,9 @@ def sweep(storage: Storage, lock: Lock) -> None:
 def _is_replaced(storage: Storage, lock: Lock, folder: str, by: str) -> bool:
     """Whether two checkpoints of one step are both good, as far as is known; damaged ones are kept."""
     try:
-        return not lock.damaged.keys() & {folder, by} and all(read_manifest(storage, each) for each in (folder, by))
+        return not lock.record["damaged"].keys() & {folder, by} and all(
+            read_manifest(storage, each) for each in (folder, by)
+        )
     except (DamagedError, UnreadableError):
         return False
 
@@ -177,7 +179,7 @@ class RunDirectory:
                     found[step] = read_manifest(self.storage, folder).metrics
 
         self._on_main(lock_and_list)
-        lock = None if self._lock is None else [self._lock.number, self._lock.key]
+        lock = None if self._lock is None else [self._lock.number, self._lock.record["key"]]
         number, key = self._world.broadcast_object(lock)
         self._refuse_unshared(key)
         listed = [[step, self.folders[step], dict(metrics)] for step, metrics in found.items()]

@@ -109,7 +109,7 @@ def test_a_holder_that_cannot_be_seen_keeps_its_lock_while_its_heart_beats(tmp_p
     monkeypatch.setattr(locks, "RENEW_EVERY_S", 0.05)
     monkeypatch.setattr(locks, "_LOOK_EVERY_S", 0.02)
     lock = take_lock(LocalDirectory(tmp_path), {})
-    lock._hold.record |= {"boot": "elsewhere", "hostname": "node7"}
+    lock.record |= {"boot": "elsewhere", "hostname": "node7"}
     as_of(tmp_path, 30, boot="elsewhere", hostname="node7")
     with pytest.raises(LockedError, match=f"pid {os.getpid()} on node7"):
         take_lock(LocalDirectory(tmp_path), {}, wait_s=50)
@@ -124,7 +124,7 @@ def test_a_holder_that_was_stopped_for_long_has_lost_its_lock(tmp_path: Path, mo
     """And one that was stopped for less has not."""
     monkeypatch.setattr(locks, "_LOOK_EVERY_S", 0.02)
     lock = take_lock(LocalDirectory(tmp_path), {})
-    lock._hold.record |= {"boot": "elsewhere"}
+    lock.record |= {"boot": "elsewhere"}
     as_of(tmp_path, 59.5, boot="elsewhere")
     with pytest.raises(LockedError, match="last heartbeat 60 s ago"):
         take_lock(LocalDirectory(tmp_path), {}, wait_s=0.1)

@@ -165,7 +165,7 @@ def checkpoint() -> str:
     return picture(
         760,
         300,
-        "The life of a checkpoint: the loop copies and goes on; a thread writes and syncs; rank 0 puts the manifest last",
+        "The life of a checkpoint: the loop copies and goes on; a thread writes and syncs; the manifest comes last",
         text(left, 24, "checkpoint.step() blocks for a copy to memory; the rest happens while training goes on"),
         *(text(8, 64 + 50 * number, words) for number, words in enumerate(rows)),
         *(box("forward", left + 94 * n + (62 if n > 1 else 0), 44, 90, f"step {n + 29}") for n in range(6)),

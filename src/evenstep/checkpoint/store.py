@@ -223,7 +223,7 @@ class Storage:
         if hasattr(self._files, "call_s3"):  # with others they cost nothing, and end by themselves
             bucket, key, _ = self._files.split_path(self._root)
             prefix = f"{key}/step-".lstrip("/")
-            with _as_os_errors(self.where), contextlib.suppress(PermissionError):
+            with contextlib.suppress(OSError), _as_os_errors(self.where):  # not every server lets everybody list them
                 found = self._files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
                 for each in found.get("Uploads", []):
                     named = {"Bucket": bucket, "Key": each["Key"], "UploadId": each["UploadId"]}
@@ -442,7 +442,7 @@ def _as_os_errors(path: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+        raise FileNotFoundError(errno.ENOENT, f"{os.strerror(errno.ENOENT)} ({error})", path) from error
     except (OSError, EvenstepError):
         raise
     except Exception as error:  # no route, no credentials, an answer that nobody understands

@@ -163,7 +163,7 @@ class Storage:
         # Servers that don't know the condition, and clients that drop it, would let two jobs have one lock.
         if self._create(path, content):
             raise OSError(
-                errno.ENOTSUP, "it replaces a file that was only to be created, so that no lock is safe", path
+                errno.ENOTSUP, "it can't create a file only where there is none, so that no lock is safe", path
             )
         return True
 
@@ -248,6 +248,8 @@ class Storage:
                 self._files.pipe_file(target, content, mode="create")
             except FileExistsError:
                 return False
+            except (NotImplementedError, ValueError):  # a client that can't: refused as one that replaces
+                return True
             except OSError as error:  # a server that words its refusal otherwise than Amazon's
                 if error.errno in (errno.EINVAL, errno.EBUSY) and self._files.exists(target):
                     return False

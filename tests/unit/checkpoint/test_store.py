@@ -67,16 +67,21 @@ def test_a_file_url_is_a_path(tmp_path: Path):
         storage_at("memory://x", private=False)
 
 
-def test_a_store_that_cannot_create_only_is_refused_for_a_lock(monkeypatch: pytest.MonkeyPatch):
-    """As servers that don't know S3's If-None-Match: both of two jobs would have the lock."""
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_store_that_cannot_create_only_is_refused_for_a_lock(monkeypatch: pytest.MonkeyPatch, says_so: bool):
+    """As servers that don't know S3's If-None-Match, and clients without it: both of two jobs would have the lock."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     storage = Storage(f"memory://{uuid.uuid4().hex}")
     really = MemoryFileSystem.pipe_file
-    monkeypatch.setattr(
-        MemoryFileSystem, "pipe_file", lambda self, path, value, mode="overwrite", **_: really(self, path, value)
-    )
-    with pytest.raises(OSError, match="replaces a file that was only to be created, so that no lock is safe"):
+
+    def pipe_file(self, path, value, mode="overwrite"):
+        if mode == "create" and says_so:
+            raise NotImplementedError("mode")
+        really(self, path, value)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+    with pytest.raises(OSError, match="can't create a file only where there is none, so that no lock is safe"):
         take_lock(storage, {})
 
 

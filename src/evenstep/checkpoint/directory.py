@@ -52,13 +52,18 @@ def remove_checkpoint(storage: Storage, folder: str) -> None:
 
 
 def sweep(storage: Storage, lock: Lock) -> None:
-    """Remove what killed jobs have left, and what a later save of the same step has replaced."""
+    """Remove what killed jobs have left, and what a later save of the same step has replaced.
+
+    Raises:
+        LockedError: Another job has the lock meanwhile: what it writes is not to be removed.
+    """
     newest = _by_step(lock.manifests)
     for folder in storage.list():
         place = place_of(folder)
         if place is None or folder == newest.get(place.step):
             continue
         if folder not in lock.manifests or _is_replaced(storage, lock, folder, newest[place.step]):
+            lock.confirm()
             remove_checkpoint(storage, folder)
     storage.sweep()
 
@@ -278,6 +283,7 @@ class RunDirectory:
             self._confirm()
             for folder in look(self.storage).manifests(self.storage):
                 if step_of(folder) > after:
+                    self._confirm()
                     remove_checkpoint(self.storage, folder)
 
         self._on_main(remove)

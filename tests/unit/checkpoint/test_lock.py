@@ -296,3 +296,30 @@ def test_a_job_that_is_started_again_has_its_lock_at_once(tmp_path: Path, monkey
         before.confirm()  # before it writes a manifest, or removes a checkpoint
     now.confirm()
     now.release()
+
+
+def compete(directory: Path, barrier, results) -> None:
+    for _ in range(8):
+        barrier.wait()
+        try:
+            lock = take_lock(LocalDirectory(directory), {})
+            lock.confirm()
+        except LockedError:
+            lock = None
+        barrier.wait()  # nobody releases it before all have tried
+        results.put(0 if lock is None else lock.number)
+        if lock is not None:
+            lock.release()
+
+
+def test_of_several_jobs_that_begin_at_once_one_gets_the_lock(tmp_path: Path):
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(3), context.Queue()
+    children = [context.Process(target=compete, args=(tmp_path, barrier, results)) for _ in range(3)]
+    for child in children:
+        child.start()
+    numbers = sorted(results.get(timeout=60) for _ in range(3 * 8))
+    for child in children:
+        child.join()
+    assert numbers == [0] * 16 + list(range(1, 9))
+    assert is_released(tmp_path)

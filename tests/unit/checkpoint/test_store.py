@@ -15,7 +15,7 @@ from evenstep import World
 from evenstep.checkpoint import tools
 from evenstep.checkpoint.directory import checkpoints_in, remove_checkpoint, sweep
 from evenstep.checkpoint.load.reader import check_checkpoint
-from evenstep.checkpoint.lock import Lock, take_lock
+from evenstep.checkpoint.lock import Lock, LockedError, take_lock
 from evenstep.checkpoint.store import LocalDirectory, Storage, storage_at
 from evenstep.errors import CheckpointError, ConfigurationError
 from evenstep.testing.storage import check_storage, read_all
@@ -247,6 +247,18 @@ def test_a_manifest_that_comes_after_the_next_job_has_listed_them_is_none(root: 
     sweep(storage, third)
     assert "step-0000009-00001-2" not in storage.list()
     for lock in (third, first):
+        lock.release()
+
+
+def test_a_job_that_was_stopped_before_it_sweeps_removes_nothing_of_the_next_one(root: str):
+    storage = storage_at(root)
+    first = take_lock(storage, {})
+    second = take_lock(storage, {})
+    storage.put("step-0000001-00002-1/x.safetensors", [b"x"])
+    with pytest.raises(LockedError, match="taken over by"):
+        sweep(storage, first)
+    assert storage.list("step-0000001-00002-1") == ["x.safetensors"]
+    for lock in (second, first):
         lock.release()
 
 

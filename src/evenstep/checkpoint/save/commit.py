@@ -24,7 +24,7 @@ from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.random_streams import capture_streams
 from evenstep.checkpoint.lock import LockedError, Place
 from evenstep.checkpoint.save.snapshot import Captured, File, Staging, capture, capture_one
-from evenstep.checkpoint.save.writer import Job, Receipt, Writer, is_secondary
+from evenstep.checkpoint.save.writer import Job, Receipt, Writer, describe, is_secondary
 from evenstep.checkpoint.store import Storage
 from evenstep.errors import CheckpointError, ConfigurationError
 from evenstep.transport.core.codec import decode, encode
@@ -96,7 +96,7 @@ class Saver:
         except ConfigurationError as error:
             self.writer.start(Job(folder, key, [], {}, None, CheckpointError(str(error))))
             return
-        facts = {"fingerprint": plan.fingerprint, "placed": plan.placed(), "streams": _packed(plan.streams)}
+        facts = {"fingerprint": plan.fingerprint, "placed": plan.placed(), "streams": encode(plan.streams).hex()}
         began_at = time.time()
 
         def commit(receipts: Sequence[Receipt]) -> None:
@@ -133,10 +133,7 @@ class Saver:
         return self._describe(error), is_secondary(error)
 
     def _describe(self, error: BaseException) -> str:
-        if is_secondary(error):
-            return str(error)
-        what = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        return f"rank {self._world.rank}: {what}"
+        return str(error) if is_secondary(error) else f"rank {self._world.rank}: {describe(error)}"
 
     def _remove_partial(self, error: BaseException | None) -> None:
         # Another job that has the lock may have counted this checkpoint as one.
@@ -162,7 +159,7 @@ class Saver:
                     f"the objects of rank {rank} have other tensors than those of rank 0. What is saved must have the "
                     f"same names, shapes and dtypes on all ranks."
                 )
-        of_ranks = [_unpacked(receipt.facts["streams"]) for receipt in receipts]
+        of_ranks = [decode(bytes.fromhex(receipt.facts["streams"])) for receipt in receipts]
         streams = capture_one(RANDOM, {"ranks": of_ranks})
         file = File(f"{RANDOM}.safetensors", RANDOM, plan_layout(streams.entries), streams.tensors)
         written = self.writer.write(Job(folder, "", Staging().stage([file]), {"placed": []}, None))
@@ -273,14 +270,6 @@ def _entry(
         tensors[name] = TensorEntry(dtype, shape, tuple(in_order))
     paths = [(path, name) for name, (path, _, _) in placed.items()]
     return ObjectEntry(item.kind, item.structure, tensors, item.aliases, paths)
-
-
-def _packed(streams: dict[str, Any]) -> str:
-    return encode(streams).hex()
-
-
-def _unpacked(text: str) -> Any:
-    return decode(bytes.fromhex(text))
 
 
 def _versions() -> dict[str, str]:

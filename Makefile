@@ -80,6 +80,7 @@ EVENSTEP_TEST_FLIPS=1000 EVENSTEP_TEST_TRUNCATIONS=100 $(RUN) pytest -q -k "flip
 endef
 define stress_kills
 $(RUN) tests.faults.kill_loop --kills 200
+$(RUN) tests.faults.kill_loop --kills 50 --s3
 $(RUN) tests.faults.mesh_kill_loop --kills 30
 endef
 define stress_servers

@@ -1,9 +1,16 @@
-"""A real S3 server on the loopback: moto's, in a thread of this process."""
+"""A real S3 server on the loopback: moto's, in a thread of this process.
+
+python -m tests.object_store serves until its stdin ends, and prints the variables by which it is found.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -31,8 +38,31 @@ def s3_server() -> Iterator[str | None]:
         for name, value in {**_VARIABLES, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}.items():
             patch.setenv(name, value)
         patch.delenv("AWS_PROFILE", raising=False)
-        s3fs.S3FileSystem(skip_instance_cache=True).mkdir("bucket")
+        with contextlib.suppress(FileExistsError):  # moto keeps what an earlier server of this process had
+            s3fs.S3FileSystem(skip_instance_cache=True).mkdir("bucket")
         try:
             yield "s3://bucket"
         finally:
             server.stop()
+
+
+@contextlib.contextmanager
+def s3_server_apart() -> Iterator[str]:
+    """As `s3_server`, in a process of its own: for a process that forks."""
+    command = [sys.executable, "-m", "tests.object_store"]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        os.environ.update(json.loads(server.stdout.readline()))
+        yield "s3://bucket"
+    finally:
+        server.stdin.close()
+        server.wait()
+
+
+if __name__ == "__main__":
+    with s3_server() as url:
+        names = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        print(json.dumps(names), flush=True)  # noqa: T201
+        sys.stdin.read()

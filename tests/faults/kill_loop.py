@@ -1,6 +1,7 @@
 """Kills all ranks of a run with SIGKILL at random instants, starts it again, and compares how it ends.
 
     python -m tests.faults.kill_loop --kills 200
+    python -m tests.faults.kill_loop --kills 50 --s3        # in a bucket of a server on the loopback
 
 A process of its own, which imports torch once and forks the ranks, so that a start costs a fraction of a second.
 """
@@ -8,6 +9,7 @@ A process of its own, which imports torch once and forks the ranks, so that a st
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -27,9 +29,10 @@ import torch
 import evenstep
 from evenstep.checkpoint.directory import checkpoints_in
 from evenstep.checkpoint.format.payload import bytes_of
-from evenstep.checkpoint.store import LocalDirectory
+from evenstep.checkpoint.store import storage_at
 from evenstep.ground import environment
 from tests.checkpoint_runs import Training
+from tests.object_store import s3_server_apart
 
 NUM_RANKS = 2
 
@@ -42,7 +45,7 @@ def digest(run: Training) -> dict[str, object]:
     }
 
 
-def train(directory: Path, meeting: Path, rank: int, last_step: int) -> None:
+def train(directory: str, meeting: Path, rank: int, last_step: int) -> None:
     """One rank: says where it resumed, trains with a save per step, says what it ended with."""
     store = str(meeting / "store")
     environment.export(environment.rank_variables(rank=rank, world_size=NUM_RANKS, device="cpu", store=store))
@@ -79,7 +82,7 @@ def fork_rank(meeting: Path, rank: int, run: Callable[[], object]) -> int:
     return pid
 
 
-def start(directory: Path, meeting: Path, last_step: int) -> list[int]:
+def start(directory: str, meeting: Path, last_step: int) -> list[int]:
     """Fork the ranks."""
     return [
         fork_rank(meeting, rank, lambda rank=rank: train(directory, meeting, rank, last_step))
@@ -108,21 +111,25 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--s3", action="store_true")
     parser.add_argument("--seed", type=int, default=secrets.randbits(31))
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)  # noqa: T201
     generator = random.Random(args.seed)
-    with tempfile.TemporaryDirectory(prefix="evenstep-kills-") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="evenstep-kills-") as name,
+        s3_server_apart() if args.s3 else contextlib.nullcontext(name) as place,
+    ):
         root = Path(name)
         number = 0
 
-        def attempt(directory: Path, after_s: float | None) -> tuple[bool, Path, float]:
+        def attempt(directory: str, after_s: float | None) -> tuple[bool, Path, float]:
             """Whether the run ended by itself, where its ranks met, how long it took."""
             nonlocal number
             number += 1
             meeting = root / f"meeting-{number}"
             meeting.mkdir()
-            newest = max(checkpoints_in(LocalDirectory(directory)), default=0)
+            newest = max(checkpoints_in(storage_at(directory)), default=0)
             pids = start(directory, meeting, args.steps)
             resumed = wait_for_start(meeting, pids)
             assert resumed == [newest] * NUM_RANKS, f"resumed from {resumed}, and {newest} was the newest commit"
@@ -142,29 +149,30 @@ def main() -> None:
         def ends(meeting: Path) -> list[object]:
             return [json.loads((meeting / f"ended-{rank}").read_text()) for rank in range(NUM_RANKS)]
 
-        _, meeting, took_s = attempt(root / "straight", None)
+        _, meeting, took_s = attempt(f"{place}/straight", None)
         expected = ends(meeting)
-        directory = root / "killed"
+        directory = f"{place}/killed"
+        storage = storage_at(directory)
         num_kills = num_ends = 0
         reached: set[int] = set()
         while num_kills < args.kills:
             ended, meeting, _ = attempt(directory, generator.uniform(0, 0.5 * took_s))
             num_kills += not ended
-            reached |= set(checkpoints_in(LocalDirectory(directory)))
-            left = [path.name for path in directory.glob("step-*")]
+            reached |= set(checkpoints_in(storage_at(directory)))
+            left = [name for name in storage.list() if name.startswith("step-")]
             assert len(left) <= 5, f"parts of saves accumulate: {left}"
             if ended:
                 num_ends += 1
                 assert ends(meeting) == expected, "the end is not that of the undisturbed run"
-                shutil.rmtree(directory)
+                for name in storage.list():
+                    storage.remove(name)
             shutil.rmtree(meeting)
         _, meeting, _ = attempt(directory, None)
         assert ends(meeting) == expected, "the end is not that of the undisturbed run"
-        folders = checkpoints_in(LocalDirectory(directory))
+        folders = checkpoints_in(storage_at(directory))
         assert list(folders) == [args.steps - 1, args.steps]
-        names = {path.name for path in directory.iterdir() if not path.name.startswith(".put-")}
-        (lock,) = names - set(folders.values())
-        assert json.loads((directory / lock).read_text())["released"]
+        (lock,) = set(storage.list()) - set(folders.values())
+        assert json.loads(storage.read(lock, most_bytes=1 << 20))["released"]
         print(  # noqa: T201
             f"{num_kills} kills, {num_ends + 1} ends equal to the undisturbed one, commits of {len(reached)} different "
             f"steps, nothing left behind"

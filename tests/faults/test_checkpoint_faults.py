@@ -63,6 +63,17 @@ def test_kills_at_random_instants_lose_nothing_but_what_was_not_committed(fresh_
 
 
 @pytest.mark.extended
+def test_kills_of_a_run_that_saves_in_a_bucket_lose_nothing_but_what_was_not_committed(fresh_seed: int):
+    """Some of the 50 of `make stress PART=kills`."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto.server")
+    command = [sys.executable, "-m", "tests.faults.kill_loop", "--s3", "--steps", "12", "--kills", "3"]
+    done = subprocess.run([*command, "--seed", str(fresh_seed)], cwd=ROOT, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "equal to the undisturbed one" in done.stdout
+
+
+@pytest.mark.extended
 def test_killed_runs_go_on_with_another_division_of_the_model(fresh_seed: int):
     """Some of the 30 of `make stress PART=kills`: FSDP2, HSDP, tensor parallelism, both, one process."""
     command = [sys.executable, "-m", "tests.faults.mesh_kill_loop", "--seed", str(fresh_seed)]

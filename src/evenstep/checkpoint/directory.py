@@ -52,13 +52,18 @@ def remove_checkpoint(storage: Storage, folder: str) -> None:
 
 
 def sweep(storage: Storage, lock: Lock) -> None:
-    """Remove what killed jobs have left, and what a later save of the same step has replaced."""
+    """Remove what killed jobs have left, and what a later save of the same step has replaced.
+
+    Raises:
+        LockedError: Another job has the lock meanwhile: what it writes is not to be removed.
+    """
     newest = _by_step(lock.manifests)
     for folder in storage.list():
         place = place_of(folder)
         if place is None or folder == newest.get(place.step):
             continue
         if folder not in lock.manifests or _is_replaced(storage, lock, folder, newest[place.step]):
+            lock.confirm()
             remove_checkpoint(storage, folder)
     storage.sweep()
 
@@ -66,7 +71,9 @@ def sweep(storage: Storage, lock: Lock) -> None:
 def _is_replaced(storage: Storage, lock: Lock, folder: str, by: str) -> bool:
     """Whether two checkpoints of one step are both good, as far as is known; damaged ones are kept."""
     try:
-        return not lock.damaged.keys() & {folder, by} and all(read_manifest(storage, each) for each in (folder, by))
+        return not lock.record["damaged"].keys() & {folder, by} and all(
+            read_manifest(storage, each) for each in (folder, by)
+        )
     except (DamagedError, UnreadableError):
         return False
 
@@ -177,7 +184,7 @@ class RunDirectory:
                     found[step] = read_manifest(self.storage, folder).metrics
 
         self._on_main(lock_and_list)
-        lock = None if self._lock is None else [self._lock.number, self._lock.key]
+        lock = None if self._lock is None else [self._lock.number, self._lock.record["key"]]
         number, key = self._world.broadcast_object(lock)
         self._refuse_unshared(key)
         listed = [[step, self.folders[step], dict(metrics)] for step, metrics in found.items()]
@@ -276,6 +283,7 @@ class RunDirectory:
             self._confirm()
             for folder in look(self.storage).manifests(self.storage):
                 if step_of(folder) > after:
+                    self._confirm()
                     remove_checkpoint(self.storage, folder)
 
         self._on_main(remove)

@@ -40,8 +40,8 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from evenstep.checkpoint.format import manifest as manifests
 from evenstep.checkpoint.store import Storage
@@ -142,82 +142,47 @@ def look(storage: Storage) -> Top:
     return Top(0, {}, names)
 
 
-@dataclass
-class _Hold:
-    """A lock that this process has.
-
-    Attributes:
-        storage: Where it lies.
-        number: Its own.
-        record: Its content.
-        mutex: Of those who write it. The collector may release a lock in the thread that is writing.
-    """
-
-    storage: Storage
-    number: int
-    record: dict[str, object]
-    mutex: threading.RLock = field(default_factory=threading.RLock)
-
-    def write(self, **changes: object) -> None:
-        """Change the content, if need be, and give a sign of life."""
-        with self.mutex:
-            # Another content each time: who waits sees that it is renewed.
-            self.record |= {"renewed": time.time(), **changes}
-            self.storage.put(_name(self.number), [_encoded(self.record)])
-
-    def confirm(self) -> None:
-        """See `Lock.confirm`."""
-        top = look(self.storage)
-        if top.number > self.number or top.record.get("key", self.record["key"]) != self.record["key"]:
-            is_mine = _is_mine(top.record, self.record)
-            who = "another Checkpointer of this process" if is_mine else f"pid {top.record.get('pid')}"
-            raise LockedError(
-                f"{self.storage.where} was taken over by {who} on {top.record.get('hostname')}, {_since(top.record)}: "
-                f"{'a second one was made, or ' if is_mine else ''}this process had given no sign of life for "
-                f"{EXPIRES_AFTER_S:.0f} s (was it stopped?), or its lock was removed. It saves nothing more there"
-            )
-        self.write()
-
-
 class Lock:
     """The lock of a directory, held by this process. A daemon thread gives its signs of life.
 
     It is released when it is no longer referenced, or when this process ends in an orderly way, at the latest.
 
     Attributes:
-        number: Of the lock.
-        key: Tells it from every other one.
+        number: Its own.
         manifests: The folders of the checkpoints that were there when it was taken, in the order of their steps.
+        record: Its content.
     """
 
-    def __init__(self, hold: _Hold, found: list[str]) -> None:
-        self._hold, self.number, self.manifests = hold, hold.number, found
-        self.key = str(hold.record["key"])
+    def __init__(self, storage: Storage, number: int, manifests: list[str], record: dict[str, Any]) -> None:
+        self._storage, self.number, self.manifests, self.record = storage, number, manifests, record
         stop = threading.Event()
         # The thread must not keep this object alive: see `_release`.
-        thread = threading.Thread(
-            target=_renew_until, args=(stop, hold), name=f"evenstep lock {hold.storage.where}", daemon=True
-        )
-        self._release = weakref.finalize(self, _release, stop, thread, hold)
+        name = f"evenstep lock {storage.where}"
+        thread = threading.Thread(target=_renew_until, args=(stop, weakref.ref(self)), name=name, daemon=True)
+        self._release = weakref.finalize(self, _release, stop, thread, storage, number, record)
         thread.start()
-
-    @property
-    def damaged(self) -> dict[str, str]:
-        """By folder, what a resume of this or an earlier job has found wrong with it."""
-        return Top(self.number, self._hold.record, ()).damaged
 
     def note_damaged(self, folder: str, why: str) -> None:
         """Note what is wrong with a checkpoint: it is kept from then on."""
-        self._hold.write(damaged={**self.damaged, folder: why})
+        _write(self._storage, self.number, self.record, damaged={**self.record["damaged"], folder: why})
 
     def confirm(self) -> None:
-        """Called before every change of what others see.
+        """Give a sign of life. Called before every change of what others see.
 
         Raises:
             LockedError: Another job has taken the lock: this one was taken for dead.
             OSError: The storage can't be reached.
         """
-        self._hold.confirm()
+        top = look(self._storage)
+        if top.number > self.number or top.record.get("key", self.record["key"]) != self.record["key"]:
+            is_mine = _is_mine(top.record, self.record)
+            who = "another Checkpointer of this process" if is_mine else f"pid {top.record.get('pid')}"
+            raise LockedError(
+                f"{self._storage.where} was taken over by {who} on {top.record.get('hostname')}, {_since(top.record)}: "
+                f"{'a second one was made, or ' if is_mine else ''}this process had given no sign of life for "
+                f"{EXPIRES_AFTER_S:.0f} s (was it stopped?), or its lock was removed. It saves nothing more there"
+            )
+        _write(self._storage, self.number, self.record)
 
     def release(self) -> None:
         """End it, if this process still holds it. Twice is once."""
@@ -293,19 +258,20 @@ def remove_lock(storage: Storage) -> str:
 def _take(storage: Storage, top: Top, me: Mapping[str, object]) -> Lock | None:
     """Create the lock that follows `top`; None: another process was faster."""
     places = [place.lock for place in map(place_of, top.names) if place is not None]
-    hold = _Hold(storage, 1 + max([top.number, *places]), {**me, "manifests": None})
-    storage.put_new(_name(hold.number), _encoded(hold.record))
+    number, record = 1 + max([top.number, *places]), {**me, "manifests": None}
+    storage.put_new(_name(number), json.dumps(record).encode())
     # Whatever it said: a request whose answer got lost was made twice, and a number may have come and gone.
     now = look(storage)
     if now.record.get("key") != me["key"]:
         return None
     found = Top(top.number, top.record, now.names).manifests(storage)
-    hold.write(manifests=found, damaged={folder: why for folder, why in top.damaged.items() if folder in found})
+    damaged = {folder: why for folder, why in top.damaged.items() if folder in found}
+    _write(storage, number, record, manifests=found, damaged=damaged)
     for name in now.names:
-        if _LOCK.fullmatch(name) and name != _name(hold.number):
+        if _LOCK.fullmatch(name) and name != _name(number):
             with contextlib.suppress(OSError):  # the next one does it
                 storage.remove(name)
-    return Lock(hold, found)
+    return Lock(storage, number, found, record)
 
 
 def _state(top: Top, age_s: float, me: Mapping[str, object]) -> str:
@@ -385,34 +351,39 @@ def _who(holder: Mapping[str, object]) -> str:
 # ---------------------------------------------------------------------- signs of life
 
 
-def _renew_until(stop: threading.Event, hold: _Hold) -> None:
+def _renew_until(stop: threading.Event, held: weakref.ref[Lock]) -> None:
     """Give signs of life: the work of the thread. Ends early if another process has taken the lock."""
-    while not stop.wait(RENEW_EVERY_S):
+    while not stop.wait(RENEW_EVERY_S) and (lock := held()) is not None:
         with contextlib.suppress(OSError):  # the storage may come back
             try:
-                hold.confirm()
+                lock.confirm()
             except LockedError:
                 return  # raised by `confirm`, where somebody hears it
+        del lock
 
 
-def _release(stop: threading.Event, thread: threading.Thread, hold: _Hold) -> None:
+def _release(
+    stop: threading.Event, thread: threading.Thread, storage: Storage, number: int, record: dict[str, Any]
+) -> None:
     """End the signs of life and release the lock. Must not refer to the `Lock`, whose end calls it."""
-    if os.getpid() != hold.record["pid"]:
+    if os.getpid() != record["pid"]:
         return  # a child that was forked
     stop.set()
     if thread is not threading.current_thread():
         thread.join(RENEW_EVERY_S)  # a storage that hangs must not hold up the end of the process
     with contextlib.suppress(OSError):
-        if look(hold.storage).record.get("key") == hold.record["key"]:
-            hold.write(released=True)
+        if look(storage).record.get("key") == record["key"]:
+            _write(storage, number, record, released=True)
+
+
+def _write(storage: Storage, number: int, record: dict[str, Any], **changes: object) -> None:
+    """Write a lock again. Its content is another each time: whoever waits sees that it is renewed."""
+    record.update(changes, renewed=time.time())
+    storage.put(_name(number), [json.dumps(record).encode()])
 
 
 def _name(number: int) -> str:
     return f"lock-{number:05d}.json"
-
-
-def _encoded(record: Mapping[str, object]) -> bytes:
-    return json.dumps(record).encode()
 
 
 def _parsed(content: bytes) -> dict[str, object]:

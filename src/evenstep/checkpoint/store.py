@@ -22,8 +22,9 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 from evenstep.errors import ConfigurationError, EvenstepError
 from evenstep.ground.compat.c_library import libc
@@ -31,6 +32,8 @@ from evenstep.ground.compat.c_library import libc
 Hook = Callable[[str, str], None]
 
 _PART_BYTES = 64 << 20  # of an upload; S3 takes ten thousand of them
+_RANGE_BYTES = 16 << 20
+_CHUNK_BYTES = 1 << 20  # still in the cache when its checksum is computed
 _SEND_BYTES = 4 << 20
 _LEFT_AFTER_S = 60.0
 _TEMPORARY = ".put-"
@@ -41,21 +44,20 @@ if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
-class Reader(Protocol):
+@dataclass(frozen=True)
+class Reader:
     """An open file.
 
     Attributes:
+        num_bytes: Its length.
         chunk_bytes: How much to read at once.
+        read_into: Called with an offset and memory: fills it with the bytes from there on; returns how many there were,
+            fewer only at the file's end.
     """
 
+    num_bytes: int
     chunk_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Its length."""
-
-    def read_into(self, offset: int, out: memoryview) -> int:
-        """Fill `out` with the bytes from `offset` on; returns how many there were, fewer only at the file's end."""
+    read_into: Callable[[int, memoryview], int]
 
 
 def _no_hook(operation: str, path: str) -> None:
@@ -161,7 +163,7 @@ class Storage:
         # Servers that don't know the condition, and clients that drop it, would let two jobs have one lock.
         if self._create(path, content):
             raise OSError(
-                errno.ENOTSUP, "it replaces a file that was only to be created, so that no lock is safe", path
+                errno.ENOTSUP, "it can't create a file only where there is none, so that no lock is safe", path
             )
         return True
 
@@ -177,7 +179,18 @@ class Storage:
             found = self._files.info(target)
             if found["type"] != "file":
                 raise OSError(errno.EINVAL, "not a regular file", path)
-        yield _Object(self._files, target, int(found["size"]))
+        num_bytes = int(found["size"])
+
+        def read_into(offset: int, out: memoryview) -> int:
+            end = min(offset + len(out), num_bytes)
+            content = b""
+            if offset < end:
+                with _as_os_errors(path):
+                    content = self._files.cat_file(target, start=offset, end=end)
+            out[: len(content)] = content
+            return len(content)
+
+        yield Reader(num_bytes, _RANGE_BYTES, read_into)
 
     def read(self, path: str, *, most_bytes: int) -> bytes:
         """The content of a file; of a longer one than `most_bytes` one byte more than that."""
@@ -210,7 +223,7 @@ class Storage:
         if hasattr(self._files, "call_s3"):  # with others they cost nothing, and end by themselves
             bucket, key, _ = self._files.split_path(self._root)
             prefix = f"{key}/step-".lstrip("/")
-            with _as_os_errors(self.where), contextlib.suppress(PermissionError):
+            with contextlib.suppress(OSError), _as_os_errors(self.where):  # not every server lets everybody list them
                 found = self._files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
                 for each in found.get("Uploads", []):
                     named = {"Bucket": bucket, "Key": each["Key"], "UploadId": each["UploadId"]}
@@ -235,6 +248,8 @@ class Storage:
                 self._files.pipe_file(target, content, mode="create")
             except FileExistsError:
                 return False
+            except (NotImplementedError, ValueError):  # a client that can't: refused as one that replaces
+                return True
             except OSError as error:  # a server that words its refusal otherwise than Amazon's
                 if error.errno in (errno.EINVAL, errno.EBUSY) and self._files.exists(target):
                     return False
@@ -250,28 +265,6 @@ class Storage:
 
     def _path(self, path: str) -> Any:
         return "/".join([self._root, *_parts(path)])
-
-
-class _Object:
-    """An object that is read by ranges."""
-
-    chunk_bytes = 16 << 20
-
-    def __init__(self, files: Any, path: str, num_bytes: int) -> None:
-        self._files, self._path, self._num_bytes = files, path, num_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
-    def read_into(self, offset: int, out: memoryview) -> int:
-        end = min(offset + len(out), self._num_bytes)
-        if offset >= end:
-            return 0
-        with _as_os_errors(self._path):
-            content = self._files.cat_file(self._path, start=offset, end=end)
-        out[: len(content)] = content
-        return len(content)
 
 
 class LocalDirectory(Storage):
@@ -332,7 +325,14 @@ class LocalDirectory(Storage):
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", path)
-            yield _OpenFile(descriptor, status.st_size)
+
+            def read_into(offset: int, out: memoryview) -> int:
+                done = 0
+                while done < len(out) and (got := os.preadv(descriptor, [out[done:]], offset + done)):
+                    done += got
+                return done
+
+            yield Reader(status.st_size, _CHUNK_BYTES, read_into)
         finally:
             os.close(descriptor)
 
@@ -424,33 +424,11 @@ class LocalDirectory(Storage):
             return []
 
     def _modified_s(self, path: str) -> float:
-        # Opened, and not only looked at: a network file system then asks its server.
-        with self.open(path) as file:
-            return os.fstat(cast(_OpenFile, file).descriptor).st_mtime
+        with self.open(path):  # a network file system then asks its server
+            return os.lstat(self._path(path)).st_mtime
 
     def _path(self, path: str) -> Path:
         return self.root.joinpath(*_parts(path))
-
-
-class _OpenFile:
-    chunk_bytes = 1 << 20  # still in the cache when its checksum is computed
-
-    def __init__(self, descriptor: int, num_bytes: int) -> None:
-        self.descriptor = descriptor
-        self._num_bytes = num_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        return self._num_bytes
-
-    def read_into(self, offset: int, out: memoryview) -> int:
-        done = 0
-        while done < len(out):
-            got = os.preadv(self.descriptor, [out[done:]], offset + done)
-            if got == 0:
-                break
-            done += got
-        return done
 
 
 def _parts(path: str) -> list[str]:
@@ -466,7 +444,7 @@ def _as_os_errors(path: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+        raise FileNotFoundError(errno.ENOENT, f"{os.strerror(errno.ENOENT)} ({error})", path) from error
     except (OSError, EvenstepError):
         raise
     except Exception as error:  # no route, no credentials, an answer that nobody understands

@@ -47,6 +47,8 @@ def train(url: str, variables: dict[str, str], upto: int, stops_at: int | None):
         return begun, run.checkpoint.num_steps, run.seen
 
 
+@pytest.mark.extended
+@pytest.mark.timeout(400)
 def test_a_run_in_a_bucket_is_stopped_on_2_ranks_and_goes_on_with_3(ranks, bucket):
     url = f"{bucket}/run"
     variables = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
@@ -64,7 +66,7 @@ def test_a_run_in_a_bucket_is_stopped_on_2_ranks_and_goes_on_with_3(ranks, bucke
     folders = checkpoints_in(storage)
     assert list(folders) == [8, 9]
     assert set(storage.list()) == {*folders.values(), "lock-00002.json"}
-    assert not storage._files.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads")
+    assert not storage._files.call_s3("list_multipart_uploads", Bucket="bucket", Prefix="run/").get("Uploads")
 
 
 def in_memory(url: str):

@@ -26,7 +26,7 @@ from evenstep.checkpoint.format.payload import Entry, bytes_of, parse_header, pl
 from evenstep.checkpoint.format.plan import Policy, best_step, plan_files, plan_removals
 from evenstep.checkpoint.format.random_streams import capture_streams, restore_streams
 from evenstep.checkpoint.format.tree import flatten, unflatten
-from evenstep.checkpoint.save.snapshot import Staging, capture_one
+from evenstep.checkpoint.save.snapshot import File, Staging, capture_one
 from evenstep.errors import ConfigurationError
 from tests.stub_worlds import stub_world
 
@@ -244,7 +244,7 @@ def test_a_conjugate_is_no_twin():
         captured = capture_one("thing", {"a": twin, "b": view})
         assert captured.aliases == {}
         layout = plan_layout(captured.entries)
-        [staged] = Staging().stage([("f", layout, captured.tensors)])
+        [staged] = Staging().stage([File("f", "it", layout, captured.tensors)])
         stored = {key: torch.frombuffer(bytes_of(each), dtype=twin.dtype) for key, each in staged.tensors.items()}
         assert torch.equal(stored["a"], twin)
         assert torch.equal(stored["b"], view)

@@ -109,7 +109,7 @@ def test_a_holder_that_cannot_be_seen_keeps_its_lock_while_its_heart_beats(tmp_p
     monkeypatch.setattr(locks, "RENEW_EVERY_S", 0.05)
     monkeypatch.setattr(locks, "_LOOK_EVERY_S", 0.02)
     lock = take_lock(LocalDirectory(tmp_path), {})
-    lock._hold.record |= {"boot": "elsewhere", "hostname": "node7"}
+    lock.record |= {"boot": "elsewhere", "hostname": "node7"}
     as_of(tmp_path, 30, boot="elsewhere", hostname="node7")
     with pytest.raises(LockedError, match=f"pid {os.getpid()} on node7"):
         take_lock(LocalDirectory(tmp_path), {}, wait_s=50)
@@ -124,7 +124,7 @@ def test_a_holder_that_was_stopped_for_long_has_lost_its_lock(tmp_path: Path, mo
     """And one that was stopped for less has not."""
     monkeypatch.setattr(locks, "_LOOK_EVERY_S", 0.02)
     lock = take_lock(LocalDirectory(tmp_path), {})
-    lock._hold.record |= {"boot": "elsewhere"}
+    lock.record |= {"boot": "elsewhere"}
     as_of(tmp_path, 59.5, boot="elsewhere")
     with pytest.raises(LockedError, match="last heartbeat 60 s ago"):
         take_lock(LocalDirectory(tmp_path), {}, wait_s=0.1)
@@ -296,3 +296,30 @@ def test_a_job_that_is_started_again_has_its_lock_at_once(tmp_path: Path, monkey
         before.confirm()  # before it writes a manifest, or removes a checkpoint
     now.confirm()
     now.release()
+
+
+def compete(directory: Path, barrier, results) -> None:
+    for _ in range(8):
+        barrier.wait()
+        try:
+            lock = take_lock(LocalDirectory(directory), {})
+            lock.confirm()
+        except LockedError:
+            lock = None
+        barrier.wait()  # nobody releases it before all have tried
+        results.put(0 if lock is None else lock.number)
+        if lock is not None:
+            lock.release()
+
+
+def test_of_several_jobs_that_begin_at_once_one_gets_the_lock(tmp_path: Path):
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(3), context.Queue()
+    children = [context.Process(target=compete, args=(tmp_path, barrier, results)) for _ in range(3)]
+    for child in children:
+        child.start()
+    numbers = sorted(results.get(timeout=60) for _ in range(3 * 8))
+    for child in children:
+        child.join()
+    assert numbers == [0] * 16 + list(range(1, 9))
+    assert is_released(tmp_path)

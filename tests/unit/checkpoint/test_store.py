@@ -15,7 +15,7 @@ from evenstep import World
 from evenstep.checkpoint import tools
 from evenstep.checkpoint.directory import checkpoints_in, remove_checkpoint, sweep
 from evenstep.checkpoint.load.reader import check_checkpoint
-from evenstep.checkpoint.lock import Lock, take_lock
+from evenstep.checkpoint.lock import Lock, LockedError, take_lock
 from evenstep.checkpoint.store import LocalDirectory, Storage, storage_at
 from evenstep.errors import CheckpointError, ConfigurationError
 from evenstep.testing.storage import check_storage, read_all
@@ -67,16 +67,21 @@ def test_a_file_url_is_a_path(tmp_path: Path):
         storage_at("memory://x", private=False)
 
 
-def test_a_store_that_cannot_create_only_is_refused_for_a_lock(monkeypatch: pytest.MonkeyPatch):
-    """As servers that don't know S3's If-None-Match: both of two jobs would have the lock."""
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_store_that_cannot_create_only_is_refused_for_a_lock(monkeypatch: pytest.MonkeyPatch, says_so: bool):
+    """As servers that don't know S3's If-None-Match, and clients without it: both of two jobs would have the lock."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     storage = Storage(f"memory://{uuid.uuid4().hex}")
     really = MemoryFileSystem.pipe_file
-    monkeypatch.setattr(
-        MemoryFileSystem, "pipe_file", lambda self, path, value, mode="overwrite", **_: really(self, path, value)
-    )
-    with pytest.raises(OSError, match="replaces a file that was only to be created, so that no lock is safe"):
+
+    def pipe_file(self, path, value, mode="overwrite"):
+        if mode == "create" and says_so:
+            raise NotImplementedError("mode")
+        really(self, path, value)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+    with pytest.raises(OSError, match="can't create a file only where there is none, so that no lock is safe"):
         take_lock(storage, {})
 
 
@@ -242,6 +247,18 @@ def test_a_manifest_that_comes_after_the_next_job_has_listed_them_is_none(root: 
     sweep(storage, third)
     assert "step-0000009-00001-2" not in storage.list()
     for lock in (third, first):
+        lock.release()
+
+
+def test_a_job_that_was_stopped_before_it_sweeps_removes_nothing_of_the_next_one(root: str):
+    storage = storage_at(root)
+    first = take_lock(storage, {})
+    second = take_lock(storage, {})
+    storage.put("step-0000001-00002-1/x.safetensors", [b"x"])
+    with pytest.raises(LockedError, match="taken over by"):
+        sweep(storage, first)
+    assert storage.list("step-0000001-00002-1") == ["x.safetensors"]
+    for lock in (second, first):
         lock.release()
 
 

@@ -18,7 +18,7 @@ import base64
 import collections
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -76,33 +76,45 @@ def unflatten(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not tags:
         return {key: unflatten(item, tensors) for key, item in structure.items()}
     tag, content = tags[0], structure[tags[0]]
-    if tag in ("~tensor", "~array", "~number"):
+    if tag not in _READERS:
+        raise ValueError(f"its structure has the mark {tag!r}, which this version doesn't know")
+    if tag in _OF_TENSORS:
         if content not in tensors:
             raise ValueError(f"its structure names the tensor {content!r}, which isn't listed")
-        found = tensors[content]
-        return found if tag == "~tensor" else found.numpy() if tag == "~array" else found.numpy()[()]
-    if tag in ("~tuple", "~size"):
-        items = tuple(unflatten(item, tensors) for item in content)
-        return items if tag == "~tuple" else torch.Size(items)
-    if tag == "~float":
-        return float(content)
-    if tag == "~bytes":
-        return base64.b64decode(content)
-    if tag == "~dtype":
-        dtype = getattr(torch, content, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"its structure has the dtype {content!r}, which torch doesn't know")
-        return dtype
-    if tag in ("~dict", "~counter"):
-        pairs = {unflatten(key, {}): unflatten(item, tensors) for key, item in content}
-        return collections.Counter(pairs) if tag == "~counter" else pairs
-    if tag == "~ordered":
-        return collections.OrderedDict(unflatten(content, tensors))
+        content = tensors[content]
+    elif tag in _OF_PAIRS:
+        content = {unflatten(key, {}): unflatten(item, tensors) for key, item in content}
+    else:
+        content = unflatten(content, tensors)
+    state = _READERS[tag](content)
     if tag == "~module":
-        state: Any = collections.OrderedDict(unflatten(content, tensors))
         state._metadata = unflatten(structure.get("metadata"), {})
-        return state
-    raise ValueError(f"its structure has the mark {tag!r}, which this version doesn't know")
+    return state
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"its structure has the dtype {name!r}, which torch doesn't know")
+    return found
+
+
+_OF_TENSORS = ("~tensor", "~array", "~number")  # their content is a tensor's name
+_OF_PAIRS = ("~dict", "~counter")
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "~tensor": lambda tensor: tensor,
+    "~array": lambda tensor: tensor.numpy(),
+    "~number": lambda tensor: tensor.numpy()[()],
+    "~tuple": tuple,
+    "~size": torch.Size,
+    "~float": float,
+    "~bytes": base64.b64decode,
+    "~dtype": _dtype,
+    "~dict": dict,
+    "~counter": collections.Counter,
+    "~ordered": collections.OrderedDict,
+    "~module": collections.OrderedDict,
+}
 
 
 def dotted(path: tuple[Any, ...]) -> str:

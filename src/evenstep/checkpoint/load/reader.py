@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -113,16 +114,21 @@ def fill(
 
 def check_checkpoint(storage: Storage, folder: str) -> list[str]:
     """Read everything; returns a line for each problem. Unlisted files are problems too."""
+    findings: list[str] = []
     try:
         manifest = read_manifest(storage, folder)
+        findings += [
+            f"{folder}/{name}: isn't listed in the manifest" for name in unlisted_files(storage, folder, manifest)
+        ]
+        check = _Check(storage, folder, manifest, (0, 1))
+        for file, listed in check.by_file(manifest.objects).items():
+            try:
+                check.read_file(file, [_wanted(*each, None, None) for each in listed])
+            except (DamagedError, UnreadableError) as error:
+                findings += str(error).splitlines()
     except (DamagedError, UnreadableError) as error:
-        return [str(error)]
-    findings: list[str] = []
-    check = _Check(storage, folder, manifest, (0, 1), findings.append)
-    for name, item in manifest.objects.items():
-        check.read({name: item}, {})
-    findings += [f"{folder}/{name}: isn't listed in the manifest" for name in unlisted_files(storage, folder, manifest)]
-    return sorted(set(findings))
+        findings.append(str(error))
+    return sorted(findings)
 
 
 def unlisted_files(storage: Storage, folder: str, manifest: Manifest) -> list[str]:
@@ -136,135 +142,107 @@ def unlisted_files(storage: Storage, folder: str, manifest: Manifest) -> list[st
 
 
 class _Check:
-    def __init__(
-        self,
-        storage: Storage,
-        folder: str,
-        manifest: Manifest,
-        share: tuple[int, int],
-        report: Callable[[str], object] | None = None,
-    ) -> None:
+    def __init__(self, storage: Storage, folder: str, manifest: Manifest, share: tuple[int, int]) -> None:
         self._storage, self._folder, self._manifest, self._share = storage, folder, manifest, share
-        self._report = report
         self._scratch = threading.local()
 
     def read(
         self, objects: Mapping[str, ObjectEntry], targets: Targets, layouts: Layouts = MappingProxyType({})
     ) -> dict[str, dict[str, Tensor]]:
-        """Read all tensors of some objects; unreadable ones hold anything if problems are only reported.
-
-        Those with an in-place target are only confirmed.
-        """
-        into: dict[str, dict[str, Tensor]] = {}
-        if not self._sizes_are_right(objects):
-            return {owner: {} for owner in objects}
+        """Read all tensors of some objects. Those with an in-place target are only confirmed."""
+        by_file = self.by_file(objects)
+        for file, listed in by_file.items():  # before memory is allocated
+            with self._opened(file, sum(_num_bytes(part, tensor) for _, _, part, tensor in listed)):
+                pass
+        memory: dict[str, dict[str, Tensor]] = {}
         for owner, item in objects.items():
-            known, own = targets.get(owner, {}), layouts.get(owner, {})
-            into[owner] = {
-                name: known[name]
-                if name in known
-                else torch.empty(
+            own = layouts.get(owner, {})
+            memory[owner] = {
+                name: torch.empty(
                     own[name].shape if name in own else tensor.shape,
                     dtype=payload.torch_dtype(tensor.dtype),
                     device="cpu",
                 )
                 for name, tensor in item.tensors.items()
+                if name not in targets.get(owner, {})
             }
-        self._read_parts(
-            objects, lambda owner, name: None if name in targets.get(owner, {}) else into[owner][name], layouts
-        )
-        return {
-            owner: {
-                name: layouts[owner][name].finished(memory, objects[owner].tensors[name].shape)
-                if name in layouts.get(owner, {})
-                else memory
-                for name, memory in tensors.items()
-            }
-            for owner, tensors in into.items()
-        }
+        self._read_into(by_file, memory, layouts)
+        for owner, own in layouts.items():
+            for name in own.keys() & memory.get(owner, {}).keys():
+                whole = objects[owner].tensors[name].shape
+                memory[owner][name] = own[name].finished(memory[owner][name], whole)
+        return {owner: {**memory[owner], **targets.get(owner, {})} for owner in objects}
 
     def fill(self, objects: Mapping[str, ObjectEntry], targets: Targets) -> None:
         """Read the tensors that have an in-place target, and no other."""
-        if self._sizes_are_right(objects):
-            wanted = {
-                owner: replace(item, tensors={key: item.tensors[key] for key in targets[owner]})
-                for owner, item in objects.items()
-            }
-            self._read_parts(wanted, lambda owner, name: targets[owner][name])
+        wanted = {
+            owner: replace(item, tensors={key: item.tensors[key] for key in targets[owner]})
+            for owner, item in objects.items()
+        }
+        self._read_into(self.by_file(wanted), targets)
 
-    def _read_parts(
-        self,
-        objects: Mapping[str, ObjectEntry],
-        memory_of: Callable[[str, str], Tensor | None],
-        layouts: Layouts = MappingProxyType({}),
-    ) -> None:
-        parts: dict[str, list[_Wanted]] = {}
+    def by_file(self, objects: Mapping[str, ObjectEntry]) -> dict[str, list[tuple[str, str, Part, TensorEntry]]]:
+        """The parts of all tensors, with owner and name, by file."""
+        found: dict[str, list[tuple[str, str, Part, TensorEntry]]] = {}
         for owner, item in objects.items():
             for name, tensor in item.tensors.items():
-                memory = memory_of(owner, name)
-                layout = layouts.get(owner, {}).get(name)
                 for part in tensor.parts:
-                    want = _wanted(f"{owner}/{name}", part, tensor, memory, layout)
-                    if want is not None:
-                        parts.setdefault(part.file, []).append(want)
-        for file, listed in parts.items():
-            self._read_file(file, listed)
+                    found.setdefault(part.file, []).append((owner, name, part, tensor))
+        return found
 
-    def _sizes_are_right(self, objects: Mapping[str, ObjectEntry]) -> bool:
-        """Whether files have the lengths of the manifest, and of their tensors; before memory is allocated."""
-        needed: dict[str, int] = {}
-        for item in objects.values():
-            for tensor in item.tensors.values():
-                for part in tensor.parts:
-                    num_bytes = part.numel * payload.torch_dtype(tensor.dtype).itemsize
-                    needed[part.file] = needed.get(part.file, 0) + num_bytes
-        all_right = True
-        for file, num_bytes in needed.items():
-            path, known = f"{self._folder}/{file}", self._manifest.files[file]
-            try:
-                problem = None
-                with self._storage.open(path) as source:
-                    if source.num_bytes != known.bytes:
-                        problem = f"has {source.num_bytes:,} bytes, and {known.bytes:,} were saved"
-                    elif num_bytes != known.bytes - known.header_bytes:
-                        problem = f"its tensors would have {num_bytes:,} bytes"
-            except OSError as error:
-                self._unread(path, error)
-                all_right = False
-                continue
-            if problem is not None:
-                self._problem(f"{path}: {problem}")
-                all_right = False
-        return all_right
+    def _read_into(
+        self,
+        by_file: Mapping[str, list[tuple[str, str, Part, TensorEntry]]],
+        memory: Targets,
+        layouts: Layouts = MappingProxyType({}),
+    ) -> None:
+        for file, listed in by_file.items():
+            wanted = [
+                _wanted(owner, name, part, tensor, memory.get(owner, {}).get(name), layouts.get(owner, {}).get(name))
+                for owner, name, part, tensor in listed
+            ]
+            self.read_file(file, wanted)
 
-    def _read_file(self, file: str, listed: list[_Wanted]) -> None:
-        path = f"{self._folder}/{file}"
+    @contextlib.contextmanager
+    def _opened(self, file: str, num_bytes: int = 0) -> Iterator[tuple[str, Reader]]:
+        """A file that has the length of the manifest, and room for so many bytes of tensors."""
+        path, known = f"{self._folder}/{file}", self._manifest.files[file]
         try:
             with self._storage.open(path) as source:
-                offsets, first = self._header(source, path, file, list(_entries(self._manifest, file)))
-                if offsets is None:
-                    return
-
-                def read_one(job: tuple[int, _Wanted]) -> str | None:
-                    index, want = job
-                    confirms = want.confirms or index % self._share[1] == self._share[0]
-                    found = self._read_part(source, first + offsets[want.part.key], want, confirms=confirms)
-                    if found is None or found == want.part.crc32:
-                        return None
-                    saved = f"{want.part.crc32:08x} was saved"
-                    return f"{path}: tensor {want.name}: its checksum is {found:08x}, and {saved}"
-
-                jobs = list(enumerate(listed))
-                if sum(want.num_bytes for want in listed) < _SMALL_BYTES:
-                    problems = [read_one(job) for job in jobs]
-                else:
-                    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-                        problems = list(pool.map(read_one, jobs))
-            for problem in problems:
-                if problem is not None:
-                    self._problem(problem)
+                if source.num_bytes != known.bytes:
+                    raise DamagedError(f"{path}: has {source.num_bytes:,} bytes, and {known.bytes:,} were saved")
+                if num_bytes > known.bytes - known.header_bytes:
+                    raise DamagedError(f"{path}: its tensors would have {num_bytes:,} bytes")
+                yield path, source
         except OSError as error:
-            self._unread(path, error)
+            raise why_unread(path, error) from None
+
+    def read_file(self, file: str, wanted: Iterable[_Wanted | None]) -> None:
+        """Read what is wanted of a file.
+
+        Raises:
+            DamagedError: A checksum differs; a line for each tensor.
+        """
+        with self._opened(file) as (path, source):
+            offsets, first = self._header(source, path, file), self._manifest.files[file].header_bytes
+            jobs = list(enumerate(want for want in wanted if want is not None))
+
+            def read_one(job: tuple[int, _Wanted]) -> str | None:
+                index, want = job
+                confirms = want.confirms or index % self._share[1] == self._share[0]
+                found = self._read_part(source, first + offsets[want.part.key], want, confirms=confirms)
+                if found is None or found == want.part.crc32:
+                    return None
+                saved = f"{want.part.crc32:08x} was saved"
+                return f"{path}: tensor {want.name}: its checksum is {found:08x}, and {saved}"
+
+            if sum(want.num_bytes for _, want in jobs) < _SMALL_BYTES:
+                found = [read_one(job) for job in jobs]
+            else:
+                with ThreadPoolExecutor(_NUM_THREADS) as pool:
+                    found = list(pool.map(read_one, jobs))
+        if problems := [problem for problem in found if problem is not None]:
+            raise DamagedError("\n".join(problems))
 
     def _read_part(self, source: Reader, offset: int, want: _Wanted, *, confirms: bool) -> int | None:
         """Read a part; returns its CRC-32 if `confirms`. In chunks that are still in the cache for the checksum."""
@@ -296,40 +274,33 @@ class _Check:
         memory: memoryview = self._scratch.memory
         return memory
 
-    def _header(self, source: Reader, path: str, file: str, entries: list[Entry]) -> tuple[dict[str, int] | None, int]:
-        """Offset of each tensor (None after a reported problem), and length of the header."""
+    def _header(self, source: Reader, path: str, file: str) -> dict[str, int]:
+        """Offset of each tensor, from the end of the header."""
         known = self._manifest.files[file]
-        if not 8 <= known.header_bytes <= min(known.bytes, payload.MAX_HEADER_BYTES):
-            self._problem(f"{path}: a header of {known.header_bytes:,} bytes can't be")
-            return None, 0
-        header = bytearray(known.header_bytes)
-        source.read_into(0, memoryview(header))
-        if zlib.crc32(header) != known.header_crc32:
-            self._problem(f"{path}: the checksum of its header is not the one that was saved")
-            return None, 0
         try:
+            if not 8 <= known.header_bytes <= min(known.bytes, payload.MAX_HEADER_BYTES):
+                raise ValueError(f"a header of {known.header_bytes:,} bytes can't be")
+            header = bytearray(known.header_bytes)
+            source.read_into(0, memoryview(header))
+            if zlib.crc32(header) != known.header_crc32:
+                raise ValueError("the checksum of its header is not the one that was saved")
             if int.from_bytes(header[:8], "little") != known.header_bytes - 8:
                 raise ValueError("its header has another length")
-            return payload.parse_header(bytes(header[8:]), entries, known.bytes - known.header_bytes), len(header)
+            entries = list(_entries(self._manifest, file))
+            return payload.parse_header(bytes(header[8:]), entries, known.bytes - known.header_bytes)
         except ValueError as error:
-            self._problem(f"{path}: {error}")
-            return None, 0
-
-    def _unread(self, path: str, error: OSError) -> None:
-        why = why_unread(path, error)
-        if self._report is None:
-            raise why from None
-        self._report(str(why))
-
-    def _problem(self, problem: str) -> None:
-        if self._report is None:
-            raise DamagedError(problem)
-        self._report(problem)
+            raise DamagedError(f"{path}: {error}") from None
 
 
-def _wanted(name: str, part: Part, tensor: TensorEntry, memory: Tensor | None, layout: Layout | None) -> _Wanted | None:
+def _num_bytes(part: Part, tensor: TensorEntry) -> int:
+    return part.numel * payload.torch_dtype(tensor.dtype).itemsize
+
+
+def _wanted(
+    owner: str, tensor_name: str, part: Part, tensor: TensorEntry, memory: Tensor | None, layout: Layout | None
+) -> _Wanted | None:
     """How a part is read; None if nothing of it is this rank's."""
-    num_bytes = part.numel * payload.torch_dtype(tensor.dtype).itemsize
+    name, num_bytes = f"{owner}/{tensor_name}", _num_bytes(part, tensor)
     if memory is None:
         return _Wanted(name, part, num_bytes, None)
     memory = memory.detach()

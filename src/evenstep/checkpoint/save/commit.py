@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import platform
 import secrets
 import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import HashStore
 
 from evenstep.checkpoint.directory import remove_checkpoint
 from evenstep.checkpoint.format import manifest as manifests
 from evenstep.checkpoint.format.manifest import FileEntry, Manifest, ObjectEntry, Part, TensorEntry
-from evenstep.checkpoint.format.payload import Entry, Layout, entry_of, plan_layout
-from evenstep.checkpoint.format.plan import FilePlan, plan_files, shard_file
+from evenstep.checkpoint.format.payload import entry_of, plan_layout
+from evenstep.checkpoint.format.plan import plan_files, shard_file
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.random_streams import capture_streams
-from evenstep.checkpoint.format.regions import Shape
 from evenstep.checkpoint.lock import LockedError, Place
-from evenstep.checkpoint.save.snapshot import Captured, Files, Staging, capture, capture_one, shard_key
-from evenstep.checkpoint.save.writer import Job, Receipt, Writer, is_secondary
+from evenstep.checkpoint.save.snapshot import Captured, File, Staging, capture, capture_one
+from evenstep.checkpoint.save.writer import Job, Receipt, Writer, describe, is_secondary
 from evenstep.checkpoint.store import Storage
 from evenstep.errors import CheckpointError, ConfigurationError
 from evenstep.transport.core.codec import decode, encode
@@ -100,7 +96,7 @@ class Saver:
         except ConfigurationError as error:
             self.writer.start(Job(folder, key, [], {}, None, CheckpointError(str(error))))
             return
-        facts = {"fingerprint": plan.fingerprint, "shards": plan.describe_shards(), "streams": _packed(plan.streams)}
+        facts = {"fingerprint": plan.fingerprint, "placed": plan.placed(), "streams": encode(plan.streams).hex()}
         began_at = time.time()
 
         def commit(receipts: Sequence[Receipt]) -> None:
@@ -137,10 +133,7 @@ class Saver:
         return self._describe(error), is_secondary(error)
 
     def _describe(self, error: BaseException) -> str:
-        if is_secondary(error):
-            return str(error)
-        what = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        return f"rank {self._world.rank}: {what}"
+        return str(error) if is_secondary(error) else f"rank {self._world.rank}: {describe(error)}"
 
     def _remove_partial(self, error: BaseException | None) -> None:
         # Another job that has the lock may have counted this checkpoint as one.
@@ -166,19 +159,20 @@ class Saver:
                     f"the objects of rank {rank} have other tensors than those of rank 0. What is saved must have the "
                     f"same names, shapes and dtypes on all ranks."
                 )
-        of_ranks = [_unpacked(receipt.facts["streams"]) for receipt in receipts]
+        of_ranks = [decode(bytes.fromhex(receipt.facts["streams"])) for receipt in receipts]
         streams = capture_one(RANDOM, {"ranks": of_ranks})
-        random_plan = FilePlan(f"{RANDOM}.safetensors", RANDOM, 0, tuple(streams.entries))
-        random_layout = plan_layout(streams.entries)
-        [staged] = Staging().stage([(random_plan.name, random_layout, streams.tensors)])
-        random_receipt = self.writer.write_file(folder, staged)
-        builder = _ManifestBuilder()
-        for file, layout in plan.layouts.items():
-            receipt = receipts[plan.files[file].rank]
-            builder.add_file(plan.files[file].owner, file, layout, receipt)
-        builder.add_file(RANDOM, random_plan.name, random_layout, random_receipt)
-        for rank, receipt in enumerate(receipts):
-            builder.add_shards(receipt.facts["shards"], receipt, rank, self._world.world_size)
+        file = File(f"{RANDOM}.safetensors", RANDOM, plan_layout(streams.entries), streams.tensors)
+        written = self.writer.write(Job(folder, "", Staging().stage([file]), {"placed": []}, None))
+        files: dict[str, FileEntry] = {}
+        parts: dict[tuple[str, str], list[Part]] = {}
+        placed: dict[str, dict[str, list[Any]]] = {}
+        for receipt in (*receipts, written):
+            files |= {name: FileEntry(*numbers) for name, numbers in receipt.files.items()}
+            for owner, name, path, key, start, numel, crc, sizes in receipt.parts:
+                part = Part(path, key, start, numel, crc, None if sizes is None else tuple(sizes))
+                parts.setdefault((owner, name), []).append(part)
+            for owner, name, *what in receipt.facts["placed"]:
+                placed.setdefault(owner, {})[name] = what
         captured = {**plan.captured, RANDOM: streams}
         manifest = Manifest(
             step=step,
@@ -186,8 +180,8 @@ class Saver:
             time=began_at,
             versions=_versions(),
             metrics=metrics,
-            objects={name: builder.object_entry(name, item) for name, item in captured.items()},
-            files=builder.files,
+            objects={name: _entry(name, item, parts, placed.get(name, {})) for name, item in captured.items()},
+            files=files,
         )
         try:
             manifests.validate(manifest)
@@ -219,115 +213,63 @@ class _Plan:
     def __init__(self, objects: Mapping[str, Any], world: World) -> None:
         self.captured = capture(objects)
         self.streams = capture_streams(world)
-        self.files: dict[str, FilePlan] = {}
-        self.layouts: dict[str, Layout] = {}
         self._world = world
         replicated = {name: item.entries for name, item in self.captured.items()}
-        for file in plan_files(replicated, world.world_size):
-            self.files[file.name] = file
-            aliases = self.captured[file.owner].aliases
-            keys = {entry.key for entry in file.entries}
-            # Tied parameters, as the safetensors package itself notes them.
-            metadata = {alias: key for alias, key in aliases.items() if key in keys}
-            self.layouts[file.name] = plan_layout(file.entries, {"format": "pt", **metadata})
+        self.files = plan_files(replicated, world.world_size)
         divided = [[name, item.divided] for name, item in self.captured.items()]
         text = json.dumps([divided, [[n, [(e.key, e.dtype, e.shape) for e in es]] for n, es in replicated.items()]])
         self.fingerprint = zlib.crc32(text.encode())
 
-    def files_of_this_rank(self) -> Files:
+    def files_of_this_rank(self) -> list[File]:
         """What this rank writes."""
-        mine: list[tuple[str, Layout, Mapping[str, Tensor]]] = [
-            (
-                name,
-                self.layouts[name],
-                {entry.key: self.captured[file.owner].tensors[entry.key] for entry in file.entries},
-            )
-            for name, file in self.files.items()
-            if file.rank == self._world.rank
-        ]
+        rank, world_size = self._world.rank, self._world.world_size
+        mine = []
+        for file in self.files:
+            if file.rank == rank:
+                item = self.captured[file.owner]
+                keys = [entry.key for entry in file.entries]
+                # Tied parameters, as the safetensors package itself notes them.
+                tied = {alias: key for alias, key in item.aliases.items() if key in keys}
+                layout = plan_layout(file.entries, {"format": "pt", **tied})
+                mine.append(File(file.name, file.owner, layout, {key: item.tensors[key] for key in keys}))
         for owner, item in self.captured.items():
-            shards = {shard.key: shard.stored for shard in item.shards if shard.values.numel()}
+            shards = {shard.key: shard for shard in item.shards if shard.values.numel()}
             if shards:
-                layout = plan_layout([entry_of(key, tensor) for key, tensor in shards.items()])
-                mine.append((shard_file(owner, self._world.rank, self._world.world_size), layout, shards))
+                stored = {key: shard.stored for key, shard in shards.items()}
+                layout = plan_layout([entry_of(key, tensor) for key, tensor in stored.items()])
+                mine.append(File(shard_file(owner, rank, world_size), owner, layout, stored, shards))
         return mine
 
-    def describe_shards(self) -> dict[str, list[Any]]:
-        """This rank's shards of each object, in JSON types for its receipt."""
-        return {
-            owner: [
-                [s.name, s.path, list(s.shape), entry_of("", s.values).dtype, s.start, s.values.numel(), s.sizes]
-                for s in item.shards
-            ]
+    def placed(self) -> list[list[Any]]:
+        """Of this rank's shards that are in no structure: owner, name, path, shape and dtype, in JSON types."""
+        return [
+            [owner, s.name, s.path, list(s.shape), entry_of("", s.values).dtype]
             for owner, item in self.captured.items()
-            if item.shards
-        }
+            for s in item.shards
+            if s.path is not None
+        ]
 
 
-class _ManifestBuilder:
-    """Collects the files and tensors of all ranks for the manifest."""
+def _entry(
+    owner: str, item: Captured, parts: Mapping[tuple[str, str], list[Part]], placed: Mapping[str, list[Any]]
+) -> ObjectEntry:
+    """The manifest's entry of an object.
 
-    def __init__(self) -> None:
-        self.files: dict[str, FileEntry] = {}
-        self._parts: dict[str, dict[str, list[Part]]] = {}
-        self._placed: dict[str, dict[str, tuple[list[Any], list[int], str]]] = {}
-
-    def add_file(self, owner: str, file: str, layout: Layout, receipt: Receipt) -> None:
-        """Add a file with whole tensors."""
-        self._add_entry(file, layout, receipt)
-        parts = self._parts.setdefault(owner, {})
-        for entry, crc in zip(layout.entries, receipt.tensor_crc32[file], strict=True):
-            parts[entry.key] = [Part(file, entry.key, 0, math.prod(entry.shape), crc)]
-
-    def add_shards(self, described: Mapping[str, list[Any]], receipt: Receipt, rank: int, world_size: int) -> None:
-        """Add a rank's shards of tensors that are divided over the ranks."""
-        for owner, shards in described.items():
-            file = shard_file(owner, rank, world_size)
-            entries: list[Entry] = []
-            where: dict[str, tuple[str, Part]] = {}
-            for name, path, shape, dtype, start, numel, listed in shards:
-                if path is not None:
-                    self._placed.setdefault(owner, {})[name] = (path, shape, dtype)
-                if numel:
-                    sizes: Shape | None = None if listed is None else tuple(listed)
-                    part = Part(file, shard_key(name, start, numel, sizes), start, numel, 0, sizes)
-                    entries.append(Entry(part.key, dtype, part.stored_shape(tuple(shape))))
-                    where[part.key] = name, part
-            if not entries:
-                continue
-            layout = plan_layout(entries)
-            self._add_entry(file, layout, receipt)
-            for entry, crc in zip(layout.entries, receipt.tensor_crc32[file], strict=True):
-                name, part = where[entry.key]
-                self._parts.setdefault(owner, {}).setdefault(name, []).append(replace(part, crc32=crc))
-
-    def object_entry(self, owner: str, item: Captured) -> ObjectEntry:
-        """The manifest's entry of an object."""
-        parts = self._parts.get(owner, {})
-        tensors = {
-            key: TensorEntry(entry_of(key, tensor).dtype, tuple(tensor.shape), tuple(parts[key]))
-            for key, tensor in item.tensors.items()
-        }
-        in_order = {name: tuple(sorted(found, key=lambda part: part.start)) for name, found in parts.items()}
-        tensors |= {
-            name: TensorEntry(dtype, shape, in_order.get(name, ())) for name, (dtype, shape) in item.divided.items()
-        }
-        placed = []
-        for name, (path, shape, dtype) in self._placed.get(owner, {}).items():
-            tensors[name] = TensorEntry(dtype, tuple(shape), in_order.get(name, ()))
-            placed.append((path, name))
-        return ObjectEntry(item.kind, item.structure, tensors, item.aliases, placed)
-
-    def _add_entry(self, file: str, layout: Layout, receipt: Receipt) -> None:
-        self.files[file] = FileEntry(layout.file_bytes, len(layout.header), receipt.header_crc32[file])
-
-
-def _packed(streams: dict[str, Any]) -> str:
-    return encode(streams).hex()
-
-
-def _unpacked(text: str) -> Any:
-    return decode(bytes.fromhex(text))
+    Args:
+        owner: Its name.
+        item: What rank 0 has of it.
+        parts: Of all tensors, by owner and name.
+        placed: Path, shape and dtype of tensors that are in no structure, by name.
+    """
+    known = {key: (entry_of(key, tensor).dtype, tuple(tensor.shape)) for key, tensor in item.tensors.items()}
+    known |= item.divided
+    known |= {name: (dtype, tuple(shape)) for name, (_, shape, dtype) in placed.items()}
+    tensors = {}
+    for name, (dtype, shape) in known.items():
+        in_order = sorted(parts.get((owner, name), []), key=lambda part: part.start)
+        tensors[name] = TensorEntry(dtype, shape, tuple(in_order))
+    paths = [(path, name) for name, (path, _, _) in placed.items()]
+    return ObjectEntry(item.kind, item.structure, tensors, item.aliases, paths)
 
 
 def _versions() -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -223,21 +223,22 @@ def _memory_of(value: DTensor) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, eq=False)
-class StagedFile:
-    """A file of this rank, ready to be written.
+class File:
+    """A file that this rank writes.
 
     Attributes:
         name: Inside the checkpoint's folder.
+        owner: The object whose tensors these are.
         layout: Where the tensors stand.
-        tensors: By key, contiguous and on the CPU; they don't change until the save is finished.
+        tensors: By key. Once they are staged: contiguous, on the CPU, and unchanged until the save is finished.
+        shards: By key, those that are parts of divided tensors.
     """
 
     name: str
+    owner: str
     layout: Layout
     tensors: Mapping[str, Tensor]
-
-
-Files = Sequence[tuple[str, Layout, Mapping[str, Tensor]]]  # name, layout, and tensors by key
+    shards: Mapping[str, Shard] = field(default_factory=dict)
 
 
 class Staging:
@@ -251,12 +252,13 @@ class Staging:
         """Bytes held."""
         return sum(memory.numel() for memory in self._memory.values())
 
-    def stage(self, files: Files) -> list[StagedFile]:
+    def stage(self, files: Sequence[File]) -> list[File]:
         """Copy tensors to their places in their files; complete on return."""
-        wanted = {name: layout.payload_bytes for name, layout, _ in files}
+        wanted = {file.name: file.layout.payload_bytes for file in files}
         self._memory = {n: memory for n, memory in self._memory.items() if wanted.get(n) == memory.numel()}
         staged, devices = [], set()
-        for name, layout, tensors in files:
+        for file in files:
+            name, layout, tensors = file.name, file.layout, file.tensors
             if name not in self._memory:
                 pin = any(tensor.device.type == "cuda" for tensor in tensors.values())
                 self._memory[name] = torch.empty(layout.payload_bytes, dtype=torch.uint8, pin_memory=pin, device="cpu")
@@ -267,7 +269,7 @@ class Staging:
                 copies[entry.key] = place.view(source.dtype).view(source.shape)
                 copies[entry.key].copy_(source, non_blocking=True)
                 devices.add(source.device)
-            staged.append(StagedFile(name, layout, copies))
+            staged.append(replace(file, tensors=copies))
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 import time
 import zlib
@@ -22,7 +23,7 @@ from typing import Any
 from torch.distributed import Store
 
 from evenstep.checkpoint.format.payload import bytes_of
-from evenstep.checkpoint.save.snapshot import StagedFile
+from evenstep.checkpoint.save.snapshot import File
 from evenstep.checkpoint.store import Storage
 from evenstep.errors import CheckpointError
 
@@ -36,16 +37,16 @@ _LAST_WAIT_S = 2.0  # for the peers' receipts when this process is about to end
 
 @dataclass(frozen=True)
 class Receipt:
-    """The checksums of the files that a rank has written.
+    """What a rank has written, in JSON types.
 
     Attributes:
-        header_crc32: Of each file.
-        tensor_crc32: Of each file, of each tensor, in the order of its layout.
+        files: The fields of each file's `FileEntry`.
+        parts: Of each tensor in them: owner, name, and the fields of its `Part`.
         facts: Other values that rank 0 needs for the commit.
     """
 
-    header_crc32: dict[str, int]
-    tensor_crc32: dict[str, list[int]]
+    files: dict[str, list[int]]
+    parts: list[list[Any]]
     facts: dict[str, Any]
 
 
@@ -64,7 +65,7 @@ class Job:
 
     folder: str
     key: str
-    files: Sequence[StagedFile]
+    files: Sequence[File]
     facts: dict[str, Any]
     commit: Callable[[Sequence[Receipt]], None] | None
     problem: CheckpointError | None = None
@@ -144,17 +145,11 @@ class Writer:
             with contextlib.suppress(RuntimeError, OSError):  # the store may have ended with the rank that hosts it
                 self._store.set(_left_key(run, self._rank), "")
 
-    def write_file(self, folder: str, file: StagedFile) -> Receipt:
-        """Write one file, in this thread."""
-        checksums = [0] * len(file.layout.entries)
-        self._storage.put(f"{folder}/{file.name}", self._chunks(file, checksums, lambda: None))
-        return Receipt({file.name: zlib.crc32(file.layout.header)}, {file.name: checksums}, {})
-
     def _run(self, job: Job) -> None:
         try:
             if job.problem is not None:
                 raise job.problem
-            receipt = self._write(job)
+            receipt = self.write(job)
             self._store.set(_key(job, self._rank), json.dumps(astuple(receipt)))
             if job.commit is not None:
                 job.commit([self._await_receipt(job, rank) for rank in range(self._world_size)])
@@ -165,10 +160,11 @@ class Writer:
                 with contextlib.suppress(RuntimeError, OSError):  # as in `abandon`
                     self._store.set(_key(job, "failed"), f"rank {self._rank}: {describe(error)}")
 
-    def _write(self, job: Job) -> Receipt:
+    def write(self, job: Job) -> Receipt:
+        """Write files, in this thread."""
         checksums = {file.name: [0] * len(file.layout.entries) for file in job.files}
 
-        def write(file: StagedFile) -> None:
+        def write(file: File) -> None:
             chunks = self._chunks(file, checksums[file.name], lambda: self._check_peers(job))
             self._storage.put(f"{job.folder}/{file.name}", chunks)
 
@@ -180,10 +176,19 @@ class Writer:
         for file in job.files:
             if file not in large or len(large) == 1:
                 write(file)
-        return Receipt({file.name: zlib.crc32(file.layout.header) for file in job.files}, checksums, job.facts)
+        receipt = Receipt({}, [], job.facts)
+        for file in job.files:
+            header = file.layout.header
+            receipt.files[file.name] = [file.layout.file_bytes, len(header), zlib.crc32(header)]
+            for entry, crc in zip(file.layout.entries, checksums[file.name], strict=True):
+                shard = file.shards.get(entry.key)
+                name, start, sizes = (entry.key, 0, None) if shard is None else (shard.name, shard.start, shard.sizes)
+                part = [file.name, entry.key, start, math.prod(entry.shape), crc, sizes]
+                receipt.parts.append([file.owner, name, *part])
+        return receipt
 
     def _chunks(
-        self, file: StagedFile, checksums: list[int], check_peers: Callable[[], None]
+        self, file: File, checksums: list[int], check_peers: Callable[[], None]
     ) -> Iterator[bytes | memoryview]:
         """Yield the file's bytes, and fill in the checksums while the bytes are in the cache."""
         small = bytearray(file.layout.header)

@@ -92,7 +92,7 @@ def run_with_kills(
 
     def has_saved() -> bool:
         return command.process.poll() is not None or bool(
-            {each.name for each in directory.glob("counts/step-*")} - saved
+            {each.parent.name for each in directory.glob("counts/step-*/manifest.json")} - saved
         )
 
     while len(killed) < kills and command.process.poll() is None:
@@ -103,7 +103,7 @@ def run_with_kills(
         if pid is not None and is_running(pid):
             os.kill(pid, signal.SIGKILL)
             killed.append(rank)
-            saved = {each.name for each in directory.glob("counts/step-*")}
+            saved = {each.parent.name for each in directory.glob("counts/step-*/manifest.json")}
     return command, killed
 
 

@@ -220,7 +220,7 @@ def test_a_stop_saves_where_loaders_have_workers(tmp_path: Path, which: signal.S
 def test_a_stop_saves_where_a_shell_script_starts_the_rank(tmp_path: Path):
     """bash would end at once, and everything with it."""
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN))
-    (tmp_path / "wrapper").write_text(f"#!/bin/bash\n{sys.executable} train.py runs 100000\nexit $?\n")
+    (tmp_path / "wrapper").write_text(f"#!/bin/bash\n'{sys.executable}' train.py runs 100000\nexit $?\n")
     (tmp_path / "wrapper").chmod(0o755)
     command = start(tmp_path, [*FLAGS, "--no-python", "./wrapper"], "", PAUSE="0.01")
     command.wait_until(lambda: bool(steps(tmp_path / "runs")))

@@ -22,7 +22,7 @@ def start(directory: Path, *flags: str, workers: int = 3) -> Command:
 
 
 def has_saved(directory: Path) -> bool:
-    return any(directory.glob("counts/step-*"))
+    return any(directory.glob("counts/step-*/manifest.json"))
 
 
 def counts(command: Command) -> list[str]:

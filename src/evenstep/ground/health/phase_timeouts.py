@@ -132,13 +132,13 @@ def find_awaited(pages: Mapping[int, Heartbeat | None], timeouts: PhaseTimeouts,
     if not waiting:
         return []
     since_ns = min(waiting.values())
+    waited_s, ranks = (now_ns - since_ns) / 1e9, tuple(sorted(waiting))
     found = []
     for rank, seen in known.items():
         if rank not in waiting and seen.phase != Phase.ENDED:
             limit_s = timeouts.of(seen)
             overdue_s = (now_ns - max(since_ns, seen.time_ns)) / 1e9 - limit_s
-            waited_s = (now_ns - since_ns) / 1e9
-            found.append(AwaitedRank(rank, seen, waited_s, tuple(sorted(waiting)), limit_s, overdue_s))
+            found.append(AwaitedRank(rank, seen, waited_s, ranks, limit_s, overdue_s))
     return found
 
 

@@ -203,7 +203,7 @@ class Engine:
         is_alone = may_be_single and self._begin_single_pass()
         opens_window = not self.is_in_window
         if scale is None:
-            scale = self.exchange.scale.agree(weight, opens_window=opens_window)
+            scale = self.exchange.scale.agree(weight, opens_window=opens_window, ends_window=self.ends_together)
         else:
             self.exchange.scale.adopt(scale, opens_window=opens_window)
         if is_alone:
@@ -237,7 +237,9 @@ class Engine:
             UsageError: As `begin_forward`, which such a rank may not have run.
         """
         self.begin_forward()
-        self.exchange.scale.agree(None, opens_window=not self.is_in_window)
+        window = self.window
+        weight = window.weight if window is not None and window.kind is Kind.WEIGHTED else None
+        self.exchange.scale.agree(weight, opens_window=not self.is_in_window, ends_window=self.ending.exchanges)
         if self._window is None:
             self._window = window = self._new_window(is_running=False)
             window.has_leftovers = not all_zero(self.parameters)
@@ -279,6 +281,11 @@ class Engine:
     def stays_local(self) -> bool:
         """Whether windows end on this rank, and gradients aren't exchanged."""
         return not self.ending.exchanges
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether the next pass ends a window whose gradients are averaged over ranks."""
+        return self.synchronise and self.ending.exchanges
 
     @property
     def is_accumulating(self) -> bool:
@@ -458,7 +465,7 @@ class Engine:
         self._enter(Event.START)
         self._pass = opened
         opened.ends_window = self.synchronise
-        travels = self.synchronise and self.ending.exchanges
+        travels = self.ends_together
         self.exchange.begin_pass(opened.kind, travels=travels)
         for observer in self.observers:
             observer.begin_pass()
@@ -632,8 +639,7 @@ def weighted_passes(
 ) -> Iterator[float]:
     """Surround one backward pass that one or several models take part in; yield the scale that divides the weight.
 
-    Collective if the engines synchronise, and in the first windows of models with 16-bit parameters. Passes begin and
-    end in the order of `engines`.
+    Collective if the engines synchronise. Passes begin and end in the order of `engines`.
 
     Args:
         engines: Of all wrapped models that the loss goes through, in the same order on all ranks.
@@ -647,11 +653,13 @@ def weighted_passes(
     this, scale = object(), None
     _weighted.add(this)
     try:
-        if (largest := max(engines, key=lambda engine: engine.world.world_size)) is not engines[0]:
+        largest = max(engines, key=lambda engine: engine.world.world_size)
+        is_behind = any(engine.ends_together for engine in engines) and not engines[0].ends_together
+        if largest is not engines[0] or is_behind:
             # A group's own model is named before one of more ranks, in whose sums gradients would have each group's
-            # scale. Nothing is agreed here: a rank without samples ends the first model's window before it takes part
-            # in another's.
-            scale = largest.exchange.scale.agree(None, opens_window=not largest.is_in_window)
+            # scale; or the first one accumulates, which may have each rank's own. Nothing is agreed here: a rank
+            # without samples ends the first model's window before it takes part in another's.
+            scale = largest.exchange.scale.agree(None, opens_window=not largest.is_in_window, ends_window=True)
         turns = [Turn.FIRST if len(engines) > 1 else Turn.ALONE, *[Turn.BEHIND] * (len(engines) - 1)]
         for engine, turn, is_dummy in zip(engines, turns, only_dummies, strict=True):
             scale = engine.begin_weighted_pass(

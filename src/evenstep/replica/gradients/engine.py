@@ -54,6 +54,7 @@ from evenstep.replica.gradients.autograd_hooks import OutputHooks, Readiness
 from evenstep.replica.gradients.buckets.bucket import Bucket, late_gradient, moved_parameter
 from evenstep.replica.gradients.division import divide_alone
 from evenstep.replica.gradients.exchange.base import Exchange, Trained
+from evenstep.replica.gradients.observer import overriding
 from evenstep.replica.gradients.strategies import WindowEnd
 from evenstep.replica.gradients.window import (
     TRANSITIONS,
@@ -94,6 +95,10 @@ class Engine:
         self.world, self.transport, self.control = trained.world, trained.transport, trained.control
         self.recorder = trained.recorder
         self.trained, self.observers = trained, trained.observers
+        events = ("begin_pass", "end_window", "forget_forwards", "act", "step")
+        self._at_begin, self._at_end, self._at_forgotten, self._acting, self._at_step = (
+            overriding(trained.observers, event) for event in events
+        )
         self.exchange, self.ending = exchange, ending
         self.readiness = Readiness(self.parameters, exchange.layout, self)
         self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
@@ -467,7 +472,7 @@ class Engine:
         opened.ends_window = self.synchronise
         travels = self.ends_together
         self.exchange.begin_pass(opened.kind, travels=travels)
-        for observer in self.observers:
+        for observer in self._at_begin:
             observer.begin_pass()
         if opened.opens_window:
             self._window = self._new_window(is_running=graph_task_id() != -1)
@@ -554,8 +559,9 @@ class Engine:
             return
         self.ending.close(self._window, self.buckets)
         first = self.num_dense if self.exchange.buckets else 0
-        for observer in self.observers:
+        for observer in self._at_end:
             observer.end_window(self.names[first:], self.parameters[first:])
+        for observer in self._at_forgotten:
             # Of forward passes that have several outputs more may be reached: then some are missed.
             observer.forget_forwards(max(0, self._num_forwards - self._num_reached))
         self._num_forwards = self._num_reached = 0
@@ -570,10 +576,10 @@ class Engine:
         if self.readiness.is_counting:
             self.readiness.watch(self.exchange.layout)
         self._pass_ended()  # on all ranks, whatever is said of it
-        skips = [observer.act(window) for observer in self.observers]
+        skips = [each.act(window) for each in self.observers if each.found is not None or each in self._acting]
         if any(skips):
             drop_grads(self.parameters)
-        for observer in self.observers:
+        for observer in self._at_step:
             observer.step()
 
     def end_local_window(self) -> None:

@@ -208,7 +208,8 @@ class Engine:
         is_alone = may_be_single and self._begin_single_pass()
         opens_window = not self.is_in_window
         if scale is None:
-            scale = self.exchange.scale.agree(weight, opens_window=opens_window, ends_window=self.ends_together)
+            is_urgent = self.ends_together or (is_scaled and self.ending.exchanges)
+            scale = self.exchange.scale.agree(weight, opens_window=opens_window, is_urgent=is_urgent)
         else:
             self.exchange.scale.adopt(scale, opens_window=opens_window)
         if is_alone:
@@ -244,7 +245,7 @@ class Engine:
         self.begin_forward()
         window = self.window
         weight = window.weight if window is not None and window.kind is Kind.WEIGHTED else None
-        self.exchange.scale.agree(weight, opens_window=not self.is_in_window, ends_window=self.ending.exchanges)
+        self.exchange.scale.agree(weight, opens_window=not self.is_in_window, is_urgent=self.ending.exchanges)
         if self._window is None:
             self._window = window = self._new_window(is_running=False)
             window.has_leftovers = not all_zero(self.parameters)
@@ -659,13 +660,12 @@ def weighted_passes(
     this, scale = object(), None
     _weighted.add(this)
     try:
-        largest = max(engines, key=lambda engine: engine.world.world_size)
-        is_behind = any(engine.ends_together for engine in engines) and not engines[0].ends_together
-        if largest is not engines[0] or is_behind:
+        if (largest := max(engines, key=lambda engine: engine.world.world_size)) is not engines[0]:
             # A group's own model is named before one of more ranks, in whose sums gradients would have each group's
-            # scale; or the first one accumulates, which may have each rank's own. Nothing is agreed here: a rank
-            # without samples ends the first model's window before it takes part in another's.
-            scale = largest.exchange.scale.agree(None, opens_window=not largest.is_in_window, ends_window=True)
+            # scale. Nothing is agreed here: a rank without samples ends the first model's window before it takes part
+            # in another's.
+            opens_window = not largest.is_in_window
+            scale = largest.exchange.scale.agree(None, opens_window=opens_window, is_urgent=False)
         turns = [Turn.FIRST if len(engines) > 1 else Turn.ALONE, *[Turn.BEHIND] * (len(engines) - 1)]
         for engine, turn, is_dummy in zip(engines, turns, only_dummies, strict=True):
             scale = engine.begin_weighted_pass(

@@ -7,10 +7,11 @@ are), which large weights would make overflow; a GradScaler would skip steps tha
 by a *scale* first: about the sum of all ranks' weights. It is a power of two, so that nothing is rounded; all ranks
 agree on it in the first window that they average, and keep it. A rank without samples doesn't know whether the others'
 passes have weights, so all take part, and only those with weights, or without samples, wait. Where the first window has
-no weights the scale stays 1, except that float16 gradients try again in each window until one has. Passes before the
-agreement, which a later one ends, have this rank's own scale, and what they leave is brought to the common one. A pass
-through several models has one weight, so one scale: that of the model with the most ranks, which all ranks of the
-others know alike.
+no weights the scale stays 1, except that float16 gradients try again in each window until one has. What only adds to
+`p.grad` waits for that agreement no earlier than its window ends, since a rank may run such a pass alone, unless
+something overflows: float16 gradients, or a loss that a GradScaler has multiplied. A scale of each rank's own would be
+wrong: the backward pass of a SyncBatchNorm adds gradients of all ranks. A pass through several models has one weight,
+so one scale: that of the model with the most ranks, which all ranks of the others know alike.
 
 *Before a communication hook.* A hook compresses, and that depends on the magnitude. Gradients times a large weight
 overflow in 16 bits; and what PowerSGD leaves out for the next step would count as much as that step's weights, after a
@@ -51,13 +52,13 @@ class Scale:
         self._rescale = rescale
         self._is_one = is_one
 
-    def agree(self, weight: float | Tensor | None, *, opens_window: bool, ends_window: bool) -> float:
+    def agree(self, weight: float | Tensor | None, *, opens_window: bool, is_urgent: bool) -> float:
         """Return the scale that divides weights before they multiply gradients; one for all passes of a window.
 
         Args:
             weight: Of the pass; None: this rank has no pass, and doesn't know of what kind the others' are.
             opens_window: The pass is the first of its window.
-            ends_window: Gradients are averaged over ranks behind the pass.
+            is_urgent: Gradients are averaged over ranks behind the pass, or its loss was multiplied by a GradScaler.
         """
         if opens_window and not self._is_one:
             self.of_window = weight if isinstance(weight, float) and weight > 0 else 1.0
@@ -111,13 +112,9 @@ class AgreedScale(Scale):
         self._agreement: tuple[Work, Tensor] | None = None
         self._total: tuple[Work, Tensor] | None = None
 
-    def agree(self, weight: float | Tensor | None, *, opens_window: bool, ends_window: bool) -> float:
+    def agree(self, weight: float | Tensor | None, *, opens_window: bool, is_urgent: bool) -> float:
         """See `Scale`. Collective in the first window that ends on all ranks, and in more of 16-bit models."""
-        if self._is_due and not ends_window:
-            if opens_window:
-                self.of_window = nearest_power_of_two(weight) if isinstance(weight, float) else 1.0
-            return self.of_window
-        if weight is not None and self._is_due:
+        if weight is not None and self._is_due and (is_urgent or self._is_needed):
             self.announce()
             self.start_agreement(weight)
             self._finish_agreement(reads=True)

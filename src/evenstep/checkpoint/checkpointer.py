@@ -162,6 +162,7 @@ class Checkpointer:
                 f"no checkpoint in {self._where} can be read:\n  {lines}\nTo start afresh, use another "
                 f"directory, or remove what is in this one."
             )
+        self._print(f"no checkpoint in {self._where}: the run starts at the beginning")
         return 0
 
     def load(self, step: int, *, strict: bool = True) -> int:

@@ -32,7 +32,7 @@ from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.ground.compat.torch_ddp import active_in_dynamo
 from evenstep.ground.compat.torch_dynamo import any_compiled, compiled_backends, keep_out_of_graphs, untraced
-from evenstep.ground.health import heartbeat
+from evenstep.ground.health import excepthook, heartbeat
 from evenstep.ground.health.steps import mark_compilations
 from evenstep.ground.health.telemetry import Recorder
 from evenstep.ground.health.users_code import warn
@@ -163,6 +163,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     logger = None  # torch's class has its timings there; here `world.telemetry` has them
     mixed_precision = None
 
+    @excepthook.for_users
     def __init__(
         self,
         module: nn.Module,

@@ -197,6 +197,18 @@ with evenstep.init(seed=0, quiet=True) as world:
             optimizer.step()
             optimizer.zero_grad()
 """,
+    "evenstep_scaler": f"""{_EVENSTEP}
+with evenstep.init(seed=0, quiet=True) as world:
+    model = evenstep.DistributedDataParallel({_MLP})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for x, y in evenstep.DataLoader(train_set, global_batch_size=24, shuffle=True):
+        loss = F.cross_entropy(model(x), y)
+        model.backward(scaler.scale(loss), weight=len(x), scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+""",
     "evenstep_batchnorm": f"""{_EVENSTEP}
 with evenstep.init(seed=0, quiet=True) as world:
     model = nn.Sequential(
@@ -338,6 +350,17 @@ MISTAKES = {
     "learning_rate": ("settings", _PLAIN.replace("lr=0.1", "lr=0.1 * size")),
     "not_wrapped": ("drift", _PLAIN.replace("F.cross_entropy(model(x), y)", "F.cross_entropy(model.module(x), y)")),
 }
+
+# All numbers of ranks, or all but one, begin with a scale at which the loss is infinite, and skip the first step.
+SKIPS_ON_ALL = (
+    CORRECT["evenstep_scaler"]
+    .replace("init_scale=64.0", "init_scale=2.0**127, backoff_factor=2.0**-40")
+    .replace("scaler.scale(loss)", "scaler.scale(256 * loss)")
+    .replace("lr=0.1", "lr=1e-4")
+)
+SKIPS_ON_SEVERAL = SKIPS_ON_ALL.replace("2.0**127", "2.0**127 if world.world_size > 1 else 64.0")
+# A fused optimizer unscales gradients itself.
+FUSED = CORRECT["evenstep_scaler"].replace("lr=0.1", "lr=0.1, fused=True")
 
 # Reproducible mode, and the same with a rank that counts for more.
 REPRODUCIBLE = f"""{_EVENSTEP}

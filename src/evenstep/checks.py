@@ -45,6 +45,14 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
+def needs(what: str, package: str, extra: str) -> str:
+    """How to get a package that isn't there: "a plot needs matplotlib: pip install 'evenstep[bench]'".
+
+    Quoted, because brackets mean something to a shell. Where evenstep came from a checkout it does the same.
+    """
+    return f"{what} needs {package}: pip install 'evenstep[{extra}]'"
+
+
 def refuse(what: str, value: object, wanted: str) -> ConfigurationError:
     """The error for a value that can't be meant.
 

@@ -56,6 +56,7 @@ _SAME_ARGUMENTS = (
 )
 
 
+@excepthook.for_users
 def init(
     *,
     seed: int | None = None,
@@ -107,22 +108,21 @@ def init(
         UsageError: A constructor was called before, and made or adopted a world; or this process was forked from a
             rank, whose connections it can't use.
     """
-    with excepthook.reporting_mistakes():
-        seed = randomness.validate_seed("evenstep.init", seed)
-        if transport is not None:
-            checks.choice("evenstep.init: transport", transport, TRANSPORTS, otherwise="None to let evenstep choose")
-        timeout_s = checks.number("evenstep.init: timeout_s", timeout_s, above=0, most=LONGEST_TIMEOUT_S)
-        checks.switch("evenstep.init: quiet", quiet)
-        num_cores = os.cpu_count() or 1
-        validate_mode(
-            reproducible=reproducible, virtual_ranks=virtual_ranks, threads=threads, seed=seed, num_cores=num_cores
+    seed = randomness.validate_seed("evenstep.init", seed)
+    if transport is not None:
+        checks.choice("evenstep.init: transport", transport, TRANSPORTS, otherwise="None to let evenstep choose")
+    timeout_s = checks.number("evenstep.init: timeout_s", timeout_s, above=0, most=LONGEST_TIMEOUT_S)
+    checks.switch("evenstep.init: quiet", quiet)
+    num_cores = os.cpu_count() or 1
+    validate_mode(
+        reproducible=reproducible, virtual_ranks=virtual_ranks, threads=threads, seed=seed, num_cores=num_cores
+    )
+    sizes = validate_mesh("evenstep.init: mesh", mesh)
+    if reproducible and sizes is not None:
+        raise ConfigurationError(
+            "evenstep.init: mesh and reproducible exclude each other. A layer that is divided over ranks adds in "
+            "another order than a whole one, so the bits would depend on the mesh. Leave one of them out."
         )
-        sizes = validate_mesh("evenstep.init: mesh", mesh)
-        if reproducible and sizes is not None:
-            raise ConfigurationError(
-                "evenstep.init: mesh and reproducible exclude each other. A layer that is divided over ranks adds in "
-                "another order than a whole one, so the bits would depend on the mesh. Leave one of them out."
-            )
     arguments: dict[str, object] = {
         "seed": seed,
         "device": None if device is None else str(device),
@@ -141,8 +141,7 @@ def init(
                 f"connections it can't use. Start it as a new process (subprocess, or multiprocessing's spawn): that "
                 f"is a world of its own."
             )
-        with excepthook.reporting_mistakes():
-            worlds.validate_is_first()
+        worlds.validate_is_first()
         made_with = before._init_arguments
         assert made_with is not None
         if made_with == arguments:
@@ -208,8 +207,7 @@ def _join(
     needs_group: bool = False,
 ) -> World:
     requested = device if device is not None else placement.device
-    with excepthook.reporting_mistakes():
-        chosen = choose_device(requested, placement, num_gpus=torch.cuda.device_count())
+    chosen = choose_device(requested, placement, num_gpus=torch.cuda.device_count())
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     hook_before = excepthook.install(placement)

@@ -33,8 +33,9 @@ from evenstep.ground.compat.torch_distributed import default_store
 from evenstep.ground.coordination.main_first import main_first
 from evenstep.ground.coordination.mesh import DATA, build_mesh, complete_mesh, group_along, validate_mesh
 from evenstep.ground.environment import Placement, claim_rank, current_placement, node_identity, placement_from_nodes
-from evenstep.ground.health import heartbeat
+from evenstep.ground.health import excepthook, heartbeat
 from evenstep.ground.health.telemetry import Telemetry
+from evenstep.ground.health.users_code import user_site
 from evenstep.transport.core.object_collectives import (
     broadcast_value,
     check_mean,
@@ -44,6 +45,7 @@ from evenstep.transport.core.object_collectives import (
     weighted_mean,
 )
 from evenstep.transport.core.store_gather import StoreGather
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import validate_group
 from evenstep.transport.factory import Transports, open_transports
 from evenstep.transport.local import LocalTransport
@@ -73,6 +75,8 @@ class World:
         timeout_s: Seconds after which a collective, or a save, gives up on a missing rank.
         store: The rendezvous store of the ranks: small texts by key. None in a world of one.
         is_closed: `close` has been called: of what ranks have in common only the store is left.
+        ended_at: The line of the user's that has called it, or whose `with` block has; "" until then.
+        channels: Transports beside the first two; closed with the world.
         has_diverged: Random numbers are as they stay: every rank draws its own, or an adopted script what it wants.
         virtual_ranks: In reproducible mode, the virtual ranks of the run; else None.
         stop_reason: Why this rank is to stop: "SIGTERM", "request_stop()"; None until then.
@@ -107,7 +111,8 @@ class World:
         self.store = store
         self._on_close = list(on_close)
         self._num_main_first = 0
-        self.is_closed = False
+        self.is_closed, self.ended_at = False, ""
+        self.channels: list[Transport] = []
         # Weak, so that the group ends when the script destroys it: see the import of torch.distributed.nn above.
         self._adopted_group: weakref.ref[dist.ProcessGroup] | None = None
         self.telemetry = Telemetry()
@@ -126,6 +131,7 @@ class World:
             heap.keep_freed_memory()
 
     @classmethod
+    @excepthook.for_users
     def alone(cls, *, device: str | torch.device | None = None, seed: int | None = None) -> World:
         """Make a world of one rank, without effect on the current world.
 
@@ -144,6 +150,7 @@ class World:
         return cls(Placement(), device=chosen, transports=transports, store=None, seed=seed)
 
     @classmethod
+    @excepthook.for_users
     def from_process_group(
         cls,
         *,
@@ -457,7 +464,8 @@ class World:
         if self.is_closed and self.store is not None:  # for a save at the end
             store = StoreGather(self.store, self.rank, self.world_size, timeout_s=self.timeout_s)
             return exchange(store, value, what=what)
-        return exchange(self.control, value, what=what)
+        is_alone = self.is_closed and self.world_size == 1
+        return exchange(LocalTransport() if is_alone else self.control, value, what=what)
 
     def main_first(self) -> contextlib.AbstractContextManager[bool]:
         """Let rank 0 run a block first, such as a download; the other ranks follow.
@@ -504,11 +512,14 @@ class World:
         global _current
         if self.is_closed:
             return
-        self.is_closed = True
+        self.is_closed, self.ended_at = True, user_site()
         if _current is self:
             _current = None
         atexit.unregister(self.close)
-        _call_all([self.transport.close, self.control.close, *self._on_close])
+        for each in (self.transport, self.control, *self.channels):
+            each.ended_at = self.ended_at
+        channels = [each.close for each in self.channels]
+        _call_all([self.transport.close, self.control.close, *self._on_close, *channels])
 
     def __enter__(self) -> World:
         return self

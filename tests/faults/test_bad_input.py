@@ -50,6 +50,11 @@ MISTAKES = {
     "empty data set": ("evenstep.DataLoader([], global_batch_size=4)", 78, "ConfigurationError: "),
     "no length": ("evenstep.DataLoader(NoLength(), global_batch_size=4)", 78, "ConfigurationError: "),
     "init twice": ("evenstep.init(seed=3)", 78, "evenstep.init was called before with other arguments: now seed=3"),
+    "the world has ended": (
+        "m = evenstep.DistributedDataParallel(nn.Linear(1, 1))\nworld.close()\nm(torch.ones(1, 1)).sum().backward()",
+        1,
+        "the world of evenstep.init has ended, with its `with` block or by close(), at script.py:12 in <module>.",
+    ),
     "mixed backwards": (
         "m = evenstep.DistributedDataParallel(nn.Linear(1, 1))\nx = torch.ones(1, 1)\n"
         "with m.accumulate(): m.backward(m(x).sum())\nm(x).sum().backward()",
@@ -108,6 +113,8 @@ def test_without_a_launcher_the_status_is_the_same(tmp_path: Path) -> None:
     [
         ("seed='zero'", "evenstep: ConfigurationError: evenstep.init: seed='zero'; a whole number from 0 to "),
         ("device='gpu'", "evenstep: ConfigurationError: device='gpu' is no device"),
+        ("5", "evenstep: ConfigurationError: evenstep.init: arguments without a name: none. Write the names of the"),
+        ("sed=0", "evenstep: ConfigurationError: evenstep.init: there is no argument sed. Did you mean seed?"),
     ],
 )
 def test_a_mistake_in_the_call_of_init_is_no_other_mistake(tmp_path: Path, argument: str, message: str) -> None:
@@ -118,4 +125,18 @@ def test_a_mistake_in_the_call_of_init_is_no_other_mistake(tmp_path: Path, argum
     assert result.returncode == 78, result.stderr
     first, *others = result.stderr.splitlines()
     assert first.startswith(message)
+    assert others == [f"  at {script}, line 2, in <module>"]
+
+
+@pytest.mark.parametrize("call", ["init()", "DataLoader(range(8), 2)", "DistributedSampler(range(4))"])
+def test_variables_that_say_half_are_one_line_whatever_reads_them_first(tmp_path: Path, call: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import evenstep\nevenstep.{call}\n")
+    half = {**os.environ, "RANK": "0", "WORLD_SIZE": "2"}
+    result = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, env=half, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 78, result.stderr
+    first, *others = result.stderr.splitlines()
+    assert first.startswith("evenstep: ConfigurationError: RANK=0, WORLD_SIZE=2 are set without LOCAL_RANK")
     assert others == [f"  at {script}, line 2, in <module>"]

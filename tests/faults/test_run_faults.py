@@ -67,17 +67,18 @@ def test_a_rank_whose_loop_is_shorter_is_named_and_the_others_shown_where_they_w
 
         with evenstep.init() as world:
             model = evenstep.DistributedDataParallel(torch.nn.Linear(1, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for step in range(5 - world.rank):
                 model.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
     """
     code, command = call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
     assert code == 72
-    traceback, where, _, lost, verdict = command.stderr.splitlines()[-5:]  # behind what is said of a run of seconds
-    assert (traceback, where) == ("Traceback (most recent call last):", '  File "script.py", line 7, in <module>')
-    assert lost.startswith("evenstep.errors.PeerLostError: rank 0 lost rank 1 (pid ")
+    assert "Traceback" not in command.stderr
+    verdict = command.stderr.splitlines()[-1]
     assert verdict.startswith("evenstep: rank 1 (pid ")
     assert ") had ended with status 0 while rank 0 still waited: its loop was shorter" in verdict
-    assert re.search(r"early \(collective \d+; the others are at collective \d+\)\.", verdict), verdict
+    assert " early, after 4 steps. Rank 0 waited at script.py, line 8. Give all ranks" in verdict
     assert "under no `if`" in verdict, "a call on rank 0 alone looks like this, too"
 
 
@@ -364,7 +365,7 @@ TRAINS = """
         pytest.param(
             "exit:rank=0,step=3,phase=forward",
             72,
-            r"rank 0 .* had ended with status 0 .* early \((step|collective) \d+; the",
+            r"rank 0 .* had ended with status 0 .* early(, after 3 steps.*)?\. ",
             marks=pytest.mark.extended,
         ),
         pytest.param(

@@ -11,6 +11,7 @@ from torch import nn
 import evenstep
 from evenstep.cli import main
 from evenstep.errors import CheckpointError, ConfigurationError, DataError, UsageError
+from evenstep.ground.health import excepthook
 
 NAN, INF = float("nan"), float("inf")
 WORLD = evenstep.World.alone(device="cpu")
@@ -228,6 +229,62 @@ def test_what_cannot_be_meant_is_refused(call, arguments, words):
         call(**arguments)
     assert len(str(raised.value)) < 400
     assert "\n" not in str(raised.value)
+
+
+CALLED_OFTEN = {"backward", "clip_grad_norm_", "clip_grad_value_"}  # python's own error has to do
+WITH_NAMES_OF_THEIR_OWN = {"Checkpointer", "ShardedOptimizer", "SyncBatchNorm"}
+CALLED = sorted(set(evenstep.__all__) - CALLED_OFTEN - {"EvenstepError", "World"})
+
+
+@pytest.mark.parametrize("name", sorted(set(CALLED) - WITH_NAMES_OF_THEIR_OWN))
+def test_an_argument_that_there_is_not_is_refused(name):
+    with pytest.raises(ConfigurationError, match=rf"^evenstep\.{name}: there is no argument nonsense\. There are \w+"):
+        getattr(evenstep, name)(nonsense=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: evenstep.init(5),
+            "init: arguments without a name: none. Write the names of the others: seed, device,",
+        ),
+        (lambda: evenstep.init(sed=0), "init: there is no argument sed. Did you mean seed?"),
+        (
+            lambda: evenstep.Checkpointer("a", 1, 2),
+            r"Checkpointer: arguments without a name: directory. .* \*\*objects\.",
+        ),
+        (lambda: evenstep.Checkpointer(), "Checkpointer: missing 1 required positional argument: 'directory'"),
+        (
+            lambda: evenstep.World.alone("cpu"),
+            "World.alone: arguments without a name: none. Write the names of the others: ",
+        ),
+        (lambda: evenstep.ShardedOptimizer(), "ShardedOptimizer: missing 2 required positional arguments"),
+        (
+            lambda: evenstep.DataLoader(range(4), 2, batchsize=3),
+            "DataLoader: there is no argument batchsize. Did you mean",
+        ),
+    ],
+)
+def test_arguments_of_another_call_are_one_error(call, words):
+    with pytest.raises(ConfigurationError, match=f"^evenstep.{words}") as raised:
+        call()
+    assert len(str(raised.value)) < 400
+    assert "\n" not in str(raised.value)
+
+
+@excepthook.for_users
+def broken(number):
+    return len(number, number)
+
+
+def test_a_type_error_inside_stays_what_it_is():
+    """Only the call itself is judged."""
+    with pytest.raises(TypeError, match="len") as raised:
+        broken(1)
+    assert not isinstance(raised.value, ConfigurationError)
+    with pytest.raises(ConfigurationError, match=r"^evenstep.broken: missing 1 required positional argument: 'number'"):
+        broken()
 
 
 def test_a_closed_world_is_refused():

@@ -237,7 +237,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "replica.gradients.buckets": ["launch", "comm_hooks", "bucket", "layout"],
     "replica.gradients.exchange": ["all_reduce", "across_ranks", "base", "header", "sparse", "weights"],
-    "replica.monitors": ["end_of_run", "checks", "steps", "digests", "in_backward"],
+    "replica.monitors": ["end_of_run", "checks", "steps", "first_batch", "digests", "in_backward"],
     "replica.normalization": ["sync_batchnorm", "arithmetic"],
     "replica.sharded": ["exchange", "bucket", "gradient_placeholder", "values", "slices"],
     "replica.virtual_ranks": ["loop", "sums"],

@@ -77,6 +77,24 @@ def test_what_fails_at_the_end_keeps_nothing_from_being_closed(
     assert sys.excepthook is hook
 
 
+def test_training_behind_the_block_is_a_mistake_and_an_evaluation_is_none() -> None:
+    with evenstep.init(quiet=True, device="cpu") as world:
+        model = evenstep.DistributedDataParallel(nn.Linear(2, 1))
+    inputs = torch.ones(3, 2)
+    ends: list[Callable[[], object]] = [
+        model(inputs).sum().backward,
+        lambda: model.backward(model(inputs).sum()),
+        lambda: world.mean(1.0),
+        world.barrier,
+    ]
+    for late in ends:
+        with pytest.raises(
+            UsageError, match=r"^rank 0: the world of evenstep.init has ended.*test_joining.py:\d+ in test_"
+        ):
+            late()
+    assert model(inputs).shape == (3, 1)
+
+
 @pytest.mark.parametrize("arguments", [{}, {"seed": 5}, {"timeout_s": 7.5}])
 def test_init_behind_a_constructor_would_be_ignored_and_is_an_error(arguments: dict[str, Any]) -> None:
     loader = evenstep.DataLoader(torch.utils.data.TensorDataset(torch.ones(4)), global_batch_size=2)

@@ -25,7 +25,7 @@ from evenstep.console import say
 from evenstep.data.loader import DataLoader
 from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, MismatchError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
-from evenstep.ground.health import heartbeat
+from evenstep.ground.health import excepthook, heartbeat
 from evenstep.ground.health.heartbeat import Note
 from evenstep.world import World, ended_well
 
@@ -77,6 +77,7 @@ class Checkpointer:
         MismatchError: The ranks were given different arguments. Raised on all of them.
     """
 
+    @excepthook.for_users
     def __init__(
         self,
         directory: str | os.PathLike[str] | Storage,
@@ -162,6 +163,7 @@ class Checkpointer:
                 f"no checkpoint in {self._where} can be read:\n  {lines}\nTo start afresh, use another "
                 f"directory, or remove what is in this one."
             )
+        self._print(f"no checkpoint in {self._where}: the run starts at the beginning")
         return 0
 
     def load(self, step: int, *, strict: bool = True) -> int:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evenstep import checks
 from evenstep.errors import ConfigurationError, EvenstepError
 from evenstep.ground.compat.c_library import libc
 
@@ -37,6 +38,8 @@ _CHUNK_BYTES = 1 << 20  # still in the cache when its checksum is computed
 _SEND_BYTES = 4 << 20
 _LEFT_AFTER_S = 60.0
 _TEMPORARY = ".put-"
+# By which fsspec reaches a kind of store, and the extra that brings it.
+_PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "az": ("adlfs", "az"), "hf": ("huggingface_hub", "hf")}
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _SYNC_FILE_RANGE_WRITE = 2
 _sync_file_range: Any = libc.function("sync_file_range")  # Linux has it, python hasn't
@@ -106,6 +109,9 @@ class Storage:
         try:
             self._files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
         except (ImportError, ValueError) as error:  # "Install s3fs to access S3", "Protocol not known"
+            package = _PACKAGES.get(url.partition("://")[0])
+            if isinstance(error, ImportError) and package is not None:
+                raise ConfigurationError(checks.needs(url, *package)) from None
             raise ConfigurationError(f"{url} can't be reached: {error}.") from None
         self._root = root.rstrip("/")
         # An open file of "memory:" is seen while it is written.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evenstep import console
+from evenstep import checks, console
 from evenstep.cli.arguments import Parser, validate_target
 from evenstep.errors import ConfigurationError
 
@@ -41,9 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name != "libcst":
             raise
-        raise ConfigurationError(
-            "convert needs LibCST, which reads scripts: pip install 'evenstep[convert]'."
-        ) from None
+        raise ConfigurationError(checks.needs("evenstep convert", "LibCST", "convert")) from None
     if args.arguments and not args.verify:
         raise ConfigurationError(
             f"convert: {' '.join(args.arguments)} is no option of convert, so it is the script's, which is run with "

@@ -26,6 +26,7 @@ from evenstep.data.sources.streams import StreamSource
 from evenstep.errors import ConfigurationError, EvenstepError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.environment import settings
+from evenstep.ground.health import excepthook
 from evenstep.ground.health.steps import count_batch
 from evenstep.ground.health.users_code import warn
 from evenstep.randomness import mix
@@ -105,6 +106,7 @@ class DataLoader:
             differs between ranks. Raised on all of them. From the iteration: a stream isn't the same everywhere.
     """
 
+    @excepthook.for_users
     def __init__(
         self,
         dataset: Any = None,

@@ -17,6 +17,7 @@ from evenstep.data.order.batch_plan import to_list
 from evenstep.data.order.permutation import EpochOrder
 from evenstep.data.order.weighted import WeightedOrder, Weights
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.health import excepthook
 from evenstep.ground.health.users_code import warn
 
 _CHUNK = 16_384  # indices at a time: enough to hide torch's cost per call, few enough to be instant
@@ -49,6 +50,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         UsageError: From the iteration: the data set's length has changed.
     """
 
+    @excepthook.for_users
     def __init__(
         self,
         dataset: Any,
@@ -193,6 +195,7 @@ class WeightedSampler(Sampler[int]):
         ConfigurationError: Weights or another argument are wrong.
     """
 
+    @excepthook.for_users
     def __init__(
         self,
         weights: Any,

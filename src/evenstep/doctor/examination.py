@@ -97,9 +97,7 @@ def _modules() -> tuple[ModuleType, list[Callable[..., Iterable[Finding]]]]:
     try:
         import libcst  # noqa: F401
     except ImportError as error:
-        raise ConfigurationError(
-            "evenstep doctor reads scripts with LibCST, which is not installed: pip install 'evenstep[doctor]'"
-        ) from error
+        raise ConfigurationError(checks.needs("evenstep doctor", "LibCST", "doctor")) from error
     from evenstep.doctor.diagnosis import collectives, data, devices, output, starting, step
     from evenstep.doctor.reading import contexts
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from evenstep import checks
+from evenstep.console import say
 from evenstep.errors import ConfigurationError
 from evenstep.ground import environment
 from evenstep.ground.health import excepthook
@@ -15,6 +16,7 @@ from evenstep.launcher.pool.ranks import RankGroup
 Result = TypeVar("Result")
 
 
+@excepthook.for_users
 def launch(
     fn: Callable[..., Result],
     nproc: int = 2,
@@ -30,7 +32,7 @@ def launch(
 
     `fn` calls `evenstep.init()`; the ranks find each other through a file in memory, and no port is opened. In a
     script, call this under `if __name__ == "__main__":`. A function typed into a notebook needs
-    `pip install "evenstep[notebook]"`.
+    `pip install 'evenstep[notebook]'`.
 
     The processes end with the call, and with the process (and thread) that made it, however that one ends.
 
@@ -52,20 +54,6 @@ def launch(
         Exception: What the rank that failed first raised; its traceback is the cause, its rank a note. No rank is left.
             A user's mistake that isn't caught ends the process with one message and the status of `evenstep run`.
     """
-    with excepthook.reporting_mistakes():
-        return _launch(fn, nproc, args, kwargs, device, threads_per_rank, timeout_s, servers)
-
-
-def _launch(
-    fn: Callable[..., Result],
-    nproc: int,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    device: str | None,
-    threads_per_rank: int | None,
-    timeout_s: float | None,
-    servers: int,
-) -> Result:
     if not callable(fn):
         raise ConfigurationError(
             f"evenstep.launch: {fn!r} can't be called. Pass the function itself: launch(train, 2)."
@@ -90,6 +78,8 @@ def _launch(
         openmp_threads=environment.openmp_threads(),
         servers=servers,
     )
+    if plan.remark:
+        say(f"evenstep: {plan.remark}")
     group = RankGroup(plan.num_ranks, num_threads=plan.num_threads, device=device, servers=servers)
     try:
         result: Result = group.run(fn, args, kwargs, timeout_s=timeout_s, results="first")[0]

@@ -98,6 +98,8 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
         openmp_threads=environment.openmp_threads(),
         servers=args.servers,
     )
+    if plan.remark:
+        say(f"evenstep: {plan.remark}")
     if args.inject is not None:
         # By name: nothing of evenstep imports `testing`. A mistake in it is reported here, once.
         faults = importlib.import_module("evenstep.testing.faults").parse_faults(args.inject)

@@ -25,6 +25,7 @@ from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.environment import current_placement
+from evenstep.ground.health import excepthook
 from evenstep.ground.health.telemetry import StepTimes
 from evenstep.ground.health.users_code import warn
 from evenstep.world import World
@@ -60,6 +61,7 @@ class Logger:
         ConfigurationError: `to` is no function, or the directory can't be written. Raised on all ranks.
     """
 
+    @excepthook.for_users
     def __init__(
         self,
         directory: str | os.PathLike[str],

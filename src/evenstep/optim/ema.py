@@ -14,6 +14,7 @@ from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.torch_autograd import outside_inference_mode
 from evenstep.ground.compat.torch_ddp import reshard
 from evenstep.ground.compat.torch_tensors import local_part
+from evenstep.ground.health import excepthook
 from evenstep.optim.consistency import abort_peers
 from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
@@ -46,6 +47,7 @@ class ExponentialMovingAverage:
         ConfigurationError: No module, or the decay is out of its range.
     """
 
+    @excepthook.for_users
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         who = "ExponentialMovingAverage"
         with abort_peers(model):

@@ -15,6 +15,7 @@ from torch import Tensor, optim
 from evenstep import checks
 from evenstep import world as worlds
 from evenstep.errors import UsageError
+from evenstep.ground.health import excepthook
 from evenstep.optim.consistency import abort_peers, model_of, note
 from evenstep.optim.kinds import validate_optimizer
 from evenstep.world import World
@@ -22,6 +23,7 @@ from evenstep.world import World
 Rule = Literal["linear", "sqrt"]
 
 
+@excepthook.for_users
 def scale_learning_rate(
     optimizer: optim.Optimizer,
     *,

@@ -12,6 +12,7 @@ from evenstep import checks
 from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
+from evenstep.ground.health import excepthook
 from evenstep.parallel.blocks import Blocks, choose_blocks, validate_plan
 from evenstep.parallel.layout import is_divided_module
 from evenstep.parallel.model import DividedModel
@@ -23,6 +24,7 @@ from evenstep.replica.wrapper.model_check import validate_same_model
 from evenstep.world import World
 
 
+@excepthook.for_users
 def parallelize(
     module: nn.Module,
     world: World | None = None,
@@ -121,6 +123,7 @@ def parallelize(
     )
 
 
+@excepthook.for_users
 def attach(
     module: nn.Module,
     world: World | None = None,

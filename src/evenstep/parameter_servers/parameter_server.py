@@ -48,6 +48,7 @@ MODES = ("sync", "async", "bounded")
 _TRANSFER_DTYPES = (torch.bfloat16, torch.float16)
 
 
+@excepthook.for_users
 def parameter_server(
     model_fn: Callable[[], nn.Module],
     optimizer_fn: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
@@ -107,35 +108,34 @@ def parameter_server(
             trained so. On all of them.
         MismatchError: A process has another model. On all of them.
     """
-    with excepthook.reporting_mistakes():
-        checks.function(f"{WHO}model_fn", model_fn)
-        checks.function(f"{WHO}optimizer_fn", optimizer_fn)
-        if scheduler_fn is not None:
-            checks.function(f"{WHO}scheduler_fn", scheduler_fn, otherwise="None")
-        chosen_mode = _choose_mode(mode, max_staleness, max_norm)
-        if transfer_dtype is not None and transfer_dtype not in _TRANSFER_DTYPES:
-            raise checks.refuse(f"{WHO}transfer_dtype", transfer_dtype, "torch.bfloat16, torch.float16 or None")
-        options = None
-        if checkpoint is not None:
-            if not isinstance(checkpoint, str | os.PathLike) or not os.fspath(checkpoint):
-                raise checks.refuse(f"{WHO}checkpoint", checkpoint, "the path of a directory, or None")
-            if every_steps is not None:
-                checks.whole(f"{WHO}every_steps", every_steps, least=1, otherwise="None")
-            if every_minutes is not None:
-                checks.number(f"{WHO}every_minutes", every_minutes, above=0, otherwise="None")
-            checks.whole(f"{WHO}keep", keep, least=1)
-            options = CheckpointOptions(str(os.fspath(checkpoint)), every_steps, every_minutes, keep)
-        elif every_steps is not None:
-            raise checks.refuse(f"{WHO}every_steps", every_steps, "only with checkpoint=, the directory to save in")
-        try:
-            chosen = torch.device(device)
-        except (RuntimeError, TypeError):
-            raise checks.refuse(f"{WHO}device", device, "a device, as 'cpu' or 'cuda:0'") from None
-        if interface is not None:
-            checks.text(f"{WHO}interface", interface, otherwise="None")
-        timeout_s = checks.number(f"{WHO}timeout_s", timeout_s, above=0, most=worlds.LONGEST_TIMEOUT_S)
-        recipe = Recipe(model_fn, optimizer_fn, scheduler_fn, chosen, transfer_dtype)
-        return ParameterServer(recipe, chosen_mode, options, interface, timeout_s)
+    checks.function(f"{WHO}model_fn", model_fn)
+    checks.function(f"{WHO}optimizer_fn", optimizer_fn)
+    if scheduler_fn is not None:
+        checks.function(f"{WHO}scheduler_fn", scheduler_fn, otherwise="None")
+    chosen_mode = _choose_mode(mode, max_staleness, max_norm)
+    if transfer_dtype is not None and transfer_dtype not in _TRANSFER_DTYPES:
+        raise checks.refuse(f"{WHO}transfer_dtype", transfer_dtype, "torch.bfloat16, torch.float16 or None")
+    options = None
+    if checkpoint is not None:
+        if not isinstance(checkpoint, str | os.PathLike) or not os.fspath(checkpoint):
+            raise checks.refuse(f"{WHO}checkpoint", checkpoint, "the path of a directory, or None")
+        if every_steps is not None:
+            checks.whole(f"{WHO}every_steps", every_steps, least=1, otherwise="None")
+        if every_minutes is not None:
+            checks.number(f"{WHO}every_minutes", every_minutes, above=0, otherwise="None")
+        checks.whole(f"{WHO}keep", keep, least=1)
+        options = CheckpointOptions(str(os.fspath(checkpoint)), every_steps, every_minutes, keep)
+    elif every_steps is not None:
+        raise checks.refuse(f"{WHO}every_steps", every_steps, "only with checkpoint=, the directory to save in")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise checks.refuse(f"{WHO}device", device, "a device, as 'cpu' or 'cuda:0'") from None
+    if interface is not None:
+        checks.text(f"{WHO}interface", interface, otherwise="None")
+    timeout_s = checks.number(f"{WHO}timeout_s", timeout_s, above=0, most=worlds.LONGEST_TIMEOUT_S)
+    recipe = Recipe(model_fn, optimizer_fn, scheduler_fn, chosen, transfer_dtype)
+    return ParameterServer(recipe, chosen_mode, options, interface, timeout_s)
 
 
 def _choose_mode(mode: Any, max_staleness: Any, max_norm: Any) -> Mode:

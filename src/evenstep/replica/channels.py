@@ -61,7 +61,7 @@ def channel(
 def _split_for(members: World, device: torch.device) -> Transport:
     """Collective: one more transport for tensors on a device, which is closed with its world."""
     made = (members.transport if device.type == members.device.type else members.control).split()
-    members._on_close.append(made.close)
+    members.channels.append(made)
     return made
 
 

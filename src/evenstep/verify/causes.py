@@ -9,6 +9,7 @@ Nothing here is a guess at the script's text. Each cause has evidence of its own
     divisor, average    the reference's gradient is a weighted sum of what the ranks' backward passes added, with other
                         weights than those that were applied: each was right, and only counted wrong
     batch norm          it is no such sum, and layers have normalised over one rank's share
+    skipped             calls of a GradScaler's step that made none
     random              the random stream: ranks that share it, or that draw what a single process draws once
 """
 
@@ -40,6 +41,14 @@ class Cause:
 
     kind: str
     text: str
+
+
+OTHERS_SKIPPED = Cause(
+    "skipped",
+    "a GradScaler skipped other steps: gradients overflow in float16 on one number of ranks, and not on the other. The "
+    "scale is nearly too large, or the loss has another size. What steps compute can be compared when none is skipped: "
+    "give the scaler a smaller init_scale for that.",
+)
 
 
 def find_causes(base: Run, run: Run, step: int, *, rounding: float) -> list[Cause]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from evenstep.checks import counted
 from evenstep.observe.thresholds import ROUNDING_FACTOR, SHRINKS_TO
 from evenstep.verify.evidence import Run, Seen
 
@@ -29,6 +30,7 @@ _EPS = torch.finfo(torch.float32).eps
 _EPS_DOUBLE = torch.finfo(torch.float64).eps
 
 KINDS = {"loss": "loss", "grad": "gradient", "param": "parameter", "buffer": "buffer"}  # in order of a step
+SKIPPED = "skipped steps"
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,12 @@ class Difference:
 
     Attributes:
         step: From 1.
-        kind: A value of `KINDS`.
+        kind: A value of `KINDS`, or `SKIPPED`.
         name: Of the tensor; "" for the loss.
         deviation: Relative to the size of the tensor.
         rounding: What rounding explains, in the same measure.
-        num_differing: Tensors of that kind that differ in that step.
-        num_compared: Of so many.
+        num_differing: Tensors of that kind that differ in that step; of `SKIPPED`: steps that were skipped before it.
+        num_compared: Of so many; of `SKIPPED`: steps that were skipped on the fewest ranks.
         virtual_rank: In reproducible mode the first virtual rank that differs; None: none does, or there are none.
     """
 
@@ -56,6 +58,11 @@ class Difference:
     virtual_rank: int | None = None
 
     def __str__(self) -> str:
+        if self.kind == SKIPPED:
+            return (
+                f"before step {self.step} a GradScaler has skipped {counted(self.num_differing, 'step')}, and "
+                f"{self.num_compared} on the fewest ranks"
+            )
         of = f" of {self.name!r}" if self.kind == "gradient" else f" {self.name!r}" if self.name else ""
         virtual_rank = "" if self.virtual_rank is None else f", virtual rank {self.virtual_rank}"
         more = f" ({self.num_differing} of {self.num_compared} differ)" if self.num_compared > 1 else ""
@@ -100,6 +107,15 @@ def closeness(base: Run, run: Run) -> float:
 def coarsest_rounding(base: Run, reference: Run) -> float:
     """How far rounding moves a typical tensor of the run that is compared with."""
     return max((_Scale(base, reference, step).typical for step in range(base.num_steps)), default=0.0)
+
+
+def first_other_skip(base: Run, run: Run) -> Difference | None:
+    """The first step before which a GradScaler has skipped others: from there on the runs are at other samples."""
+    for step in range(min(base.num_steps, run.num_steps)):
+        ours, theirs = base.ranks[0][step].skipped, run.ranks[0][step].skipped
+        if ours != theirs:
+            return Difference(step + 1, SKIPPED, "", math.nan, 0.0, len(theirs), len(ours))
+    return None
 
 
 def first_difference(base: Run, reference: Run, run: Run) -> Difference | None:

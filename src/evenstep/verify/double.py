@@ -2,7 +2,8 @@
 
 Parameters are drawn as ever and converted when a model is wrapped or first called, so that both runs begin with the
 same numbers. From there on whatever meets a float64 tensor becomes one, and what carries a gradient stays one, also
-where the script asks for less. Autocast leaves float64 alone by itself.
+where the script asks for less. Autocast leaves float64 alone by itself. Losses aren't scaled, and the steps are left
+out that a GradScaler has skipped in the run that this one is compared with.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -51,6 +53,7 @@ def compute_in_double(patches: Patches, *, is_sharded: bool = False) -> None:
     if is_sharded:
         patches.replace(importlib.import_module("torch.distributed.fsdp"), "fully_shard", _shards_widened)
     patches.replace(nn.RNNBase, "check_input", _checks_widened)
+    patches.replace(torch.amp.GradScaler, "__init__", _scales_nothing)
     # Before it is wrapped: buckets are laid out by the dtype of the parameters.
     for kind in (nn.parallel.DistributedDataParallel, DistributedDataParallel):
         patches.replace(kind, "__init__", wrapped)
@@ -88,6 +91,19 @@ def _checks_widened(check: Callable[..., None]) -> Callable[..., None]:
         check(self, _widened(input) if is_wide else input, *arguments)
 
     return check_input
+
+
+def _scales_nothing(original: Callable[..., None]) -> Callable[..., None]:
+    """Float64 has room enough, and a loss of another size could not be compared."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        given.arguments["enabled"] = False
+        original(*given.args, **given.kwargs)
+
+    return init
 
 
 def _keep_group_longer(replica: Any) -> None:

@@ -32,6 +32,7 @@ class Plan:
         in_double: Compute in float64.
         batch_sizes: Of torch's loaders in the order in which they are made, (as the script passes it, instead of it).
         is_sharded: An earlier run has seen FSDP2.
+        skipped: Calls of a GradScaler's `step`, counted from 0, that make none; in float64, what overflowed without.
     """
 
     directory: str
@@ -40,6 +41,7 @@ class Plan:
     in_double: bool = False
     batch_sizes: Sequence[Sequence[int]] = ()
     is_sharded: bool = False
+    skipped: Sequence[int] = ()
 
     def write(self, path: Path) -> None:
         """Leave it for the ranks."""
@@ -57,7 +59,8 @@ class Seen:
 
     Attributes:
         rows: Of each training forward, a digest of each sample; empty where inputs have no rows or carry a gradient.
-        losses: Of each backward pass the value of its root, and the weight it was given (None: plain `backward`).
+        losses: Of each backward pass the value of its root, without the factor of a GradScaler, and the weight it was
+            given (None: plain `backward`).
         graphs: Of each backward pass, how often each kind of node is in its graph.
         modules: Names of the modules that ran, in order, of the first training forward.
         digests: Of every "grad/...", "param/..." and "buffer/..." as it was for, and after, the optimizer.
@@ -74,6 +77,7 @@ class Seen:
         shares_with: Ranks that have parts of the same layers (tensor parallelism, pipelines), and so the same samples;
             empty: none, or only itself.
         is_sharded: Whether FSDP2 has divided a model.
+        skipped: Calls of a GradScaler's `step`, counted from 0, since the step before, that have made none.
     """
 
     rows: list[list[str]] = field(default_factory=list)
@@ -93,6 +97,7 @@ class Seen:
     virtual_ranks_of_run: int = 0
     shares_with: list[int] = field(default_factory=list)
     is_sharded: bool = False
+    skipped: list[int] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -134,6 +139,11 @@ class Run:
     def num_virtual_ranks(self) -> int:
         """Of reproducible mode; 0: it is off."""
         return self.ranks[0][0].virtual_ranks_of_run if self.num_steps else 0
+
+    @property
+    def skipped(self) -> list[int]:
+        """See `Seen.skipped`: of all steps."""
+        return [call for seen in self.ranks[0] for call in seen.skipped]
 
     def at(self, step: int) -> list[Seen]:
         """The record of each rank of a step, counted from 0."""

@@ -116,7 +116,8 @@ class _Runs:
                 f"--nproc-per-node: the batches of {self.numbers[-1]} ranks, {received} on each, can't be divided over "
                 f"{number}. Choose numbers of ranks that divide each other."
             )
-        plan = Plan(str(directory), self._num_steps, number, in_double, sizes, self._is_sharded)
+        skipped = self.of(number).skipped if in_double else ()
+        plan = Plan(str(directory), self._num_steps, number, in_double, sizes, self._is_sharded, skipped)
         plan.write(directory / "plan.json")
         # Its checkpoints, if it has any, go elsewhere, and it finds none.
         (directory / "traces").mkdir()
@@ -149,6 +150,9 @@ def _verdict(runs: _Runs, number: int) -> Verdict:
         if found is not None:
             why = causes.find_causes(base, run, found.step - 1, rounding=1e-6)
             return Verdict(number, compare.closeness(base, run), found, (*why, *_others(faults, why)))
+    skipped = compare.first_other_skip(base, run)
+    if skipped is not None:
+        return Verdict(number, compare.closeness(base, run), skipped, (causes.OTHERS_SKIPPED, *faults))
     reference = runs.of(runs.base, in_double=True)
     difference = compare.first_difference(base, reference, run)
     rounding = compare.coarsest_rounding(base, reference)

@@ -71,12 +71,16 @@ class Recorder:
         self._rank = rank
         self._shares_with: list[int] = []
         self._is_sharded = False
+        self._loss_scale = 1.0  # of a GradScaler, in what the next backward pass begins with
+        self._num_scaled_steps = 0  # calls of a GradScaler's step
         self._install()
 
     def _install(self) -> None:
         patches = self._patches
         patches.replace(nn.Module, "__call__", self._called)
         patches.replace(torch.autograd, "backward", self._backward)
+        patches.replace(torch.amp.GradScaler, "scale", self._scaling)
+        patches.replace(torch.amp.GradScaler, "step", self._stepping)
         watch_steps(patches, self._before_step, self._after_step)
         dropout.switch_off(patches, self._about_to_drop)
         loaders.same_global_batches(patches, self._plan.batch_sizes, self._batch_sizes)
@@ -198,7 +202,8 @@ class Recorder:
         if not isinstance(root, Tensor) or root.numel() != 1:
             self._seen.losses.append((float("nan"), 0.0))
             return
-        self._seen.losses.append((float(root.detach()), None if weight is None else float(weight)))
+        scale, self._loss_scale = self._loss_scale, 1.0
+        self._seen.losses.append((float(root.detach()) / scale, None if weight is None else float(weight)))
         self._seen.graphs.append(_node_counts(root))
         name = "" if root.grad_fn is None else root.grad_fn.name()
         is_mean = name.startswith(_MEANS) and getattr(root.grad_fn, "_saved_reduction", 1) == 1
@@ -215,8 +220,35 @@ class Recorder:
 
     # ------------------------------------------------------------------ step
 
+    def _scaling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def scale(scaler: Any, outputs: Any) -> Any:
+            self._loss_scale = float(scaler.get_scale())
+            return original(scaler, outputs)
+
+        return scale
+
+    def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Note which steps a GradScaler skips, and skip the same ones in float64, where nothing overflows."""
+
+        @functools.wraps(original)
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            call, before = self._num_scaled_steps, self._num_steps
+            self._num_scaled_steps += 1
+            if call in self._plan.skipped:
+                return None
+            returned = original(scaler, optimizer, *args, **kwargs)
+            if self._num_steps == before:
+                self._seen.skipped.append(call)
+            return returned
+
+        return step
+
     def _before_step(self, optimizer: Any) -> None:
+        if _is_skipped(optimizer):
+            return
         with without_torch_function(), torch.no_grad():
+            scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
             if not self._models:  # parameters without a module
                 loose = (parameter for group in optimizer.param_groups for parameter in group["params"])
                 self._parameters = {f"parameter {i}": p for i, p in enumerate(loose)}
@@ -229,6 +261,7 @@ class Recorder:
                     continue
                 with contextlib.suppress(EvenstepError):
                     grad = grad.to_dense() if grad.is_sparse else grad
+                    grad = grad if scale is None else grad / scale
                     self._note(f"grad/{name}", grad)
                     self._applied[name] = probe(grad)
             self._seen.settings = [
@@ -237,6 +270,8 @@ class Recorder:
             ]
 
     def _after_step(self, optimizer: Any) -> None:
+        if _is_skipped(optimizer):
+            return
         with without_torch_function(), torch.no_grad():
             for name, parameter in self._parameters.items():
                 self._note(f"param/{name}", _whole(parameter))
@@ -278,6 +313,11 @@ class Recorder:
         while num_finished(self._plan) < self._plan.world_size and time.monotonic() < deadline:
             time.sleep(0.02)
         raise SystemExit(0)
+
+
+def _is_skipped(optimizer: Any) -> bool:
+    """Whether a fused optimizer leaves a step out because a GradScaler has found an overflow."""
+    return bool(getattr(optimizer, "found_inf", None) or False)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -71,6 +71,27 @@ def test_drift_is_named_on_all_ranks(ranks, fresh_seed, nproc, victims):
     assert ranks.run(drifting, nproc, fresh_seed, victims, 3, False, 0) == [("", -1)] * nproc
 
 
+def forgetting(seed: int) -> str:
+    """Rank 1 adds the average of the step before to the next. `loss.backward()` would average that, too."""
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(seed + world.rank)
+    model = evenstep.DistributedDataParallel(build(seed), compare_every=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.raises(DriftError) as caught:  # noqa: PT012
+        for _ in range(20):
+            model.backward(model(torch.randn(4, 6)).square().mean())
+            optimizer.step()
+            if world.rank == 0:
+                optimizer.zero_grad()
+    return str(caught.value)
+
+
+def test_a_zero_grad_that_one_rank_forgets_is_drift_and_among_its_causes(ranks, fresh_seed):
+    text, other = ranks.run(forgetting, 2, fresh_seed)
+    assert text == other
+    assert "a step or a zero_grad that some left out" in text
+
+
 def test_a_sharded_optimizer_makes_its_own_peace_with_drift(ranks, fresh_seed):
     """Its gather gives every rank the owners' values: what drifted between two steps is gone with the next."""
     assert set(ranks.run(drifting, 2, fresh_seed, [1], 3, True, 4)) == {("", -1)}

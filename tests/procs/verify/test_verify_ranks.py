@@ -27,7 +27,16 @@ from evenstep.verify.ranks import verify_ranks
 from evenstep.verify.report import Report
 from tests import pages
 from tests.procs.docs.test_readme import environment
-from tests.verify_scripts import CORRECT, IDENTICAL, MISTAKES, NOT_REPRODUCIBLE, REPRODUCIBLE
+from tests.verify_scripts import (
+    CORRECT,
+    FUSED,
+    IDENTICAL,
+    MISTAKES,
+    NOT_REPRODUCIBLE,
+    REPRODUCIBLE,
+    SKIPS_ON_ALL,
+    SKIPS_ON_SEVERAL,
+)
 
 Verify = Callable[[str, tuple[int, ...]], Report]
 
@@ -142,6 +151,21 @@ def test_mistakes_are_named(name: str, numbers: tuple[int, ...], verified: Verif
     assert [(verdict.causes[0].kind, verdict.is_fine) for verdict in report.verdicts] == [
         (kind, False) for _ in report.verdicts
     ]
+
+
+@pytest.mark.parametrize("script", [CORRECT["evenstep_scaler"], FUSED, SKIPS_ON_ALL], ids=["plain", "fused", "skips"])
+def test_the_factor_of_a_scaler_is_no_rounding(script: str, verified: Verify):
+    """Else a difference as large as that factor would be none."""
+    (verdict,) = verified(script, (1, 2)).verdicts
+    assert verdict.is_fine
+    assert verdict.rounding is not None
+    assert verdict.rounding < 1e-5
+
+
+def test_steps_that_a_scaler_skips_on_one_number_of_ranks_are_a_difference(verified: Verify):
+    (verdict,) = verified(SKIPS_ON_SEVERAL, (1, 2)).verdicts
+    assert (verdict.word, verdict.causes[0].kind) == ("differs", "skipped")
+    assert str(verdict.difference) == "before step 1 a GradScaler has skipped 1 step, and 0 on the fewest ranks"
 
 
 def gloos_threads() -> int:

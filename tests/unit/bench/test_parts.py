@@ -277,6 +277,4 @@ def test_a_batch_that_cannot_be_divided() -> None:
 
 def test_a_reader_is_told_what_the_figures_are_worth() -> None:
     """Only what is true of these runs."""
-    assert weak_pair(2, calm).remarks == (
-        "without psutil there is no utilisation by core: pip install 'evenstep[bench]'",
-    )
+    assert weak_pair(2, calm).remarks == ("utilisation by core needs psutil: pip install 'evenstep[bench]'",)

@@ -14,7 +14,7 @@ import torch
 from evenstep.doctor.evidence.collectives import how_it_hangs, is_guarded_by_rank
 from evenstep.doctor.evidence.output import names_rank
 from evenstep.doctor.evidence.scene import Scene, share_of_equal
-from evenstep.doctor.evidence.stepping import _wrong_factor
+from evenstep.doctor.evidence.stepping import _passes, _wrong_factor
 from evenstep.doctor.evidence.verdict import watched
 from evenstep.doctor.findings import Watched
 from evenstep.doctor.run.events import Event, EventFile, Evidence, Hang, Plan
@@ -131,14 +131,29 @@ def backward(factor: float, *, is_mean: bool = True) -> Event:
 
 def test_divisors():
     """Divided by the passes of a step and by nothing else; a factor such as 0.3 is the weight of a loss."""
-    assert not _wrong_factor([backward(0.25)], 4, 2)
-    assert not _wrong_factor([backward(0.3)], 1, 2)
-    assert not _wrong_factor([backward(1.0)], 1, 2)
-    assert not _wrong_factor([backward(1.0, is_mean=False)], 4, 2)
-    assert "by nothing" in _wrong_factor([backward(1.0)], 4, 2)
-    assert "divided by 8: by 4 passes and the 2 ranks" in _wrong_factor([backward(0.125)], 4, 2)
-    assert "divided by 2" in _wrong_factor([backward(0.5)], 4, 3)
-    assert "the 2 ranks" in _wrong_factor([backward(0.5)], 1, 2)
+    assert not _wrong_factor([backward(0.25)], 4, 2, in_all=4)
+    assert not _wrong_factor([backward(0.3)], 1, 2, in_all=1)
+    assert not _wrong_factor([backward(1.0)], 1, 2, in_all=1)
+    assert not _wrong_factor([backward(1.0, is_mean=False)], 4, 2, in_all=4)
+    assert "by nothing" in _wrong_factor([backward(1.0)], 4, 2, in_all=4)
+    assert "divided by 8: by 4 passes and the 2 ranks" in _wrong_factor([backward(0.125)], 4, 2, in_all=4)
+    assert "divided by 2" in _wrong_factor([backward(0.5)], 4, 3, in_all=4)
+    assert "the 2 ranks" in _wrong_factor([backward(0.5)], 1, 2, in_all=1)
+    written_out = {"passes": 1, "world_size": 2, "in_all": 2}
+    assert not _wrong_factor([backward(0.5)], **written_out), "two lines of an accumulation, or a loss with a weight"
+    assert not _wrong_factor([backward(1.0)], **written_out), "losses of two kinds"
+    assert "divided by 4: by 2 passes and the 2 ranks" in _wrong_factor([backward(0.25)], **written_out)
+
+
+@pytest.mark.parametrize(("factor", "is_wrong"), [(0.5, False), (1.0, False), (0.25, True)])
+def test_the_passes_of_a_step_may_stand_in_several_lines(factor: float, is_wrong: bool):
+    facts = {"wrapped": True, "weighted": False, "factor": factor, "is_mean": True}
+    events = [event("wrapped", wrapper="torch", num_bytes=4)]
+    for step in range(5):
+        events += [event("backward", line=line, step=step, synced=line == 16, **facts) for line in (14, 16)]
+        events += [event("stepped", line=17, step=step)]
+    found = _passes(Scene(Evidence([events, events], None), "train.py", "/home/a"))
+    assert [(each.rule, each.line) for each in found] == [("EV502", 14), ("EV502", 16)] * is_wrong
 
 
 def test_an_error_is_told_once_and_no_call_is_blamed_for_it():

@@ -36,7 +36,7 @@ def test_a_closure_travels_by_value() -> None:
 
 def test_without_cloudpickle_a_closure_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ConfigurationError, match=r'pip install "evenstep\[notebook\]"'):
+    with pytest.raises(ConfigurationError, match=r"pip install 'evenstep\[notebook\]'"):
         pack_call(lambda: None, (), {})
 
 

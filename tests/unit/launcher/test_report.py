@@ -67,11 +67,13 @@ def waited(rank: int, missing: str) -> CrashReport:
 
 
 def test_a_rank_that_ended_early_with_status_0_is_named_and_there_is_advice() -> None:
-    *before, verdict = told([Exit(0, 100, 76), Exit(1, 101, 0)], [WITNESS])
-    assert before == WITNESS.traceback.splitlines()
+    frames = '  File "train.py", line 7, in main\n    step()\n  File "/x/site-packages/a.py", line 9, in f\n'
+    witness = replace(WITNESS, traceback=f"Traceback (most recent call last):\n{frames}PeerLostError: gone")
+    (verdict,) = told([Exit(0, 100, 76), Exit(1, 101, 0)], [witness])
     assert verdict.startswith(
         "evenstep: rank 1 (pid 101) had ended with status 0 while rank 0 still waited: its loop was"
     )
+    assert " early. Rank 0 waited at train.py, line 7. Give all ranks" in verdict
     assert "model.join()" in verdict
     assert "DataLoader(global_batch_size=" in verdict
 
@@ -186,8 +188,10 @@ LEFT = judge([Exit(0, 100, 76), Exit(1, 101, 0)], [WITNESS], attempt=0)
 def test_who_left_early_is_a_mismatch_and_told_with_its_step() -> None:
     assert LEFT is not None
     assert status_of(LEFT) == 72
-    pages = {rank: Heartbeat(1, Phase.FORWARD, step, 9, False, 1) for rank, step in ((0, 5), (1, 3))}
-    assert "(step 3; the others are at step 5)" in describe_failure(replace(LEFT, pages=pages))
+    for others, words in ((5, "after 3 steps; the others have made 5."), (3, "after 3 steps.")):
+        pages = {rank: Heartbeat(1, Phase.FORWARD, step, 9, False, 1) for rank, step in ((0, others), (1, 3))}
+        assert f" early, {words} " in describe_failure(replace(LEFT, pages=pages))
+    assert " early. Give" in describe_failure(LEFT)
 
 
 @pytest.mark.parametrize(

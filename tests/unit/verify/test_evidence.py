@@ -391,7 +391,7 @@ def test_what_a_data_set_draws_depends_on_the_sample_alone(patches: Patches):
 
 
 def test_a_run_survives_its_files(tmp_path):
-    plan = Plan(str(tmp_path), 2, 2, False, [[8, 16]])
+    plan = Plan(str(tmp_path), 2, 2, False, [[8, 16]], skipped=[3])
     plan.write(tmp_path / "plan.json")
     assert Plan.read(tmp_path / "plan.json") == plan
     told = seen(rows=[["a"]], losses=[(1.0, None), (2.0, 3.0)], virtual_ranks=[{"w": "1"}], unsynced=["bn"])

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from evenstep import checks
+
 _INK, _GRID = "#3a3f47", "#e6e8eb"
 _CURVE_COLOURS = {"weak": "#2f6db3", "strong": "#e5794a"}
-MISSING = "a picture needs matplotlib: pip install 'evenstep[bench]'"
+MISSING = checks.needs("a picture", "matplotlib", "bench")
 
 
 def is_available() -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenstep import checks
 from evenstep.bench.measure.plan import Setting, in_order, plan_settings, too_small
 from evenstep.bench.measure.records import RankRecord, read_record
 from evenstep.bench.measure.scaling import Run, cores_elsewhere
@@ -154,7 +155,7 @@ def remarks(
     if not any(any(record.rows) for record in records):
         found.append("no tensor went into a model, so a sample is a step here")
     if any(record.usage.workers_s is None for record in records):
-        found.append("without psutil there is no utilisation by core: pip install 'evenstep[bench]'")
+        found.append(checks.needs("utilisation by core", "psutil", "bench"))
     found += others_busy([run for runs in rounds for run in runs.values()])
     unseen = [record for record in records if not record.facts.wrapper and record.world_size > 1]
     if unseen:

@@ -19,6 +19,7 @@ from evenstep import checks
 from evenstep.data.sources.files import FixedFile, LineFile, MappedFile
 from evenstep.data.sources.readahead import will_need
 from evenstep.errors import ConfigurationError, DataError
+from evenstep.ground.health import excepthook
 
 _FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "lines", ".csv": "lines", ".tsv": "lines"}
 
@@ -49,6 +50,7 @@ class Records(Dataset[Any]):
             a file has changed since it was opened.
     """
 
+    @excepthook.for_users
     def __init__(
         self,
         shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from evenstep import checks
 from evenstep.data.sources.files import FixedFile
 from evenstep.errors import ConfigurationError, DataError
+from evenstep.ground.health import excepthook
 
 PADDING = -100  # a target that torch's cross_entropy leaves out
 
@@ -43,6 +44,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
     gives_batches = True
 
+    @excepthook.for_users
     def __init__(
         self,
         tokens: Any,

@@ -27,7 +27,9 @@ def _passes(scene: Scene) -> list[Finding]:
     backward = scene.evidence.of("backward")[0] if scene.evidence.ranks else []
     done = {each.step for each in (scene.evidence.of("stepped")[0] if scene.evidence.ranks else [])}
     num_bytes = sum(each["num_bytes"] for each in (scene.evidence.of("wrapped")[0] if scene.evidence.ranks else []))
-    for place, events in by_place(each for each in backward if each.step in done and each["wrapped"]).items():
+    followed = [each for each in backward if each.step in done and each["wrapped"]]
+    in_all = usual(len(each) for each in by_step(followed).values())
+    for place, events in by_place(followed).items():
         steps = by_step(events)
         passes = usual(len(each) for each in steps.values())
         synced = usual(sum(bool(event["synced"]) for event in each) for each in steps.values())
@@ -35,24 +37,33 @@ def _passes(scene: Scene) -> list[Finding]:
             seen = f"{passes} backward passes in a step, and gradients were exchanged in each of them"
             cost = f"{passes - 1} of {passes} exchanges of {num_bytes / MIB:.3g} MiB are superfluous"
             found.append(scene.finding("EV501", place, seen, cost=cost))
-        seen = _wrong_factor(events, passes, scene.world_size)
+        seen = _wrong_factor(events, passes, scene.world_size, in_all=in_all)
         if seen:
             found.append(scene.finding("EV502", place, seen))
     return found
 
 
-def _wrong_factor(events: Sequence[Event], passes: int, world_size: int) -> str:
-    """What is wrong with the number that the mean loss is multiplied by, in words; "" if nothing is."""
+def _wrong_factor(events: Sequence[Event], passes: int, world_size: int, *, in_all: int) -> str:
+    """What is wrong with the number that the mean loss is multiplied by, in words; "" if nothing is.
+
+    Args:
+        events: The backward passes of one line.
+        passes: How many of them a step has.
+        world_size: Ranks.
+        in_all: How many a step has of all lines. Lines of one pass each may be an accumulation that is written out, and
+            then they are divided by all of them; or losses of several kinds, with a weight each, or none.
+    """
     factors = {round(float(each["factor"]), 9) for each in events if each["factor"] and each["is_mean"]}
     if len(factors) != 1 or any(not each["is_mean"] or each["weighted"] for each in events):
         return ""
     divisor = 1.0 / factors.pop()
-    if abs(divisor / passes - 1) < _CLOSE:
+    if abs(divisor / passes - 1) < _CLOSE or abs(divisor / in_all - 1) < _CLOSE:
         return ""
     if passes > 1 and abs(divisor - 1) < _CLOSE:
         return f"{passes} backward passes in a step, and the loss was divided by nothing"
-    if world_size > 1 and abs(divisor / (passes * world_size) - 1) < _CLOSE:
-        also = f"{passes} passes and " if passes > 1 else ""
+    num = passes if passes > 1 else in_all
+    if world_size > 1 and abs(divisor / (num * world_size) - 1) < _CLOSE:
+        also = f"{num} passes and " if num > 1 else ""
         return f"the loss was divided by {divisor:g}: by {also}the {world_size} ranks, over which DDP averages already"
     if passes > 1 and abs(divisor - round(divisor)) < _CLOSE and divisor > 1:
         return f"{passes} backward passes in a step, and the loss was divided by {divisor:g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import threading
 import weakref
@@ -11,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, _utils, get_worker_info
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, _utils, get_worker_info
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _MultiProcessingDataLoaderIter
 
 from evenstep.ground.compat.private_names import PrivateName
 
@@ -105,6 +106,21 @@ def shut_down_workers(iterator: Any) -> None:
         iterator._shutdown_workers()
 
 
+def draws_from_whole_data_set() -> bool:
+    """Whether an iterator of torch's own loader is under way that gives every rank samples of all numbers.
+
+    Its samples have numbers, and its sampler is torch's for one process: in order, or at random. All objects are looked
+    at, which takes tens of milliseconds in a large program.
+    """
+    for each in gc.get_objects():
+        if issubclass(type(each), _BaseDataLoaderIter) and getattr(each, "_num_yielded", False):
+            batches = getattr(each, "_index_sampler", None)
+            is_plain = type(getattr(batches, "sampler", batches)) in (RandomSampler, SequentialSampler)
+            if is_plain and getattr(each, "_dataset_kind", None) == _DatasetKind.Map:
+                return True
+    return False
+
+
 # What isn't looked for when evenstep is imported.
 _LOADER = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter"
 NAMES = (
@@ -125,6 +141,14 @@ NAMES = (
     ),
     PrivateName(
         f"{_LOADER}.__init__~_workers", "a loader's worker processes", "messages on dead workers don't name processes"
+    ),
+    *(
+        PrivateName(f"torch.utils.data.dataloader:_BaseDataLoaderIter.__init__~{name}", what, "a warning doesn't come")
+        for name, what in (
+            ("_num_yielded", "whether a loader's iterator is under way"),
+            ("_index_sampler", "by which sampler a loader's iterator draws"),
+            ("_dataset_kind", "whether a loader's samples have numbers"),
+        )
     ),
     PrivateName(f"{_LOADER}._shutdown_workers", "ends a loader's workers", "they end with the garbage collector"),
 )

@@ -97,14 +97,15 @@ def port_of_job(job: str) -> int:
 
 
 def _from_torchrun(variables: Mapping[str, str], settings: Settings) -> Placement:
+    given = shown(variables, _TORCHRUN) + (" are" if sum(name in variables for name in _TORCHRUN) > 1 else " is")
     for name in ("RANK", "WORLD_SIZE"):
         if name not in variables:
-            raise ConfigurationError(f"{shown(variables, _TORCHRUN)} are set, but {name} is not. {REMEDY}")
+            raise ConfigurationError(f"{given} set, but {name} is not. {REMEDY}")
     if "LOCAL_RANK" not in variables:
         kubeflow = " (Kubeflow sets them so, for torchrun to read)" if "PET_NNODES" in variables else ""
         raise ConfigurationError(
-            f"{shown(variables, _TORCHRUN)} are set without LOCAL_RANK, so RANK may be the rank of a node and not of a "
-            f"process{kubeflow}, and evenstep does not guess. {REMEDY}"
+            f"{given} set without LOCAL_RANK, the number of this process on its node, so RANK may be the rank of a node"
+            f" and not of a process{kubeflow}, and evenstep does not guess. Set it, too. {REMEDY}"
         )
     world_size = integer(variables, "WORLD_SIZE")
     local_world_size = integer(variables, "LOCAL_WORLD_SIZE", default=world_size)

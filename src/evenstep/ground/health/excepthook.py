@@ -8,17 +8,21 @@ it reports, and the launcher prints that of the first failure, once, last.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TextIO
+from typing import ParamSpec, TextIO, TypeVar
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from evenstep.errors import EvenstepError
+from evenstep import checks
+from evenstep.errors import ConfigurationError, EvenstepError
 from evenstep.ground.environment import Placement, current_placement
 from evenstep.ground.health.first_failure import CrashReport, is_consequence
 from evenstep.ground.health.peer_heartbeats import own_page
@@ -26,8 +30,10 @@ from evenstep.ground.health.users_code import PACKAGE, is_users
 
 _MACHINERY = (f"{PACKAGE}launcher", "<frozen runpy>", "runpy.py")
 _WORKER = f"{PACKAGE}launcher/spawn/script_runner.py"
+_NAMED = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 
-
+_Arguments = ParamSpec("_Arguments")
+_Returned = TypeVar("_Returned")
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
@@ -103,9 +109,50 @@ def reporting_mistakes() -> Iterator[None]:
     try:
         yield
     except EvenstepError as error:
-        if error.is_users_mistake and sys.excepthook is sys.__excepthook__:
-            install(current_placement())
+        # Not in an interactive python, which the hook would end.
+        if error.is_users_mistake and sys.excepthook is sys.__excepthook__ and not hasattr(sys, "ps1"):
+            try:
+                placement = current_placement()
+            except ConfigurationError:  # which may be the mistake
+                placement = Placement()
+            install(placement)
         raise
+
+
+def for_users(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
+    """Decorate what users call once: their mistakes in it are one message, also where there is no world yet.
+
+    An argument that it doesn't have, or that is missing, is such a mistake: a `ConfigurationError`.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
+        with reporting_mistakes():
+            try:
+                return function(*args, **kwargs)
+            except TypeError as error:
+                is_of_the_call = error.__traceback__ is not None and error.__traceback__.tb_next is None
+                if isinstance(error, EvenstepError) or not is_of_the_call:
+                    raise
+                raise ConfigurationError(_misfit(function, str(error))) from None
+
+    return call
+
+
+def _misfit(function: Callable[..., object], said: str) -> str:
+    """What is wrong with the arguments of a call, of which python says that it can't be made."""
+    who = f"evenstep.{function.__qualname__.removesuffix('.__init__')}"
+    parameters = [each for name, each in inspect.signature(function).parameters.items() if name not in ("self", "cls")]
+    named = [str(each).partition(":")[0].partition("=")[0] for each in parameters if each.kind in _NAMED]
+    free = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", said)
+    if unknown is not None:
+        meant = checks.meant(unknown[1], [*free, *named]) or f" There are {', '.join([*free, *named])}."
+        return f"{who}: there is no argument {unknown[1]}.{meant}"
+    if " positional argument" in said and " given" in said:
+        without = ", ".join(free) or "none"
+        return f"{who}: arguments without a name: {without}. Write the names of the others: {', '.join(named)}."
+    return f"{who}: {said.partition('() ')[2]}."
 
 
 def _tell_torchelastic(error: BaseException) -> None:

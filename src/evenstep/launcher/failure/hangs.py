@@ -42,6 +42,7 @@ _SAME_CALL = 6.0  # times as long: a slow network is no hang
 _CONFIRM_NS = 500_000_000  # a rank that raises instead has ended by then
 _MOST_STACKS = 3
 _MOST_SITES = 6
+UNDER_NO_IF = "What ranks do together (world.mean, a save) stands under no `if` that holds on some of them only."
 _KNOWN_LONG = (Phase.EVALUATING, Phase.SAVING, Phase.COMPILING, Phase.MAIN_FIRST)
 
 
@@ -178,7 +179,7 @@ def describe_held_up(found: HeldUp) -> list[str]:
     elif _differ(found.waiting):
         lines.append(
             f"all ranks wait for each other {since}, and not in the same place. All ranks have to call the same "
-            f"collectives in the same order, and equally often"
+            f"collectives in the same order, and equally often. {UNDER_NO_IF} The deadline of the calls ends that"
         )
     else:
         lines.append(

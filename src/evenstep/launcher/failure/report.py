@@ -8,22 +8,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from evenstep.checks import counted
 from evenstep.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause, printable
 from evenstep.ground.health.heartbeat import Heartbeat
+from evenstep.ground.health.users_code import is_users
 from evenstep.launcher.failure.detection import Hang
+from evenstep.launcher.failure.hangs import UNDER_NO_IF
 from evenstep.launcher.failure.policy import describe_exit, exit_status
 
 # As a `CollectiveTimeoutError` of ours names the ranks that it has waited for.
 _MISSING = re.compile(r"Missing: (rank \d+ \([^)]*\)(?:, rank \d+ \([^)]*\))*)")
 _MISSING_RANK = re.compile(r"rank (?P<rank>\d+) \(pid (?P<pid>\d+)(?P<is_suspended>, stopped)?[^)]*\)")
 
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)$', re.MULTILINE)
+
 _MAX_NAMES = 8  # one line, however many ranks
 
 _UNEVEN = (
     "Give all ranks equally many steps, as evenstep.DataLoader(global_batch_size=...) does, or let those that are "
-    "done take part: `with model.join():` around the loop. What ranks do together (world.mean, a save) stands under no "
-    "`if` that holds on some of them only."
+    f"done take part: `with model.join():` around the loop. {UNDER_NO_IF}"
 )
 
 
@@ -167,7 +171,9 @@ def describe_failure(
                 hint = "the ranks of this node only lost another one; see the other nodes, or the traceback."
                 lines.append(f"evenstep: {hint}")
             verdict = _name_the_missing(failure) or [*_still_running(failure), *verdict]
-        lines += [report.traceback, *(f"evenstep: {line}" for line in verdict)]
+        if not (failure.only_secondary and _left(failure)):  # else the verdict says where it waited
+            lines.append(report.traceback)
+        lines += [f"evenstep: {line}" for line in verdict]
     return "\n".join(lines)
 
 
@@ -184,7 +190,7 @@ def _name_the_missing(failure: Failure) -> list[str]:
         waiting = _listed(f"rank {rank}" for rank in sorted(missing_of))
         loops = "its loop was shorter, or it left" if len(left) == 1 else "their loops were shorter, or they left"
         ended = f"{_named(left)} had ended with status 0 while {waiting} still waited: {loops} early"
-        return [f"{ended}{_steps(failure, left)}. {_UNEVEN}"]
+        return [f"{ended}{_steps(failure, left)}. {_waited(failure)}{_UNEVEN}"]
     patient = sorted(rank for rank, missing in missing_of.items() if missing)
     waiting = _listed(f"rank {rank}" for rank in patient)
     found_missing = {rank: found for missing in missing_of.values() for rank, found in missing.items()}
@@ -211,12 +217,18 @@ def _steps(failure: Failure, left: Sequence[Exit]) -> str:
     gone = {end.rank for end in left}
     ended = [seen for rank, seen in failure.pages.items() if rank in gone]
     others = [seen for rank, seen in failure.pages.items() if rank not in gone]
-    for name in ("step", "collective"):
-        there = max((int(getattr(seen, name)) for seen in ended), default=0)
-        here = max((int(getattr(seen, name)) for seen in others), default=0)
-        if here > there > 0:
-            return f" ({name} {there}; the others are at {name} {here})"
-    return ""
+    there, here = (max((seen.step for seen in each), default=0) for each in (ended, others))
+    more = f"; the others have made {here}" if here > there else ""
+    return f", after {counted(there, 'step')}{more}" if there else ""
+
+
+def _waited(failure: Failure) -> str:
+    """A sentence on where the rank waited that has lost the others; "" if that isn't known."""
+    frames = () if failure.report is None else _FRAME.finditer(failure.report.traceback)
+    users = [frame for frame in frames if is_users(frame["file"])]
+    if not users:
+        return ""
+    return f"Rank {failure.root_cause.rank} waited at {users[-1]['file']}, line {users[-1]['line']}. "
 
 
 def describe_ranks(pages: Mapping[int, Heartbeat | None], *, now_ns: int) -> str:

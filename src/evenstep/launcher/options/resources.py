@@ -9,10 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenstep.checks import counted
 from evenstep.control_groups import cpu_limit
 from evenstep.device import choose_device
 from evenstep.errors import ConfigurationError
 from evenstep.ground.environment import Placement
+
+# Ranks for each CPU. A few have their use, where it is tried what many ranks do; thousands only stop the machine.
+_MANY_PER_CPU, _MOST_PER_CPU = 8, 64
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,12 @@ class RankPlan:
     Attributes:
         num_ranks: With parameter servers.
         num_threads: Of each rank's CPU operations.
+        remark: What is to be said of their number; "": nothing.
     """
 
     num_ranks: int
     num_threads: int
+    remark: str = ""
 
 
 def plan_ranks(
@@ -58,7 +64,7 @@ def plan_ranks(
         servers: Parameter servers, beside the ranks that `nproc` counts.
 
     Raises:
-        ConfigurationError: No such number of ranks, threads or GPUs.
+        ConfigurationError: No such number of ranks, threads or GPUs; or so many ranks that nobody can mean it.
     """
     if threads_per_rank is not None and threads_per_rank < 1:
         raise ConfigurationError(
@@ -70,8 +76,13 @@ def plan_ranks(
         # The same rule, and the same words, as every rank's own `evenstep.init`.
         choose_device(device, Placement(world_size=num_ranks, local_world_size=num_ranks), num_gpus=host.num_gpus)
     by_threads = nproc == "auto" and not _uses_gpus(host, device)
-    fitting = _auto_threads(host) if by_threads else max(1, host.num_cores // (num_ranks + servers))
-    return RankPlan(num_ranks=num_ranks + servers, num_threads=fixed or fitting)
+    num_ranks += servers
+    fitting = _auto_threads(host) if by_threads else max(1, host.num_cores // num_ranks)
+    crowd = f"{num_ranks} ranks on a node of {counted(host.num_cpus, 'CPU')}"
+    if num_ranks > _MOST_PER_CPU * host.num_cpus:
+        raise ConfigurationError(f"{crowd}: no more than {_MOST_PER_CPU} a CPU are started. Give a smaller number.")
+    remark = f"{crowd}: they mostly wait for each other" if num_ranks > _MANY_PER_CPU * host.num_cpus else ""
+    return RankPlan(num_ranks=num_ranks, num_threads=fixed or fitting, remark=remark)
 
 
 def _count_ranks(nproc: str, host: Host, *, threads_per_rank: int | None, device: str | None) -> int:

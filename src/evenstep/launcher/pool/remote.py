@@ -11,9 +11,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from evenstep import checks
 from evenstep.errors import ConfigurationError
-
-_NEEDS_CLOUDPICKLE = 'pip install "evenstep[notebook]"'
 
 
 def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
@@ -40,7 +39,8 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     except ImportError:
         raise ConfigurationError(
             f"{name} can't be imported by the ranks: it is a lambda, a function inside a function, or was typed into a "
-            f"notebook or `python -c`. Put it at the top level of a file, or {_NEEDS_CLOUDPICKLE}"
+            f"notebook or `python -c`. Put it at the top level of a file. As it is, "
+            + checks.needs("it", "cloudpickle", "notebook")
             + (f" ({problem})" if problem is not None else "")
         ) from None
     try:

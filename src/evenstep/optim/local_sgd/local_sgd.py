@@ -16,6 +16,7 @@ from evenstep import checks
 from evenstep.device import by_kind
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
+from evenstep.ground.health import excepthook
 from evenstep.ground.health.users_code import warn
 from evenstep.optim.consistency import abort_peers
 from evenstep.optim.kinds import validate_optimizer
@@ -66,6 +67,7 @@ class LocalSGD:
         MismatchError: The ranks were given different numbers.
     """
 
+    @excepthook.for_users
     def __init__(
         self, model: DistributedDataParallel, optimizer: optim.Optimizer, *, every: int, warmup_steps: int = 0
     ) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn, optim
 from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
+from evenstep.ground.health import excepthook
 from evenstep.optim import arguments
 from evenstep.optim.consistency import abort_peers
 from evenstep.optim.kinds import defaults_of, is_divided, is_elementwise, try_out, validate_kind
@@ -75,6 +76,7 @@ class ShardedOptimizer(optim.Optimizer):
     _sharding: Sharding | None = None
     _index_of: dict[int, int]  # by id of the parameter
 
+    @excepthook.for_users
     def __init__(
         self,
         model: DistributedDataParallel,

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError, NonFiniteError, PeerLostError, UsageError
+from evenstep.ground.health import excepthook
 from evenstep.parameter_servers.embeddings.row_optimizers import DEFAULT_EPS, ROW_OPTIMIZERS, RowOptimizer
 from evenstep.parameter_servers.embeddings.rows import RowGradients, Rows, add_up, split_by_server
 from evenstep.parameter_servers.embeddings.table import Table, TableSpec
@@ -115,6 +116,7 @@ class RemoteEmbedding(nn.Module):
 
     like: Tensor  # [0]: its dtype and device are those of the rows, so that `.double()` and `.to()` do as with others
 
+    @excepthook.for_users
     def __init__(
         self,
         num_embeddings: int,

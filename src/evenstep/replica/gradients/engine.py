@@ -71,6 +71,7 @@ from evenstep.replica.gradients.window import (
     drop_grads,
     effect_of,
 )
+from evenstep.transport.core.validation import ended_error
 
 _FAILED = "the last backward pass raised an exception, so its gradients were not averaged"
 
@@ -355,7 +356,9 @@ class Engine:
 
     def _begin_single_pass(self) -> bool:
         """Begin a pass that needs nothing but autograd, if this is one: see `State.SINGLE`."""
-        if not self._may_be_single or self.is_in_window or not self.synchronise or self.recorder.is_profiled:
+        if not self._may_be_single or self.is_in_window or not self.synchronise or self.world.ended_at:
+            return False
+        if self.recorder.is_profiled:
             return False  # of a profile's ranges the end is needed, too
         self.was_scaled = False
         self.num_reductions += 1
@@ -465,6 +468,8 @@ class Engine:
             node.register_hook(lambda *_: at_end_of_backward(end))
 
     def _open_pass(self, opened: Pass) -> None:
+        if self.world.ended_at:
+            raise ended_error(self.world.rank, self.world.ended_at)
         self.ending.validate_pass("a backward pass")
         self.recorder.begin_backward()
         opened.before, opened.opens_window = self.state, self.window is None

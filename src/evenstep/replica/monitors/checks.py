@@ -879,8 +879,9 @@ class DriftWatch(Comparison):
             )
         else:
             reason = (
-                "Something has changed parameters on some ranks only: code that only one rank runs, a file that only "
-                "one has read, a random number in the optimizer's step, or faulty memory. Resume from a checkpoint."
+                "Something has changed parameters on some ranks only: a step or a zero_grad that some left out, "
+                "code that only one rank runs, a file that only one has read, a random number in the optimizer's step, "
+                "or faulty memory. Resume from a checkpoint."
             )
         return f"{text} {reason} Where ranks are meant to differ, wrap the model with compare_every=0.", False
 

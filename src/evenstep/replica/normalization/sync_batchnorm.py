@@ -47,6 +47,7 @@ from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
 from evenstep.ground.compat.torch_autograd import graph_task_id
 from evenstep.ground.compat.torch_dynamo import outside_graphs
 from evenstep.ground.compat.torch_modules import BatchNorm
+from evenstep.ground.health import excepthook
 from evenstep.replica.batches import pad_parts
 from evenstep.replica.channels import channel, channel_of
 from evenstep.replica.gradients.engine import Engine
@@ -85,6 +86,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     overseer: SyncLayers | None = None
 
+    @excepthook.for_users
     def __init__(
         self,
         num_features: int,

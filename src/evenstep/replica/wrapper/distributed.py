@@ -32,7 +32,7 @@ from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.ground.compat.torch_ddp import active_in_dynamo
 from evenstep.ground.compat.torch_dynamo import any_compiled, compiled_backends, keep_out_of_graphs, untraced
-from evenstep.ground.health import heartbeat
+from evenstep.ground.health import excepthook, heartbeat
 from evenstep.ground.health.steps import mark_compilations
 from evenstep.ground.health.telemetry import Recorder
 from evenstep.ground.health.users_code import warn
@@ -47,6 +47,7 @@ from evenstep.replica.join import Uneven, join_of_one
 from evenstep.replica.module_buffers import broadcast, untouched
 from evenstep.replica.monitors.checks import Monitors, Policy
 from evenstep.replica.monitors.end_of_run import compare_at_end
+from evenstep.replica.monitors.first_batch import compare_first_batches
 from evenstep.replica.normalization.sync_batchnorm import SyncLayers, replace_torchs
 from evenstep.replica.virtual_ranks import loop
 from evenstep.replica.virtual_ranks.loop import VirtualRankBuffers
@@ -163,6 +164,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     logger = None  # torch's class has its timings there; here `world.telemetry` has them
     mixed_precision = None
 
+    @excepthook.for_users
     def __init__(
         self,
         module: nn.Module,
@@ -357,7 +359,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if with_grad:
             engine.begin_forward()
             if self.training:
-                if not self.world.has_diverged:
+                if not (self.world.has_diverged or self.world.virtual_ranks):
+                    compare_first_batches(self.world, (inputs, kwargs))
                     self.world.diverge_random_streams()
                 engine.ending.validate_pass("the model was called in training")
             began_ns = engine.recorder.begin_forward()

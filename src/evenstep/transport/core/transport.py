@@ -18,7 +18,7 @@ from evenstep.transport.base import Collective, Op, Work
 from evenstep.transport.core.codec import to_tensor
 from evenstep.transport.core.header import DTYPES, REFUSED, pack_text
 from evenstep.transport.core.last_calls import RecordedGroup, record
-from evenstep.transport.core.validation import Arguments
+from evenstep.transport.core.validation import Arguments, ended_error
 
 _NOTHING = torch.empty(0, device="cpu")
 
@@ -55,6 +55,7 @@ class Transport(abc.ABC):
         num_calls: So many calls have been started.
         arguments: Checks those of its calls.
         recorded: This transport, as the record of the last calls knows it.
+        ended_at: Where in the user's code the world ended to which it belongs: calls are refused since; "": it hasn't.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Transport(abc.ABC):
     compares = False
     most_beside_bytes = 0
     timeout_s = math.inf
+    ended_at = ""
 
     def __init__(self, rank: int, world_size: int, group: str) -> None:
         self.rank = rank
@@ -109,7 +111,10 @@ class Transport(abc.ABC):
 
         Raises:
             ConfigurationError: The arguments are wrong on this rank.
+            UsageError: The world has ended.
         """
+        if self.ended_at:
+            raise ended_error(self.own_number, self.ended_at)
         self.arguments.prepare(call)
         if call.beside is None or call.beside.nbytes <= self.most_beside_bytes:
             return self._start(call)

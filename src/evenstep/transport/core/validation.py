@@ -258,6 +258,19 @@ def _shape_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
 
 
+def ended_error(rank: int, where: str) -> UsageError:
+    """What is raised where ranks are to do something together, and their world has ended.
+
+    Args:
+        rank: This one.
+        where: The line of the user's at which it ended.
+    """
+    return UsageError(
+        f"rank {rank}: the world of evenstep.init has ended, with its `with` block or by close(), at {where}. "
+        f"What ranks do together (training, world.mean, a save) belongs into that block."
+    )
+
+
 def forked_error(rank: int | None = None) -> UsageError:
     """What a forked child of a rank raises instead of calling a collective, for which it has no threads."""
     parent = "a rank" if rank is None else f"rank {rank}"

@@ -88,7 +88,7 @@ def test_a_child_of_a_rank_is_a_world_of_its_own(monkeypatch: pytest.MonkeyPatch
 
 def test_variables_that_say_nothing_are_inherited_too() -> None:
     """Those of a rank whose script has given it to `init_process_group`."""
-    said = "WORLD_SIZE=2 are set, but RANK is not."
+    said = "WORLD_SIZE=2 is set, but RANK is not."
     exported = RankProcess(7, 100, 1, 2, identity(said))
     assert is_inherited(exported, said, pid=8, start_ticks=100)
     assert not is_inherited(exported, said, pid=7, start_ticks=100)

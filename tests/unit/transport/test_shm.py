@@ -239,7 +239,7 @@ def test_semaphores_count():
 
 
 def test_a_rank_that_has_left_is_not_lost_while_another_one_is_still_missing():
-    """A rank signals one receiver after the other: the first may be through, and leave, before the last has its signal."""
+    """A rank signals one receiver after the other: the first may be through, and gone, before the last is reached."""
     world_size = 3
     memory = ctypes.create_string_buffer((num_semaphores(world_size) + 1) * SEMAPHORE_BYTES)
     address = -(-ctypes.addressof(memory) // 64) * 64

@@ -153,8 +153,8 @@ def draw_case(chance: random.Random) -> Case:
     # What is rounded may be next to nothing of what was added up; a step that divides by it would show that.
     is_rounded = {dtype, reduce_dtype} & set(HALF) or (dtype is torch.float64 and reduce_dtype is torch.float32)
     kind = "SGD" if is_rounded or autocast else chance.choice(_KINDS if dtype is torch.float64 else _KINDS[:2])
-    # torch's scalers refuse complex gradients, and float16 ones; what has been scaled might overflow that.
-    scaler = None if is_complex else chance.choice([None, None, not has_float16, False])
+    # torch's scalers refuse complex gradients, and float16 ones; what has been scaled might overflow those, and sums.
+    scaler = None if is_complex else chance.choice([None, None, torch.float16 not in (dtype, reduce_dtype), False])
     clips = [None, None, "norm", "group", "inf", *["value"] * (not is_complex)]
     num_layers = chance.randint(1, 4)
     return Case(

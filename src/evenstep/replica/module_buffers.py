@@ -179,6 +179,8 @@ class BufferExchange:
     def start(self, src: int = 0) -> list[_Sent]:
         """Collective: pack the buffers, send rank `src`'s, and begin to add statistics."""
         self._src = src
+        if not (self._places or self._absent):
+            return []
         sent = [self._broadcast(group) for group in by_kind(self._there(Rule.RANK_0))]
         if self.is_on:
             sent += [self._broadcast(group) for group in by_kind(self._there(None))]

@@ -296,8 +296,8 @@ def sharing_a_loss():
             equal_sums(decoder.module.wide, alone[1].wide, 21 if turn else 16)
             for each in (encoder, decoder, *alone):
                 each.zero_grad()
-        assert encoder.engine.exchange.scale.agree(0.0, opens_window=True) == 16
-        assert decoder.engine.exchange.scale.agree(0.0, opens_window=True) == 4
+        assert encoder.engine.exchange.scale.agree(0.0, opens_window=True, is_urgent=False) == 16
+        assert decoder.engine.exchange.scale.agree(0.0, opens_window=True, is_urgent=False) == 4
 
 
 def test_models_that_share_a_loss_have_one_scale_in_each_pass(ranks):

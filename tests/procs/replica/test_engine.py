@@ -276,6 +276,54 @@ def test_weights_do_not_overflow_sixteen_bits(ranks, dtype):
     ranks.run(half_precision_weights, 2, dtype)
 
 
+def scaled_under_autocast(how, seed):
+    """(the scaler's number, the weights) after a training of ours and one of a single process on all rows."""
+    world = evenstep.init(quiet=True)
+    results = []
+    for is_ours in (True, False):
+        torch.manual_seed(seed)
+        inner = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        model = evenstep.DistributedDataParallel(inner, world=world) if is_ours else inner
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu")
+        for step in range(4):
+            x = torch.randn(2048, 8)
+            y = torch.randn(2048, 4)
+            if how == "empty" and step == 0:
+                parts = [slice(0, 2048), slice(2048, 2048)]
+            else:
+                parts = [slice(0, 1500), slice(1500, 2048)]
+            own = parts[world.rank] if is_ours else slice(None)
+            if how == "probe" and is_ours and step == 0 and world.rank == 0:
+                with model.no_sync():
+                    model.backward(model(x[:3]).square().mean(), weight=3.0)
+                model.zero_grad()
+            num_parts = 2 if how == "accumulated" else 1
+            rows = list(zip(x[own].tensor_split(num_parts), y[own].tensor_split(num_parts), strict=True))
+            for number, (each_x, each_y) in enumerate(rows):
+                with torch.autocast("cpu", torch.float16):
+                    outputs = model(each_x)
+                loss = (outputs.float() - each_y).square().sum() / max(1, each_y.numel())
+                if not is_ours:
+                    scaler.scale(loss * (len(each_x) / 2048)).backward()
+                    continue
+                with contextlib.nullcontext() if number == num_parts - 1 else model.no_sync():
+                    model.backward(loss, weight=float(len(each_x)), scaler=scaler)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append((scaler.get_scale(), torch.cat([p.detach().flatten() for p in inner.parameters()])))
+    return results
+
+
+@pytest.mark.parametrize("how", ["plain", "empty", "accumulated", "probe"])
+def test_large_weights_make_no_scaler_skip_a_step_under_autocast(ranks, fresh_seed, how):
+    """Gradients of 2,048 rows times their number overflowed float16 within autocast, and steps were skipped."""
+    for ours, alone in ranks.run(scaled_under_autocast, 2, how, fresh_seed):
+        assert ours[0] == alone[0] == 65536.0
+        torch.testing.assert_close(ours[1], alone[1], rtol=2e-3, atol=2e-4)
+
+
 def with_scaler(form):
     world = evenstep.init(quiet=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import subprocess
+import time
 import weakref
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.control_groups import count_cpus
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, PeerLostError
 from evenstep.processes import state_and_start
 from evenstep.transport.base import Row
 from evenstep.transport.core.header import NUMBER_OFFSET
@@ -36,6 +37,8 @@ from evenstep.transport.shm.segment import (
 )
 from evenstep.transport.shm.sync import (
     SEMAPHORE_BYTES,
+    Phase,
+    ProgressCounters,
     WaitPolicy,
     adapt_spin,
     doorbell,
@@ -233,6 +236,42 @@ def test_semaphores_count():
     assert take(address, 0.01) is True
     assert sem_trywait(address) == 0
     assert sem_trywait(address) != 0
+
+
+def test_a_rank_that_has_left_is_not_lost_while_another_one_is_still_missing():
+    """A rank signals one receiver after the other: the first may be through, and gone, before the last is reached."""
+    world_size = 3
+    memory = ctypes.create_string_buffer((num_semaphores(world_size) + 1) * SEMAPHORE_BYTES)
+    address = -(-ctypes.addressof(memory) // 64) * 64
+    make_semaphores(address, num_semaphores(world_size))
+    left = set()
+
+    def counters_of(rank):
+        here = [PeerProcess(os.getpid(), state_and_start(os.getpid())[1])] * world_size
+        policy = WaitPolicy(timeout_s=60, spin_s=0.0, check_every_s=0.01)
+        return ProgressCounters(
+            address,
+            rank=rank,
+            watch=PeerWatch(here),
+            policy=policy,
+            has_left=left.__contains__,
+            known_as=range(world_size),
+        )
+
+    waiting, quick = counters_of(0), counters_of(1)
+    until = time.monotonic() + 0.1
+
+    def comes_and_leaves():
+        if not left:
+            quick.signal(Phase.ARRIVED)
+            left.add(1)
+
+    # Rank 1 comes and leaves while this rank looks for those that it misses.
+    assert not waiting.wait(Phase.ARRIVED, 1, lambda: "a call", until, comes_and_leaves)
+    assert waiting.missing(Phase.ARRIVED, 1) == [2]
+    left.add(2)
+    with pytest.raises(PeerLostError, match=r"lost rank 2 \("):
+        waiting.wait(Phase.ARRIVED, 1, lambda: "a call")
 
 
 def test_cores_are_those_of_all_ranks_together():

@@ -54,6 +54,7 @@ from evenstep.replica.gradients.autograd_hooks import OutputHooks, Readiness
 from evenstep.replica.gradients.buckets.bucket import Bucket, late_gradient, moved_parameter
 from evenstep.replica.gradients.division import divide_alone
 from evenstep.replica.gradients.exchange.base import Exchange, Trained
+from evenstep.replica.gradients.observer import overriding
 from evenstep.replica.gradients.strategies import WindowEnd
 from evenstep.replica.gradients.window import (
     TRANSITIONS,
@@ -95,6 +96,10 @@ class Engine:
         self.world, self.transport, self.control = trained.world, trained.transport, trained.control
         self.recorder = trained.recorder
         self.trained, self.observers = trained, trained.observers
+        events = ("begin_pass", "end_window", "forget_forwards", "act", "step")
+        self._at_begin, self._at_end, self._at_forgotten, self._acting, self._at_step = (
+            overriding(trained.observers, event) for event in events
+        )
         self.exchange, self.ending = exchange, ending
         self.readiness = Readiness(self.parameters, exchange.layout, self)
         self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
@@ -204,7 +209,8 @@ class Engine:
         is_alone = may_be_single and self._begin_single_pass()
         opens_window = not self.is_in_window
         if scale is None:
-            scale = self.exchange.scale.agree(weight, opens_window=opens_window)
+            is_urgent = self.ends_together or (is_scaled and self.ending.exchanges)
+            scale = self.exchange.scale.agree(weight, opens_window=opens_window, is_urgent=is_urgent)
         else:
             self.exchange.scale.adopt(scale, opens_window=opens_window)
         if is_alone:
@@ -238,7 +244,9 @@ class Engine:
             UsageError: As `begin_forward`, which such a rank may not have run.
         """
         self.begin_forward()
-        self.exchange.scale.agree(None, opens_window=not self.is_in_window)
+        window = self.window
+        weight = window.weight if window is not None and window.kind is Kind.WEIGHTED else None
+        self.exchange.scale.agree(weight, opens_window=not self.is_in_window, is_urgent=self.ending.exchanges)
         if self._window is None:
             self._window = window = self._new_window(is_running=False)
             window.has_leftovers = not all_zero(self.parameters)
@@ -280,6 +288,11 @@ class Engine:
     def stays_local(self) -> bool:
         """Whether windows end on this rank, and gradients aren't exchanged."""
         return not self.ending.exchanges
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether the next pass ends a window whose gradients are averaged over ranks."""
+        return self.synchronise and self.ending.exchanges
 
     @property
     def is_accumulating(self) -> bool:
@@ -463,9 +476,9 @@ class Engine:
         self._enter(Event.START)
         self._pass = opened
         opened.ends_window = self.synchronise
-        travels = self.synchronise and self.ending.exchanges
+        travels = self.ends_together
         self.exchange.begin_pass(opened.kind, travels=travels)
-        for observer in self.observers:
+        for observer in self._at_begin:
             observer.begin_pass()
         if opened.opens_window:
             self._window = self._new_window(is_running=graph_task_id() != -1)
@@ -552,8 +565,9 @@ class Engine:
             return
         self.ending.close(self._window, self.buckets)
         first = self.num_dense if self.exchange.buckets else 0
-        for observer in self.observers:
+        for observer in self._at_end:
             observer.end_window(self.names[first:], self.parameters[first:])
+        for observer in self._at_forgotten:
             # Of forward passes that have several outputs more may be reached: then some are missed.
             observer.forget_forwards(max(0, self._num_forwards - self._num_reached))
         self._num_forwards = self._num_reached = 0
@@ -568,10 +582,10 @@ class Engine:
         if self.readiness.is_counting:
             self.readiness.watch(self.exchange.layout)
         self._pass_ended()  # on all ranks, whatever is said of it
-        skips = [observer.act(window) for observer in self.observers]
+        skips = [each.act(window) for each in self.observers if each.found is not None or each in self._acting]
         if any(skips):
             drop_grads(self.parameters)
-        for observer in self.observers:
+        for observer in self._at_step:
             observer.step()
 
     def end_local_window(self) -> None:
@@ -637,8 +651,7 @@ def weighted_passes(
 ) -> Iterator[float]:
     """Surround one backward pass that one or several models take part in; yield the scale that divides the weight.
 
-    Collective if the engines synchronise, and in the first windows of models with 16-bit parameters. Passes begin and
-    end in the order of `engines`.
+    Collective if the engines synchronise. Passes begin and end in the order of `engines`.
 
     Args:
         engines: Of all wrapped models that the loss goes through, in the same order on all ranks.
@@ -656,7 +669,8 @@ def weighted_passes(
             # A group's own model is named before one of more ranks, in whose sums gradients would have each group's
             # scale. Nothing is agreed here: a rank without samples ends the first model's window before it takes part
             # in another's.
-            scale = largest.exchange.scale.agree(None, opens_window=not largest.is_in_window)
+            opens_window = not largest.is_in_window
+            scale = largest.exchange.scale.agree(None, opens_window=opens_window, is_urgent=False)
         turns = [Turn.FIRST if len(engines) > 1 else Turn.ALONE, *[Turn.BEHIND] * (len(engines) - 1)]
         for engine, turn, is_dummy in zip(engines, turns, only_dummies, strict=True):
             scale = engine.begin_weighted_pass(

@@ -123,3 +123,8 @@ class Observer:
 
     def set_apart(self, is_apart: bool) -> None:
         """Ranks step each for itself from now on, or together again: within a join they leave one by one."""
+
+
+def overriding(observers: Sequence[Observer], method: str) -> list[Observer]:
+    """Those that do something there; a step would else call most of them for nothing."""
+    return [each for each in observers if getattr(type(each), method) is not getattr(Observer, method)]

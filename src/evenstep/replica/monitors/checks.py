@@ -141,9 +141,9 @@ class Comparison(Observer):
 
 def as_row(*numbers: Number) -> Sequence[float] | Tensor:
     """Return numbers as `Observer.header_numbers` does: one tensor if some of them are on a GPU."""
-    like = next((each for each in numbers if isinstance(each, Tensor)), None)
-    if like is None:
+    if Tensor not in map(type, numbers):
         return numbers  # type: ignore[return-value]
+    like = next(each for each in numbers if isinstance(each, Tensor))
     return torch.stack([each if isinstance(each, Tensor) else torch.full_like(like, each) for each in numbers])
 
 

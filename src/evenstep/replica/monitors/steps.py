@@ -161,14 +161,18 @@ class StepWatch(Observer):
         if self._before is None or before is None or self._has_warned_of_slips:
             return (0.0,) * self.num_numbers
         self.sent = True
-        added = [float(now - then) for now, then in zip(self._before, before, strict=True)]
-        return [*(number for each in added for number in (each, each * each)), float(window.kind is None)]
+        numbers = []
+        for now, then in zip(self._before, before, strict=True):
+            numbers += [float(now - then), float(now - then) ** 2]
+        return [*numbers, float(window.kind is None)]
 
     def judge(self, sent: Any, sums: Sequence[float]) -> None:
         """See `Observer`: equal numbers, and only those, have squares whose sum is that of the mean's."""
         size, num_empty = self._world.world_size, sums[-1]
-        differing = (which for which in range(len(_COUNTED)) if size * sums[2 * which + 1] != sums[2 * which] ** 2)
-        self.found = None if num_empty else next(differing, None)
+        for which in range(len(_COUNTED)):
+            if size * sums[2 * which + 1] != sums[2 * which] ** 2 and not num_empty:
+                self.found = which
+                return
 
     def conclude(self, found: int) -> bool:
         """Warn of the number of what is counted. Collective."""

@@ -195,7 +195,10 @@ def divisor_of(rows: Sequence[Row], plain: float) -> float:
     Returns:
         The sum of weights where some rank's window is weighted, infinity if that sum is 0; else `plain`.
     """
-    if not any(row.is_weighted for row in rows):
+    for row in rows:
+        if row.is_weighted:
+            break
+    else:
         return plain
     weights = [row.weight for row in rows]
     for a, b in plan_tree(len(weights)):  # as all sums: reproducible mode has the same on any number of ranks

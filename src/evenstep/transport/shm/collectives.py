@@ -412,7 +412,7 @@ class ProgramContext:
         left = [rank for rank in self.ranks if rank != self.rank and self.counters.has_left(rank)]
         if left:
             what = f"{self._name} collective {call}"
-            self.counters.check(Waiting(time.monotonic()), left, lambda: what, lambda: False)
+            self.counters.check(Waiting(time.monotonic()), left, lambda: what, lambda: left)
         yield Phase.REDUCED, self.counters.signal(Phase.REDUCED)
 
     def reduce(self, call: Call, outputs: list[Tensor], inputs: list[Tensor], begin: int = 0) -> None:

@@ -506,9 +506,13 @@ class Lanes(CallQueue):
             return
         message.checked_at = now
         missing = self._missing(message, counters)
-        is_over = functools.partial(self._guarded, self._is_over, message)
         try:
-            counters.check(message.waiting, missing, message.__str__, is_over)
+            counters.check(
+                message.waiting,
+                missing,
+                message.__str__,
+                lambda: [] if self._guarded(self._is_over, message) else missing,
+            )
         except EvenstepError as error:
             if self._failure is None:
                 self._fail(error)

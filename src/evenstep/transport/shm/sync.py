@@ -308,7 +308,7 @@ class ProgressCounters:
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_EVERY_S
-        self.check(Waiting(now), self.missing(phase, count), what, lambda: self.all_here(phase, count))
+        self.check(Waiting(now), self.missing(phase, count), what, lambda: self._still_missing(phase, count))
 
     def _sleep(
         self,
@@ -330,15 +330,24 @@ class ProgressCounters:
                 meanwhile()
             if self.has_left(self._rank):  # another thread has closed this transport, and waits for this one
                 raise PeerLostError(f"{self._named(self._rank)} has closed its end in {what()}.")
-            self.check(self._waiting, self.missing(phase, count), what, lambda: self.all_here(phase, count))
+            self.check(self._waiting, self.missing(phase, count), what, lambda: self._still_missing(phase, count))
         return True
 
     def missing(self, phase: Phase, count: int) -> list[int]:
         """The ranks of which no signal has been taken that says that they have passed `phase` so often."""
         return [peer for peer in self._others if self._seen[phase][peer] < count]
 
+    def _still_missing(self, phase: Phase, count: int) -> list[int]:
+        """As `missing`, after another look."""
+        self.all_here(phase, count)
+        return self.missing(phase, count)
+
     def check(
-        self, waiting: Waiting, missing: Sequence[int], what: Callable[[], str], are_here: Callable[[], bool]
+        self,
+        waiting: Waiting,
+        missing: Sequence[int],
+        what: Callable[[], str],
+        still_missing: Callable[[], Sequence[int]],
     ) -> None:
         """Raise if one of these ranks is lost, or has been waited for too long; report once that they are missing.
 
@@ -346,22 +355,26 @@ class ProgressCounters:
             waiting: For how long they have been.
             missing: The ranks.
             what: Describes what waits for them, for errors.
-            are_here: Whether they have come meanwhile, looked at again before anything is raised: they may have
-                signalled their part just before they ended.
+            still_missing: Which ranks are, looked at again before anything is raised: a lost one may have signalled its
+                part just before it ended. The others may be on their way, between two signals: each has its own.
         """
         now = time.monotonic()
         waited_s = now - waiting.since
-        lost = self._lost(missing)
-        if lost and not are_here():
+        lost = [rank for rank in missing if self.has_left(rank) or self.watch.is_gone(rank)]
+        if lost:
+            again = still_missing()
+            lost = [rank for rank in lost if rank in again]
+        if lost:
             raise PeerLostError(
-                f"{self._named(self._rank)} lost {lost} in {what()}. Its own error, if it had one, is elsewhere."
+                f"{self._named(self._rank)} lost {self._described(lost)} in {what()}. Its own error, if it had one, is "
+                f"elsewhere."
             )
         if waited_s > self.policy.timeout_s:
             patience_s = self._patience(missing)
             if waited_s <= patience_s:
                 waiting.until = now + self.policy.timeout_s
-            elif now > waiting.until and not are_here():
-                raise CollectiveTimeoutError(self.late(missing, what(), waited_s, patience_s))
+            elif now > waiting.until and (again := still_missing()):
+                raise CollectiveTimeoutError(self.late(again, what(), waited_s, patience_s))
         if not waiting.is_reported and waited_s > self.policy.report_stopped_after_s:
             waiting.is_reported = self._report(missing, what, waited_s)
 
@@ -373,8 +386,8 @@ class ProgressCounters:
         known = (self.policy.timeout_s if p is None or p.is_waiting else timeouts.of(p) for p in pages)
         return min(known, default=0.0)
 
-    def _lost(self, ranks: Sequence[int]) -> str:
-        """Which of these ranks are lost, in words; "" if none is."""
+    def _described(self, ranks: Sequence[int]) -> str:
+        """Lost ranks, in words."""
         left = [r for r in ranks if self.has_left(r)]
         # A rank that has given up had a reason, perhaps the death of a rank that isn't missing here.
         dead = [r for r in (self._others if left else ranks) if self.watch.is_gone(r)]

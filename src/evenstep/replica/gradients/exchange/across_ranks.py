@@ -46,8 +46,13 @@ class AcrossRanks(Exchange):
             for other in others:
                 other(by)
 
-        is_needed = torch.float16 in dtypes
-        self.scale = AgreedScale(self._transport, self._header.tensor.device, rescale_window, is_needed=is_needed)
+        self.scale = AgreedScale(
+            self._transport,
+            self._header.tensor.device,
+            rescale_window,
+            is_needed=torch.float16 in dtypes,
+            is_one=self._ending.sums_first,
+        )
 
     def was_weighted(self) -> bool:
         """See `Exchange`."""

@@ -81,16 +81,20 @@ class AllReduceExchange(AcrossRanks):
     def last_pass_begins(self, window: Window) -> None:
         """See `Exchange`; collective where there is a hook, which is handed means."""
         if self.hook is not None:
-            self.scale.start_agreement()
-            if self.uneven is not None:
-                self.uneven.announce_bucket()
+            self._open()
             self.scale.start_total(window)
 
     def complete(self, bucket: int, window: Window) -> None:
         """See `Exchange`."""
-        self.scale.start_agreement()
         if not self._launches_at_end:
+            self._open()
             self._launch(self._launches.complete(bucket), window)
+
+    def _open(self) -> None:
+        """Begin what comes before everything else of a window, on all ranks; once per window."""
+        if self.uneven is not None:
+            self.uneven.announce_bucket()
+        self.scale.start_agreement()
 
     @property
     def _launches_at_end(self) -> bool:
@@ -208,8 +212,6 @@ class AllReduceExchange(AcrossRanks):
 
     def _launch(self, indices: Iterable[int], window: Window) -> None:
         for index in indices:
-            if self.uneven is not None:
-                self.uneven.announce_bucket()
             bucket = self.buckets[index]
             self._pack(bucket, window)
             if self.hook is not None:

@@ -2,12 +2,16 @@
 
 [Note: the scale of weights]
 
-*Before gradients.* Weights multiply gradients in float16, which large weights would make overflow. So they are divided
-by a *scale* first: about the sum of all ranks' weights where gradients are float16, else 1. It is a power of two, so
-that nothing is rounded; all ranks agree on it in the first window that has weights, and keep it. A rank without samples
-doesn't know whether the others' passes have weights, so all take part in that agreement in every window until then;
-only those with weights, or without samples, wait for it. A pass through several models has one weight, so one
-scale: that of the model with the most ranks, which all ranks of the others know alike.
+*Before gradients.* Weights multiply gradients in float16 (of parameters, or within autocast, whatever the parameters
+are), which large weights would make overflow; a GradScaler would skip steps that one process makes. So they are divided
+by a *scale* first: about the sum of all ranks' weights. It is a power of two, so that nothing is rounded; all ranks
+agree on it in the first window that they average, and keep it. A rank without samples doesn't know whether the others'
+passes have weights, so all take part, and only those with weights, or without samples, wait. Where the first window has
+no weights the scale stays 1, except that float16 gradients try again in each window until one has. What only adds to
+`p.grad` waits for that agreement no earlier than its window ends, since a rank may run such a pass alone, unless
+something overflows: float16 gradients, or a loss that a GradScaler has multiplied. A scale of each rank's own would be
+wrong: the backward pass of a SyncBatchNorm adds gradients of all ranks. A pass through several models has one weight,
+so one scale: that of the model with the most ranks, which all ranks of the others know alike.
 
 *Before a communication hook.* A hook compresses, and that depends on the magnitude. Gradients times a large weight
 overflow in 16 bits; and what PowerSGD leaves out for the next step would count as much as that step's weights, after a
@@ -48,12 +52,13 @@ class Scale:
         self._rescale = rescale
         self._is_one = is_one
 
-    def agree(self, weight: float | Tensor | None, *, opens_window: bool) -> float:
+    def agree(self, weight: float | Tensor | None, *, opens_window: bool, is_urgent: bool) -> float:
         """Return the scale that divides weights before they multiply gradients; one for all passes of a window.
 
         Args:
             weight: Of the pass; None: this rank has no pass, and doesn't know of what kind the others' are.
             opens_window: The pass is the first of its window.
+            is_urgent: Gradients are averaged over ranks behind the pass, or its loss was multiplied by a GradScaler.
         """
         if opens_window and not self._is_one:
             self.of_window = weight if isinstance(weight, float) and weight > 0 else 1.0
@@ -81,6 +86,7 @@ class AgreedScale(Scale):
         device: Of what it carries.
         rescale: As in `Scale`.
         is_needed: Gradients are float16, or are added in it. The same on all ranks.
+        is_one: Weights aren't scaled unless that is needed.
 
     Attributes:
         of_window: As in `Scale`.
@@ -89,19 +95,26 @@ class AgreedScale(Scale):
     """
 
     def __init__(
-        self, transport: Transport, device: torch.device, rescale: Callable[[float], object], *, is_needed: bool
+        self,
+        transport: Transport,
+        device: torch.device,
+        rescale: Callable[[float], object],
+        *,
+        is_needed: bool,
+        is_one: bool,
     ) -> None:
         super().__init__(rescale)
-        self._is_needed = self._is_due = is_needed  # until ranks have agreed; in this window, and not begun
+        self._is_needed = is_needed  # until ranks have agreed
+        self._is_due = is_needed or not is_one  # in this window, and not begun
         self.announce: Callable[[], object] = lambda: None
         self.agreed = 1.0
         self._transport, self._device = transport, device
         self._agreement: tuple[Work, Tensor] | None = None
         self._total: tuple[Work, Tensor] | None = None
 
-    def agree(self, weight: float | Tensor | None, *, opens_window: bool) -> float:
-        """See `Scale`. Collective in the first windows of 16-bit models."""
-        if weight is not None and self._is_due:
+    def agree(self, weight: float | Tensor | None, *, opens_window: bool, is_urgent: bool) -> float:
+        """See `Scale`. Collective in the first window that ends on all ranks, and in more of 16-bit models."""
+        if weight is not None and self._is_due and (is_urgent or self._is_needed):
             self.announce()
             self.start_agreement(weight)
             self._finish_agreement(reads=True)

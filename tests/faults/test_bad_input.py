@@ -128,6 +128,16 @@ def test_a_mistake_in_the_call_of_init_is_no_other_mistake(tmp_path: Path, argum
     assert others == [f"  at {script}, line 2, in <module>"]
 
 
+def test_training_behind_the_block_has_no_traceback_without_a_launcher_either(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PREAMBLE + MISTAKES["the world has ended"][0])
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=90, check=False)
+    assert result.returncode == 1
+    _, message, where = result.stderr.splitlines()
+    assert message.startswith("evenstep: UsageError: rank 0: the world of evenstep.init has ended")
+    assert where.startswith(f"  at {script}, line ")
+
+
 @pytest.mark.parametrize("call", ["init()", "DataLoader(range(8), 2)", "DistributedSampler(range(4))"])
 def test_variables_that_say_half_are_one_line_whatever_reads_them_first(tmp_path: Path, call: str) -> None:
     script = tmp_path / "script.py"

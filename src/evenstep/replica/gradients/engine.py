@@ -71,7 +71,7 @@ from evenstep.replica.gradients.window import (
     drop_grads,
     effect_of,
 )
-from evenstep.transport.core.validation import ended_error
+from evenstep.transport.core.validation import refuse_after_end
 
 _FAILED = "the last backward pass raised an exception, so its gradients were not averaged"
 
@@ -469,7 +469,7 @@ class Engine:
 
     def _open_pass(self, opened: Pass) -> None:
         if self.world.ended_at:
-            raise ended_error(self.world.rank, self.world.ended_at)
+            refuse_after_end(self.world.rank, self.world.ended_at)
         self.ending.validate_pass("a backward pass")
         self.recorder.begin_backward()
         opened.before, opened.opens_window = self.state, self.window is None

@@ -18,7 +18,7 @@ from evenstep.transport.base import Collective, Op, Work
 from evenstep.transport.core.codec import to_tensor
 from evenstep.transport.core.header import DTYPES, REFUSED, pack_text
 from evenstep.transport.core.last_calls import RecordedGroup, record
-from evenstep.transport.core.validation import Arguments, ended_error
+from evenstep.transport.core.validation import Arguments, refuse_after_end
 
 _NOTHING = torch.empty(0, device="cpu")
 
@@ -114,7 +114,7 @@ class Transport(abc.ABC):
             UsageError: The world has ended.
         """
         if self.ended_at:
-            raise ended_error(self.own_number, self.ended_at)
+            refuse_after_end(self.own_number, self.ended_at)
         self.arguments.prepare(call)
         if call.beside is None or call.beside.nbytes <= self.most_beside_bytes:
             return self._start(call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor
 from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.torch_tensors import disabled_dispatch
+from evenstep.ground.health import excepthook
 from evenstep.transport.base import Arithmetic, Collective
 from evenstep.transport.core.header import DTYPES, Fingerprint
 from evenstep.transport.core.reduction import plan_arithmetic
@@ -258,17 +259,21 @@ def _shape_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
 
 
-def ended_error(rank: int, where: str) -> UsageError:
-    """What is raised where ranks are to do something together, and their world has ended.
+def refuse_after_end(rank: int, where: str) -> NoReturn:
+    """Raise where ranks are to do something together, and their world has ended.
 
     Args:
         rank: This one.
         where: The line of the user's at which it ended.
+
+    Raises:
+        UsageError: Always; one message without a traceback, although the world's hook has gone with it.
     """
-    return UsageError(
-        f"rank {rank}: the world of evenstep.init has ended, with its `with` block or by close(), at {where}. "
-        f"What ranks do together (training, world.mean, a save) belongs into that block."
-    )
+    with excepthook.reporting_mistakes():
+        raise UsageError(
+            f"rank {rank}: the world of evenstep.init has ended, with its `with` block or by close(), at {where}. "
+            f"What ranks do together (training, world.mean, a save) belongs into that block."
+        )
 
 
 def forked_error(rank: int | None = None) -> UsageError:

@@ -56,7 +56,7 @@ _LOOK_EVERY_S = 0.5
 _NUM_LOOKS = 20
 _MAX_BYTES = 16 << 20
 _LOCK = re.compile(r"lock-(\d{5,})\.json")
-_FOLDER = re.compile(r"step-(\d{7,})(?:-(\d{5,})-(\d+))?")  # without a lock: as earlier versions named them
+_FOLDER = re.compile(r"step-(\d{7,})-(\d{5,})-(\d+)")
 
 
 class LockedError(CheckpointError):
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
     Attributes:
         step: Optimizer steps.
-        lock: Number of the lock under which it was written; 0 for those of earlier versions.
+        lock: Number of the lock under which it was written.
         save: Number of the save under this lock.
     """
 
@@ -85,7 +85,7 @@ class Place(NamedTuple):
 def place_of(folder: str) -> Place | None:
     """The inverse of `Place.folder`; None if it is the name of something else."""
     found = _FOLDER.fullmatch(folder)
-    return None if found is None else Place(int(found[1]), int(found[2] or 0), int(found[3] or 0))
+    return None if found is None else Place(*map(int, found.groups()))
 
 
 def step_of(folder: str) -> int:

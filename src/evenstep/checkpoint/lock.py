@@ -167,7 +167,9 @@ class Lock:
         _write(self._storage, self.number, self.record, damaged={**self.record["damaged"], folder: why})
 
     def confirm(self) -> None:
-        """Give a sign of life. Called before every change of what others see.
+        """Look whether this process still has it. Called before every change of what others see.
+
+        Nothing is written, so that a save doesn't wait for it; but a lock that somebody removed is put back.
 
         Raises:
             LockedError: Another job has taken the lock: this one was taken for dead.
@@ -182,6 +184,11 @@ class Lock:
                 f"{'a second one was made, or ' if is_mine else ''}this process had given no sign of life for "
                 f"{EXPIRES_AFTER_S:.0f} s (was it stopped?), or its lock was removed. It saves nothing more there"
             )
+        if top.number < self.number:
+            self.renew()
+
+    def renew(self) -> None:
+        """Give a sign of life. Durable, as its content is: which manifests count must outlive a power failure."""
         _write(self._storage, self.number, self.record)
 
     def release(self) -> None:
@@ -357,6 +364,7 @@ def _renew_until(stop: threading.Event, held: weakref.ref[Lock]) -> None:
         with contextlib.suppress(OSError):  # the storage may come back
             try:
                 lock.confirm()
+                lock.renew()
             except LockedError:
                 return  # raised by `confirm`, where somebody hears it
         del lock

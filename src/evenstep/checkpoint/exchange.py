@@ -7,6 +7,7 @@ of tensors and plain data reads files of `torch.save`, and `dcp` reads the index
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import sys
@@ -119,23 +120,19 @@ def export(
     return f"{target}: {'the state of ' + name if name else ', '.join(names)} of step {manifest.step}"
 
 
-class _writing:
+@contextlib.contextmanager
+def _writing(target: str) -> Iterator[None]:
     """Turns what goes wrong at writing into an error that names the target."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OSError):
-            raise CheckpointError(
-                f"{error.filename or self._target}: {error.strerror or error}. Name something new in a directory that "
-                f"exists."
-            ) from None
-        if isinstance(error, RuntimeError):  # torch's own, where the disk is full
-            raise CheckpointError(f"{self._target} could not be written: {str(error).splitlines()[0]}") from None
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or target}: {error.strerror or error}. Name something new in a directory that exists."
+        ) from None
+    except CheckpointError:
+        raise
+    except RuntimeError as error:  # torch's own, where the disk is full
+        raise CheckpointError(f"{target} could not be written: {str(error).splitlines()[0]}") from None
 
 
 def _write_new(target: str | Path, write: Callable[[Any], object]) -> None:

@@ -56,7 +56,7 @@ _LOOK_EVERY_S = 0.5
 _NUM_LOOKS = 20
 _MAX_BYTES = 16 << 20
 _LOCK = re.compile(r"lock-(\d{5,})\.json")
-_FOLDER = re.compile(r"step-(\d{7,})(?:-(\d{5,})-(\d+))?")  # without a lock: as earlier versions named them
+_FOLDER = re.compile(r"step-(\d{7,})-(\d{5,})-(\d+)")
 
 
 class LockedError(CheckpointError):
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
     Attributes:
         step: Optimizer steps.
-        lock: Number of the lock under which it was written; 0 for those of earlier versions.
+        lock: Number of the lock under which it was written.
         save: Number of the save under this lock.
     """
 
@@ -85,7 +85,7 @@ class Place(NamedTuple):
 def place_of(folder: str) -> Place | None:
     """The inverse of `Place.folder`; None if it is the name of something else."""
     found = _FOLDER.fullmatch(folder)
-    return None if found is None else Place(int(found[1]), int(found[2] or 0), int(found[3] or 0))
+    return None if found is None else Place(*map(int, found.groups()))
 
 
 def step_of(folder: str) -> int:
@@ -167,7 +167,9 @@ class Lock:
         _write(self._storage, self.number, self.record, damaged={**self.record["damaged"], folder: why})
 
     def confirm(self) -> None:
-        """Give a sign of life. Called before every change of what others see.
+        """Look whether this process still has it. Called before every change of what others see.
+
+        Nothing is written, so that a save doesn't wait for it; but a lock that somebody removed is put back.
 
         Raises:
             LockedError: Another job has taken the lock: this one was taken for dead.
@@ -182,6 +184,11 @@ class Lock:
                 f"{'a second one was made, or ' if is_mine else ''}this process had given no sign of life for "
                 f"{EXPIRES_AFTER_S:.0f} s (was it stopped?), or its lock was removed. It saves nothing more there"
             )
+        if top.number < self.number:
+            self.renew()
+
+    def renew(self) -> None:
+        """Give a sign of life. Durable, as its content is: which manifests count must outlive a power failure."""
         _write(self._storage, self.number, self.record)
 
     def release(self) -> None:
@@ -357,6 +364,7 @@ def _renew_until(stop: threading.Event, held: weakref.ref[Lock]) -> None:
         with contextlib.suppress(OSError):  # the storage may come back
             try:
                 lock.confirm()
+                lock.renew()
             except LockedError:
                 return  # raised by `confirm`, where somebody hears it
         del lock

@@ -22,6 +22,7 @@ from torch import nn
 import evenstep
 from evenstep import World
 from evenstep.checkpoint import exchange
+from evenstep.checkpoint import lock as locks
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.directory import checkpoints_in, read_manifest
 from evenstep.checkpoint.load.reader import check_checkpoint
@@ -225,6 +226,20 @@ def test_everything_is_durable_before_the_manifest_is_there(tmp_path: Path):
         own = effects[effects.index(("create", path)) :]
         last_write = max((i for i, effect in enumerate(own) if effect == ("write", path)), default=0)
         assert own[last_write + 1 : last_write + 4] == [("sync", path), ("rename", path), ("sync", folder)]
+
+
+def test_a_save_does_not_write_the_lock(tmp_path: Path, monkeypatch):
+    """A look at it before each change is enough: its signs of life come from a thread."""
+    monkeypatch.setattr(locks, "RENEW_EVERY_S", 600.0)
+    disk = Disk()
+    run = training(LocalDirectory(tmp_path, hook=disk), every_steps=1, keep=1).run_to(1)
+    before = len(disk.effects)
+    run.run_to(3)
+    run.checkpoint.wait()
+    written = [path for operation, path in disk.effects[before:] if operation == "create"]
+    assert "step-0000003-00001-3/manifest.json" in written
+    assert not [path for path in written if path.startswith("lock-")]
+    run.checkpoint.close()
 
 
 # ---------------------------------------------------------------------- errors of the disk

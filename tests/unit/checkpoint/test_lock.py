@@ -128,7 +128,7 @@ def test_a_holder_that_was_stopped_for_long_has_lost_its_lock(tmp_path: Path, mo
     as_of(tmp_path, 59.5, boot="elsewhere")
     with pytest.raises(LockedError, match="last heartbeat 60 s ago"):
         take_lock(LocalDirectory(tmp_path), {}, wait_s=0.1)
-    lock.confirm()
+    lock.renew()
     as_of(tmp_path, 59.5)
     again = take_lock(LocalDirectory(tmp_path), {}, wait_s=30)
     with pytest.raises(LockedError, match="given no sign of life for 60 s"):

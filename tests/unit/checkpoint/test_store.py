@@ -98,16 +98,16 @@ def test_links_and_pipes_are_not_read(tmp_path: Path):
     (tmp_path / "x").mkdir()
     (tmp_path / "linked").symlink_to(tmp_path / "x")
     storage = LocalDirectory(tmp_path / "linked")  # the directory itself may be one
-    storage.put("step-0000001/manifest.json", [b"x"])
-    folder = tmp_path / "x" / "step-0000001"
+    storage.put("step-0000001-00001-1/manifest.json", [b"x"])
+    folder = tmp_path / "x" / "step-0000001-00001-1"
     (folder / "link").symlink_to(tmp_path / "secret")
     os.mkfifo(folder / "pipe")
-    (tmp_path / "x" / "step-0000002").symlink_to(folder)
-    for path in ("step-0000001/link", "step-0000001/pipe", "step-0000002/manifest.json"):
+    (tmp_path / "x" / "step-0000002-00001-2").symlink_to(folder)
+    for path in ("step-0000001-00001-1/link", "step-0000001-00001-1/pipe", "step-0000002-00001-2/manifest.json"):
         with pytest.raises(OSError), storage.open(path):
             pass
-    assert checkpoints_in(storage) == {1: "step-0000001"}
-    assert read_all(storage, "step-0000001/manifest.json") == b"x"
+    assert checkpoints_in(storage) == {1: "step-0000001-00001-1"}
+    assert read_all(storage, "step-0000001-00001-1/manifest.json") == b"x"
 
 
 def test_files_may_be_shared_as_the_umask_says(tmp_path: Path):
@@ -222,13 +222,13 @@ def fill(storage: Storage, *folders: str) -> None:
 
 def test_what_killed_jobs_left_is_swept_and_what_is_damaged_is_not(root: str):
     storage = storage_at(root)
-    fill(storage, "step-0000002-00001-1", "step-0000003-00001-2", "step-0000005")
+    fill(storage, "step-0000002-00001-1", "step-0000003-00001-2", "step-0000005-mine")
     storage.put("step-0000004-00001-3/x.safetensors", [b"half of a save"])
     storage.put("notes/mine.txt", [b"x"])
     lock = take_lock(storage, {})
     sweep(storage, lock)
-    names = ["lock-00002.json", "notes", "step-0000002-00001-1", "step-0000003-00001-2", "step-0000005"]
-    assert storage.list() == names, "their manifests don't parse, and once they did"
+    names = ["lock-00002.json", "notes", "step-0000002-00001-1", "step-0000003-00001-2", "step-0000005-mine"]
+    assert storage.list() == names, "their manifests don't parse, and once they did; others have other names"
     lock.release()
 
 

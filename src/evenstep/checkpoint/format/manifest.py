@@ -2,9 +2,6 @@
 
 The first line holds the format's version and a CRC-32 of everything behind that line, so that a flipped bit or a
 missing byte in the manifest itself is found too. All of it together is plain JSON.
-
-Version 2 adds `Part.sizes`, for tensors that are divided along another dimension than the first. A manifest is written
-as version 1 where it has none of these, so that an earlier evenstep reads it.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from evenstep.checkpoint.format.payload import torch_dtype
 from evenstep.checkpoint.format.regions import Shape, boxes_of_elements, is_consecutive, is_tiled, offsets_of
 
 NAME = "manifest.json"
-VERSIONS = (1, 2)  # that are read
+VERSION = 1
 MAX_BYTES = 1 << 28
 
 _FIRST_LINE = '{"evenstep_checkpoint": %d, "crc32": "%08x",\n'
@@ -147,16 +144,10 @@ class Manifest:
 def encode(manifest: Manifest) -> bytes:
     """The file's content."""
     # JSON has no infinity: Python's reader and ours know it, which is enough for metrics.
-    content = asdict(manifest)
-    version = 1
-    for item in content["objects"].values():
-        for part in (part for tensor in item["tensors"].values() for part in tensor["parts"]):
-            if part["sizes"] is None:
-                del part["sizes"]
-            else:
-                version = 2
+    # Most parts are no boxes: left out, their `sizes` make the file shorter.
+    content = asdict(manifest, dict_factory=lambda fields: {k: v for k, v in fields if v is not None or k != "sizes"})
     rest = json.dumps(content, separators=(",", ":"))[1:].encode() + b"\n"
-    return (_FIRST_LINE % (version, zlib.crc32(rest))).encode() + rest
+    return (_FIRST_LINE % (VERSION, zlib.crc32(rest))).encode() + rest
 
 
 def decode(content: bytes) -> Manifest:
@@ -171,10 +162,8 @@ def decode(content: bytes) -> Manifest:
         raise ValueError("its first line is not that of a checkpoint")
     if int(found[2], 16) != zlib.crc32(rest):
         raise ValueError(f"its checksum is {zlib.crc32(rest):08x}, and {found[2].decode()} is written in it")
-    if int(found[1]) not in VERSIONS:
-        raise ValueError(
-            f"it has version {int(found[1])} of the format; this evenstep reads up to version {VERSIONS[-1]}"
-        )
+    if int(found[1]) != VERSION:
+        raise ValueError(f"it has version {int(found[1])} of the format; this evenstep reads version {VERSION}")
     try:
         manifest = _build(json.loads(b"{" + rest))
     except (KeyError, TypeError, AttributeError, RecursionError) as error:

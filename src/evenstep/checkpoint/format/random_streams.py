@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def capture_streams(world: World) -> dict[str, Any]:
     state = randomness.capture()
     version, words, gauss = state.python
     streams: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
+        "python": {"version": version, "words": _packed(words), "gauss": gauss},
         "torch": state.torch_cpu,
         "cuda": list(state.torch_cuda),
         "numpy": None,
@@ -30,10 +31,9 @@ def capture_streams(world: World) -> dict[str, Any]:
     }
     if state.numpy is not None:
         name, keys, position, has_gauss, cached = state.numpy
-        words = torch.tensor([int(key) for key in keys], dtype=torch.int64, device="cpu")
         streams["numpy"] = {
             "name": str(name),
-            "words": words,
+            "words": _packed([int(key) for key in keys]),
             "position": int(position),
             "has_gauss": int(has_gauss),
             "cached": float(cached),
@@ -61,7 +61,7 @@ def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
             import numpy  # before restoring: imported later it would begin with a fresh stream
 
             saved = mine["numpy"]
-            keys = numpy.array(saved["words"].tolist(), dtype=numpy.uint32)
+            keys = numpy.array(_unpacked(saved["words"]), dtype=numpy.uint32)
             numpy_state = (saved["name"], keys, saved["position"], saved["has_gauss"], saved["cached"])
     python = mine["python"]
     cuda: Sequence[Tensor] = mine["cuda"]
@@ -69,7 +69,7 @@ def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
         cuda = ()  # saved on a host with other GPUs
     randomness.restore(
         RandomState(
-            python=(python["version"], tuple(python["words"].tolist()), python["gauss"]),
+            python=(python["version"], _unpacked(python["words"]), python["gauss"]),
             torch_cpu=mine["torch"],
             torch_cuda=tuple(cuda),
             numpy=numpy_state,
@@ -79,6 +79,16 @@ def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
     if rank not in by_data_rank and has_diverged:
         randomness.diverge(rank, [name for name in randomness.STREAMS if not _is_shared(in_order, name)])
     world.draws_its_own = has_diverged
+
+
+def _packed(words: Sequence[int]) -> Tensor:
+    """[4 * len(words)], uint8: words of 32 bits, the least significant byte first."""
+    return torch.frombuffer(bytearray(struct.pack(f"<{len(words)}I", *words)), dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor) -> tuple[int, ...]:
+    """The inverse of `_packed`."""
+    return struct.unpack(f"<{packed.numel() // 4}I", bytes(packed.tolist()))
 
 
 def _is_shared(ranks: Sequence[Mapping[str, Any]], stream: str) -> bool:

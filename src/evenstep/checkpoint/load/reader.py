@@ -108,8 +108,10 @@ def fill(
     Raises:
         DamagedError: A checksum differs now. The former values of `targets` are lost.
     """
-    if targets.get(name):
-        _Check(storage, folder, manifest, share).fill({name: manifest.objects[name]}, targets)
+    if own := targets.get(name):
+        item = manifest.objects[name]
+        check = _Check(storage, folder, manifest, share)
+        check.read_into(check.by_file({name: replace(item, tensors={key: item.tensors[key] for key in own})}), targets)
 
 
 def check_checkpoint(storage: Storage, folder: str) -> list[str]:
@@ -166,20 +168,12 @@ class _Check:
                 for name, tensor in item.tensors.items()
                 if name not in targets.get(owner, {})
             }
-        self._read_into(by_file, memory, layouts)
+        self.read_into(by_file, memory, layouts)
         for owner, own in layouts.items():
             for name in own.keys() & memory.get(owner, {}).keys():
                 whole = objects[owner].tensors[name].shape
                 memory[owner][name] = own[name].finished(memory[owner][name], whole)
         return {owner: {**memory[owner], **targets.get(owner, {})} for owner in objects}
-
-    def fill(self, objects: Mapping[str, ObjectEntry], targets: Targets) -> None:
-        """Read the tensors that have an in-place target, and no other."""
-        wanted = {
-            owner: replace(item, tensors={key: item.tensors[key] for key in targets[owner]})
-            for owner, item in objects.items()
-        }
-        self._read_into(self.by_file(wanted), targets)
 
     def by_file(self, objects: Mapping[str, ObjectEntry]) -> dict[str, list[tuple[str, str, Part, TensorEntry]]]:
         """The parts of all tensors, with owner and name, by file."""
@@ -190,12 +184,13 @@ class _Check:
                     found.setdefault(part.file, []).append((owner, name, part, tensor))
         return found
 
-    def _read_into(
+    def read_into(
         self,
         by_file: Mapping[str, list[tuple[str, str, Part, TensorEntry]]],
         memory: Targets,
         layouts: Layouts = MappingProxyType({}),
     ) -> None:
+        """Read parts to their places in `memory`; those that have none are only confirmed."""
         for file, listed in by_file.items():
             wanted = [
                 _wanted(owner, name, part, tensor, memory.get(owner, {}).get(name), layouts.get(owner, {}).get(name))

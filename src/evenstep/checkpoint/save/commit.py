@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import platform
@@ -96,7 +97,11 @@ class Saver:
         except ConfigurationError as error:
             self.writer.start(Job(folder, key, [], {}, None, CheckpointError(str(error))))
             return
-        facts = {"fingerprint": plan.fingerprint, "placed": plan.placed(), "streams": encode(plan.streams).hex()}
+        facts = {
+            "fingerprint": plan.fingerprint,
+            "placed": plan.placed(),
+            "streams": base64.b64encode(encode(plan.streams)).decode(),
+        }
         began_at = time.time()
 
         def commit(receipts: Sequence[Receipt]) -> None:
@@ -159,7 +164,7 @@ class Saver:
                     f"the objects of rank {rank} have other tensors than those of rank 0. What is saved must have the "
                     f"same names, shapes and dtypes on all ranks."
                 )
-        of_ranks = [decode(bytes.fromhex(receipt.facts["streams"])) for receipt in receipts]
+        of_ranks = [decode(base64.b64decode(receipt.facts["streams"])) for receipt in receipts]
         streams = capture_one(RANDOM, {"ranks": of_ranks})
         file = File(f"{RANDOM}.safetensors", RANDOM, plan_layout(streams.entries), streams.tensors)
         written = self.writer.write(Job(folder, "", Staging().stage([file]), {"placed": []}, None))

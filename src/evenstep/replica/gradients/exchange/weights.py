@@ -2,17 +2,20 @@
 
 [Note: the scale of weights]
 
-*Before gradients.* Weights multiply gradients in float16 (of parameters, or within autocast, whatever the parameters
-are), which large weights would make overflow; a GradScaler would skip steps that one process makes. So they are divided
-by a *scale* first: about the sum of all ranks' weights. It is a power of two, so that nothing is rounded; all ranks
-agree on it in the first window that they average, and keep it. A rank without samples doesn't know whether the others'
-passes have weights, so all take part, and only those with weights, or without samples, wait. Where the first window has
-no weights the scale stays 1, except that float16 gradients try again in each window until one has. What only adds to
-`p.grad` waits for that agreement no earlier than its window ends, since a rank may run such a pass alone, unless
-something overflows: float16 gradients, or a loss that a GradScaler has multiplied. Where a rank has begun its window
-before that, the scale is used from the next window on. A scale of each rank's own would be wrong: the backward pass of
-a SyncBatchNorm adds gradients of all ranks. A pass through several models has one weight,
-so one scale: that of the model with the most ranks, which all ranks of the others know alike.
+*Before gradients.* Large weights make float16 overflow, in gradients of float16 parameters and within autocast,
+whatever the parameters are; a GradScaler would skip steps that one process makes. So weights are divided by a *scale*
+first: the power of two next to the sum of all ranks' weights, so that nothing is rounded. All ranks agree on it in the
+first window that they average, and keep it. A rank without samples doesn't know whether the others' passes have
+weights, so all take part; only those with weights, or without samples, wait.
+
+    the first window has no weights    the scale stays 1; with float16 gradients the next window tries again
+    a pass only adds to `p.grad`       a rank may run it alone, so it doesn't agree: the pass that ends the window does.
+                                       It does where float16 would overflow: float16 gradients, a GradScaler's loss
+    some rank has had such a pass      its window has begun with 1, so the scale counts from the next window on
+
+A scale of each rank's own would be wrong: the backward pass of a SyncBatchNorm adds gradients of all ranks. A pass
+through several models has one weight, so one scale: that of the model with the most ranks, which all ranks of the
+others know alike.
 
 *Before a communication hook.* A hook compresses, and that depends on the magnitude. Gradients times a large weight
 overflow in 16 bits; and what PowerSGD leaves out for the next step would count as much as that step's weights, after a

@@ -11,8 +11,9 @@ from torch import nn
 
 from evenstep import World
 from evenstep.checkpoint.checkpointer import Checkpointer
-from evenstep.checkpoint.directory import read_manifest
-from evenstep.checkpoint.load.layouts import in_place_targets
+from evenstep.checkpoint.directory import DamagedError, read_manifest
+from evenstep.checkpoint.format.regions import whole
+from evenstep.checkpoint.load.layouts import Layout, in_place_targets
 from evenstep.checkpoint.load.reader import fill, read_objects
 from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import CheckpointError
@@ -196,3 +197,25 @@ def test_what_changes_after_it_was_confirmed_is_not_used_silently(tmp_path: Path
         load(storage, network())
     assert type(caught.value) is CheckpointError, "an earlier checkpoint is no way out: the model has been changed"
     assert "build them anew" in str(caught.value)
+
+
+def test_every_checksum_is_confirmed_whatever_else_the_ranks_of_a_node_read(tmp_path: Path):
+    """Of a divided tensor one rank reads a part and another none; both read the other tensors of that file."""
+    save(tmp_path, model=nn.ParameterDict({name: torch.randn(64) for name in ("divided", "one", "two", "three")}))
+    storage = LocalDirectory(tmp_path)
+    manifest = read_manifest(storage, STEP)
+    layouts = [
+        {"model": {"divided": Layout((64,), (whole((64,)),))}},
+        {"model": {"divided": Layout((0,), ())}},
+    ]
+    path = tmp_path / STEP / "model.safetensors"
+    for bit in range(manifest.files[path.name].header_bytes * 8, path.stat().st_size * 8, 64 * 32):
+        flip(path, bit)
+        found = 0
+        for rank in range(2):
+            with contextlib.suppress(DamagedError):
+                read_objects(storage, STEP, manifest, ["model"], share=(rank, 2), layouts=layouts[rank])
+                continue
+            found += 1
+        assert found == 1, bit
+        flip(path, bit)

@@ -39,7 +39,7 @@ class Recovery:
 
     Attributes:
         folder: Of it.
-        manifest: Its parts are those that some node holds.
+        manifest: Of it.
         holders: The lowest node that has a file, by name.
     """
 
@@ -71,6 +71,6 @@ def plan_recovery(
         if is_void or any(each.manifest != held[0].manifest for each in held):
             continue
         holders = {file: each.node for each in reversed(held) for file in each.files}
-        if (manifest := held[0].manifest.choose(holders)) is not None:
-            return Recovery(place.folder, manifest, holders)
+        if held[0].manifest.choose(holders) is not None:
+            return Recovery(place.folder, held[0].manifest, holders)
     return None

@@ -5,8 +5,8 @@
 
 A multilayer perceptron with AdamW on two ranks, of 5 and of 500 MB of parameters, under `--max-restarts 1`, with a
 checkpoint every five steps ("restart"), and with a copy on the local disk every two steps besides ("restart, local").
-Rank 1 kills itself in the backward pass of a step, three steps after a checkpoint. Of each run: seconds from the death to the next step that is new, how many steps were repeated until then, and where the time
-went:
+Rank 1 kills itself in the backward pass of a step, three steps after a checkpoint. Of each run: seconds from the death
+to the next step that is new, how many steps were repeated until then, and where the time went:
 
     noticed    the other rank's exchange ends with an error; it may be stopped before that
     started    the ranks run the script again: the launcher has seen all of them end, and has forked new ones

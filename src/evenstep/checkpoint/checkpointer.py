@@ -17,6 +17,7 @@ from evenstep.checkpoint.format.plan import Policy, is_better
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.tree import unwrapped
 from evenstep.checkpoint.load import restore
+from evenstep.checkpoint.load.mirror import find_once
 from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.save.snapshot import models_among
 from evenstep.checkpoint.save.stopping import Status, StatusExchange, StopSignals, note
@@ -441,9 +442,9 @@ class Checkpointer:
             self._signals = StopSignals(self.world)
 
     def _load(self, step: int, folder: str, *, strict: bool, verb: str) -> int:
-        found = restore.find(self._directory.storage, self.world, folder, self._objects, strict=strict)
         where = f"{self._where}/{folder}"
-        restore.apply(found, self.world, self._objects, where)
+        with find_once(self._directory.storage, self.world, folder, self._objects, strict=strict) as found:
+            restore.apply(found, self.world, self._objects, where)
         self.num_steps = found.manifest.step
         self._last_saved = step if self._directory.is_open else None
         self._metrics, self._metrics_are_of = dict(found.manifest.metrics), step

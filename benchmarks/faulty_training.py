@@ -58,7 +58,7 @@ def prepare(kind: str, width: int, world: evenstep.World) -> tuple[nn.Module, to
         return evenstep.attach(model, world), torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model = evenstep.DistributedDataParallel(model)
     if kind == "sharded":
-        return model, evenstep.ShardedOptimizer(torch.optim.SGD, model, lr=0.05, momentum=0.9)
+        return model, evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.05, momentum=0.9)
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 

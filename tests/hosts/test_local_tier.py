@@ -31,7 +31,7 @@ TRAINS = """
         else:
             model = evenstep.DistributedDataParallel(model)
             optimizer = (
-                evenstep.ShardedOptimizer(torch.optim.AdamW, model, lr=0.01)
+                evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
                 if kind == "sharded"
                 else torch.optim.AdamW(model.parameters(), lr=0.01)
             )

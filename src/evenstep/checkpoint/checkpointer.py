@@ -614,7 +614,7 @@ def _validate_local(objects: Mapping[str, Any]) -> None:
         if not any(each is local for each in objects.values()):
             raise UsageError(
                 "the model has a LocalSGD, whose ranks keep different momenta. Give that to the Checkpointer, in "
-                "place of its optimizer: Checkpointer(..., model=model, local=local)."
+                "place of its optimizer: Checkpointer(..., model=model, local_sgd=local)."
             )
         name = next((name for name, each in objects.items() if each is local.optimizer), None)
         if name is not None:

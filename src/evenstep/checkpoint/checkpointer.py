@@ -494,8 +494,10 @@ class Checkpointer:
             return None
         # Checkpoints know neither this step nor its metrics.
         tier.kept, self._last_saved, self._metrics_are_of = found[0], None, None
-        text = f"resumed from the local copies of step {found[1].manifest.step}"
-        return self._apply(found[1], f"{tier.storage.where}/{found[0]}", f"{text} (durable: {durable_step})")
+        step = found[1].manifest.step
+        repeated = f"; {checks.counted(tier.reached - step, 'step')} repeated" if tier.reached > step else ""
+        text = f"resumed from the local copies of step {step} (durable: {durable_step or 'none'}){repeated}"
+        return self._apply(found[1], f"{tier.storage.where}/{found[0]}", text)
 
     def _load(self, step: int, folder: str, *, strict: bool, verb: str) -> int:
         found = restore.find(self._directory.storage, self.world, folder, self._objects, strict=strict)

@@ -480,8 +480,7 @@ class Checkpointer:
                 self._directory.refuse_later_than(self.num_steps, self._tier.newest())
             self._directory.note_resume(self.num_steps, is_local=self._tier is not None)
             if self._tier is not None:
-                kept = self._tier.kept
-                self._tier.remove(lambda folder: folder == kept)
+                self._tier.begin()
             self._has_begun = True
 
     def _recover(self, tier: LocalTier, durable_step: int | None, *, strict: bool) -> int | None:

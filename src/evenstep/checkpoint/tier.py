@@ -122,6 +122,13 @@ class LocalTier:
             ]
         return int(max(self._world.exchange(max(steps))))
 
+    def begin(self) -> None:
+        """Before the first step: remove what this run doesn't go on from."""
+        self.remove(lambda folder: folder == self.kept)
+        if self._saver.is_leader:
+            with contextlib.suppress(OSError):
+                self.storage.put(_REACHED, [])  # makes the folder
+
     def step(self, step: int, metrics: Mapping[str, float], *, waits: bool = False) -> None:
         """Collective: begin a save if one is due.
 
@@ -210,9 +217,8 @@ class LocalTier:
 
     def _note_reached(self, step: int) -> None:
         """Every step: it outlives this process, and needn't outlive the node."""
-        with contextlib.suppress(OSError):  # before the first save there is no folder
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(self.storage.root / _REACHED, flags, 0o600)
+        with contextlib.suppress(OSError):  # it is only said
+            descriptor = os.open(self.storage.root / _REACHED, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 os.write(descriptor, f"{self._lock_number:9} {step:12}\n".encode())
             finally:

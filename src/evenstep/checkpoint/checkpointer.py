@@ -481,8 +481,7 @@ class Checkpointer:
                 self._directory.refuse_later_than(self.num_steps, self._tier.newest())
             self._directory.note_resume(self.num_steps, is_local=self._tier is not None)
             if self._tier is not None:
-                kept = self._tier.kept
-                self._tier.remove(lambda folder: folder == kept)
+                self._tier.begin()
             self._has_begun = True
 
     def _recover(self, tier: LocalTier, durable_step: int | None, *, strict: bool) -> int | None:
@@ -495,8 +494,10 @@ class Checkpointer:
             return None
         # Checkpoints know neither this step nor its metrics.
         tier.kept, self._last_saved, self._metrics_are_of = found[0], None, None
-        text = f"resumed from the local copies of step {found[1].manifest.step}"
-        return self._apply(found[1], f"{tier.storage.where}/{found[0]}", f"{text} (durable: {durable_step})")
+        step = found[1].manifest.step
+        repeated = f"; {checks.counted(tier.reached - step, 'step')} repeated" if tier.reached > step else ""
+        text = f"resumed from the local copies of step {step} (durable: {durable_step or 'none'}){repeated}"
+        return self._apply(found[1], f"{tier.storage.where}/{found[0]}", text)
 
     def _load(self, step: int, folder: str, *, strict: bool, verb: str) -> int:
         found = find_once(self._directory.storage, self.world, folder, self._objects, strict=strict)
@@ -615,7 +616,7 @@ def _validate_local(objects: Mapping[str, Any]) -> None:
         if not any(each is local for each in objects.values()):
             raise UsageError(
                 "the model has a LocalSGD, whose ranks keep different momenta. Give that to the Checkpointer, in "
-                "place of its optimizer: Checkpointer(..., model=model, local=local)."
+                "place of its optimizer: Checkpointer(..., model=model, local_sgd=local)."
             )
         name = next((name for name, each in objects.items() if each is local.optimizer), None)
         if name is not None:

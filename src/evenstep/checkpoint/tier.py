@@ -2,6 +2,7 @@
 
     LOCAL/1000/5c0f.../step-0001040-00003-26     a generation, save 26 of the job that had lock 3 of the directory: all
           user run                               that the ranks of this node hold, and the whole manifest
+                       reached                   that lock, and how many steps have been made: for a line at a resume
 
 No lock is needed: only who has the lock of the shared directory knows the run's key, and what a zombie still writes has
 its lock's number in the folder's name.
@@ -40,6 +41,7 @@ from evenstep.world import World
 
 _UNUSED_AFTER_S = 7 * 86400.0
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REACHED = "reached"
 
 
 def validate_local(local: LocalDirectory) -> None:
@@ -81,6 +83,7 @@ class LocalTier:
     Attributes:
         storage: The generations of this node.
         kept: Folder of the newest complete generation, or of the one that was resumed from; None: there is none.
+        reached: Steps that the last attempt made, as far as it is known.
     """
 
     def __init__(
@@ -99,6 +102,8 @@ class LocalTier:
         self._saver = Saver(self.storage, world, objects, None)
         self._saver.open(lock_number)
         self.kept: str | None = None
+        self._lock_number = lock_number
+        self.reached = self._read_reached()
         self._saved_step: int | None = None
         self._has_failed = False
         self._tells = world.is_main
@@ -117,6 +122,13 @@ class LocalTier:
             ]
         return int(max(self._world.exchange(max(steps))))
 
+    def begin(self) -> None:
+        """Before the first step: remove what this run doesn't go on from."""
+        self.remove(lambda folder: folder == self.kept)
+        if self._saver.is_leader:
+            with contextlib.suppress(OSError):
+                self.storage.put(_REACHED, [])  # makes the folder
+
     def step(self, step: int, metrics: Mapping[str, float], *, waits: bool = False) -> None:
         """Collective: begin a save if one is due.
 
@@ -125,6 +137,8 @@ class LocalTier:
             metrics: Numbers to store with it.
             waits: Return when the save has ended.
         """
+        if self._saver.is_leader:
+            self._note_reached(step)
         is_due = step % self._every_steps == 0
         if is_due:
             self.finish()
@@ -156,6 +170,7 @@ class LocalTier:
             self.remove()
             if self._saver.is_leader:
                 with contextlib.suppress(OSError):  # something else lies in it
+                    self.storage.remove(_REACHED)
                     self.storage.root.rmdir()
 
     def abandon(self) -> None:
@@ -191,6 +206,23 @@ class LocalTier:
             )
             self.kept = None
             self._remove()
+
+    def _read_reached(self) -> int:
+        """Collective: of what nodes have noted, the last attempt's."""
+        mine = [0, 0]
+        with contextlib.suppress(OSError, ValueError):  # there is none yet, or a kill has cut it
+            lock, step = self.storage.read(_REACHED, most_bytes=100).split()
+            mine = [int(lock), int(step)]
+        return int(max(self._world.exchange(mine))[1])
+
+    def _note_reached(self, step: int) -> None:
+        """Every step: it outlives this process, and needn't outlive the node."""
+        with contextlib.suppress(OSError):  # it is only said
+            descriptor = os.open(self.storage.root / _REACHED, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.write(descriptor, f"{self._lock_number:9} {step:12}\n".encode())
+            finally:
+                os.close(descriptor)
 
     def _remove(self, keeps: Callable[[str], bool] = lambda _: False) -> None:
         with contextlib.suppress(OSError):  # tried again after the next save

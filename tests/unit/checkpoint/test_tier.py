@@ -69,7 +69,10 @@ def test_a_lost_process_costs_the_steps_since_the_local_copy(tmp_path: Path, und
     assert "a lost process costs at most 2 + " in capsys.readouterr().err
     run = training(tmp_path, seed=9)
     assert run.checkpoint.resume() == 6
-    assert "evenstep: resumed from the local copies of step 6 (durable: None)\n" in capsys.readouterr().err
+    assert (
+        "evenstep: resumed from the local copies of step 6 (durable: none); 1 step repeated\n"
+        in capsys.readouterr().err
+    )
     assert_same(run.everything(), undisturbed[6])
     is_killed(run.run_to(13))
     assert "costs at most" in capsys.readouterr().err

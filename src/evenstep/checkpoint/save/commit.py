@@ -30,6 +30,7 @@ from evenstep.checkpoint.save.snapshot import Captured, File, Staging, capture, 
 from evenstep.checkpoint.save.writer import Job, Receipt, Writer, describe, is_secondary
 from evenstep.checkpoint.store import Storage
 from evenstep.errors import CheckpointError, ConfigurationError
+from evenstep.ground.health import heartbeat
 from evenstep.transport.core.codec import decode, encode
 from evenstep.world import World
 
@@ -244,8 +245,11 @@ class Saver:
         end = 8 + int.from_bytes(made[:8], "little")
         if not self._world.is_main:
             self._storage.put(f"{folder}/{RANDOM}.safetensors", [made[end:]])
-        self._look_at(folder, manifests.decode(made[8:end]))
+        manifest = manifests.decode(made[8:end])
+        self._look_at(folder, manifest)
         self._storage.put(f"{folder}/{manifests.NAME}", [made[8:end]])
+        if self._world.is_main:
+            heartbeat.mark_commit(manifest.step)
 
     def _look_at(self, folder: str, manifest: Manifest) -> None:
         """Raise where a file isn't there for this rank as it was written; it has none of other nodes."""

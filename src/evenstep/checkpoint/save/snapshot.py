@@ -135,10 +135,11 @@ def _shards_of(owner: str, name: str, value: DTensor, turn: int, among: Collecti
     """
     try:
         regions = held_regions(value)
-        ranks = [each for each in _holders(value) if among is None or each in among] if regions else []
+        rank, holders = _holders(value) if regions else (-1, [])
     except ValueError as error:
         raise ConfigurationError(f"{shown((owner, name))} is a DTensor that can't be saved: {error}.") from None
-    if not ranks or ranks[turn % len(ranks)] != value.device_mesh.get_rank():
+    writers = [each for each in holders if among is None or each in among]
+    if not writers or writers[turn % len(writers)] != rank:
         return []
     shape, local = tuple(value.shape), local_part(value)
     shards = []
@@ -149,8 +150,8 @@ def _shards_of(owner: str, name: str, value: DTensor, turn: int, among: Collecti
     return shards
 
 
-def _holders(value: DTensor) -> list[int]:
-    """The ranks that hold the same regions as this one, itself among them, ascending. It holds some.
+def _holders(value: DTensor) -> tuple[int, list[int]]:
+    """This rank, which holds some regions, and all that hold the same, itself among them, ascending.
 
     Ranks hold the same where they differ only along dimensions that don't divide the tensor: of its own mesh, or of the
     mesh that this one is a slice of.
@@ -161,16 +162,17 @@ def _holders(value: DTensor) -> list[int]:
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank outside the mesh holds nothing"
+    me = int(mesh.mesh[tuple(coordinate)])  # the process group may have ended
     places = zip(coordinate, value.placements, strict=True)
     inside = mesh.mesh[tuple(slice(None) if split_of(each) == (None, 1) else at for at, each in places)]
     all_ranks = root_mesh(mesh).mesh
-    left_out = _left_out(mesh.mesh, all_ranks, mesh.get_rank())
+    left_out = _left_out(mesh.mesh, all_ranks, me)
     found: set[int] = set()
     for rank in inside.flatten().tolist():
         here = (all_ranks == rank).nonzero()[0].tolist()
         index = tuple(slice(None) if dim in left_out else at for dim, at in enumerate(here))
         found |= set(all_ranks[index].flatten().tolist())
-    return sorted(found)
+    return me, sorted(found)
 
 
 def _left_out(ranks: Tensor, all_ranks: Tensor, rank: int) -> tuple[int, ...]:

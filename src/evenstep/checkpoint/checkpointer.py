@@ -494,17 +494,17 @@ class Checkpointer:
             return None
         # Checkpoints know neither this step nor its metrics.
         tier.kept, self._last_saved, self._metrics_are_of = found[0], None, None
-        step = found[1].manifest.step
-        repeated = f"; {checks.counted(tier.reached - step, 'step')} repeated" if tier.reached > step else ""
-        text = f"resumed from the local copies of step {step} (durable: {durable_step or 'none'}){repeated}"
-        return self._apply(found[1], f"{tier.storage.where}/{found[0]}", text)
+        text = f"resumed from the local copies of step {found[1].manifest.step} (durable: {durable_step or 'none'})"
+        return self._apply(found[1], f"{tier.storage.where}/{found[0]}", text, is_resume=True)
 
     def _load(self, step: int, folder: str, *, strict: bool, verb: str) -> int:
         found = find_once(self._directory.storage, self.world, folder, self._objects, strict=strict)
         self._last_saved, self._metrics_are_of = step if self._directory.is_open else None, step
-        return self._apply(found, f"{self._where}/{folder}", f"{verb} {self._where}/{folder}")
+        return self._apply(
+            found, f"{self._where}/{folder}", f"{verb} {self._where}/{folder}", is_resume=verb != "loaded"
+        )
 
-    def _apply(self, found: restore.Found, where: str, line: str) -> int:
+    def _apply(self, found: restore.Found, where: str, line: str, *, is_resume: bool) -> int:
         """Collective: load what was found; say so, and return its step."""
         restore.apply(found, self.world, self._objects, where)
         step = self.num_steps = found.manifest.step
@@ -512,7 +512,9 @@ class Checkpointer:
         num_ranks = found.manifest.world_size
         saved_by = f", saved by {checks.counted(num_ranks, 'rank')}"
         ranks = "" if num_ranks == self.world.world_size else saved_by
-        self._print(f"{line}{ranks}")
+        lost = self._tier.reached - step if is_resume and self._tier is not None else 0
+        repeated = f"; {checks.counted(lost, 'step')} repeated" if lost > 0 else ""
+        self._print(f"{line}{ranks}{repeated}")
         for line in found.misfits:
             self._print(f"  not loaded: {line}")
         for name in found.unlisted:

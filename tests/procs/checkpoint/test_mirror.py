@@ -17,7 +17,7 @@ from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.directory import DamagedError
 from evenstep.checkpoint.load import mirror, restore
 from evenstep.checkpoint.load.mirror import find_once
-from evenstep.checkpoint.store import Storage
+from evenstep.checkpoint.store import LocalDirectory, Storage
 from tests.checkpoint_runs import PatientRanks, Training, assert_same, flip, world_for_this_test
 from tests.procs.checkpoint.test_checkpoint_ranks import Sharded
 
@@ -84,7 +84,10 @@ def load(directory: Path, fault: str):
         mock.patch.object(mirror, "_copy", failing),
         mock.patch.object(mirror, "say", lines.append),
         mock.patch.object(restore, "_PAUSES_S", ()),
+        contextlib.ExitStack() as also,
     ):
+        if fault == "unseen" and world.rank == 3:
+            also.enter_context(mock.patch.object(mirror, "LocalDirectory", lambda path: LocalDirectory(f"{path}/none")))
         if directory.name == "sharded":
             objects, run = {"optimizer": Sharded(world, 0.0)}, None
         else:
@@ -122,6 +125,20 @@ def test_a_node_without_room_for_copies_reads_as_its_ranks_need(ranks, tmp_path)
     assert [len(lines) for _, _, lines in results] == [1, 0, 0, 0]
     assert "No space left" in results[0][2][0]
     assert all(times >= 3 for times in read_over(results, tmp_path / "run").values())
+
+
+def test_a_rank_that_cannot_see_the_copies_reads_the_store(ranks, tmp_path):
+    saved = ranks.run(save, 4, tmp_path / "run")
+    results = ranks.run(load, 4, tmp_path / "run", "unseen")
+    for (state, _, lines), expected in zip(results, saved, strict=True):
+        assert_same(state, expected)
+        assert lines == []
+    assert [set(read_over([each], tmp_path / "run").values()) == {0.0} for each in results] == [
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_damaged_copy_is_no_damage_of_the_checkpoint(ranks, tmp_path):

@@ -36,7 +36,6 @@ class _Mirror(Storage):
 
     def __init__(self, storage: Storage, copies: LocalDirectory) -> None:
         self.where, self._storage, self._copies = storage.where, storage, copies
-        self._copied = frozenset(copies.list())
 
     def list(self, folder: str = "") -> list[str]:
         """See `Storage.list`."""
@@ -45,8 +44,11 @@ class _Mirror(Storage):
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[Reader]:
         """See `Storage.open`."""
-        name = path.rpartition("/")[2]
-        with self._copies.open(name) if name in self._copied else self._storage.open(path) as reader:
+        with contextlib.ExitStack() as held:
+            try:
+                reader = held.enter_context(self._copies.open(path.rpartition("/")[2]))
+            except OSError:  # there is no copy of it, or this rank can't see it
+                reader = held.enter_context(self._storage.open(path))
             yield reader
 
 

@@ -285,6 +285,7 @@ def test_what_runs_of_long_ago_have_left_is_removed(tmp_path: Path, capsys):
         ({"local": "s3://bucket/x", "local_every_steps": 2}, "local='s3://bucket/x'; the path of a directory"),
         ({"local": "memory://x", "local_every_steps": 2}, "local='memory://x'; the path of a directory"),
         ({"local": 3, "local_every_steps": 2}, "local=3; the path of a directory"),
+        ({"local": nn.Linear(1, 1)}, "An object to save takes another name"),
         ({"local": "", "local_every_steps": 2}, "local=''; the path of a directory"),
         ({"local": "x", "local_every_steps": 0}, "local_every_steps=0; a whole number, at least 1"),
         ({"local": "x", "local_every_steps": 2.5}, r"local_every_steps=2\.5; a whole number"),

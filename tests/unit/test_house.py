@@ -105,7 +105,7 @@ ORDER: dict[str, list[str]] = {
         "format",
     ],
     "checkpoint.format": ["manifest", "plan", "payload", "tree", "regions", "random_streams"],
-    "checkpoint.load": ["fetch", "restore", "compare", "reader", "layouts", "recovery"],
+    "checkpoint.load": ["fetch", "mirror", "restore", "compare", "reader", "layouts", "recovery"],
     "checkpoint.save": ["commit", "writer", "snapshot", "stopping"],
     "cli": [
         "main",

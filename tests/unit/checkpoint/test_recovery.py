@@ -76,6 +76,7 @@ CASES = {
     ),
     "void, for the last of three attempts began again": (held((60, 2, 1), REPLICAS, [0]), [(2, 40), (3, 20)], 20, None),
     "somebody else's folder": ([replace(held(NEW, REPLICAS, [0])[0], folder="step-60")], [], None, None),
+    "a folder of an unusual name": ([replace(held(NEW, REPLICAS, [0])[0], folder="step-00000060-00001-3")], [], 20, 60),
 }  # fmt: skip
 
 

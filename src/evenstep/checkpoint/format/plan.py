@@ -119,6 +119,11 @@ def shard_file(owner: str, rank: int, world_size: int) -> str:
     return f"{owner}-shards-{rank + 1:05d}-of-{world_size:05d}.safetensors"
 
 
+def is_shard_file(name: str) -> bool:
+    """Whether it is a name that `shard_file` gives."""
+    return "-shards-" in name
+
+
 def is_better(value: float, than: float | None, policy: Policy) -> bool:
     """Whether a metric beats the best so far; a NaN never does."""
     if value != value:

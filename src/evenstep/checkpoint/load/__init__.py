@@ -2,6 +2,6 @@
 
 Read `restore` first. `compare` lists the differences between the checkpoint and this run's objects; `reader` reads
 tensors and confirms checksums; `layouts` says which elements of a DTensor this rank reads, and finds parameters
-into which they can be read without a copy. `recovery` decides which step to resume from where each node has its own
-generations, and `fetch` reads that, with what a node lacks from a peer.
+into which they can be read without a copy. `mirror` has a node read an object store once. `recovery` decides which
+step to resume from where each node has its own generations, and `fetch` reads that, with what a node lacks from a peer.
 """

@@ -73,7 +73,8 @@ def recover(
         chosen = plan.manifest.choose(here, plan.holders)
         assert chosen is not None, "some node holds each part"
         mine = _parts_of_this_rank(chosen, objects)
-        problem = _fetch(storage, world, nodes, plan, _files_of(mine) - here, leads=leads)
+        wanted = {part.file for item in mine.objects.values() for each in item.tensors.values() for part in each.parts}
+        problem = _fetch(storage, world, nodes, plan, wanted - here, leads=leads)
         if not problem:
             try:
                 return plan.folder, find(storage, world, plan.folder, objects, strict=strict, manifest=mine)
@@ -129,12 +130,6 @@ def _parts_of_this_rank(manifest: Manifest, objects: Mapping[str, Any]) -> Manif
             }
             kept[name] = replace(item, tensors=tensors)
     return replace(manifest, objects=kept)
-
-
-def _files_of(manifest: Manifest) -> set[str]:
-    return {
-        part.file for item in manifest.objects.values() for tensor in item.tensors.values() for part in tensor.parts
-    }
 
 
 def _fetch(

@@ -9,11 +9,11 @@ Step 60, if the two halves make up the whole, or else step 40; or the durable ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evenstep.checkpoint.format.manifest import Manifest
-from evenstep.checkpoint.lock import Place, place_of
+from evenstep.checkpoint.lock import place_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Recovery:
 
 
 def plan_recovery(
-    holdings: Iterable[Holding], resumes: Sequence[tuple[int, int]], durable_step: int | None
+    holdings: Sequence[Holding], resumes: Sequence[tuple[int, int]], durable_step: int | None
 ) -> Recovery | None:
     """The newest generation that can be resumed from; None: the durable checkpoint is newer, or there is no generation.
 
@@ -59,18 +59,14 @@ def plan_recovery(
             before it did behind that step is void: it lies on a disk that was away when the later one resumed.
         durable_step: Of the newest durable checkpoint; None: there is none.
     """
-    generations: dict[Place, list[Holding]] = {}
-    for each in sorted(holdings, key=lambda each: each.node):
-        if (place := place_of(each.folder)) is not None:
-            generations.setdefault(place, []).append(each)
-    for place in sorted(generations, reverse=True):
-        held = generations[place]
+    places = {(place, each.folder) for each in holdings if (place := place_of(each.folder)) is not None}
+    for place, folder in sorted(places, reverse=True):
         if durable_step is not None and place.step < durable_step:
             return None
         is_void = any(lock > place.lock and step < place.step for lock, step in resumes)
-        if is_void or any(each.manifest != held[0].manifest for each in held):
-            continue
-        holders = {file: each.node for each in reversed(held) for file in each.files}
-        if held[0].manifest.choose(holders) is not None:
-            return Recovery(place.folder, held[0].manifest, holders)
+        held = sorted((each for each in holdings if each.folder == folder), key=lambda each: each.node)
+        manifest, holders = held[0].manifest, {file: each.node for each in reversed(held) for file in each.files}
+        is_one = all(each.manifest == manifest for each in held)
+        if is_one and not is_void and manifest.choose(holders) is not None:
+            return Recovery(folder, manifest, holders)
     return None

@@ -556,12 +556,14 @@ def _open_local(local: Any, every_steps: int | None) -> LocalDirectory | None:
     """
     if local is None and every_steps is None:
         return None
+    is_url = "://" in str(local) and not str(local).startswith("file:")
+    if not isinstance(local, str | os.PathLike | LocalDirectory | None) or is_url:
+        wanted = "the path of a directory on each node's own disk. An object to save takes another name"
+        raise checks.refuse("local", local, wanted)
     if local is None or every_steps is None:
         raise ConfigurationError("local and local_every_steps go together: where copies lie, and how often they come.")
-    is_url = "://" in str(local) and not str(local).startswith("file:")
-    storage = None if is_url else _open_storage(local, private=True, what="local")
-    if not isinstance(storage, LocalDirectory):
-        raise checks.refuse("local", local, "the path of a directory on each node's own disk")
+    storage = _open_storage(local, private=True, what="local")
+    assert isinstance(storage, LocalDirectory)
     validate_local(storage)
     return storage
 

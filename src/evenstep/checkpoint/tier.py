@@ -227,7 +227,9 @@ class LocalTier:
     def _remove(self, keeps: Callable[[str], bool] = lambda _: False) -> None:
         with contextlib.suppress(OSError):  # tried again after the next save
             for folder in self.storage.list():
-                if place_of(folder) is not None and not keeps(folder):
+                place = place_of(folder)
+                # A job that was taken for dead leaves alone what its successor has.
+                if place is not None and place.lock <= self._lock_number and not keeps(folder):
                     with contextlib.suppress(OSError):
                         remove_checkpoint(self.storage, folder)
 

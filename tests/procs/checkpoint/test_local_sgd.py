@@ -126,7 +126,7 @@ def without(what: str, where: Path) -> None:
     model, optimizer, local = build("momentum", 0)
     objects: dict[str, Any] = {"optimizer": optimizer}
     if what == "both":
-        objects["local"] = local
+        objects["local_sgd"] = local
     saved = torch.compile(model) if what == "compiled" else model
     with evenstep.Checkpointer(where, model=saved, every_minutes=None, **objects) as checkpoint:
         with pytest.raises(UsageError, match="LocalSGD"):
@@ -170,7 +170,7 @@ def save_narrow(where: Path) -> None:
 def test_momenta_of_other_shapes_are_not_loaded(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_narrow, 2, tmp_path)
     for said, num_steps, num_states in ranks.run(load_other, 2, tmp_path):
-        assert "local: rows.0.momentum_buffer was [2, 1], and its parameter is [2, 3] here" in said
+        assert "local_sgd: rows.0.momentum_buffer was [2, 1], and its parameter is [2, 3] here" in said
         assert (num_steps, num_states) == (0, 0)
 
 

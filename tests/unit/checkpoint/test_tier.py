@@ -156,6 +156,21 @@ def test_what_a_later_attempt_did_not_go_on_from_is_void(tmp_path: Path):
     assert look(LocalDirectory(tmp_path / "saved")).record["resumes"] == [[1, 0], [2, 4]]
 
 
+def test_a_job_that_was_taken_for_dead_leaves_its_successors_copies_alone(tmp_path: Path):
+    dead = training(tmp_path).run_to(5)
+    dead.checkpoint._tier.finish()
+    dead.checkpoint._directory._lock.release()
+    run = training(tmp_path)
+    assert run.checkpoint.resume() == 4
+    is_killed(run.run_to(7))
+    dead.run_to(9)
+    is_killed(dead)
+    assert generations(tmp_path) == [6, 6, 8], "of which one is the successor's"
+    run = training(tmp_path)
+    assert run.checkpoint.resume() == 6
+    run.checkpoint.close()
+
+
 def test_attempts_without_local_copies_void_them_too(tmp_path: Path):
     is_killed(training(tmp_path, every_steps=4).run_to(7))
     run = Training(tmp_path / "saved", World.alone(device="cpu"), every_minutes=None)
@@ -285,6 +300,7 @@ def test_what_runs_of_long_ago_have_left_is_removed(tmp_path: Path, capsys):
         ({"local": "s3://bucket/x", "local_every_steps": 2}, "local='s3://bucket/x'; the path of a directory"),
         ({"local": "memory://x", "local_every_steps": 2}, "local='memory://x'; the path of a directory"),
         ({"local": 3, "local_every_steps": 2}, "local=3; the path of a directory"),
+        ({"local": nn.Linear(1, 1)}, "An object to save takes another name"),
         ({"local": "", "local_every_steps": 2}, "local=''; the path of a directory"),
         ({"local": "x", "local_every_steps": 0}, "local_every_steps=0; a whole number, at least 1"),
         ({"local": "x", "local_every_steps": 2.5}, r"local_every_steps=2\.5; a whole number"),

@@ -500,9 +500,9 @@ class Checkpointer:
         return self._apply(found[1], f"{tier.storage.where}/{found[0]}", text)
 
     def _load(self, step: int, folder: str, *, strict: bool, verb: str) -> int:
-        with find_once(self._directory.storage, self.world, folder, self._objects, strict=strict) as found:
-            self._last_saved, self._metrics_are_of = step if self._directory.is_open else None, step
-            return self._apply(found, f"{self._where}/{folder}", f"{verb} {self._where}/{folder}")
+        found = find_once(self._directory.storage, self.world, folder, self._objects, strict=strict)
+        self._last_saved, self._metrics_are_of = step if self._directory.is_open else None, step
+        return self._apply(found, f"{self._where}/{folder}", f"{verb} {self._where}/{folder}")
 
     def _apply(self, found: restore.Found, where: str, line: str) -> int:
         """Collective: load what was found; say so, and return its step."""

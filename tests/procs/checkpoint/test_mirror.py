@@ -93,9 +93,8 @@ def load(directory: Path, fault: str):
         else:
             run = Training(directory.with_name("unused"), world, every_minutes=None, plain=True, seed=9)
             objects = run.checkpoint.objects
-        with find_once(storage, world, FOLDER, objects, strict=True) as found:
-            assert [path.name for path in temporary.iterdir()] or fault == "full"
-            restore.apply(found, world, objects, FOLDER)
+        found = find_once(storage, world, FOLDER, objects, strict=True)
+        restore.apply(found, world, objects, FOLDER)
         world.exchange(None)
         assert not [*temporary.iterdir()]
     return run and run.everything(), storage.counts, lines

@@ -52,11 +52,8 @@ class _Mirror(Storage):
             yield reader
 
 
-@contextlib.contextmanager
-def find_once(
-    storage: Storage, world: World, folder: str, objects: Mapping[str, Any], *, strict: bool
-) -> Iterator[Found]:
-    """Collective: `restore.find`, for which a node reads each file of an object store once; copies last for the block.
+def find_once(storage: Storage, world: World, folder: str, objects: Mapping[str, Any], *, strict: bool) -> Found:
+    """Collective: `restore.find`, for which a node reads each file of an object store once.
 
     Args:
         storage: As in `find`; of a directory, nodes have a page cache.
@@ -68,9 +65,9 @@ def find_once(
     Raises:
         CheckpointError: As `find` does.
     """
-    own, found = "", None
+    own = ""
     with contextlib.ExitStack() as held:
-        if world.local_rank == 0 and not isinstance(storage, LocalDirectory):
+        if world.local_rank == 0 and world.local_world_size > 1 and not isinstance(storage, LocalDirectory):
             try:
                 directory = held.enter_context(private_directory("checkpoint"))
                 objects_here = {**objects, RANDOM: None}
@@ -93,8 +90,8 @@ def find_once(
             here = paths.get(world.node_rank)
             mirror = storage if here is None else _Mirror(storage, LocalDirectory(here))
             with contextlib.suppress(DamagedError, UnreadableError):  # perhaps it is a copy that is so
-                found = find(mirror, world, folder, objects, strict=strict)
-        yield found or find(storage, world, folder, objects, strict=strict)
+                return find(mirror, world, folder, objects, strict=strict)
+    return find(storage, world, folder, objects, strict=strict)
 
 
 def _copy(storage: Storage, path: str, target: Path) -> None:

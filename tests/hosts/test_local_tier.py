@@ -106,7 +106,7 @@ def resumed_from(host: Host) -> tuple[int, str]:
 def test_a_host_is_lost_with_its_disk(
     make_hosts: Callable[[int], Hosts], tmp_path: Path, kind: str, from_step: int, ends_with: str
 ) -> None:
-    """Replicas go on from a copy; of divided state the lost disk had the only one, so the durable tier counts."""
+    """Replicas go on from a peer's copy; of divided state the lost disk had the only one: the durable tier counts."""
     hosts = make_hosts(3)
     started = run_all(hosts, scripts(tmp_path, "lost", kind, 3, dies_at=DIES_AT))
     lose_host_1(started, tmp_path, wipes=True)

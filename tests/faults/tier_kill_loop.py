@@ -110,7 +110,7 @@ def train(root: Path, kind: str, meeting: Path, rank: int, last_step: int) -> No
 
 
 def main() -> None:
-    """Exit status 0 if every start went on from what was complete, and every end was the same."""
+    """Exit status 0 if every start went on from what was complete, one from local copies, and every end was the same."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", choices=["plain", "sharded", "fsdp2"], required=True)
     parser.add_argument("--kills", type=int, default=50)
@@ -158,8 +158,8 @@ def main() -> None:
         root = Path(name) / "killed"
         num_kills = num_ends = num_later = reached = least = 0
         repeated: list[int] = []
-        while num_kills < args.kills or not num_ends:
-            more = num_kills < args.kills
+        while num_kills < args.kills or not num_later or not num_ends:
+            more = num_kills < args.kills or not num_later
             ended, meeting, began, _ = attempt(root, generator.uniform(0, 0.5 * took_s) if more else None, least)
             if num_kills and least:
                 repeated.append(max(0, reached - began))
@@ -177,7 +177,6 @@ def main() -> None:
             left = list(root.glob("local/*/*/step-*"))
             assert len(left) <= 3, f"generations accumulate: {left}"
             shutil.rmtree(meeting)
-        assert num_later, "no resume took a local copy"
         print(  # noqa: T201
             f"{num_kills} kills, {num_ends} ends equal to the undisturbed one; {num_later} resumes from local copies; "
             f"steps repeated: {sorted(repeated)}"

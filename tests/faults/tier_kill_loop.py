@@ -110,7 +110,7 @@ def train(root: Path, kind: str, meeting: Path, rank: int, last_step: int) -> No
 
 
 def main() -> None:
-    """Exit status 0 if every start went on from what was complete, one from local copies, and every end was the same."""
+    """Exit status 0: every start went on from what was complete, one from local copies, and every end was the same."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kind", choices=["plain", "sharded", "fsdp2"], required=True)
     parser.add_argument("--kills", type=int, default=50)

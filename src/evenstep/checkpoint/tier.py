@@ -30,8 +30,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from evenstep.checkpoint.directory import remove_checkpoint
-from evenstep.checkpoint.format import manifest as manifests
+from evenstep.checkpoint.directory import checkpoints_in, remove_checkpoint
 from evenstep.checkpoint.lock import place_of, step_of
 from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.store import LocalDirectory
@@ -113,14 +112,10 @@ class LocalTier:
 
     def newest(self) -> int:
         """Collective: the step of the newest generation on any node, complete or not; 0: there is none."""
-        steps = [0]
+        newest = 0
         with contextlib.suppress(OSError):
-            steps += [
-                step_of(folder)
-                for folder in self.storage.list()
-                if place_of(folder) is not None and manifests.NAME in self.storage.list(folder)
-            ]
-        return int(max(self._world.exchange(max(steps))))
+            newest = max(checkpoints_in(self.storage), default=0)
+        return int(max(self._world.exchange(newest)))
 
     def begin(self) -> None:
         """Before the first step: remove what this run doesn't go on from."""

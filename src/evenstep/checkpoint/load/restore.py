@@ -7,12 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evenstep.checkpoint.directory import (
-    DamagedError,
-    MissingError,
-    UnreadableError,
-    read_manifest,
-)
+from evenstep.checkpoint.directory import DamagedError, MissingError, UnreadableError, read_manifest
 from evenstep.checkpoint.format.manifest import Manifest
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.random_streams import restore_streams
@@ -122,9 +117,8 @@ def _read(
         layouts = {}
         for name, target in objects.items():
             if name in manifest.objects:
-                lines = compare.differences(name, manifest.objects[name], target)
+                misfits += compare.differences(name, manifest.objects[name], target)
                 layouts[name] = find_layouts(name, manifest.objects[name], target)
-                misfits += lines
         share = (world.local_rank, world.local_world_size)
         states: dict[str, Any] = {}
         if not (misfits and strict):
@@ -137,7 +131,6 @@ def _read(
         return None, ("missing" if isinstance(error, MissingError) else "unread", f"{error} (on rank {world.rank})")
     except ConfigurationError as error:
         return None, ("refused", f"{storage.where}/{folder}: {error} That is so on rank {world.rank}.")
-
     return Found(manifest, states, misfits, unlisted), None
 
 

@@ -23,7 +23,7 @@ from evenstep.checkpoint.load.fetch import recover
 from evenstep.checkpoint.lock import Place
 from evenstep.checkpoint.store import LocalDirectory
 from evenstep.transport.core.codec import decode, encode
-from tests.checkpoint_runs import flip
+from tests.checkpoint_runs import Tensors, flip
 
 NUM_NODES = 3
 
@@ -57,19 +57,6 @@ def on_threads(work: Callable[[World], Any]) -> list[Any]:
         thread.join()
     assert not barrier.broken
     return results
-
-
-class Tensors:
-    """An object of which every rank has the whole."""
-
-    def __init__(self, values: dict[str, torch.Tensor]) -> None:
-        self.values = values
-
-    def state_dict(self):
-        return dict(self.values)
-
-    def load_state_dict(self, state) -> None:
-        self.values = dict(state)
 
 
 def write_generation(root: Path, step: int, generator: random.Random) -> tuple[dict[str, torch.Tensor], Manifest]:

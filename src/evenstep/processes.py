@@ -60,6 +60,20 @@ def exists(pid: int) -> bool:
     return True
 
 
+def is_running(pid: int, start_ticks: int | None = None) -> bool:
+    """Whether a process hasn't ended; a zombie has. Where that can't be seen, whether there is one of this number.
+
+    Args:
+        pid: Its number.
+        start_ticks: When it started: a later process of the same number is another one. None: any.
+    """
+    try:
+        state, found = state_and_start(pid)
+    except OSError:  # this process has no descriptor left, say: that is no news of the other
+        return exists(pid)
+    return state not in ("", "Z", "X") and start_ticks in (None, found)
+
+
 def handles_signal(pid: int, number: int) -> bool:
     """Whether a process has a handler of a signal of its own; False if it has ended."""
     try:

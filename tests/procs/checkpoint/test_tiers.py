@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,12 @@ def generations(root: Path, node: int) -> dict[int, Path]:
     return {place_of(path.parent.name).step: path.parent for path in folders}
 
 
-def run_of(root: Path, world: evenstep.World, *, resumes: bool, hook: Any = None, **options: Any) -> Training:
+def run_of(
+    root: Path, world: evenstep.World, *, resumes: bool, hook: Any = None, durable_hook: Any = None, **options: Any
+) -> Training:
     local = root / f"node{world.node_rank}"
     return Training(
-        root / "saved",
+        root / "saved" if durable_hook is None else LocalDirectory(root / "saved", hook=durable_hook),
         world,
         every_minutes=None,
         seed=50 + world.rank if resumes else 1,
@@ -148,6 +151,67 @@ def test_replicas_of_a_divided_model_hold_all_of_it_on_each_node_once(ranks, tmp
     assert [began for began, _ in second] == [2] * 4
     for rank in range(4):
         assert all(torch.equal(value, first[rank][1][name]) for name, value in second[rank][1].items())
+
+
+def upload_slowly(root: Path, ends: bool):
+    """Copies of each step, while the durable save of step 14 stands still; it ends with step 18, or with the run.
+
+    Returns:
+        Before it ends: the steps of the generations of this rank's node, and of the durable checkpoints. After it, too.
+    """
+    goes_on, is_cut = threading.Event(), []
+
+    def hook(operation: str, path: str) -> None:
+        if "step-0000014" in path and operation in ("create", "write"):
+            goes_on.wait(60)
+            if is_cut:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def held() -> tuple[list[int], list[int]]:
+        world.barrier()
+        return sorted(generations(root, world.rank)), sorted(checkpoints_in(LocalDirectory(root / "saved")))
+
+    with on_nodes(1) as world:
+        run = run_of(root, world, resumes=False, durable_hook=hook, every_steps=7, local_every_steps=1).run_to(18)
+        tier = run.checkpoint._tier
+        assert tier is not None
+        tier.finish()
+        before = held()
+        is_cut += [True] * (not ends)
+        goes_on.set()
+        run.checkpoint._saver.writer.thread.join()
+        after = held()
+        if ends:
+            run.run_to(19)
+            tier.finish()
+        run.checkpoint._release()
+    return before, after
+
+
+def resume_after_upload(root: Path):
+    told = io.StringIO()
+    with on_nodes(1) as world, contextlib.redirect_stderr(told):
+        run = run_of(root, world, resumes=True, every_steps=7, local_every_steps=1)
+        begun = run.checkpoint.resume()
+        run.run_to(20)
+        run.checkpoint.wait()
+        state = run.everything()
+        run.checkpoint._release()
+    return begun, state, told.getvalue()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_an_upload_that_is_slower_than_four_generations_holds_none_of_them_up(ranks, ends, tmp_path):
+    straight = ranks.run(train, 2, tmp_path / "straight", 20, False, 1)
+    durable = [7, 14] if ends else [7]
+    for before, after in ranks.run(upload_slowly, 2, tmp_path / "run", ends):
+        assert before == ([18], [7])
+        assert after == ([18], durable)
+    newest = 19 if ends else 18
+    for rank, (begun, state, told) in enumerate(ranks.run(resume_after_upload, 2, tmp_path / "run")):
+        assert begun == newest
+        assert_same(state, straight[rank][1])
+        assert (f"resumed from the local copies of step {newest} (durable: {durable[-1]})" in told) == (rank == 0)
 
 
 def fail(root: Path, code: int):

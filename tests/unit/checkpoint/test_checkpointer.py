@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed import HashStore
 
 import evenstep
 from evenstep import World
@@ -28,6 +30,7 @@ from evenstep.checkpoint.directory import checkpoints_in, read_manifest
 from evenstep.checkpoint.load.reader import check_checkpoint
 from evenstep.checkpoint.lock import look
 from evenstep.checkpoint.save.commit import Saver
+from evenstep.checkpoint.save.writer import Job, Writer
 from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import CheckpointError, ConfigurationError, UsageError
 from tests.checkpoint_runs import Training, assert_same, files_of, flip, flips
@@ -768,6 +771,26 @@ def test_rank_0_waits_for_the_others_as_long_as_the_world_does(tmp_path: Path):
     failure, by_peer = saver.finish_alone()
     assert re.fullmatch(r"rank 0: rank 1 had not written its part after 0\.\d s", failure)
     assert not by_peer, "nobody else may say so"
+
+
+@pytest.mark.parametrize("has_posted", [False, True])
+def test_a_rank_whose_process_has_ended_is_not_waited_for(tmp_path: Path, has_posted: bool):
+    """What it has posted before counts."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    store, made = HashStore(), []
+    writer = Writer(LocalDirectory(tmp_path), store, 0, 2, timeout_s=3600.0)
+    writer.pids = {0: os.getpid(), 1: process.pid}
+    if has_posted:
+        store.set("evenstep/checkpoint/run-1/1", json.dumps([{}, [], {"from": 1}]))
+    writer.start(Job("step-0000001-00001-1", "run-1", [], {"from": 0}, made.append))
+    error = writer.finish()
+    if has_posted:
+        assert error is None
+        assert [receipt.facts for receipt in made[0]] == [{"from": 0}, {"from": 1}]
+    else:
+        assert str(error) == "rank 1 ended before its part was written"
+        assert not made
 
 
 def test_a_group_may_share_a_run(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import platform
 import secrets
 import sys
@@ -30,6 +31,7 @@ from evenstep.checkpoint.save.snapshot import Captured, File, Staging, capture, 
 from evenstep.checkpoint.save.writer import Job, Receipt, Writer, describe, is_secondary
 from evenstep.checkpoint.store import Storage
 from evenstep.errors import CheckpointError, ConfigurationError
+from evenstep.ground.environment import node_identity
 from evenstep.ground.health import heartbeat
 from evenstep.transport.core.codec import decode, encode
 from evenstep.world import World
@@ -84,13 +86,15 @@ class Saver:
         """
         self._lock_number = lock_number
         self._run = self._world.broadcast_object(secrets.token_hex(4) if self._world.is_main else None)
+        # A mesh has ranks of the default group.
+        mesh_rank = dist.get_rank() if dist.is_initialized() else self._world.rank
+        host, where = node_identity(), [self._world.node_rank, self._world.local_rank, mesh_rank]
+        seen = self._world.exchange([host, os.getpid(), *where])
+        self.writer.pids = {rank: pid for rank, (of, pid, *_) in enumerate(seen) if of == host}
         if self._make_checkpoint is None:
-            # A mesh has ranks of the default group.
-            mesh_rank = dist.get_rank() if dist.is_initialized() else self._world.rank
-            seen = self._world.exchange([self._world.node_rank, self._world.local_rank, mesh_rank])
-            self._nodes = [node for node, _, _ in seen]
-            self._leaders = [rank for rank, (_, local_rank, _) in enumerate(seen) if local_rank == 0]
-            self._among = {each for node, _, each in seen if node == self._world.node_rank}
+            self._nodes = [node for *_, node, _, _ in seen]
+            self._leaders = [rank for rank, (*_, local_rank, _) in enumerate(seen) if local_rank == 0]
+            self._among = {each for *_, node, _, each in seen if node == self._world.node_rank}
 
     def abandon(self) -> None:
         """This rank ends with an error: peers stop waiting for it, and it for them."""

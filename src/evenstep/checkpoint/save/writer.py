@@ -23,7 +23,7 @@ import math
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -34,6 +34,7 @@ from evenstep.checkpoint.format.payload import bytes_of
 from evenstep.checkpoint.save.snapshot import File
 from evenstep.checkpoint.store import Storage
 from evenstep.errors import CheckpointError
+from evenstep.processes import is_running
 
 _CHUNK_BYTES = 4 << 20
 _LARGE_BYTES = 16 << 20
@@ -95,12 +96,14 @@ class Writer:
 
     Attributes:
         thread: Of the pending save; None: none is pending.
+        pids: By rank, the processes of those on this host.
     """
 
     def __init__(self, storage: Storage, store: Store, rank: int, world_size: int, *, timeout_s: float) -> None:
         self._storage, self._store = storage, store
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
         self.thread: threading.Thread | None = None
+        self.pids: Mapping[int, int] = {}
         self._error: BaseException | None = None
         self._job: Job | None = None  # the last one
         self._noted: Job | None = None  # the last one that rank 0 has noted as saved
@@ -289,10 +292,14 @@ class Writer:
         """
         began = time.monotonic()
         leaving_since: float | None = None
+        has_ended = False
         while (text := self._read(_key(job, what))) is None:
             self._check_peers(job)
             if self._read(_left_key(job.key.rpartition("-")[0], rank)) is not None:
                 raise _PeerFailedError(f"rank {rank} has left before its part was written")
+            if has_ended:
+                raise _PeerFailedError(f"rank {rank} ended before its part was written")
+            has_ended = rank in self.pids and not is_running(self.pids[rank])  # then look once more for what it posted
             now = time.monotonic()
             if leaving_since is None and (self._abandoned.is_set() or not threading.main_thread().is_alive()):
                 leaving_since = now

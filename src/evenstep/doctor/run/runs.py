@@ -13,7 +13,7 @@ from evenstep.doctor.run.events import Event, EventFile, Evidence, Hang, Plan
 from evenstep.doctor.run.hangs import find_hang
 from evenstep.ground.environment import under_watch
 from evenstep.launcher.options.resources import look_at_host
-from evenstep.processes import state_and_start
+from evenstep.processes import is_running
 from evenstep.temporary import private_directory
 
 _POLL_S = 0.2
@@ -128,16 +128,9 @@ def _is_closed(ranks: Sequence[Sequence[Event]], now_s: float) -> bool:
 def _with_end(events: Sequence[Event], now_s: float) -> Sequence[Event]:
     """Events of a rank, and its end if its process has gone without a word."""
     start = next((each for each in events if each.kind == "start"), None)
-    if start is None or events[-1].kind == "end" or _is_running(start["pid"]):
+    if start is None or events[-1].kind == "end" or is_running(start["pid"]):
         return events
     return [*events, Event("end", now_s, facts={"status": "gone"})]
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return state_and_start(pid)[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

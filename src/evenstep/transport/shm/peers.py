@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from evenstep.ground.health import peer_heartbeats
 from evenstep.ground.health.heartbeat import Heartbeat
-from evenstep.processes import exists, state_and_start
+from evenstep.processes import is_running, state_and_start
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,7 @@ class PeerWatch:
     def is_gone(self, rank: int) -> bool:
         """Whether the process has ended, also if its parent has not collected its status yet."""
         peer = self._peers[rank]
-        try:
-            state, start_ticks = state_and_start(peer.pid)
-        except OSError:  # this rank has no descriptor left, say: that is no news of the other
-            return not exists(peer.pid)
-        return state in ("", "Z", "X") or start_ticks != peer.start_ticks
+        return not is_running(peer.pid, peer.start_ticks)
 
     def is_stopped(self, rank: int) -> bool:
         """Whether the process is stopped (SIGSTOP, a debugger)."""

@@ -24,7 +24,7 @@ from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.save.snapshot import models_among
 from evenstep.checkpoint.save.stopping import Status, StatusExchange, StopSignals, note
 from evenstep.checkpoint.store import LocalDirectory, Storage, storage_at
-from evenstep.checkpoint.tier import LocalTier, validate_local
+from evenstep.checkpoint.tier import LocalTier, refuse_inside, validate_local
 from evenstep.console import say
 from evenstep.data.loader import DataLoader
 from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, MismatchError, UsageError
@@ -114,6 +114,8 @@ class Checkpointer:
             checks.switch("private", private)
             _validate_objects(objects)
             storage = _open_storage(directory, private=private)
+            if self._local is not None and isinstance(storage, LocalDirectory):
+                refuse_inside(self._local, storage)
             options = {"asynchronous": bool(asynchronous), "on_save_error": on_save_error, "private": bool(private)}
             return _facts(storage, self.policy, self.world, objects, options)
 
@@ -557,7 +559,7 @@ def _open_local(local: Any, every_steps: int | None) -> LocalDirectory | None:
     if local is None and every_steps is None:
         return None
     is_url = "://" in str(local) and not str(local).startswith("file:")
-    if not isinstance(local, str | os.PathLike | LocalDirectory | None) or is_url:
+    if not isinstance(local, str | os.PathLike | LocalDirectory | None) or is_url or local == "":
         wanted = "the path of a directory on each node's own disk. An object to save takes another name"
         raise checks.refuse("local", local, wanted)
     if local is None or every_steps is None:

@@ -36,6 +36,7 @@ from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.store import LocalDirectory
 from evenstep.console import say
 from evenstep.errors import ConfigurationError
+from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.world import World
 
 _UNUSED_AFTER_S = 7 * 86400.0
@@ -64,8 +65,39 @@ def validate_local(local: LocalDirectory) -> None:
         raise ConfigurationError(f"local={local.where!r} can't be used: {error.strerror}.") from None
 
 
+def refuse_inside(local: LocalDirectory, durable: LocalDirectory) -> None:
+    """Refuse the directory of the checkpoints, and what lies in it.
+
+    Raises:
+        ConfigurationError: It is one of them.
+    """
+    path, outer = Path(os.path.realpath(local.root)), Path(os.path.realpath(durable.root))
+    if path == outer or outer in path.parents:
+        raise ConfigurationError(
+            f"local={local.where!r} is the directory of the checkpoints, or lies in it. Give one on each node's own "
+            f"disk."
+        )
+
+
 def _folder_of_user(root: Path) -> Path:
     return root / str(os.geteuid())
+
+
+def _try_to_write(storage: LocalDirectory, name: str) -> None:
+    """Refuse a directory that can't be written to; a full disk may have room again.
+
+    Raises:
+        ConfigurationError: It can't.
+    """
+    try:
+        storage.put(name, [])
+        storage.remove(name)
+    except OSError as error:
+        if error.errno not in _IS_FULL:
+            raise ConfigurationError(
+                f"local: {storage.where} can't be written to: {error.strerror}. Give a directory on each node's own "
+                f"disk, or leave local out."
+            ) from None
 
 
 class LocalTier:
@@ -98,13 +130,24 @@ class LocalTier:
         key = world.broadcast_object(hashlib.sha256(run.encode()).hexdigest()[:32])
         user = _folder_of_user(local.root)
         self.storage = local.inside(user / key)
+        paths = world.exchange([world.node_rank, os.path.realpath(self.storage.root)])
+        here = {path: rank for rank, (node, path) in enumerate(paths) if node == world.node_rank}
+
+        def validate() -> dict[str, Any]:
+            if len(here) > 1:
+                given = ", ".join(f"{local.where!r} leads to {path!r} on rank {rank}" for path, rank in here.items())
+                raise ConfigurationError(f"local: the ranks of a node share one directory. {given}.")
+            _try_to_write(self.storage, f"probe-{world.rank}")
+            return {}
+
+        validate_on_all_ranks(world, "Checkpointer: local", validate)
         self._saver = Saver(self.storage, world, objects, None)
         self._saver.open(lock_number)
         self.kept: str | None = None
         self._lock_number = lock_number
         self.reached = self._read_reached()
         self._saved_step: int | None = None
-        self._has_failed = False
+        self._num_failed = 0
         self._tells = world.is_main
         if self._saver.is_leader:
             with contextlib.suppress(OSError):  # there is none yet
@@ -119,7 +162,8 @@ class LocalTier:
 
     def begin(self) -> None:
         """Before the first step: remove what this run doesn't go on from."""
-        self.remove(lambda folder: folder == self.kept)
+        # Another rank may be writing already.
+        self.remove(lambda folder: folder == self.kept or _order_of(folder)[0] == self._lock_number)
         if self._saver.is_leader:
             with contextlib.suppress(OSError):
                 self.storage.put(_REACHED, [])  # makes the folder
@@ -141,7 +185,8 @@ class LocalTier:
         if self._tells and self._saved_step is not None and not (writer.is_busy or writer.has_failed):
             self._tells = False
             took = step - self._saved_step
-            say(f"evenstep: local copies are kept: a lost process costs at most {self._every_steps} + {took} steps")
+            most = f"{self._every_steps} + {took} steps"
+            say(f"evenstep: local copies are kept: a lost process costs at most {most}, while local saves succeed")
         if is_due:
             self._saver.start(step, metrics)
             self._saved_step = step
@@ -184,31 +229,36 @@ class LocalTier:
     def _end(self, failure: str | None) -> None:
         """After a save: keep what is complete, or say what went wrong, once until the next one is complete."""
         if failure is None:
-            self.kept, self._has_failed = self._saver.folder, False
-            self.remove(lambda folder: folder == self.kept)
+            kept = self.kept = self._saver.folder
+            # Another rank may be writing the next one already.
+            self.remove(lambda folder: _order_of(folder) >= _order_of(kept))
             return
-        if self._world.is_main and not self._has_failed:
+        self._num_failed += 1
+        tells = self._num_failed & (self._num_failed - 1) == 0  # the 1st, 2nd, 4th, 8th ...: it may go on for days
+        if tells and self._world.is_main:
             say(
-                f"evenstep: the local copies of step {self._saved_step} could not be written: {failure}. Training goes "
-                f"on, and so do the next local saves"
+                f"evenstep: training goes on, and {self._num_failed} of {self._saver.num_saves} local saves have "
+                f"failed: the local copies of step {self._saved_step} could not be written: {failure}"
             )
-        self._has_failed, self._saved_step = True, None
-        error = self._saver.error
-        if isinstance(error, OSError) and error.errno in _IS_FULL and self.kept is not None:
-            say(
-                f"evenstep: {self.storage.where} is full on rank {self._world.rank}: what is there of step "
-                f"{step_of(self.kept)} is removed, so that the next local save has room"
-            )
+        self._saved_step = None
+        error, old = self._saver.error, self.kept
+        if isinstance(error, OSError) and error.errno in _IS_FULL and old is not None:
+            if tells:
+                say(
+                    f"evenstep: {self.storage.where} is full on rank {self._world.rank}: what is there of step "
+                    f"{step_of(old)} is removed, so that the next local save has room. It takes room for two copies"
+                )
             self.kept = None
-            self._remove()
+            self._remove(lambda folder: folder != old)
 
     def _read_reached(self) -> int:
-        """Collective: of what nodes have noted, the last attempt's."""
+        """Collective: of what nodes have noted, the last attempt's; 0: that had no local copies."""
         mine = [0, 0]
         with contextlib.suppress(OSError, ValueError):  # there is none yet, or a kill has cut it
             lock, step = self.storage.read(_REACHED, most_bytes=100).split()
             mine = [int(lock), int(step)]
-        return int(max(self._world.exchange(mine))[1])
+        lock, step = max(self._world.exchange(mine))
+        return int(step) if lock == self._lock_number - 1 else 0
 
     def _note_reached(self, step: int) -> None:
         """Every step: it outlives this process, and needn't outlive the node."""
@@ -227,6 +277,13 @@ class LocalTier:
                 if place is not None and place.lock <= self._lock_number and not keeps(folder):
                     with contextlib.suppress(OSError):
                         remove_checkpoint(self.storage, folder)
+
+
+def _order_of(folder: str) -> tuple[int, int]:
+    """By which a later generation is larger; its step may be smaller."""
+    place = place_of(folder)
+    assert place is not None, folder
+    return place.lock, place.save
 
 
 def _remove_unused(user: Path, key: str) -> None:

@@ -24,7 +24,7 @@ class Holding:
         node: Its number in this run.
         folder: Of the generation.
         manifest: Equal on all nodes.
-        files: Names of those files that are there, with their whole length.
+        files: Names of those files that are there; a checksum says whether one is whole.
     """
 
     node: int

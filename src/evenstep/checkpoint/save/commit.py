@@ -53,6 +53,7 @@ class Saver:
         error: Of the last save that was finished, on this rank; None: there was none.
         is_leader: Whether this rank makes and removes checkpoints, or does so for its node.
         blocked_s: Seconds that the last `start` took.
+        num_saves: That were started.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Saver:
         self.folder = ""
         self._run = ""
         self._lock_number = 0
-        self._num_saves = 0
+        self.num_saves = 0
 
     def open(self, lock_number: int) -> None:
         """Collective: agree on a name for this run's receipts, and learn which ranks are on which node.
@@ -110,9 +111,9 @@ class Saver:
             metrics: Numbers to store with it.
         """
         began = time.perf_counter()
-        self._num_saves += 1
-        key = f"{self._run}-{self._num_saves}"
-        self.folder = folder = Place(step, self._lock_number, self._num_saves).folder
+        self.num_saves += 1
+        key = f"{self._run}-{self.num_saves}"
+        self.folder = folder = Place(step, self._lock_number, self.num_saves).folder
         try:
             plan = _Plan(self._objects, self._world, self._among)
             staged = self._staging.stage(plan.files_of_this_rank())

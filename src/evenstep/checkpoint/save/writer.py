@@ -39,7 +39,7 @@ from evenstep.processes import is_running
 _CHUNK_BYTES = 4 << 20
 _LARGE_BYTES = 16 << 20
 _NUM_THREADS = 2
-_POLL_S = 0.01
+_POLL_S, _MOST_POLL_S = 0.01, 0.2  # all ranks ask one store
 _CHECK_PEERS_EVERY_S = 0.5
 _LAST_WAIT_S = 2.0  # for the peers' receipts when this process is about to end
 
@@ -292,6 +292,7 @@ class Writer:
         """
         began = time.monotonic()
         leaving_since: float | None = None
+        pause_s = _POLL_S
         has_ended = False
         while (text := self._read(_key(job, what))) is None:
             self._check_peers(job)
@@ -305,7 +306,8 @@ class Writer:
                 leaving_since = now
             if now - began > self._timeout_s or (leaving_since is not None and now - leaving_since > _LAST_WAIT_S):
                 raise CheckpointError(f"rank {rank} had not written its part after {now - began:.1f} s")
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, _MOST_POLL_S)
         return text
 
 

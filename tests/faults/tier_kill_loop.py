@@ -90,7 +90,8 @@ def train(root: Path, kind: str, meeting: Path, rank: int, last_step: int) -> No
         assert tier is not None
         (meeting / f"began-{rank}").write_text(str(resumed))
         progress = os.open(meeting / f"progress-{rank}", os.O_WRONLY | os.O_CREAT)
-        for _ in loader.epochs(1000):
+        # A kill in the middle of the end leaves a run that has nothing left to do.
+        for _ in loader.epochs(1000) if resumed < last_step else ():
             for (x,) in loader:
                 model.backward(model(x).square().mean(), weight=len(x))
                 optimizer.step()

@@ -18,7 +18,6 @@ from evenstep.console import say
 from evenstep.ground.health.first_failure import CrashReport, Exit
 from evenstep.ground.health.heartbeat import Heartbeat, Note, Phase
 from evenstep.ground.health.peer_heartbeats import NodePages
-from evenstep.launcher.elastic.looks import RankProcess
 from evenstep.launcher.failure.detection import Ends
 from evenstep.launcher.failure.report import Failure
 from evenstep.launcher.spawn.child import Child
@@ -47,7 +46,7 @@ class Attempt:
         self.ranks = ranks
         self.number = number
         self._pages = pages
-        self.processes: dict[int, RankProcess] = {}
+        self.processes: dict[int, Child] = {}
         for local_rank, handler in context.subprocess_handlers.items():
             # In its place, too: what polls a `Popen` would reap it.
             started: Any = handler
@@ -64,7 +63,7 @@ class Attempt:
         """How each has ended, of those that are not lost; None: it runs."""
         return [process.poll() for local_rank, process in self.processes.items() if local_rank not in self.lost]
 
-    def alive(self) -> dict[int, RankProcess]:
+    def alive(self) -> dict[int, Child]:
         """By local rank, those that run."""
         return {local_rank: process for local_rank, process in self.processes.items() if process.poll() is None}
 

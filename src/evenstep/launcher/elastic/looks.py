@@ -1,87 +1,22 @@
-"""Stacks of this node's ranks, asked for by a signal and read later; and what nodes tell each other of their ranks."""
+"""Stacks of the workers of loaders; and what nodes tell each other of their ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
 
 from evenstep.ground.health.first_failure import printable
 from evenstep.launcher.failure.hangs import RankLook
-from evenstep.launcher.failure.stacks import parse_stacks, place_in_worker
-from evenstep.launcher.spawn.script_runner import STACK_SIGNAL
-from evenstep.processes import children, handles_signal
+from evenstep.launcher.failure.stacks import StackRequest, parse_stacks, place_in_worker
+from evenstep.processes import children
 
-_LONGEST_S = 0.5
 _MOST_WORKERS = 8
 _TRIES = 6  # on a busy node a worker may not run for so long that it doesn't answer
 _MOST_SENT = 64  # ranks of a node, to other nodes
 _MOST_TEXT = 3000  # characters, of a stack
-
-
-class RankProcess(Protocol):
-    """What the launcher needs of a rank's process; `Child` has it."""
-
-    @property
-    def pid(self) -> int:
-        """Its process, which leads a session of its own."""
-
-    @property
-    def returncode(self) -> int | Any:
-        """None while it runs; negative: the signal that ended it."""
-
-    def poll(self) -> int | None:
-        """`returncode`, as of now."""
-
-    def send_signal(self, which: int, /) -> None:
-        """Send it a signal, if it still runs."""
-
-    def signal_group(self, which: int, /) -> None:
-        """Send a signal to it and to what it has started, such as the workers of its loaders, also after its end."""
-
-    def release(self) -> None:
-        """Reap it, if it has ended: [Note: signal before you reap]."""
-
-
-class StackRequest:
-    """Stacks that were asked for. Nothing waits for them: `is_complete` says when they are there.
-
-    Args:
-        processes: (pid, the file that it writes to), by rank; who doesn't handle the signal is left out.
-    """
-
-    def __init__(self, processes: Mapping[int, tuple[int, Path]]) -> None:
-        self._sent = time.monotonic()
-        self._begins: dict[int, tuple[Path, int]] = {}
-        self._sizes: dict[int, int] = {}
-        for rank, (pid, path) in processes.items():
-            # Anything else would die of it: a script may have become another program.
-            if handles_signal(pid, STACK_SIGNAL):
-                self._begins[rank] = (path, path.stat().st_size)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, STACK_SIGNAL)
-
-    def is_complete(self) -> bool:
-        """Whether all have written, and no file has grown since the last call; or too much time has passed."""
-        sizes = {rank: path.stat().st_size for rank, (path, _) in self._begins.items()}
-        is_still = sizes == self._sizes and all(sizes[rank] > begin for rank, (_, begin) in self._begins.items())
-        self._sizes = sizes
-        return is_still or time.monotonic() - self._sent > _LONGEST_S
-
-    def stacks(self) -> dict[int, str]:
-        """What each has written, by rank; "" if it has not."""
-        found = {}
-        for rank, (path, begin) in self._begins.items():
-            with path.open("rb") as file:
-                file.seek(begin)
-                found[rank] = file.read().decode(errors="replace").strip()
-        return found
 
 
 class WorkerStacks:

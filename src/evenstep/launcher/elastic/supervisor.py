@@ -19,18 +19,19 @@ from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.agreement import Saved, agree_on_cause, agree_on_saved
 from evenstep.launcher.elastic.attempt import Attempt
 from evenstep.launcher.elastic.heartbeat import OtherNodes
-from evenstep.launcher.elastic.looks import StackRequest, WorkerStacks, packed, unpacked
+from evenstep.launcher.elastic.looks import WorkerStacks, packed, unpacked
 from evenstep.launcher.failure.detection import (
     Hang,
     Observation,
     StopWatch,
-    TimeoutWatch,
     count_memory_kills,
+    find_overdue,
     observe,
 )
 from evenstep.launcher.failure.hangs import DEFAULT_AFTER_S, HangWatch, Seen
 from evenstep.launcher.failure.policy import LossPolicy, StopPolicy, describe_exit, is_evident
 from evenstep.launcher.failure.report import Failure, RemoteFailure, judge
+from evenstep.launcher.failure.stacks import StackRequest
 from evenstep.processes import has_gpu, has_gpu_driver, time_on_core_ns
 
 _POLL_S = 0.02
@@ -94,7 +95,7 @@ class WatchedRanks:
                 "it is killed" if self._losses.can_lose(rank, -signal.SIGKILL) else "all ranks are stopped"
             ),
         )
-        self._timeout_watch = TimeoutWatch(timeouts)
+        self._timeouts = timeouts
         self._hang_watch = HangWatch(
             after_s=name_after_s,
             timeouts=timeouts,
@@ -215,7 +216,8 @@ class WatchedRanks:
         if now - self._last_look >= _LOOK_EVERY_S:
             self._last_look = now
             # Suspended ranks have been named already.
-            late = self._timeout_watch.look({r: p for r, p in pages.items() if not self._watch.is_stopped(r)})
+            running = {rank: seen for rank, seen in pages.items() if not self._watch.is_stopped(rank)}
+            late = find_overdue(running, self._timeouts, now_ns=time.monotonic_ns())
             if self._names_hangs:
                 lines += self._look_for_hangs(observations, pages)
         for line in lines:
@@ -263,11 +265,7 @@ class WatchedRanks:
         silent = [
             local_rank for local_rank in self._attempt.alive() if self._attempt.ranks[local_rank] not in reporting
         ]
-        request = StackRequest(self._stack_files(silent))
-        deadline = time.monotonic() + _STACK_S
-        while time.monotonic() < deadline and not request.is_complete():
-            time.sleep(_POLL_S)
-        return request.stacks()
+        return StackRequest(self._stack_files(silent)).await_stacks(_STACK_S)
 
     # ------------------------------------------------------------------ how it ends
 

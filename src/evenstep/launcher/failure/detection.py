@@ -124,33 +124,22 @@ class StopWatch:
         return lines, given_up
 
 
-class TimeoutWatch:
-    """Notices ranks for which others wait, and gives them up when their phase allows no more. `HangWatch` names them.
+def find_overdue(
+    pages: Mapping[int, Heartbeat | None], timeouts: PhaseTimeouts, *, now_ns: int, margin_s: float = 5.0
+) -> Hang | None:
+    """A rank that others wait for longer than its phase allows: who is given up. `HangWatch` names them. Pure.
 
     The ranks have deadlines of their own, whose errors say more. This one is for ranks that can't raise any more.
 
     Args:
+        pages: By rank, of those that run and aren't suspended.
         timeouts: What each phase allows.
+        now_ns: Monotonic time.
         margin_s: How long after that time the ranks' own deadlines may still speak.
     """
-
-    def __init__(self, timeouts: PhaseTimeouts, *, margin_s: float = 5.0) -> None:
-        self._timeouts = timeouts
-        self._margin_s = margin_s
-
-    def look(self, pages: Mapping[int, Heartbeat | None], now_ns: int | None = None) -> Hang | None:
-        """Who is given up.
-
-        Args:
-            pages: By rank, of those that run and aren't suspended.
-            now_ns: Monotonic time; None: now.
-        """
-        late = find_awaited(pages, self._timeouts, now_ns=time.monotonic_ns() if now_ns is None else now_ns)
-        over = [each for each in late if each.overdue_s > self._margin_s]
-        given_up = min(over, key=lambda each: each.seen.time_ns, default=None)
-        if given_up is None:
-            return None
-        return Hang(given_up.rank, given_up.seen.pid, given_up.waited_s, given_up.seen, given_up)
+    over = [each for each in find_awaited(pages, timeouts, now_ns=now_ns) if each.overdue_s > margin_s]
+    late = min(over, key=lambda each: each.seen.time_ns, default=None)
+    return None if late is None else Hang(late.rank, late.seen.pid, late.waited_s, late.seen, late)
 
 
 class Ends:

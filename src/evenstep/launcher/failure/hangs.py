@@ -502,7 +502,7 @@ class HangWatch:
         )
 
     def _limit_s(self, page: Heartbeat) -> float | None:
-        """When `TimeoutWatch` gives it up: if others of this node wait for it in evenstep's own collectives."""
+        """When `find_overdue` gives it up: if others of this node wait for it in evenstep's own collectives."""
         pages = (track.seen.page for track in self._tracks.values())
         waits = any(each is not None and each.waiting_since_ns is not None for each in pages)
         return self._timeouts.of(page) if waits and page.phase != Phase.ENDED else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import os
 import pickle
 import signal
 from dataclasses import dataclass, replace
@@ -13,23 +14,12 @@ import torch
 
 from evenstep.errors import EvenstepError
 from evenstep.ground.coordination.rendezvous_store import meet_without_port
-from evenstep.ground.environment import current_placement
+from evenstep.ground.environment import current_placement, openmp_threads
 from evenstep.ground.health.excepthook import describe
 from evenstep.ground.health.first_failure import CrashReport
 from evenstep.launcher.pool.remote import pack_exception, pack_result, unpack_call
+from evenstep.launcher.spawn.script_runner import register_stacks
 from evenstep.launcher.spawn.start_worker import die_with_parent
-
-STACK_SIGNAL = signal.SIGUSR2
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a rank receives once, when its process starts."""
-
-    rank: int
-    parent_pid: int
-    num_threads: int
-    stack_file: str
 
 
 @dataclass(frozen=True)
@@ -55,32 +45,32 @@ class Failed:
     exception: bytes | None
 
 
-def serve(connection: Connection, setup: Setup) -> None:
+def serve(connection: Connection, parent_pid: int) -> None:
     """Run one task after the other until the parent closes the pipe, or one fails."""
-    die_with_parent(setup.parent_pid)
+    die_with_parent(parent_pid)
     # Ignored from the start, and no longer blocked: a task may choose to handle it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # A spawned process would spawn in its turn, and a loader's workers take seconds to start instead of milliseconds.
     multiprocessing.set_start_method(None, force=True)
     faulthandler.enable()
-    torch.set_num_threads(setup.num_threads)
-    meet_without_port(current_placement())
-    with open(setup.stack_file, "ab") as stack_file:
-        # The parent asks where a rank is that doesn't finish in time.
-        faulthandler.register(STACK_SIGNAL, file=stack_file)
-        while True:
-            try:
-                task = pickle.loads(connection.recv_bytes())
-            except (EOFError, OSError):
-                return
-            answer = _perform(task, setup.rank)
-            try:
-                connection.send_bytes(pickle.dumps(answer))
-            except OSError:
-                return
-            if isinstance(answer, Failed):
-                # Only now may sockets close: peers that see them break report after this rank.
-                raise SystemExit(answer.report.exit_code)
+    torch.set_num_threads(openmp_threads() or 1)
+    placement = current_placement()
+    meet_without_port(placement)
+    # Open to the end of the process: the parent asks where a rank is that doesn't finish in time.
+    register_stacks(os.open(placement.pages[placement.local_rank], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+    while True:
+        try:
+            task = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        answer = _perform(task, placement.rank)
+        try:
+            connection.send_bytes(pickle.dumps(answer))
+        except OSError:
+            return
+        if isinstance(answer, Failed):
+            # Only now may sockets close: peers that see them break report after this rank.
+            raise SystemExit(answer.report.exit_code)
 
 
 def _perform(task: Task, rank: int) -> Succeeded | Failed:

@@ -22,19 +22,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError, UsageError
 from evenstep.ground import environment
 from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause
-from evenstep.ground.health.heartbeat import PAGE_BYTES
 from evenstep.ground.health.peer_heartbeats import NodePages, own_page
 from evenstep.launcher.failure.policy import StopPolicy, describe_exit, is_evident
-from evenstep.launcher.pool.rank_process import STACK_SIGNAL, Failed, Setup, Succeeded, Task, serve
+from evenstep.launcher.failure.stacks import StackRequest
+from evenstep.launcher.pool.rank_process import Failed, Succeeded, Task, serve
 from evenstep.launcher.pool.remote import pack_call
 from evenstep.launcher.spawn.child import keep_ended_children
 from evenstep.network import LOOPBACK, Reservation
@@ -42,6 +43,7 @@ from evenstep.network import LOOPBACK, Reservation
 # A signal that comes just before the parent sleeps is noted and doesn't wake it: an interrupt would count only when a
 # rank answers. So it sleeps in short stretches.
 _LOOK_EVERY_S = 0.5
+_STACK_S = 0.5
 
 
 class RemoteTraceback(Exception):
@@ -61,12 +63,9 @@ class _Rank:
 class _Answers:
     """What is known of a running task."""
 
-    succeeded: dict[int, Succeeded]
-    failed: dict[int, Failed]
-    died: dict[int, Exit]
-
-    def __init__(self) -> None:
-        self.succeeded, self.failed, self.died = {}, {}, {}
+    succeeded: dict[int, Succeeded] = field(default_factory=dict)
+    failed: dict[int, Failed] = field(default_factory=dict)
+    died: dict[int, Exit] = field(default_factory=dict)
 
     @property
     def reports(self) -> list[CrashReport]:
@@ -201,13 +200,7 @@ class RankGroup:
     def _start(self, rank: int, num_threads: int, device: str | None) -> _Rank:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        setup = Setup(
-            rank=rank,
-            parent_pid=os.getpid(),
-            num_threads=num_threads,
-            stack_file=self._pages.files[rank],
-        )
-        process = context.Process(target=serve, args=(theirs, setup), name=f"evenstep rank {rank}")
+        process = context.Process(target=serve, args=(theirs, os.getpid()), name=f"evenstep rank {rank}")
         variables = environment.rank_variables(
             rank=rank,
             world_size=self.num_ranks,
@@ -301,20 +294,16 @@ class RankGroup:
 
     def _too_late(self, answers: _Answers, timeout_s: float) -> CollectiveTimeoutError:
         missing = [index for index in range(self.num_ranks) if index not in answers.succeeded]
-        stacks = []
-        for index in missing:
-            process = self._ranks[index].process
-            if process.pid is not None and process.is_alive():
-                os.kill(process.pid, STACK_SIGNAL)
-        time.sleep(0.2)
-        for index in missing:
-            with open(self._pages.files[index], "rb") as file:
-                file.seek(PAGE_BYTES)
-                stacks.append(f"rank {index}:\n{file.read().decode(errors='replace')}")
+        processes = {index: self._ranks[index].process for index in missing}
+        alive = {index: each.pid or 0 for index, each in processes.items() if each.is_alive()}
+        stacks = StackRequest(
+            {index: (pid, Path(self._pages.files[index])) for index, pid in alive.items()}
+        ).await_stacks(_STACK_S)
         names = ", ".join(map(str, missing))
         return CollectiveTimeoutError(
             f"task {self._num_tasks} was not done after {timeout_s:g} s; missing: rank {names} of {self.num_ranks}. "
-            f"The ranks were stopped. They were here:\n" + "\n".join(stacks)
+            f"The ranks were stopped. They were here:\n"
+            + "\n".join(f"rank {index}:\n{stacks.get(index, '')}" for index in missing)
         )
 
     def _stop(self) -> None:

@@ -6,6 +6,7 @@ The decisions are pure (`StopWatch.look`); `observe` is what reads `/proc`.
 from __future__ import annotations
 
 import os
+import re
 import select
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -185,10 +186,7 @@ def observe(pid: int) -> Observation:
 def count_memory_kills() -> int | None:
     """How many processes the kernel has killed for memory since it started; None where it doesn't say."""
     try:
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return None
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None

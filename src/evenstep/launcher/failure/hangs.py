@@ -253,7 +253,6 @@ class _Track:
     idle_since_ns: int | None = None
     quiet_since_ns: int | None = None
     used: tuple[int, int] = (0, 0)  # when, and how much of the processor by then
-    num_excused: int = 0  # looks at which it may have run because it was asked for its stacks
     stepped: tuple[int, int] = (0, 0)
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
     num_looks: int = 0  # since the page changed
@@ -279,6 +278,7 @@ class HangWatch:
         self._num_ranks = num_ranks
         self._tracks: dict[int, _Track] = {}
         self._looked_ns = 0
+        self._num_excused = 0  # looks at which ranks may have run because they were asked for their stacks
         self._event: HeldUp | None = None
         self._unshown: set[int] = set()  # ranks that were named without their stacks
         self._workers_due: set[int] = set()  # ranks that were named, and whose loaders' workers may say more
@@ -296,6 +296,7 @@ class HangWatch:
             if seen.page is not None:
                 self._note_page(track, seen.page)
             self._note_use(track, seen.on_core_ns, now_ns)
+        self._num_excused = max(0, self._num_excused - 1)
 
     def is_due(self, now_ns: int, others: Sequence[RankLook] = ()) -> bool:
         """Whether the stacks of this node's ranks are needed.
@@ -331,8 +332,7 @@ class HangWatch:
 
     def asked(self) -> None:
         """Note that ranks are asked for their stacks now: to write them takes a moment of a thread that waits."""
-        for track in self._tracks.values():
-            track.num_excused = _MOST_EXCUSED
+        self._num_excused = _MOST_EXCUSED
 
     def read(self, now_ns: int, stacks: Mapping[int, str], *, with_gpu: Iterable[int] = ()) -> None:
         """Note the stacks of ranks, as they were just now.
@@ -344,8 +344,7 @@ class HangWatch:
         """
         allowed_ns = self._allowed_s() * 1e9
         gpus = frozenset(with_gpu)
-        for track in self._tracks.values():
-            track.num_excused = min(1, track.num_excused)
+        self._num_excused = min(1, self._num_excused)
         self._looked_ns = now_ns
         for rank, track in self._tracks.items():
             if not _runs(track.seen):
@@ -451,9 +450,8 @@ class HangWatch:
             track.quiet_since_ns = None if share > _QUIET else track.quiet_since_ns or now_ns
         if on_core_ns is None:
             track.idle_since_ns = None
-        elif track.num_excused and track.on_core_ns is not None:
+        elif self._num_excused and track.on_core_ns is not None:
             track.on_core_ns = on_core_ns
-            track.num_excused -= 1
         elif track.on_core_ns is None or on_core_ns - track.on_core_ns > _RUNS_NS:
             was_idle = track.idle_since_ns is not None and track.idle_since_ns < track.looked_ns
             if was_idle and track.place is not None and track.place.call:

@@ -32,7 +32,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
@@ -46,7 +45,7 @@ from evenstep.launcher.spawn.start_worker import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 WORKER = str(Path(__file__).with_name("start_worker.py"))
-_LENGTH = struct.Struct("<Q")
+_MAX_PID = 32  # characters
 _ANSWER_S = 60.0
 _POLL_S = 0.005
 _THREADS_END_S = 0.5
@@ -76,37 +75,32 @@ class Zygote:
         self._connection: socket.socket | None = connection
         self.pid = pid
 
-    def start(self, arguments: Sequence[str], variables: Mapping[str, str], descriptors: Sequence[int]) -> Child | None:
-        """Fork a rank; None if the zygote can't any more.
-
-        Args:
-            arguments: Of `script_runner.main`.
-            variables: The rank's whole environment.
-            descriptors: What become its stdin, stdout and stderr.
-        """
-        if self._connection is None:
-            return None
-        payload = json.dumps([list(arguments), dict(variables)]).encode()
-        try:
-            with _adopting_orphans():
-                socket.send_fds(self._connection, [_LENGTH.pack(len(payload))], list(descriptors))
-                self._connection.sendall(payload)
-                (pid,) = _LENGTH.unpack(_receive(self._connection, _LENGTH.size))
-        except (OSError, EOFError):
-            self.close()
-            return None
-        return Child(pid, arguments) if pid else None
-
     def start_command(
         self, command: Sequence[str], variables: Mapping[str, str], descriptors: Sequence[int]
     ) -> Child | None:
-        """`start` for a whole command line; None also where that isn't python with our worker.
+        """Fork a rank; None if the zygote can't any more, and where the command isn't python with our worker.
 
         Such as a program that binds a rank to cores and then starts it: that is started as it is written.
+
+        Args:
+            command: Python's, with our worker and its arguments.
+            variables: The rank's whole environment.
+            descriptors: What become its stdin, stdout and stderr.
         """
-        if tuple(command[:3]) != (sys.executable, "-u", WORKER) or not _is_open(0):
+        is_ours = tuple(command[:3]) == (sys.executable, "-u", WORKER) and os.path.lexists("/proc/self/fd/0")
+        if self._connection is None or not is_ours:
             return None
-        return self.start(command[4:], variables, descriptors)
+        with open(os.memfd_create("evenstep-rank", os.MFD_CLOEXEC), "w+b") as order:
+            order.write(json.dumps([command[4:], dict(variables)]).encode())
+            order.flush()
+            try:
+                with _adopting_orphans():
+                    socket.send_fds(self._connection, [b"."], [order.fileno(), *descriptors])
+                    pid = int(self._connection.recv(_MAX_PID))
+            except (OSError, ValueError):
+                self.close()
+                return None
+        return Child(pid, command[4:]) if pid else None
 
     def close(self) -> None:
         """End the zygote and wait for that."""
@@ -235,11 +229,12 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
     """Fork one rank after the other until the launcher has gone. Returns in the forked ranks: what they are to run."""
     num_forks = 0
     while True:
-        head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
+        head, descriptors, _, _ = socket.recv_fds(connection, 1, 4)
         if not head:
             os._exit(0)
-        head += _receive(connection, _LENGTH.size - len(head))
-        arguments, variables = json.loads(_receive(connection, _LENGTH.unpack(head)[0]))
+        with open(descriptors.pop(0), "rb") as order:
+            order.seek(0)
+            arguments, variables = json.load(order)
         if num_forks == 0:
             set_blas_threads(variables)
         reader, writer = os.pipe()
@@ -251,7 +246,7 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
             connection.close()
             os.close(reader)
             _join(launcher, between)
-            os.write(writer, _LENGTH.pack(os.getpid()))
+            os.write(writer, b"%d" % os.getpid())
             os.close(writer)
             try:
                 settle(variables, descriptors)
@@ -265,7 +260,7 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
         for descriptor in descriptors:
             os.close(descriptor)
         os.waitpid(between, 0)
-        connection.sendall(os.read(reader, _LENGTH.size) or _LENGTH.pack(0))
+        connection.sendall(os.read(reader, _MAX_PID) or b"0")
         os.close(reader)
         num_forks += 1
         if preloads and num_forks == int(variables.get("LOCAL_WORLD_SIZE", "1")):
@@ -292,21 +287,3 @@ def _preload() -> None:
     # it, and nothing may depend on it.
     with contextlib.suppress(Exception):
         __import__("torch._dynamo")
-
-
-def _receive(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = connection.recv(count - len(data))
-        if not piece:
-            raise EOFError
-        data += piece
-    return data
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True

@@ -93,7 +93,7 @@ ORDER: dict[str, list[str]] = {
     "bench.memory": ["estimate", "probe", "footprint"],
     "checkpoint": ["checkpointer", "tools", "exchange", "save", "load", "dcp", "directory", "lock", "store", "format"],
     "checkpoint.format": ["manifest", "plan", "payload", "tree", "regions", "random_streams"],
-    "checkpoint.load": ["restore", "compare", "reader", "in_place", "layouts"],
+    "checkpoint.load": ["restore", "compare", "reader", "layouts"],
     "checkpoint.save": ["commit", "writer", "snapshot", "stopping"],
     "cli": [
         "main",

@@ -555,6 +555,17 @@ def test_elements_that_share_memory_are_refused_where_a_result_goes(ranks: RankP
         assert "float32 [100000]" in large
 
 
+def open_and_close(num_times: int) -> None:
+    evenstep.init(quiet=True)
+    for _ in range(num_times):
+        open_gloo([0, 1], timeout_s=20).close()
+
+
+def test_a_group_may_be_closed_as_soon_as_it_is_open(ranks: RankPool) -> None:
+    """Gloo's constructor had returned on one rank, which closed the group while the other one still connected."""
+    ranks.run(open_and_close, 2, 300)
+
+
 def fork_and_go_on(num_numel: int) -> tuple[str, bool]:
     """A child that has a garbage tensor of the segment, ends in the ordinary way, and may call no collective.
 

@@ -398,7 +398,7 @@ def test_a_manifest_that_asks_for_too_much_is_refused():
         ({"shape": [10**9], "part": {"numel": 10**9}}, "larger than its file"),
         ({"shape": [5]}, "don't make up"),
         ({"part": {"start": 1}}, "don't make up"),
-        ({"shape": [-4]}, "don't make up"),
+        ({"shape": [-4]}, "no whole number"),
         ({"dtype": "object"}, "dtype 'object'"),
         ({"part": {"file": "other"}}, "isn't listed"),
         ({"shape": None}, "lacks something"),

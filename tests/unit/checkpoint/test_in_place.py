@@ -12,7 +12,7 @@ from torch import nn
 from evenstep import World
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.directory import read_manifest
-from evenstep.checkpoint.load.in_place import in_place_targets
+from evenstep.checkpoint.load.layouts import in_place_targets
 from evenstep.checkpoint.load.reader import fill, read_objects
 from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import CheckpointError

@@ -204,7 +204,6 @@ def _part(found: Mapping[str, Any]) -> Part:
 def validate(manifest: Manifest) -> None:
     """Raise ValueError where a manifest is inconsistent: it may come from anywhere, with a valid checksum."""
     counts: list[object] = [manifest.step, manifest.world_size]
-    boxed: dict[str, TensorEntry] = {}
     for name, file in manifest.files.items():
         if not _SAFE_NAME.fullmatch(name) or name == NAME:
             raise ValueError(f"it names the file {name[:80]!r}, which is no plain name inside its folder")
@@ -223,27 +222,16 @@ def validate(manifest: Manifest) -> None:
                 if type(part.numel) is int and part.numel * itemsize > manifest.files[part.file].bytes:
                     raise ValueError(f"{owner}/{name} is larger than its file")
                 counts += part.sizes or ()
-            if any(part.sizes is not None for part in tensor.parts):
-                boxed[f"{owner}/{name}"] = tensor
-            elif not _is_covered(tensor):
-                raise ValueError(f"the parts of {owner}/{name} don't make up its {tensor.numel} elements")
     if not all(type(count) is int and count >= 0 for count in counts):
         raise ValueError("it has a count that is no whole number of at least 0")
-    for name, tensor in boxed.items():
-        if not _is_tiled_by_boxes(tensor):
-            raise ValueError(f"the parts of {name} don't make up its {tensor.numel} elements")
+    for owner, item in manifest.objects.items():
+        for name, tensor in item.tensors.items():
+            if not _is_covered(tensor):
+                raise ValueError(f"the parts of {owner}/{name} don't make up its {tensor.numel} elements")
 
 
 def _is_covered(tensor: TensorEntry) -> bool:
-    """Whether parts without boxes hold each element of a tensor once."""
-    end = 0
-    for part in tensor.parts:
-        end = end + part.numel if part.start == end else -1
-    return end == tensor.numel
-
-
-def _is_tiled_by_boxes(tensor: TensorEntry) -> bool:
-    """Whether parts, some of them boxes, hold each element of a tensor once."""
+    """Whether the parts hold each element of a tensor once."""
     boxes: list[tuple[Shape, Shape]] = []
     for part in tensor.parts:
         if part.sizes is not None and (
@@ -256,4 +244,4 @@ def _is_tiled_by_boxes(tensor: TensorEntry) -> bool:
         if part.start + part.numel > tensor.numel:
             return False
         boxes += [(offsets, sizes) for offsets, sizes, _ in part.boxes(tensor.shape)]
-    return is_tiled(tensor.shape, boxes)
+    return is_tiled(tensor.shape, boxes) if tensor.numel else not boxes

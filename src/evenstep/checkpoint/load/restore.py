@@ -18,8 +18,7 @@ from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.random_streams import restore_streams
 from evenstep.checkpoint.format.tree import unwrapped
 from evenstep.checkpoint.load import compare
-from evenstep.checkpoint.load.in_place import in_place_targets
-from evenstep.checkpoint.load.layouts import find_layouts
+from evenstep.checkpoint.load.layouts import find_layouts, in_place_targets
 from evenstep.checkpoint.load.reader import fill, read_objects, unlisted_files
 from evenstep.checkpoint.lock import step_of
 from evenstep.checkpoint.store import Storage

@@ -169,8 +169,10 @@ class StepWatch(Observer):
     def judge(self, sent: Any, sums: Sequence[float]) -> None:
         """See `Observer`: equal numbers, and only those, have squares whose sum is that of the mean's."""
         size, num_empty = self._world.world_size, sums[-1]
+        if num_empty:
+            return
         for which in range(len(_COUNTED)):
-            if size * sums[2 * which + 1] != sums[2 * which] ** 2 and not num_empty:
+            if size * sums[2 * which + 1] != sums[2 * which] ** 2:
                 self.found = which
                 return
 

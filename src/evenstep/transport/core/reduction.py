@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -185,6 +186,9 @@ def divide(total: Tensor, divisor: float) -> None:
         total.copy_(total.to(torch.int64).div_(divisor, rounding_mode="trunc"))
 
 
+_is_weighted = operator.attrgetter("is_weighted")  # a generator would be a frame for each rank in each step
+
+
 def divisor_of(rows: Sequence[Row], plain: float) -> float:
     """By what a sum of gradients is divided. Pure, and the same on all ranks.
 
@@ -195,10 +199,7 @@ def divisor_of(rows: Sequence[Row], plain: float) -> float:
     Returns:
         The sum of weights where some rank's window is weighted, infinity if that sum is 0; else `plain`.
     """
-    for row in rows:
-        if row.is_weighted:
-            break
-    else:
+    if not any(map(_is_weighted, rows)):
         return plain
     weights = [row.weight for row in rows]
     for a, b in plan_tree(len(weights)):  # as all sums: reproducible mode has the same on any number of ranks

@@ -51,7 +51,8 @@ def store_of(members: Sequence[int]) -> Store:
 def connect_gloo(store: Store, rank: int, size: int, *, timeout_s: float) -> ProcessGroupTransport:
     """Connect ranks through a store of their own.
 
-    Collective: all of them call this.
+    Collective: all of them call this, and none goes on before all are connected. Gloo's own constructor returns on one
+    rank while another one still accepts its connection, and fails there if the first rank closes the group by then.
     """
     timeout = timedelta(seconds=timeout_s)
     group = ProcessGroup(store, rank, size)
@@ -59,6 +60,7 @@ def connect_gloo(store: Store, rank: int, size: int, *, timeout_s: float) -> Pro
     devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)  # ranks may share a GPU
     add_backend(group, devices, ProcessGroup.BackendType.GLOO, gloo)
     set_default_backend(group, ProcessGroup.BackendType.GLOO)
+    group.barrier().wait()
     numbers = itertools.count(1)
 
     def split() -> ProcessGroupTransport:

@@ -119,8 +119,7 @@ class Header:
             if self.is_late and not observer.is_read_at_once:
                 late.append((observer, observer.sent, begin, end))
             else:
-                sums = self.tensor[begin:end].tolist() if self._numbers is None else self._numbers[begin:end]
-                observer.judge(observer.sent, sums)
+                observer.judge(observer.sent, self._read(begin, end))
         if not self.is_late:
             return
         if self._num_windows <= _READ_AT_ONCE:
@@ -146,8 +145,7 @@ class Header:
         Raises:
             UsageError: Some ranks called loss.backward(), others model.backward(). Raised on every rank.
         """
-        row = self.tensor[1:3].tolist() if self._numbers is None else self._numbers[1:3]
-        num_weighted, num_plain = map(int, row)
+        num_weighted, num_plain = map(int, self._read(1, 3))
         if num_weighted and num_plain:
             raise UsageError(
                 f"{num_plain} ranks called {CALLS[Kind.PLAIN]} and {num_weighted} called {CALLS[Kind.WEIGHTED]} in "
@@ -157,7 +155,11 @@ class Header:
 
     def used_anywhere(self) -> list[bool]:
         """After the sum: for each parameter, whether any rank has a gradient. Reads the tensor."""
-        return [count > 0 for count in self.tensor[self._begin_of_used :].tolist()]
+        return [count > 0 for count in self._read(self._begin_of_used, len(self.tensor))]
+
+    def _read(self, begin: int, end: int) -> list[float]:
+        numbers: list[float] = self.tensor[begin:end].tolist() if self._numbers is None else self._numbers[begin:end]
+        return numbers
 
     def num_plain(self) -> float | Tensor:
         """After the sum: on how many ranks the window was PLAIN; on a GPU 0-dim, without waiting for it."""

@@ -2,16 +2,20 @@
 
 [Note: the scale of weights]
 
-*Before gradients.* Weights multiply gradients in float16 (of parameters, or within autocast, whatever the parameters
-are), which large weights would make overflow; a GradScaler would skip steps that one process makes. So they are divided
-by a *scale* first: about the sum of all ranks' weights. It is a power of two, so that nothing is rounded; all ranks
-agree on it in the first window that they average, and keep it. A rank without samples doesn't know whether the others'
-passes have weights, so all take part, and only those with weights, or without samples, wait. Where the first window has
-no weights the scale stays 1, except that float16 gradients try again in each window until one has. What only adds to
-`p.grad` waits for that agreement no earlier than its window ends, since a rank may run such a pass alone, unless
-something overflows: float16 gradients, or a loss that a GradScaler has multiplied. A scale of each rank's own would be
-wrong: the backward pass of a SyncBatchNorm adds gradients of all ranks. A pass through several models has one weight,
-so one scale: that of the model with the most ranks, which all ranks of the others know alike.
+*Before gradients.* Large weights make float16 overflow, in gradients of float16 parameters and within autocast,
+whatever the parameters are; a GradScaler would skip steps that one process makes. So weights are divided by a *scale*
+first: the power of two next to the sum of all ranks' weights, so that nothing is rounded. All ranks agree on it in the
+first window that they average, and keep it. A rank without samples doesn't know whether the others' passes have
+weights, so all take part; only those with weights, or without samples, wait.
+
+    the first window has no weights    the scale stays 1; with float16 gradients the next window tries again
+    a pass only adds to `p.grad`       a rank may run it alone, so it doesn't agree: the pass that ends the window does.
+                                       It does where float16 would overflow: float16 gradients, a GradScaler's loss
+    some rank has had such a pass      its window has begun with 1, so the scale counts from the next window on
+
+A scale of each rank's own would be wrong: the backward pass of a SyncBatchNorm adds gradients of all ranks. A pass
+through several models has one weight, so one scale: that of the model with the most ranks, which all ranks of the
+others know alike.
 
 *Before a communication hook.* A hook compresses, and that depends on the magnitude. Gradients times a large weight
 overflow in 16 bits; and what PowerSGD leaves out for the next step would count as much as that step's weights, after a
@@ -110,31 +114,33 @@ class AgreedScale(Scale):
         self.agreed = 1.0
         self._transport, self._device = transport, device
         self._agreement: tuple[Work, Tensor] | None = None
+        self._is_put_off = False  # what was agreed on counts from the next window on
         self._total: tuple[Work, Tensor] | None = None
 
     def agree(self, weight: float | Tensor | None, *, opens_window: bool, is_urgent: bool) -> float:
         """See `Scale`. Collective in the first window that ends on all ranks, and in more of 16-bit models."""
         if weight is not None and self._is_due and (is_urgent or self._is_needed):
             self.announce()
-            self.start_agreement(weight)
+            self.start_agreement(weight, is_under_way=not opens_window)
             self._finish_agreement(reads=True)
         # Also of a weight of 0: what ranks add up has one scale on all of them.
-        self.adopt(self.agreed, opens_window=opens_window)
-        return self.agreed
+        scale = 1.0 if self._is_put_off else self.agreed
+        self.adopt(scale, opens_window=opens_window)
+        return scale
 
-    def start_agreement(self, weight: float | Tensor | None = None) -> None:
+    def start_agreement(self, weight: float | Tensor | None = None, *, is_under_way: bool = False) -> None:
         """Begin to agree, if that is due. Collective, once per window, before anything else of the window.
 
         Args:
             weight: Of a WEIGHTED pass; None: there is none on this rank so far.
+            is_under_way: This rank has had an earlier pass in the window.
         """
         if not self._is_due:
             return
         self._is_due = False
-        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        total = torch.tensor([0.0, weight is not None, is_under_way], dtype=torch.float64, device=self._device)
         if weight is not None:
             total[:1].add_(weight)
-            total[1:].fill_(1.0)
         self._agreement = self._transport.all_reduce(total), total
 
     def _finish_agreement(self, *, reads: bool) -> None:
@@ -148,8 +154,9 @@ class AgreedScale(Scale):
         (work, total), self._agreement = self._agreement, None
         work.wait()
         if reads:
-            weights, num_weighted = total.tolist()
+            weights, num_weighted, num_under_way = total.tolist()
             if num_weighted:
+                self._is_put_off = num_under_way > 0 and not self._is_needed
                 self.agreed = nearest_power_of_two(weights)
                 self._is_needed = False
 
@@ -188,7 +195,7 @@ class AgreedScale(Scale):
         if self._total is not None:
             self._total[0].wait()
             self._total = None
-        self._is_due = self._is_needed
+        self._is_due, self._is_put_off = self._is_needed, False
         scale, self.of_window = self.of_window, 1.0
         return scale
 

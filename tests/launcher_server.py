@@ -173,7 +173,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _become(arguments: list[str], variables: dict[str, str], directory: str, descriptors: list[int]) -> None:
-    from evenstep.launcher.spawn.post_fork import settle
+    from evenstep.launcher.spawn.zygote import settle
 
     os.setsid()
     os.chdir(directory)

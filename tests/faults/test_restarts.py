@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.launcher.elastic.restarts import RestartLimit, Standing
+from evenstep.launcher.elastic.nodes import RestartLimit, Standing
 from tests.commands import call
 
 TRAINS = """

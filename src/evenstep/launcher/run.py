@@ -30,9 +30,15 @@ from evenstep.ground.compat import torch_elastic
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic import rendezvous
 from evenstep.launcher.elastic.agent import RankAgent
-from evenstep.launcher.elastic.restarts import RestartLimit
-from evenstep.launcher.failure.policy import LossPolicy, StopPolicy, exit_status
-from evenstep.launcher.failure.report import Failure, describe_failure, status_of
+from evenstep.launcher.elastic.nodes import RestartLimit
+from evenstep.launcher.failure.report import (
+    Failure,
+    LossPolicy,
+    StopPolicy,
+    describe_failure,
+    exit_status,
+    status_of,
+)
 from evenstep.launcher.options.flags import (
     behind_the_script,
     fixed_port,

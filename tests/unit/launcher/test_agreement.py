@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evenstep.launcher.elastic.agreement import Saved
+from evenstep.launcher.elastic.nodes import Saved
 
 
 def test_all_nodes_decide_alike() -> None:

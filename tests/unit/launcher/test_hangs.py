@@ -12,8 +12,7 @@ import pytest
 
 from evenstep.ground.health.heartbeat import Heartbeat, Phase
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
-from evenstep.launcher.elastic.looks import packed, unpacked
-from evenstep.launcher.failure.hangs import HangWatch, RankLook, Seen, find_held_up
+from evenstep.launcher.failure.hangs import HangWatch, RankLook, Seen, find_held_up, packed, unpacked
 from tests.unit.launcher.test_stacks import ENGINE, TORCH, dump
 
 SECOND = 1_000_000_000

@@ -12,7 +12,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from evenstep.errors import ConfigurationError
-from evenstep.launcher.elastic.heartbeat import Heartbeats, OtherNodes
+from evenstep.launcher.elastic.nodes import Heartbeats, OtherNodes
 from evenstep.launcher.elastic.rendezvous import FixedNodesRendezvous
 from evenstep.launcher.failure.report import RemoteFailure
 from evenstep.network import Reservation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from evenstep.launcher.failure.policy import LossPolicy
+from evenstep.launcher.failure.report import LossPolicy
 
 KILLED = -signal.SIGKILL
 

@@ -8,8 +8,18 @@ import pytest
 from evenstep.ground.health.first_failure import CrashReport, Exit
 from evenstep.ground.health.heartbeat import Heartbeat, Phase
 from evenstep.launcher.failure.detection import Hang
-from evenstep.launcher.failure.policy import StopPolicy, describe_exit, exit_status, is_evident
-from evenstep.launcher.failure.report import Failure, RemoteFailure, describe_failure, describe_ranks, judge, status_of
+from evenstep.launcher.failure.report import (
+    Failure,
+    RemoteFailure,
+    StopPolicy,
+    describe_exit,
+    describe_failure,
+    describe_ranks,
+    exit_status,
+    is_evident,
+    judge,
+    status_of,
+)
 
 TRACEBACK = "Traceback (most recent call last):\n  File ...\nValueError: boom\nand more"
 GENUINE = CrashReport(1, 101, 5, False, 1, "ValueError: boom\nand more", TRACEBACK)

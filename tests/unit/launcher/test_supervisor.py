@@ -15,8 +15,7 @@ from evenstep.ground.health.first_failure import CrashReport
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.supervisor import WatchedRanks
-from evenstep.launcher.failure.policy import StopPolicy
-from evenstep.launcher.failure.report import Failure, RemoteFailure
+from evenstep.launcher.failure.report import Failure, RemoteFailure, StopPolicy
 from evenstep.processes import state_and_start
 
 

@@ -17,12 +17,10 @@ from evenstep.ground import environment
 from evenstep.ground.compat.torch_elastic import ElasticAgent, fresh_store, is_stop_handler
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
-from evenstep.launcher.elastic.heartbeat import OtherNodes
+from evenstep.launcher.elastic.nodes import OtherNodes, RestartLimit, compare_standings
 from evenstep.launcher.elastic.rendezvous import bound_answers, open_store
-from evenstep.launcher.elastic.restarts import RestartLimit, compare_standings
 from evenstep.launcher.elastic.supervisor import WatchedRanks
-from evenstep.launcher.failure.policy import LossPolicy, StopPolicy
-from evenstep.launcher.failure.report import Failure, describe_ranks
+from evenstep.launcher.failure.report import Failure, LossPolicy, StopPolicy, describe_ranks
 
 _SAME_REQUEST_S = 1.0  # a signal that is repeated within this time was sent twice
 

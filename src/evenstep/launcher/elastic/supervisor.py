@@ -16,10 +16,8 @@ from evenstep.errors import EXIT_PREEMPTED
 from evenstep.ground.health.heartbeat import Heartbeat, Note
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
-from evenstep.launcher.elastic.agreement import Saved, agree_on_cause, agree_on_saved
 from evenstep.launcher.elastic.attempt import Attempt
-from evenstep.launcher.elastic.heartbeat import OtherNodes
-from evenstep.launcher.elastic.looks import WorkerStacks, packed, unpacked
+from evenstep.launcher.elastic.nodes import OtherNodes, Saved, agree_on_cause, agree_on_saved
 from evenstep.launcher.failure.detection import (
     Hang,
     Observation,
@@ -28,10 +26,17 @@ from evenstep.launcher.failure.detection import (
     find_overdue,
     observe,
 )
-from evenstep.launcher.failure.hangs import DEFAULT_AFTER_S, HangWatch, Seen
-from evenstep.launcher.failure.policy import LossPolicy, StopPolicy, describe_exit, is_evident
-from evenstep.launcher.failure.report import Failure, RemoteFailure, judge
-from evenstep.launcher.failure.stacks import StackRequest
+from evenstep.launcher.failure.hangs import DEFAULT_AFTER_S, HangWatch, Seen, packed, unpacked
+from evenstep.launcher.failure.report import (
+    Failure,
+    LossPolicy,
+    RemoteFailure,
+    StopPolicy,
+    describe_exit,
+    is_evident,
+    judge,
+)
+from evenstep.launcher.failure.stacks import StackRequest, WorkerStacks
 from evenstep.processes import has_gpu, has_gpu_driver, time_on_core_ns
 
 _POLL_S = 0.02

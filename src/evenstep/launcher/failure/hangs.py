@@ -15,16 +15,18 @@ A rank *waits* if its stack says so, and if it has used no processor since. Wher
 the rendezvous) three looks must find the same stack. Who doesn't wait while others do is *missing*. It is named once,
 and again when it has come. Where it had come by itself, a later wait at the same place is reported after twice as long.
 
-Everything here is pure: `launcher.elastic.looks` reads /proc and sends the signal.
+Everything here is pure: `stacks.StackRequest` sends the signal, and `evenstep.processes` reads /proc.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
+from evenstep.ground.health.first_failure import printable
 from evenstep.ground.health.heartbeat import WORDS, Heartbeat, Phase
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts, patience
 from evenstep.launcher.failure.stacks import LOADING, Place, parse_stacks, place_of
@@ -42,6 +44,8 @@ _SAME_CALL = 6.0  # times as long: a slow network is no hang
 _CONFIRM_NS = 500_000_000  # a rank that raises instead has ended by then
 _MOST_STACKS = 3
 _MOST_SITES = 6
+_MOST_SENT = 64  # ranks of a node, to other nodes
+_MOST_TEXT = 3000  # characters, of a stack
 UNDER_NO_IF = "What ranks do together (world.mean, a save) stands under no `if` that holds on some of them only."
 _KNOWN_LONG = (Phase.EVALUATING, Phase.SAVING, Phase.COMPILING, Phase.MAIN_FIRST)
 
@@ -528,3 +532,39 @@ def _phase(page: Heartbeat, place: Place, state: str) -> str:
     if not place.stack:
         words += f" (it doesn't say where; process state {state})"
     return f"{words}{_of_step(page.step)}"
+
+
+def packed(looks: Sequence[RankLook]) -> str:
+    """Looks as the launchers of other nodes read them; "" if nobody waits or is missing."""
+    told = sorted(looks, key=lambda look: bool(look.call))[:_MOST_SENT]
+    return json.dumps([asdict(replace(look, stack=look.stack[-_MOST_TEXT:])) for look in told]) if told else ""
+
+
+def unpacked(texts: Iterable[tuple[str, str]]) -> list[RankLook]:
+    """What other nodes have published; what can't be understood is passed over.
+
+    Args:
+        texts: (the node, in words; what it has published).
+    """
+    looks = []
+    for node, text in texts:
+        try:
+            for each in json.loads(text) if text else []:
+                look = RankLook(**each)
+                looks.append(
+                    replace(
+                        look,
+                        call=_safe(look.call),
+                        phase=_safe(look.phase),
+                        site=_safe(look.site),
+                        stack=_safe(look.stack),
+                        where=_safe(node),
+                    )
+                )
+        except (ValueError, TypeError):
+            continue
+    return looks
+
+
+def _safe(text: object) -> str:
+    return printable(str(text))[:_MOST_TEXT]

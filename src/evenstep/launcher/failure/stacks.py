@@ -13,15 +13,18 @@ import linecache
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from evenstep.ground.health.users_code import PACKAGE, TORCH, is_users
 from evenstep.launcher.spawn.script_runner import STACK_SIGNAL
-from evenstep.processes import handles_signal
+from evenstep.processes import children, handles_signal
 
 _LONGEST_S = 0.5
+_MOST_WORKERS = 8
+_TRIES = 6  # on a busy node a worker may not run for so long that it doesn't answer
 _POLL_S = 0.02
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
@@ -247,3 +250,40 @@ def _shown(frames: Sequence[Frame], source: Callable[[str, int], str], *, most: 
         text = source(frame.file, frame.line).strip() if is_users(frame.file) else ""
         lines += [f"    {text}"] if text else []
     return "\n".join(lines)
+
+
+class WorkerStacks:
+    """Where the workers of a rank's loader are, one after the other: they write to their rank's file."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, int, Path, int]] = deque()  # with how often each may still be asked
+        self._asked: tuple[int, int, Path, int] | None = None
+        self._request = StackRequest({})
+
+    def ask(self, rank: int, pid: int, path: Path) -> None:
+        """Ask the workers that a rank has forked."""
+        self._waiting.extend((rank, child, path, _TRIES) for child in children(pid)[:_MOST_WORKERS])
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether one of them writes now."""
+        return self._asked is not None
+
+    def look(self) -> list[str]:
+        """Lines on workers that are in the user's code; others wait for something to do. Never blocks."""
+        lines = []
+        if self._asked is not None:
+            rank, worker, path, tries = self._asked
+            if not self._request.is_complete():
+                return []
+            self._asked = None
+            stacks = self._request.stacks()
+            place = place_in_worker(parse_stacks(stacks.get(rank, "")))
+            if place is not None:
+                lines.append(f"a worker of rank {rank}'s loader (pid {worker}) is here:\n{place.stack}")
+            elif stacks.get(rank) == "" and tries > 1:
+                self._waiting.append((rank, worker, path, tries - 1))
+        if self._waiting:
+            self._asked = rank, worker, path, _ = self._waiting.popleft()
+            self._request = StackRequest({rank: (worker, path)})
+        return lines

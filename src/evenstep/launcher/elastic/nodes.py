@@ -1,11 +1,12 @@
-"""The heartbeat between a run's launchers: that each node is alive, and which rank failed first.
+"""What a run's launchers know of each other: that each node is alive, which rank failed first, what was saved.
 
 Every launcher writes a heartbeat to the store of the rendezvous several times a second, and reads those of the others.
 A node whose heartbeat stands still is lost: its power or its network is gone. The store also holds one slot for the
 first failure, which the first node to fail wins by compare-and-swap; nodes that only lost a peer then report that
-failure as the cause. At the end of an attempt that may be followed by another, the nodes exchange what each knows of it
-(`agreement`). A node that sees a new one wait announces it; otherwise its peers would take the end of its ranks for a
-failure.
+failure as the cause. At the end of an attempt that may be followed by another, the nodes exchange what each has saved
+(`Saved`), so that each decides by itself, and all alike, whether the run is restarted (`RestartLimit`). A run of one
+node has the answers without asking anybody. A node that sees a new one wait announces it; otherwise its peers would
+take the end of its ranks for a failure.
 
 Launchers also publish where their ranks are when these haven't stepped for a while (`launcher.failure.hangs`).
 
@@ -23,13 +24,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from evenstep.ground.health.first_failure import printable
-from evenstep.launcher.failure.report import RemoteFailure
+from evenstep.launcher.failure.report import Failure, RemoteFailure, state_of, status_of, summary_of
 
 _BEAT_S = 0.25
 _HURRY_S = 0.02  # between two looks at the store when the attempt has ended
@@ -288,3 +289,159 @@ class OtherNodes:
         if not self._lack(self._given):
             store.set(f"complete-{self._node_rank}", "yes")
             self._complete = {node for node in self._others if store.check([f"complete-{node}"])}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What an attempt has saved, as far as one node knows, or all nodes together.
+
+    Attributes:
+        has_checkpointer: There was a `Checkpointer`.
+        step: Of the last checkpoint that was committed; None: none.
+    """
+
+    has_checkpointer: bool
+    step: int | None
+
+    @staticmethod
+    def of_all_nodes(each: Iterable[Saved]) -> Saved:
+        """What all nodes together have saved. Pure."""
+        nodes = list(each)
+        steps = [node.step for node in nodes if node.step is not None]
+        return Saved(any(node.has_checkpointer for node in nodes), max(steps, default=None))
+
+
+def agree_on_saved(others: OtherNodes, own: Saved, *, longest_s: float) -> Saved:
+    """What all nodes have saved, once their attempts have ended too; without nodes that are lost or too late.
+
+    Args:
+        others: The other nodes.
+        own: What this one has saved.
+        longest_s: How long to wait for them.
+    """
+    nodes = [own]
+    for text in others.exchange(json.dumps(asdict(own)), longest_s=longest_s):
+        with contextlib.suppress(ValueError, TypeError):
+            nodes.append(Saved(**json.loads(text)))
+    return Saved.of_all_nodes(nodes)
+
+
+def agree_on_cause(
+    others: OtherNodes, failure: Failure | None, remote: RemoteFailure | None, *, grace_s: float
+) -> RemoteFailure | None:
+    """Publish a failure that began here; else, after secondary failures only, wait for one published elsewhere.
+
+    Args:
+        others: The other nodes.
+        failure: Of this node's ranks, all of which have ended; None: none failed.
+        remote: What was known of the other nodes when it was noticed; None: nothing.
+        grace_s: How long to wait.
+
+    Returns:
+        The failure on another node that is the cause; None: it isn't known, or happened here.
+    """
+    if remote is not None or failure is None:
+        return remote
+    if not failure.only_secondary:
+        others.publish_failure(summary_of(failure), status_of(failure), state=state_of(failure))
+        return None
+    deadline = time.monotonic() + grace_s
+    while (published := others.look()) is None and time.monotonic() < deadline:
+        if others.new_node_waits:
+            return None
+        time.sleep(_HURRY_S)
+    return published
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a node knows of a run's restarts.
+
+    Attributes:
+        num_restarts: How many there were.
+        num_in_vain: As of `RestartLimit`.
+        saved_step: Of the newest checkpoint of this run; None: none yet.
+        has_saved: A checkpoint was committed since the last restart, before nodes came or went without one.
+    """
+
+    num_restarts: int
+    num_in_vain: int
+    saved_step: int | None
+    has_saved: bool
+
+    @staticmethod
+    def of_all_nodes(each: Iterable[Standing]) -> Standing:
+        """The standing of the run, from those of its nodes; nodes that joined later know less. Pure."""
+        nodes = list(each)
+        most = max(node.num_restarts for node in nodes)
+        steps = [node.saved_step for node in nodes if node.saved_step is not None]
+        return Standing(
+            most,
+            min(node.num_in_vain for node in nodes if node.num_restarts == most),
+            max(steps, default=None),
+            any(node.has_saved for node in nodes),
+        )
+
+
+class RestartLimit:
+    """Ends a run whose restarts make no progress. Pure.
+
+    Only for runs with a `Checkpointer`: without checkpoints nothing shows whether a run makes progress.
+
+    Attributes:
+        num_in_vain: Restarts since the last checkpoint was committed.
+        saved_step: Of the newest checkpoint of this run; None: none yet.
+    """
+
+    MOST_IN_VAIN = 3
+
+    def __init__(self) -> None:
+        self.num_in_vain = 0
+        self.saved_step: int | None = None
+        self._has_saved = False  # since the last restart
+
+    def note(self, *, attempt: int, saves: bool, saved_step: int | None) -> None:
+        """Count an attempt that has failed.
+
+        Args:
+            attempt: 0 for the first.
+            saves: It had a `Checkpointer`.
+            saved_step: Of the last checkpoint that it has committed; None: none.
+        """
+        self.note_saved(saved_step)
+        if saves and attempt > 0 and not self._has_saved:
+            self.num_in_vain += 1
+        self._has_saved = False
+
+    def note_saved(self, saved_step: int | None) -> None:
+        """Remember what an attempt has committed, if anything, before it goes on with other nodes."""
+        if saved_step is not None:
+            self.num_in_vain, self.saved_step, self._has_saved = 0, saved_step, True
+
+    def standing(self, *, num_restarts: int) -> Standing:
+        """What this node knows, for the others."""
+        return Standing(num_restarts, self.num_in_vain, self.saved_step, self._has_saved)
+
+    def adopt(self, standing: Standing) -> None:
+        """Continue from the standing of all nodes."""
+        self.saved_step, self._has_saved = standing.saved_step, standing.has_saved
+        self.num_in_vain = 0 if standing.has_saved else standing.num_in_vain
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether one more restart would be one too many."""
+        return self.num_in_vain >= self.MOST_IN_VAIN
+
+
+def compare_standings(store: Store, own: Standing, *, node_rank: int, num_nodes: int) -> Standing:
+    """How the run stands as all nodes together know. Collective over nodes; all return the same.
+
+    Args:
+        store: Of this rendezvous alone.
+        own: What this node knows.
+        node_rank: This node.
+        num_nodes: All nodes of this rendezvous.
+    """
+    store.set(f"evenstep/standing-{node_rank}", json.dumps(asdict(own)))
+    standings = (store.get(f"evenstep/standing-{node}") for node in range(num_nodes))
+    return Standing.of_all_nodes(Standing(**json.loads(text)) for text in standings)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from evenstep.errors import ConfigurationError
+from evenstep.launcher.elastic import nodes
 from evenstep.launcher.elastic.nodes import Heartbeats, OtherNodes
 from evenstep.launcher.elastic.rendezvous import FixedNodesRendezvous
 from evenstep.launcher.failure.report import RemoteFailure
@@ -102,6 +105,108 @@ def test_what_ranks_of_other_nodes_do_is_known_after_they_are_gone() -> None:
         assert told.endswith("): rank 4 \\x1b[2Jwaits")
     finally:
         for end in (here, silent, there):
+            end.close()
+            end._thread.join(20)
+
+
+class Counting:
+    """A store that counts: calls, and the values that they read or write, in each thread."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.num_calls: Counter[int] = Counter()
+        self.num_values: Counter[int] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            thread = threading.get_ident()
+            self.num_calls[thread] += 1
+            self.num_values[thread] += len(arguments[0]) if isinstance(arguments[0], list) else 1
+            return getattr(self._store, name)(*arguments)
+
+        return call
+
+
+def played(monkeypatch: pytest.MonkeyPatch, num_nodes: int) -> tuple[Counting, Callable[[int], OtherNodes]]:
+    """The store of so many nodes, and what starts one of them."""
+    counting = Counting(PrefixStore("nodes", HashStore()))
+    monkeypatch.setattr(nodes, "TCPStore", lambda *_, **__: None)
+    monkeypatch.setattr(nodes, "PrefixStore", lambda *_: counting)
+
+    def start(node: int) -> OtherNodes:
+        return OtherNodes("unused", 0, session="p", node_rank=node, num_nodes=num_nodes, lost_after_s=1000.0)
+
+    return counting, start
+
+
+@pytest.mark.parametrize("num_nodes", [3, 40, pytest.param(512, marks=pytest.mark.extended)])
+@pytest.mark.timeout(600)
+def test_a_beat_costs_at_most_four_calls_however_many_nodes_there_are(
+    monkeypatch: pytest.MonkeyPatch, num_nodes: int
+) -> None:
+    counting, start = played(monkeypatch, num_nodes)
+    ends = [start(node) for node in range(num_nodes)]
+    try:
+        deadline = time.monotonic() + 150
+        while any(len(end._facts) < num_nodes - 1 for end in ends):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        beats = [end._num_beats for end in ends]
+        counting.num_calls.clear()
+        counting.num_values.clear()
+        time.sleep(2.0)
+        calls, values = dict(counting.num_calls), dict(counting.num_values)
+        done = [end._num_beats + 1 - before for end, before in zip(ends, beats, strict=True)]
+        assert sum(calls.values()) <= 4 * sum(done)
+        of_the_store, others = max(values.values()), sum(values.values()) - max(values.values())
+        assert of_the_store <= (num_nodes + 4) * done[0], "two values written, the beats and the failure read, a row"
+        assert others <= 5 * sum(done[1:]), "two values written, the row looked for, it and the failure read"
+        assert [end.look() for end in ends] == [None] * num_nodes
+        ends[1].publish_failure("rank 8 failed", 9, wait_s=60)
+        assert wait_for(ends[-1]).status == 9
+    finally:
+        for end in ends:
+            end._is_closed.set()
+            end._wakes.set()
+        for end in ends:
+            end._thread.join(60)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_node_that_starts_late_stops_nobody(monkeypatch: pytest.MonkeyPatch, late: int) -> None:
+    """A store waits for a key that isn't there. Neither the store's own launcher nor another one need be in time."""
+    _, start = played(monkeypatch, 3)
+    ends = {node: start(node) for node in range(3) if node != late}
+    try:
+        time.sleep(1.0)
+        assert all(end._num_beats >= 2 for end in ends.values())
+        assert [end.look() for end in ends.values()] == [None, None]
+        ends[late] = start(late)
+        assert not ends[late].check_for_new_node(longest_s=20)
+        ends[1].announce_new_node(wait_s=20)
+        assert all(end.check_for_new_node(longest_s=20) for end in ends.values())
+    finally:
+        for end in ends.values():
+            end.close()
+            end._thread.join(20)
+
+
+def test_looks_that_change_all_the_time_are_sent_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long a rank has waited changes with every look, and all nodes read what is new."""
+    monkeypatch.setattr(nodes, "_LOOKS_S", 1000.0)
+    _, start = played(monkeypatch, 2)
+    here, there = start(0), start(1)
+    try:
+        for number in range(3):
+            here.publish_looks(str(number))
+            assert not there.check_for_new_node(longest_s=20)
+            assert [text for _, text in there.looks()] == ["0"]
+        here.publish_looks("")
+        here.check_for_new_node(longest_s=20)
+        there.check_for_new_node(longest_s=20)
+        assert there.looks() == []
+    finally:
+        for end in (here, there):
             end.close()
             end._thread.join(20)
 

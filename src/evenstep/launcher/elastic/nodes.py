@@ -1,16 +1,20 @@
 """What a run's launchers know of each other: that each node is alive, which rank failed first, what was saved.
 
-Every launcher writes a heartbeat to the store of the rendezvous several times a second, and reads those of the others.
-A node whose heartbeat stands still is lost: its power or its network is gone. The store also holds one slot for the
-first failure, which the first node to fail wins by compare-and-swap; nodes that only lost a peer then report that
-failure as the cause. At the end of an attempt that may be followed by another, the nodes exchange what each has saved
-(`Saved`), so that each decides by itself, and all alike, whether the run is restarted (`RestartLimit`). A run of one
-node has the answers without asking anybody. A node that sees a new one wait announces it; otherwise its peers would
-take the end of its ranks for a failure.
+[Note: one row of beats]
 
-Launchers also publish where their ranks are when these haven't stepped for a while (`launcher.failure.hangs`).
+Every launcher writes to the store of the rendezvous several times a second: its beat (a number, and the version of its
+facts), a line on what its ranks are doing and, when they have changed, its facts (its name, where its ranks are if they
+haven't stepped for a while, whether a new node waits and, at the end, what its attempt has saved). The node of the
+store reads all beats in one call, and publishes them in one row. The others read the row, facts only where their
+version is new, and lines only when an attempt has failed: at most four calls per node and beat, however many nodes
+there are. A key exists before anybody reads it, since the store would wait for it: the node of the store makes all
+beats, and facts are written before the beat that has their version.
 
-With every heartbeat goes a line on what the node's ranks are doing. The node that reports a failure reads the others'.
+A node whose beat stands still is lost: its power or its network is gone. There is also one slot for the first failure,
+which the first node to fail wins by compare-and-swap; nodes that only lost a peer then report that failure as the
+cause. At the end of an attempt the nodes exchange what each has saved (`Saved`), so that each decides by itself, and
+all alike, whether the run is restarted (`RestartLimit`). A run of one node has the answers without asking anybody. A
+node that sees a new one wait announces it; otherwise its peers would take the end of its ranks for a failure.
 
 A thread talks to the store, because a store that is unreachable never answers, and no deadline of torch's ends that.
 `Heartbeats`, which decides, is pure, and is called from outside the thread.
@@ -20,12 +24,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -36,7 +42,10 @@ _BEAT_S = 0.25
 _HURRY_S = 0.02  # between two looks at the store when the attempt has ended
 _PARTING_S = 1.0
 _CONNECT_S = 60.0
+_LOOKS_S = 1.0  # between two changes of what others may know of this node's ranks
 _MAX_TEXT = 500
+_NOTHING = "-"
+_ROW, _FIRST = "row", "first-failure"
 
 
 class Heartbeats:
@@ -96,13 +105,10 @@ class OtherNodes:
         address: Where the store is.
         port: Its port.
         session: Name of this session: another one for every rendezvous.
-        node_rank: This node.
+        node_rank: This node; 0 has the store.
         num_nodes: All nodes.
         lost_after_s: See `Heartbeats`.
         describe: Returns a line on what this node's ranks are doing; called several times a second, by the thread.
-
-    Attributes:
-        new_node_waits: Some node has announced a new one that waits to join.
     """
 
     LOST_STATUS = 76
@@ -119,30 +125,28 @@ class OtherNodes:
         describe: Callable[[], str] = lambda: "",
     ) -> None:
         self._address, self._port = address, port
-        self._node_rank = node_rank
+        self._node_rank, self._num_nodes = node_rank, num_nodes
         self._prefix = f"evenstep/nodes/{session}"
         self._others = [node for node in range(num_nodes) if node != node_rank]
         self._heartbeats = Heartbeats(self._others, lost_after_s=lost_after_s, now=time.monotonic())
-        self._remote_failure: RemoteFailure | None = None
-        self._own_failure: str | None = None
-        self._is_published = threading.Event()
-        self.new_node_waits = False
-        self._announces_new_node = False
-        self._is_announced = threading.Event()
         self._describe = describe
+        # Replaced as a whole, by the main thread alone.
+        self._mine: dict[str, Any] = {"version": "0", "host": socket.gethostname()}
+        self._facts: dict[int, dict[str, Any]] = {}  # the others', as of the last beat
+        self._own_failure = ""
+        self._remote_failure: RemoteFailure | None = None
         self._requests_states = False
-        self._states: list[str] = []
-        self._has_states = threading.Event()
-        self._num_looks = 0
-        self._own_looks = ""
-        self._looks: list[tuple[str, str]] = []
-        self._wakes = threading.Event()
-        self._given: dict[int, str] = {}  # by node, this one's included: see `exchange`
-        self._complete: set[int] = set()  # nodes that have what all have given
-        self._has_ended = threading.Event()
-        self._is_closed = threading.Event()
+        self._states: list[str] | None = None
+        self._num_beats = self._num_in_row = 0
+        self._looks_at = -math.inf
+        self._wakes, self._has_ended, self._is_closed = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="evenstep nodes", daemon=True)
         self._thread.start()
+
+    @property
+    def new_node_waits(self) -> bool:
+        """Some node has announced a new one that waits to join."""
+        return any("new_node" in record for record in (self._mine, *self._facts.values()))
 
     def look(self) -> RemoteFailure | None:
         """A failure on another node, as far as it is known. Never blocks."""
@@ -156,31 +160,29 @@ class OtherNodes:
         where = f"node {self._node_rank} ({socket.gethostname()})"
         failure = RemoteFailure(f"on {where}: {text}"[:_MAX_TEXT], status, state[:_MAX_TEXT])
         self._own_failure = json.dumps(asdict(failure))
-        self._wakes.set()
-        self._is_published.wait(wait_s)
+        enough = self._num_beats + 2  # one may be under way
+        self._await(lambda: self._num_beats >= enough, wait_s)
 
     def announce_new_node(self, *, wait_s: float = 1.0) -> None:
         """Announce that a new node waits, so that all nodes stop their ranks. Waits until that is done."""
-        self._announces_new_node = True
-        self._wakes.set()
-        self._is_announced.wait(wait_s)
+        self._publish(new_node=True)
+        self._await_beats(wait_s)
 
     def check_for_new_node(self, *, longest_s: float = 1.0) -> bool:
         """`new_node_waits`, after one more look at the store."""
-        deadline = time.monotonic() + longest_s
-        enough = self._num_looks + 2  # one may be under way
-        while self._num_looks < enough and time.monotonic() < deadline and not self._has_ended.is_set():
-            self._wakes.set()
-            time.sleep(_HURRY_S)
+        self._await_beats(longest_s)
         return self.new_node_waits
 
     def publish_looks(self, text: str) -> None:
         """Have the other nodes know where this node's ranks are; "": nothing is known. Never blocks."""
-        self._own_looks = text
+        now = time.monotonic()
+        if now - self._looks_at > _LOOKS_S or not text:
+            self._looks_at = now
+            self._publish(looks=text)
 
     def looks(self) -> list[tuple[str, str]]:
         """(A node, in words; what it has published), of all other nodes that have. Never blocks."""
-        return self._looks
+        return self._of_all("looks")
 
     def request_states(self) -> None:
         """Have the thread read the other nodes' lines on their ranks."""
@@ -189,36 +191,56 @@ class OtherNodes:
 
     def states(self, *, longest_s: float = 0.3) -> list[str]:
         """A line for each other node: what its ranks did at its last heartbeat before `request_states`."""
-        self._has_states.wait(longest_s)
-        return self._states
+        self._await(lambda: self._states is not None, longest_s)
+        return self._states or []
 
     def exchange(self, text: str, *, longest_s: float) -> list[str]:
         """What the other nodes have given here at the end of this attempt; without those that are lost or too late.
 
         Collective over nodes. Each gives one text, once.
         """
-        self._given[self._node_rank] = text
-        deadline = time.monotonic() + longest_s
-        while self._lack(self._given) and time.monotonic() < deadline:
-            time.sleep(_HURRY_S)
+        self._publish(given=text)
+        self._await(lambda: self._have_all("given"), longest_s)
         # The store ends with its node, which therefore stays until the others have read it.
-        deadline = time.monotonic() + _PARTING_S
-        while self._lack(self._complete) and time.monotonic() < deadline:
-            time.sleep(_HURRY_S)
-        return [self._given[node] for node in self._others if node in self._given]
-
-    def _lack(self, heard: Collection[int]) -> bool:
-        """Whether a node is missing here that may still be heard of."""
-        now = time.monotonic()
-        if self._has_ended.is_set() or self._heartbeats.is_cut_off(now):
-            return False  # the store can't be reached, or not any more
-        return not set(self._others) <= {*heard, *self._heartbeats.lost_nodes(now)}
+        self._publish(has_read=True)
+        self._await(lambda: self._have_all("has_read"), _PARTING_S)
+        return [text for _, text in self._of_all("given")]
 
     def close(self) -> None:
         """Stop the heartbeat. Doesn't wait for a store that is silent."""
         self._is_closed.set()
         self._wakes.set()
         self._thread.join(2 * _BEAT_S)
+
+    def _publish(self, **changes: object) -> None:
+        if not changes.items() <= self._mine.items():
+            self._mine = {**self._mine, **changes, "version": str(int(self._mine["version"]) + 1)}
+
+    def _of_all(self, what: str) -> list[tuple[str, str]]:
+        return [
+            (f"on node {node} ({of['host']})", str(of[what]))
+            for node, of in sorted(self._facts.items())
+            if of.get(what)
+        ]
+
+    def _await(self, is_true: Callable[[], bool], longest_s: float) -> None:
+        """Wait until something has come true, with beats in quick succession, while the store can be reached."""
+        deadline = time.monotonic() + longest_s
+        while not is_true() and time.monotonic() < deadline:
+            if self._has_ended.is_set() or self._heartbeats.is_cut_off(time.monotonic()):
+                return
+            self._wakes.set()
+            time.sleep(_HURRY_S)
+
+    def _await_beats(self, longest_s: float) -> None:
+        """Wait for a row with a later beat of this node: others know by now what it published, and it what they did."""
+        enough = self._num_beats + 1  # one may be under way
+        self._await(lambda: self._num_in_row >= enough, longest_s)
+
+    def _have_all(self, what: str) -> bool:
+        """Whether no node's facts lack something, but of those that won't be heard of any more."""
+        have_it = {node for node, facts in self._facts.items() if what in facts}
+        return set(self._others) <= have_it | {*self._heartbeats.lost_nodes(time.monotonic())}
 
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store has gone: `look` says so when that has lasted
@@ -232,63 +254,51 @@ class OtherNodes:
             self._beat(PrefixStore(self._prefix, store))
         self._has_ended.set()
 
-    def _beat(self, store: Store) -> None:
-        number = 0
-        mine = published_looks = ""
+    def _beat(self, store: Any) -> None:  # a `Store`, whose stub lacks `multi_set`
+        here, sent, told = self._node_rank, "", ""
+        beats = [f"beat-{node}" for node in range(self._num_nodes)]
+        for key in (_FIRST, *(beats if here == 0 else ())):
+            store.compare_set(key, "", _NOTHING)  # what is there already stays
         while not self._is_closed.is_set():
-            number += 1
-            store.set(f"state-{self._node_rank}", self._describe()[:_MAX_TEXT])
-            store.set(f"beat-{self._node_rank}", f"{number} {socket.gethostname()}")
-            if self._own_failure is not None and not mine:
-                mine = self._own_failure
-                store.compare_set("first-failure", "", mine)
-                self._is_published.set()
-            if self._announces_new_node and not self._is_announced.is_set():
-                store.set("new-node", "waits")
-                self._is_announced.set()
-            heard = {node: store.get(f"beat-{node}").decode() for node in self._others if store.check([f"beat-{node}"])}
-            self._heartbeats.note(time.monotonic(), heard)
-            self.new_node_waits = self.new_node_waits or store.check(["new-node"])
-            if self._own_looks != published_looks:
-                published_looks = self._own_looks
-                store.set(f"looks-{self._node_rank}", published_looks or "[]")
-            self._looks = [
-                (f"on node {node} ({beat.partition(' ')[2]})", store.get(f"looks-{node}").decode(errors="replace"))
-                for node, beat in heard.items()
-                if store.check([f"looks-{node}"])
-            ]
-            if self._requests_states and not self._has_states.is_set():
-                self._states = self._read_states(store, heard)
-                self._has_states.set()
-            if self._remote_failure is None and store.check(["first-failure"]):
-                published = store.get("first-failure").decode()
-                if published != mine:
-                    with contextlib.suppress(ValueError, TypeError):
-                        found = RemoteFailure(**json.loads(published))
-                        texts = (printable(str(text))[:_MAX_TEXT] for text in (found.text, found.state))
-                        self._remote_failure = RemoteFailure(next(texts), int(found.status), next(texts))
-            if self._node_rank in self._given:
-                self._exchange(store)
-            self._num_looks += 1
-            self._wakes.wait(_HURRY_S if self._node_rank in self._given else _BEAT_S)
+            mine, state = self._mine, self._describe()[:_MAX_TEXT] or " "
+            values = {f"state-{here}": state, f"beat-{here}": f"{self._num_beats}.{mine['version']}"}
+            if mine["version"] != sent:
+                sent = mine["version"]
+                values = {f"facts-{here}": json.dumps(mine), **values}
+            store.multi_set([*values], [*values.values()])
+            if self._own_failure != told:
+                told = self._own_failure
+                store.compare_set(_FIRST, _NOTHING, told)
+            if here == 0:
+                *row, first = store.multi_get([*beats, _FIRST])
+                store.set(_ROW, b",".join(row).decode())
+                self._note(store, row, first)
+            elif store.check([_ROW]):  # its node may start later
+                text, first = store.multi_get([_ROW, _FIRST])
+                self._note(store, text.split(b","), first)
+            self._num_beats += 1
+            self._wakes.wait(_BEAT_S)
             self._wakes.clear()
 
-    def _read_states(self, store: Store, beats: Mapping[int, str]) -> list[str]:
-        lines = {node: store.get(f"state-{node}").decode(errors="replace") for node in beats}
-        return [
-            printable(f"on node {node} ({beats[node].partition(' ')[2]}): {text}")[:_MAX_TEXT].replace("\n", " ")
-            for node, text in sorted(lines.items())
-            if text
-        ]
-
-    def _exchange(self, store: Store) -> None:
-        store.set(f"given-{self._node_rank}", self._given[self._node_rank])
-        for node in self._others:
-            if node not in self._given and store.check([f"given-{node}"]):
-                self._given[node] = store.get(f"given-{node}").decode(errors="replace")
-        if not self._lack(self._given):
-            store.set(f"complete-{self._node_rank}", "yes")
-            self._complete = {node for node in self._others if store.check([f"complete-{node}"])}
+    def _note(self, store: Store, row: Sequence[bytes], first: bytes) -> None:
+        beats = {node: beat.decode() for node, beat in enumerate(row) if beat.decode() != _NOTHING}
+        self._num_in_row = int(beats.pop(self._node_rank, "0").partition(".")[0])
+        versions = {node: beat.partition(".")[2] for node, beat in beats.items()}
+        new = [node for node, version in versions.items() if version != self._facts.get(node, {}).get("version")]
+        found = store.multi_get([f"facts-{node}" for node in new]) if new else ()
+        facts = {**self._facts, **{node: json.loads(text) for node, text in zip(new, found, strict=True)}}
+        self._facts = facts
+        self._heartbeats.note(time.monotonic(), {node: f"{beat} {facts[node]['host']}" for node, beat in beats.items()})
+        if self._requests_states and self._states is None:
+            lines = store.multi_get([f"state-{node}" for node in beats]) if beats else ()
+            texts = {node: line.decode(errors="replace").strip() for node, line in zip(beats, lines, strict=True)}
+            shown = (f"on node {node} ({facts[node]['host']}): {text}" for node, text in texts.items() if text)
+            self._states = [printable(each)[:_MAX_TEXT].replace("\n", " ") for each in shown]
+        if self._remote_failure is None and first.decode() not in (_NOTHING, self._own_failure):
+            with contextlib.suppress(ValueError, TypeError):
+                failure = RemoteFailure(**json.loads(first))
+                text, state = (printable(str(text))[:_MAX_TEXT] for text in (failure.text, failure.state))
+                self._remote_failure = RemoteFailure(text, int(failure.status), state)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ from evenstep.launcher.options.logs import (
     name_of_run,
     tail,
 )
-from evenstep.launcher.options.resources import Host, RankPlan, look_at_host, plan_ranks
+from evenstep.launcher.options.resources import RankPlan, look_at_host, plan_ranks
 from evenstep.launcher.spawn.zygote import Zygote, fork_zygote
 
 
@@ -109,7 +109,10 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
     if args.inject is not None:
         # By name: nothing of evenstep imports `testing`. A mistake in it is reported here, once.
         faults = importlib.import_module("evenstep.testing.faults").parse_faults(args.inject)
-        _check_faults_ranks([fault.rank for fault in faults], most * plan.num_ranks)
+        num_ranks = most * plan.num_ranks
+        beyond = [fault.rank for fault in faults if fault.rank >= num_ranks]
+        if beyond:  # a run without a fault would be taken for one that has survived it
+            raise ConfigurationError(f"--inject: there is no rank {beyond[0]}; there are {num_ranks}, from 0.")
     choices = OutputChoices.parse(
         redirects=args.redirects, tee="3" if args.all_ranks else args.tee, local_ranks_filter=args.local_ranks_filter
     )
@@ -117,17 +120,16 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
     _check_port(args)
     timeouts = PhaseTimeouts.parse(args.phase_timeout)
     log_directory = make_log_directory(args.log_dir)
-    line = _announcement(plan, host, fewest_nodes=fewest, num_nodes=most, device=args.device)
+    line = environment.announcement(
+        world_size=plan.num_ranks * most,
+        num_nodes=most,
+        device=(args.device or ("cuda" if host.num_gpus else "cpu")).partition(":")[0],
+        num_threads=plan.num_threads,
+        fewest_nodes=fewest,
+    )
     say(line)
     logs = RankLogs(choices, log_directory)
     return _Run(args, plan, logs, timeouts, num_nodes=most, announced=line, zygote=zygote).execute()
-
-
-def _check_faults_ranks(ranks: Sequence[int], num_ranks: int) -> None:
-    """Refuse a fault that no rank would inject: a run without a fault would be taken for one that has survived it."""
-    beyond = [rank for rank in ranks if rank >= num_ranks]
-    if beyond:
-        raise ConfigurationError(f"--inject: there is no rank {beyond[0]}; there are {num_ranks}, from 0.")
 
 
 class _Run:
@@ -149,12 +151,10 @@ class _Run:
         self._zygote = zygote
         self._num_ranks = plan.num_ranks
         self._num_nodes = num_nodes
-        self._num_attempts = args.max_restarts + 1
         self._failure: Failure | None = None
         self._was_preempted = False
         self._limit = RestartLimit()
         self._logs, self._log_directory = logs, Path(logs.root_log_dir)
-        self._logs_are_temporary = args.log_dir is None
         self._variables = environment.run_variables(
             "run",
             num_nodes=num_nodes,
@@ -187,7 +187,7 @@ class _Run:
                 f"that every node runs the same command, and that the address and port can be reached."
             ) from None
         finally:
-            if self._logs_are_temporary and (self._failure is None or not self._has_logs()):
+            if self._args.log_dir is None and (self._failure is None or not self._has_logs()):
                 shutil.rmtree(self._log_directory, ignore_errors=True)
         return EXIT_PREEMPTED if self._was_preempted else 0
 
@@ -237,7 +237,8 @@ class _Run:
         goes_on = restarts_left > 0 and not self._limit.is_reached and not failure.was_stopping
         destination = self._logs.destinations.get(failure.root_cause.rank)
         log = "" if destination is None else destination.stderr or destination.stdout
-        attempt = f"attempt {failure.attempt + 1} of {self._num_attempts}"
+        num_attempts = self._args.max_restarts + 1
+        attempt = f"attempt {failure.attempt + 1} of {num_attempts}"
         has_logs = not goes_on and self._has_logs()
         text = describe_failure(
             failure,
@@ -256,7 +257,7 @@ class _Run:
                 f"though --max-restarts {self._args.max_restarts} allows {restarts_left} more"
             )
         if goes_on:
-            text += f"\nevenstep: restarting all ranks: attempt {failure.attempt + 2} of {self._num_attempts}"
+            text += f"\nevenstep: restarting all ranks: attempt {failure.attempt + 2} of {num_attempts}"
         say(text)
         return goes_on
 
@@ -287,17 +288,6 @@ def _quiet_torchelastic() -> Iterator[None]:
         logger.handlers, logger.propagate = handlers, propagate
 
 
-def _announcement(plan: RankPlan, host: Host, *, fewest_nodes: int, num_nodes: int, device: str | None) -> str:
-    kind = (device or ("cuda" if host.num_gpus else "cpu")).partition(":")[0]
-    return environment.announcement(
-        world_size=plan.num_ranks * num_nodes,
-        num_nodes=num_nodes,
-        device=kind,
-        num_threads=plan.num_threads,
-        fewest_nodes=fewest_nodes,
-    )
-
-
 def _check_target(args: Namespace) -> None:
     target = args.training_script
     if args.logs_specs is not None:
@@ -306,9 +296,13 @@ def _check_target(args: Namespace) -> None:
         raise ConfigurationError("--module and --no-python exclude each other: a module is run by python.")
     if args.module:
         # Only the first part: finding a submodule would import its parent here.
-        with _current_directory_first():
-            if importlib.util.find_spec(target.partition(".")[0]) is None:
-                raise ConfigurationError(f"no module named {target!r}. Look for a typing error, or leave out -m.")
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            found = importlib.util.find_spec(target.partition(".")[0])
+        finally:
+            sys.path.pop(0)
+        if found is None:
+            raise ConfigurationError(f"no module named {target!r}. Look for a typing error, or leave out -m.")
     elif args.no_python:
         if shutil.which(target) is None:
             raise ConfigurationError(f"{target}: no such program. Give its path, or a name that is on the PATH.")
@@ -316,15 +310,6 @@ def _check_target(args: Namespace) -> None:
         raise ConfigurationError(f"{target} is a directory. Give the path of a script, or -m and a module.")
     elif not Path(target).exists():
         raise ConfigurationError(f"{target}: no such script (looked in {Path.cwd()}).")
-
-
-@contextlib.contextmanager
-def _current_directory_first() -> Iterator[None]:
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        yield
-    finally:
-        sys.path.pop(0)
 
 
 def _check_port(args: Namespace) -> None:

@@ -45,10 +45,6 @@ class ElasticAgent(LocalElasticAgent):
         """Stop the processes, meet the nodes again, and start processes."""
         super()._restart_workers(worker_group)
 
-    def stop(self, worker_group: Any) -> None:
-        """Stop the processes."""
-        super()._stop_workers(worker_group)
-
     @property
     def processes(self) -> Any:
         """torchelastic's context of the running processes, or what stands in its place; None before the first."""
@@ -82,9 +78,6 @@ class ElasticAgent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: Any) -> None:
         self.restart(worker_group)
-
-    def _stop_workers(self, worker_group: Any) -> None:
-        self.stop(worker_group)
 
 
 def launch(agent: Callable[..., LocalElasticAgent], config: Any, command: Any, arguments: Sequence[str]) -> Any:
@@ -161,7 +154,6 @@ NAMES = (
             "_start_workers",
             "_monitor_workers",
             "_restart_workers",
-            "_stop_workers",
             "__init__~_pcontext",
         )
     ),

@@ -57,7 +57,6 @@ class RankAgent(ElasticAgent):
         self._limit = limit
         self._name_after_s = name_after_s
         self._losses = losses
-        self._stopped_for_new_node = False
 
     def meet(self, worker_group: Any) -> None:
         """See base class."""
@@ -87,14 +86,7 @@ class RankAgent(ElasticAgent):
         """See base class."""
         if worker_group.state == WorkerState.HEALTHY and self._ranks is not None:
             self._limit.note_saved(self._ranks.stop_for_new_node())
-            self._stopped_for_new_node = True
         super().restart(worker_group)
-        self._stopped_for_new_node = False
-
-    def stop(self, worker_group: Any) -> None:
-        """See base class."""
-        if not self._stopped_for_new_node:  # its ranks have saved and ended, as at the end of the run
-            super().stop(worker_group)
 
     @property
     def _ranks(self) -> WatchedRanks | None:

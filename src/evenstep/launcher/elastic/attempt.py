@@ -50,7 +50,8 @@ class Attempt:
         for local_rank, handler in context.subprocess_handlers.items():
             # In its place, too: what polls a `Popen` would reap it.
             started: Any = handler
-            started.proc = Child.of(handler.proc) if isinstance(handler.proc, subprocess.Popen) else handler.proc
+            if isinstance(handler.proc, subprocess.Popen):
+                started.proc = Child(handler.proc.pid, reap=handler.proc.poll)
             self.processes[local_rank] = started.proc
         self.pids = {local_rank: process.pid for local_rank, process in self.processes.items()}
         self._ends = Ends(self.pids.values())

@@ -93,7 +93,7 @@ class WatchedRanks:
         self._may_restart = may_restart
         self._on_preempted = on_preempted
         self._first_preempted: float | None = None
-        self.should_admit_node = False
+        self.should_admit_node = self._is_closed = False
         self._watch = StopWatch(
             grace_s=policy.stopped_grace_s,
             follows=lambda rank: (
@@ -157,6 +157,8 @@ class WatchedRanks:
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop the ranks that are left; `timeout` is torchelastic's, the policy's counts."""
+        if self._is_closed:  # such as one that stopped for a new node: its ranks have saved, as at the end of the run
+            return
         self._stop(death_sig, may_save=self._others is None or self._others.look() is None)
         self._close()
         self._tell_preempted()
@@ -374,6 +376,7 @@ class WatchedRanks:
         self._attempt.close()
         if self._others is not None:
             self._others.close()
+        self._is_closed = True
 
     def _leave_behind_late(self) -> None:
         """Kill ranks that don't end, in a slow exit handler perhaps, though all have saved: a stop, and no failure."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std, to_map
 
 from evenstep.errors import ConfigurationError
 from evenstep.temporary import temporary_root
@@ -120,11 +120,11 @@ def plan_destination(
     """
     is_shown = choices.shown is None or local_rank in choices.shown
     if rank == 0:
-        to_file = Std.ALL if not is_shown else _of(choices.redirects, local_rank)
+        to_file = Std.ALL if not is_shown else to_map(choices.redirects, local_rank + 1)[local_rank]
         tee = Std.NONE
     else:
         to_file = Std.ALL
-        tee = _of(choices.tee, local_rank)
+        tee = to_map(choices.tee, local_rank + 1)[local_rank]
         if choices.shown is not None:
             tee = Std.ALL if is_shown else Std.NONE
     stem = str(directory / (f"rank-{rank}" + (f".attempt-{attempt}" if attempt else "")))
@@ -197,7 +197,3 @@ def tail(path: str, *, num_lines: int = 20) -> str:
 
 def _by_rank(choice: Std | dict[int, Std]) -> dict[int, Std]:
     return choice if isinstance(choice, dict) else {}
-
-
-def _of(choice: Std | dict[int, Std], local_rank: int) -> Std:
-    return choice.get(local_rank, Std.NONE) if isinstance(choice, dict) else choice

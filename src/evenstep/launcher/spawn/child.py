@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 _POLL_S = 0.005
 
@@ -25,26 +25,19 @@ class Child:
 
     Args:
         pid: The child; nothing else in this process may wait for it.
-        args: Its command line.
-        reap: Called once, when it has ended and is released; None: `os.waitpid`.
+        reap: Called once, when it has ended and is released; None: `os.waitpid`. Of a process that `subprocess` has
+            started it is its `poll`: python reaps children whose objects have gone, so the object is kept until then.
 
     Attributes:
         pid: The child.
         returncode: None while it runs; negative: the signal that ended it.
     """
 
-    def __init__(self, pid: int, args: Sequence[str], *, reap: Callable[[], object] | None = None) -> None:
+    def __init__(self, pid: int, *, reap: Callable[[], object] | None = None) -> None:
         self.pid = pid
-        self.args = list(args)
         self.returncode: int | None = None
         self._reap = reap
         self._is_released = False
-
-    @classmethod
-    def of(cls, process: subprocess.Popen[bytes]) -> Child:
-        """Take over a process that `subprocess` has started."""
-        # Its object is kept until then: python reaps children whose objects have gone.
-        return cls(process.pid, [], reap=process.poll)
 
     def poll(self) -> int | None:
         """`returncode`, as of now."""
@@ -65,7 +58,7 @@ class Child:
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+                raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
             time.sleep(_POLL_S)
         return code
 

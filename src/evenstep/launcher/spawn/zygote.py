@@ -107,7 +107,7 @@ class Zygote:
             except (OSError, ValueError):
                 self.close()
                 return None
-        return Child(pid, command[4:]) if pid else None
+        return Child(pid) if pid else None
 
     def close(self) -> None:
         """End the zygote and wait for that."""

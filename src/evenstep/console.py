@@ -15,9 +15,14 @@ from evenstep import checks
 Item = TypeVar("Item")
 
 
+def printable(text: str) -> str:
+    """Text of another process, safe to print: control characters, as in a terminal's escapes, as text. Pure."""
+    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def say(line: str) -> None:
-    """Print a line to stderr at once."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+    """Print a line to stderr at once. What it quotes, such as a file's name or the end of a log, stays text."""
+    print(printable(line), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def progress(

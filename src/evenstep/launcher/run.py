@@ -95,6 +95,11 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
     around = environment.surroundings()
     environment.refuse_independent_runs(around, num_nodes=most, what="evenstep run")
     args = placed_by(environment.node_of_task(around, num_nodes=most), args, arguments)
+    if most > 1 and args.rdzv_backend == "static" and args.node_rank and not (args.master_addr or args.rdzv_endpoint):
+        raise ConfigurationError(
+            f"--node-rank {args.node_rank} of {most}: where is node 0? Give all nodes its address, with --master-addr."
+        )
+    args.master_addr = args.master_addr or network.LOOPBACK
     host = look_at_host()
     plan = plan_ranks(
         args.nproc_per_node,
@@ -189,6 +194,8 @@ class _Run:
         finally:
             if self._args.log_dir is None and (self._failure is None or not self._has_logs()):
                 shutil.rmtree(self._log_directory, ignore_errors=True)
+            with contextlib.suppress(OSError):  # nothing was written, as by a command that was refused
+                self._log_directory.rmdir()
         return EXIT_PREEMPTED if self._was_preempted else 0
 
     def _has_logs(self) -> bool:

@@ -63,6 +63,10 @@ def test_a_module_or_a_program_that_is_not_there(capsys: pytest.CaptureFixture[s
         (["--nnodes", "2", "--node-rank", "5"], "--node-rank 5: with --nnodes 2 it lies between 0 and 1"),
         (["--nnodes", "1:4", "--node-rank=-1"], "--node-rank -1"),
         (["--node-rank", "1"], "with --nnodes 1 it is 0"),
+        (
+            ["--nnodes", "2", "--node-rank", "1"],
+            "--node-rank 1 of 2: where is node 0? Give all nodes its address, with",
+        ),
         (["--nproc-per-node", "2", "--local-ranks-filter", "7"], "--local-ranks-filter 7: no such rank on this host"),
         (["--nproc-per-node", "2", "--local-ranks-filter", "0,2"], "there are 0 and 1"),
         (["--nproc-per-node", "1", "--tee", "1:3"], "--tee 1:3: no such rank on this host; there is 0"),
@@ -81,6 +85,15 @@ def test_flags_that_make_no_sense(
     capsys: pytest.CaptureFixture[str], script: str, flags: list[str], message: str
 ) -> None:
     assert message in refused(capsys, *flags, script)
+
+
+def test_a_command_that_is_refused_late_leaves_no_folder(
+    capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path
+) -> None:
+    given = ["--nnodes", "2", "--rdzv-conf", "nonsense", "--log-dir", str(tmp_path / "logs")]
+    assert main(["run", *given, script]) == 78
+    assert "nonsense" in capsys.readouterr().err
+    assert [*(tmp_path / "logs").iterdir()] == []
 
 
 def test_more_ranks_than_gpus(capsys: pytest.CaptureFixture[str], script: str) -> None:

@@ -65,6 +65,13 @@ def test_who_died_without_a_word_leaves_the_end_of_its_log() -> None:
     ]
 
 
+def test_a_mistake_that_all_ranks_have_made_is_not_rank_1s() -> None:
+    other = replace(MISTAKE, rank=0, pid=100, time_ns=9)
+    failure = judge([Exit(0, 100, 78), Exit(1, 101, 78)], [MISTAKE, other], attempt=0)
+    assert failure is not None
+    assert describe_failure(failure) == "evenstep: all ranks failed: ConfigurationError: bad\n  at train.py, line 3"
+
+
 def told(exits: list[Exit], reports: list[CrashReport], *, num_nodes: int = 1) -> list[str]:
     failure = judge(exits, reports, attempt=0)
     assert failure is not None

@@ -35,7 +35,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from evenstep.ground.health.first_failure import printable
+from evenstep.console import printable
 from evenstep.launcher.failure.report import Failure, RemoteFailure, state_of, status_of, summary_of
 
 _BEAT_S = 0.25

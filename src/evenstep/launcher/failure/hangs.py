@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from evenstep.ground.health.first_failure import printable
+from evenstep.console import printable
 from evenstep.ground.health.heartbeat import WORDS, Heartbeat, Phase
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts, patience
 from evenstep.launcher.failure.stacks import LOADING, Place, parse_stacks, place_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from evenstep.checks import counted
 from evenstep.errors import CollectiveTimeoutError, MismatchError, PeerLostError
-from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause, printable
+from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause
 from evenstep.ground.health.heartbeat import Heartbeat
 from evenstep.ground.health.users_code import is_users
 from evenstep.launcher.failure.detection import Hang
@@ -148,7 +148,7 @@ def describe_failure(
         lines.append(f"evenstep: the newest checkpoint is that of step {saved_step}")
     for rank, stack in sorted(failure.stacks.items()):
         if stack and (failure.only_secondary or (failure.hang is not None and failure.hang.rank == rank)):
-            lines += [f"evenstep: rank {rank} was here:", printable(stack)]
+            lines += [f"evenstep: rank {rank} was here:", stack]
     if failure.remote_failure is not None:
         lines.append(f"evenstep: {failure.remote_failure.text}. The ranks of this node were stopped")
     elif failure.hang is not None:
@@ -161,6 +161,9 @@ def describe_failure(
         )
     elif not report.traceback or report.traceback.startswith(report.summary):
         # A user's mistake: its message says it all, and must not be said twice.
+        num_ranks, said = len(failure.exits), [each.summary for each in failure.reports]
+        if num_ranks > 1 and said == [report.summary] * num_ranks:
+            who = "all ranks" if num_nodes == 1 else "all ranks of this node"
         lines.append(f"evenstep: {who} failed: {report.traceback or report.summary}")
     else:
         summary = (report.summary.splitlines() or [""])[0]

@@ -142,8 +142,8 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
         "--log-dir",
         action=env,
         metavar="DIR",
-        help="Where the output of ranks other than 0 goes: DIR/<time>-<pid>/rank-1.log. With a directory, every line "
-        "begins with time, rank and step (default: a temporary directory, removed when all went well).",
+        help="Where the output of ranks other than 0 goes: DIR/<time>-<host>-<pid>/rank-1.log. With a directory, every "
+        "line begins with time, rank and step (default: a temporary directory, removed when all went well).",
     )
     add(
         "--max-restarts",
@@ -167,7 +167,6 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
     add(
         "--master-addr",
         action=env,
-        default="127.0.0.1",
         metavar="HOST",
         help="Name or address of host 0, where the hosts meet (default: 127.0.0.1).",
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import platform
 import tempfile
 import time
 from collections.abc import Mapping
@@ -92,8 +95,13 @@ def make_log_directory(log_dir: str | None) -> Path:
     try:
         if log_dir is None:
             return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY_LOGS}{os.getpid()}-", dir=temporary_root()))
-        directory = Path(log_dir).absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        directory.mkdir(parents=True, exist_ok=True)
+        # Of several pods all launchers have pid 1, and perhaps one host's name.
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{platform.node()}-{os.getpid()}"
+        for number in itertools.count(1):
+            directory = Path(log_dir).absolute() / (f"{name}-{number}" if number > 1 else name)
+            with contextlib.suppress(FileExistsError):
+                directory.mkdir(parents=True)
+                break
     except OSError as error:
         where = "no directory for the logs of the ranks" if log_dir is None else f"--log-dir {log_dir}"
         raise ConfigurationError(

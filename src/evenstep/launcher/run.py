@@ -225,6 +225,7 @@ class _Run:
             policy=StopPolicy(
                 terminate_s=float(args.shutdown_timeout),
                 stopped_grace_s=self._args.stopped_grace,
+                node_timeout_s=self._args.node_timeout,
                 look_every_s=self._args.monitor_interval,
             ),
             timeouts=self._timeouts,

@@ -112,6 +112,7 @@ class RankAgent(ElasticAgent):
                 session=session,
                 node_rank=worker_group.group_rank,
                 num_nodes=worker_group.group_world_size,
+                lost_after_s=self._policy.node_timeout_s,
                 describe=lambda: describe_ranks(pages.read(ranks), now_ns=time.monotonic_ns()),
             )
         self.processes = WatchedRanks(

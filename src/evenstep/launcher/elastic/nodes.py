@@ -42,6 +42,7 @@ _BEAT_S = 0.25
 _HURRY_S = 0.02  # between two looks at the store when the attempt has ended
 _PARTING_S = 1.0
 _CONNECT_S = 60.0
+_SURE_S = 1.0
 _LOOKS_S = 1.0  # between two changes of what others may know of this node's ranks
 _MAX_TEXT = 500
 _NOTHING = "-"
@@ -62,6 +63,7 @@ class Heartbeats:
         self._last: dict[int, tuple[str, float]] = dict.fromkeys(others, ("", now))
         self._answered = now
         self._has_begun = False
+        self._suspected: float | None = None  # since when `lost` has found a node lost
 
     def note(self, now: float, beats: Mapping[int, str]) -> None:
         """Note that the store has answered with these heartbeats, by node."""
@@ -72,7 +74,16 @@ class Heartbeats:
                 self._last[node] = (beat, now)
 
     def lost(self, now: float, *, store_at: str) -> str | None:
-        """A sentence on a node that is lost; None while all are alive or haven't sent their first heartbeat."""
+        """A sentence on a node that is lost; None while all are alive or haven't sent their first heartbeat.
+
+        Only what is so for a while of this process's own time counts: it may have been frozen itself, as a virtual
+        machine that moves is, and the others' heartbeats are read a moment later.
+        """
+        found = self._silent(now, store_at)
+        self._suspected = None if found is None else now if self._suspected is None else self._suspected
+        return found if self._suspected is not None and now - self._suspected >= _SURE_S else None
+
+    def _silent(self, now: float, store_at: str) -> str | None:
         if self.is_cut_off(now):
             silent_s = now - self._answered
             return (
@@ -121,7 +132,7 @@ class OtherNodes:
         session: str,
         node_rank: int,
         num_nodes: int,
-        lost_after_s: float = 4.0,  # so that it is named within 5
+        lost_after_s: float = 30.0,
         describe: Callable[[], str] = lambda: "",
     ) -> None:
         self._address, self._port = address, port

@@ -325,6 +325,7 @@ class StopPolicy:
         evident_grace_s: The same once the root cause is known.
         terminate_s: From the first signal to SIGKILL.
         stopped_grace_s: How long a rank may be stopped (state T) before it is given up.
+        node_timeout_s: How long another node may be silent before it is lost.
         look_every_s: Time between two looks at ranks that run. That one has ended is known at once.
         save_s: From a stop signal to SIGKILL for ranks that save then. A second signal ends that at once.
     """
@@ -334,6 +335,7 @@ class StopPolicy:
     terminate_s: float = 5.0
     save_s: float = 600.0
     stopped_grace_s: float = 30.0
+    node_timeout_s: float = 30.0
     look_every_s: float = 0.1
 
     def __post_init__(self) -> None:

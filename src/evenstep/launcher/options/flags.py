@@ -68,6 +68,7 @@ _LAUNCHERS_ALONE = (
     "--threads-per-rank",
     "--all-ranks",
     "--stopped-grace",
+    "--node-timeout",
     "--name-after",
     "--cold-start",
 )
@@ -304,6 +305,14 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
         help="Seconds that a rank may be suspended (SIGSTOP) before the run is ended with status 71 (default: 30).",
     )
     add(
+        "--node-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="Seconds that another node may be silent before it is lost, and the run is ended with status 76 "
+        "(default: 30).",
+    )
+    add(
         "--shutdown-timeout",
         action=env,
         type=int,
@@ -411,6 +420,7 @@ def validated(args: Namespace) -> Namespace:
         ConfigurationError: One doesn't.
     """
     checks.number("--stopped-grace", args.stopped_grace, least=0, finite=False)
+    checks.number("--node-timeout", args.node_timeout, above=0, finite=False)
     checks.number("--name-after", args.name_after, above=0, finite=False)
     checks.number("--monitor-interval", args.monitor_interval, above=0)
     checks.whole("--max-restarts", args.max_restarts, least=0)

@@ -137,6 +137,60 @@ def test_a_sigterm_that_comes_twice_at_once_is_one_request(tmp_path: Path):
     stopped(tmp_path, send)
 
 
+@pytest.mark.parametrize("which", [signal.SIGUSR2, signal.SIGHUP])
+def test_other_signals_of_schedulers_and_a_dropped_connection_save_too(tmp_path: Path, which: signal.Signals):
+    stopped(tmp_path, lambda command: command.process.send_signal(which))
+
+
+NOHUP = """
+    import os, signal
+    import evenstep, torch
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.tensor([is_ignored("self")])
+
+    def is_ignored(pid):
+        with open(f"/proc/{pid}/status") as status:
+            (mask,) = [line.split()[1] for line in status if line.startswith("SigIgn")]
+        return bool(int(mask, 16) >> (signal.SIGHUP - 1) & 1)
+
+    with evenstep.init() as world:
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(1, 1))
+        checkpoint = evenstep.Checkpointer("runs", model=model)
+        for worker in evenstep.DataLoader(Data(), global_batch_size=2, num_workers=1):
+            checkpoint.step()
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getppid(), signal.SIGHUP)
+        world.print(is_ignored(os.getppid()), is_ignored("self"), worker.all().item())
+"""
+
+
+@pytest.mark.parametrize("flags", [[], pytest.param(["--cold-start"], marks=pytest.mark.extended)])
+def test_under_nohup_a_dropped_connection_is_ignored_by_all(tmp_path: Path, flags: list[str]):
+    (tmp_path / "script.py").write_text(textwrap.dedent(NOHUP))
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", ignoring, sys.executable, "-m", "evenstep", "run", *FLAGS, *flags, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170)
+    assert (done.returncode, done.stdout) == (0, "True True True\n"), done.stderr
+
+
+def test_another_signal_during_the_save_is_the_same_request(tmp_path: Path):
+    """Slurm sends the one that the job has asked for, and SIGTERM when it cancels it."""
+
+    def send(command: Command) -> None:
+        command.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.03)
+        command.process.send_signal(signal.SIGTERM)
+
+    stopped(tmp_path, send)
+
+
 def sigusr1_to_rank_1(command: Command) -> None:
     for pid in command.processes():
         environment = Path(f"/proc/{pid}/environ").read_bytes()

@@ -12,10 +12,12 @@ import platform
 import shutil
 import signal
 import sys
+import threading
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -60,6 +62,7 @@ from evenstep.launcher.options.logs import (
 )
 from evenstep.launcher.options.resources import RankPlan, look_at_host, plan_ranks
 from evenstep.launcher.spawn.zygote import Zygote, fork_zygote
+from evenstep.processes import STOP_SIGNALS, stays_ignored
 
 
 def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
@@ -174,7 +177,11 @@ class _Run:
     def execute(self) -> int:
         """Start the ranks and stay until they have ended."""
         try:
-            with environment.exported(self._variables), _quiet_torchelastic():
+            with (
+                environment.exported(self._variables),
+                _quiet_torchelastic(),
+                _stopped_by(self._args.signals_to_handle),
+            ):
                 self._launch()
         except ChildFailedError as error:
             return self._status_of(error)
@@ -216,6 +223,7 @@ class _Run:
         except (ValueError, AssertionError) as error:
             raise ConfigurationError(f"evenstep run: {error}") from None
         config.logs_specs = self._logs
+        config.signals_to_handle = ""  # ours, from before the rendezvous on: `_stopped_by`
         config.log_line_prefix_template = PREFIX
         config.monitor_interval = 1e-4  # the interval is spent in our own look, which ends when a rank does
         if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
@@ -277,6 +285,36 @@ class _Run:
             return status_of(self._failure)
         _, failure = error.get_first_failure()
         return exit_status(failure.exitcode) or 1
+
+
+@contextlib.contextmanager
+def _stopped_by(names: str) -> Iterator[None]:
+    """Have signals raise `SignalException` inside, which stops the run.
+
+    After the first one the others that ask to save and stop mean the same, and are ignored: a second one would end the
+    save that the first began. GNU timeout signals the process that it has started, and then its group, to which that
+    process belongs; Slurm sends what the job asked for, and later SIGTERM. A second Ctrl-C is a person's, and counts.
+
+    Args:
+        names: Of the signals, with commas between them.
+    """
+    found = [getattr(signal, name.strip(), None) for name in names.split(",")]
+    chosen = [which for which in found if isinstance(which, signal.Signals) and not stays_ignored(which)]
+    is_asked = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal is_asked
+        if number not in STOP_SIGNALS or not is_asked:
+            is_asked = number in STOP_SIGNALS
+            raise SignalException(f"got {signal.Signals(number).name}", signal.Signals(number))
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {which: signal.signal(which, handle) for which in chosen} if is_main else {}
+    try:
+        yield
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler or signal.SIG_DFL)  # None: one that python didn't set
 
 
 @contextlib.contextmanager

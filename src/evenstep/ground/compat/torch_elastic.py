@@ -135,11 +135,6 @@ def fresh_store(handler: Any, open_store: Callable[..., Any]) -> Iterator[None]:
         del before
 
 
-def is_stop_handler(handler: Any) -> bool:
-    """Whether a signal handler is the one by which torchelastic stops a run."""
-    return getattr(handler, "__name__", "") == "_terminate_process_handler"
-
-
 # What isn't looked for when evenstep is imported.
 _ELASTIC = "torch.distributed.elastic"
 _AGENT = f"{_ELASTIC}.agent.server.local_elastic_agent:LocalElasticAgent"
@@ -167,11 +162,6 @@ NAMES = (
         "ranks are new pythons, and start in seconds",
     ),
     PrivateName(f"{_ELASTIC}.multiprocessing.subprocess_handler:SubprocessHandler._popen", "starts a process", _NO_RUN),
-    PrivateName(
-        f"{_ELASTIC}.multiprocessing.api:_terminate_process_handler",
-        "how torchelastic stops a run on a signal",
-        "its handler isn't told from a script's own",
-    ),
     *(
         PrivateName(where, "the store of a rendezvous", "a restart on several nodes meets in the old store")
         for where in (

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import math
-import signal
-import threading
 import time
 import uuid
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
 from evenstep.ground import environment
-from evenstep.ground.compat.torch_elastic import ElasticAgent, fresh_store, is_stop_handler
+from evenstep.ground.compat.torch_elastic import ElasticAgent, fresh_store
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.nodes import OtherNodes, RestartLimit, compare_standings
 from evenstep.launcher.elastic.rendezvous import bound_answers, open_store
 from evenstep.launcher.elastic.supervisor import WatchedRanks
 from evenstep.launcher.failure.report import Failure, LossPolicy, StopPolicy, describe_ranks
-
-_SAME_REQUEST_S = 1.0  # a signal that is repeated within this time was sent twice
 
 
 class RankAgent(ElasticAgent):
@@ -102,7 +96,6 @@ class RankAgent(ElasticAgent):
         pages = NodePages(len(worker_group.workers))
         with environment.exported(environment.changed_settings(rendezvous=session, **pages.settings)):
             pids = super().start_processes(worker_group)
-        _merge_repeated_requests()
         ranks = [worker.global_rank for worker in worker_group.workers]
         others = None
         if session:
@@ -136,26 +129,3 @@ class RankAgent(ElasticAgent):
     def _attempt_failed(self, failure: Failure) -> None:
         if not self._on_failure(failure, self.restarts_left):
             self.restarts_left = 0
-
-
-def _merge_repeated_requests() -> None:
-    """Handle a stop signal that comes twice at once as one; a second one would end the save that the first began.
-
-    GNU timeout signals the process that it has started, and then its group, to which that process belongs. A second
-    Ctrl-C is a person's, and counts whenever it comes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    last: dict[int, float] = {}
-    for which in signal.valid_signals() - {signal.SIGINT}:
-        stops = signal.getsignal(which)
-        if not is_stop_handler(stops):
-            continue
-
-        def handle(number: int, frame: FrameType | None, stops: Any = stops) -> None:
-            now = time.monotonic()
-            if now - last.get(number, -math.inf) > _SAME_REQUEST_S:
-                last[number] = now
-                stops(number, frame)
-
-        signal.signal(which, handle)

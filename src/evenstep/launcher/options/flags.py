@@ -323,9 +323,9 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
     add(
         "--signals-to-handle",
         action=env,
-        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2",
         metavar="NAMES",
-        help="Signals on which the ranks are stopped (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1).",
+        help="Signals on which the ranks are stopped (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2).",
     )
     add(
         "--monitor-interval",

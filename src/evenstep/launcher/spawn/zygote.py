@@ -329,8 +329,8 @@ def settle(variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
 
 
 def _set_signals() -> None:
-    """The launcher handles these, so what it executes has their defaults, also where nohup had them ignored."""
-    for which in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1):
+    """The launcher handles these, so what it executes has their defaults, also where they were ignored."""
+    for which in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(which) is signal.SIG_IGN:
             signal.signal(which, signal.default_int_handler if which == signal.SIGINT else signal.SIG_DFL)
 

@@ -276,6 +276,22 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, kind: str) -> 
     assert logs.startswith("evenstep-logs-")
 
 
+def test_what_ranks_have_started_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """FAULTS.md, 8. It doesn't get the signal by which the kernel ends ranks."""
+    script = """
+        import os, subprocess, time
+        subprocess.Popen(["sleep", "100"])
+        open(f"up-{os.environ['RANK']}", "w").close()
+        time.sleep(100)
+    """
+    command = start(tmp_path, ["--nproc-per-node", "2", "script.py"], script)
+    command.wait_until(lambda: is_up(command))
+    assert len(command.processes()) == 6, "launcher, template, two ranks with a process each"
+    os.kill(command.process.pid, signal.SIGKILL)
+    command.process.wait()
+    assert command.leaves_no_process(within_s=1.0)
+
+
 STEPS = """
     import os
     import evenstep, torch

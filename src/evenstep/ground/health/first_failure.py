@@ -52,7 +52,7 @@ class CrashReport:
     @classmethod
     def of(cls, error: BaseException, *, rank: int, traceback: str) -> CrashReport:
         """Describe the exception that is about to end this process."""
-        summary = f"{type(error).__name__}: {error}"
+        summary = f"{type(error).__name__}: {str(error).strip()}"  # torch's spawn begins with empty lines
         return cls(
             rank=rank,
             pid=os.getpid(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from evenstep.processes import children
 from tests.commands import Command, call, start
 
 WAITS = """
@@ -492,3 +494,46 @@ def test_every_rank_is_started_once_and_its_end_known_where_sigchld_was_ignored(
         [sys.executable, "-c", ignoring, *command], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (4, "started 0 SIG_DFL\n"), done.stderr
+
+
+AS_PROCESS_1 = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+
+
+@pytest.mark.parametrize("flags", [[], pytest.param(["--cold-start"], marks=pytest.mark.extended)])
+def test_as_process_1_of_a_container_it_reaps_what_others_leave(tmp_path: Path, flags: list[str]) -> None:
+    if shutil.which("unshare") is None or subprocess.run([*AS_PROCESS_1, "true"], check=False).returncode != 0:
+        pytest.skip("no namespaces here")
+    script = """
+        import os, pathlib, sys, time
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            orphan = os.fork()
+            if orphan == 0:
+                time.sleep(0.2)
+            else:
+                os.write(writer, str(orphan).encode())
+            os._exit(0)
+        os.wait()
+        orphan = pathlib.Path("/proc", os.read(reader, 20).decode())
+        until = time.monotonic() + 20
+        while orphan.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        print("left" if orphan.exists() else "reaped", flush=True)
+        pathlib.Path("up").touch()
+        time.sleep(100 if "waits" in sys.argv else 0)
+        sys.exit(5)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    run = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", "1", "--device", "cpu", *flags, "script.py"]
+    done = subprocess.run([*AS_PROCESS_1, *run], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (5, "reaped\n"), done.stderr
+    (tmp_path / "up").unlink()
+    with subprocess.Popen([*AS_PROCESS_1, *run, "waits"], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as outside:
+        while not (tmp_path / "up").exists():
+            assert outside.poll() is None
+            time.sleep(0.05)
+        (first,) = children(outside.pid)
+        os.kill(first, signal.SIGTERM)
+        _, said = outside.communicate(timeout=60)
+    assert outside.returncode == 143
+    assert said.endswith("evenstep: stopped by SIGTERM; all ranks were stopped\n")

@@ -12,7 +12,7 @@ from typing import NoReturn
 from evenstep import console
 from evenstep.cli.commands import COMMANDS, list_parser, validate_command
 from evenstep.errors import EXIT_SCRIPT_FAILED, ConfigurationError, EvenstepError, UsageError
-from evenstep.launcher.spawn.child import keep_ended_children
+from evenstep.launcher.spawn.child import keep_ended_children, leave_process_1
 from evenstep.launcher.spawn.zygote import BecomeRank
 
 
@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
+        if given[:1] == ["run"]:
+            leave_process_1()
         keep_ended_children()
     try:
         status = _main(given, owns_process=argv is None)

@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from evenstep.processes import STOP_SIGNALS
+
 _POLL_S = 0.005
 
 
@@ -103,3 +105,30 @@ def keep_ended_children() -> Callable[[], None]:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     return restore
+
+
+def leave_process_1() -> None:
+    """Where this is process 1 of a container, go on in a child. Returns in it, or at once.
+
+    Process 1 inherits what others leave behind, and has to reap it; the kernel ignores signals that it has no handler
+    for. So it does only that: it reaps, passes signals on, and ends as its child does, and all other processes with it.
+    """
+    if os.getpid() != 1:
+        return
+    passed = {*STOP_SIGNALS, signal.SIGINT, signal.SIGQUIT, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, passed)
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    while True:
+        found = signal.sigwaitinfo(passed)
+        if found.si_signo != signal.SIGCHLD:
+            if found.si_code <= 0:  # a process's; a terminal's goes to the child, too
+                os.kill(child, found.si_signo)
+            continue
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == child:
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    os._exit(code if code >= 0 else 128 - code)

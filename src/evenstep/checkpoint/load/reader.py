@@ -7,7 +7,7 @@ import threading
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -26,8 +26,6 @@ from evenstep.checkpoint.store import Reader, Storage
 _SMALL_BYTES = 8 << 20  # read by one thread
 _NUM_THREADS = 2
 
-# By object and tensor name: the memory into which a tensor is read.
-Targets = Mapping[str, Mapping[str, Tensor]]
 # By object and tensor name: where this rank has its part of a DTensor.
 Layouts = Mapping[str, Mapping[str, Layout]]
 
@@ -62,7 +60,6 @@ def read_objects(
     names: Collection[str],
     *,
     share: tuple[int, int] = (0, 1),
-    targets: Targets = MappingProxyType({}),
     layouts: Layouts = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Read the states of some objects, on the CPU.
@@ -74,8 +71,6 @@ def read_objects(
         names: Of the objects.
         share: (i, n): ranks of one node read the same bytes, so each of n confirms every n-th checksum, from the i-th
             on. All are confirmed when all these ranks have returned.
-        targets: In-place targets. They appear in the states as they are: `fill` writes to them later; here their
-            checksums are only confirmed.
         layouts: Of DTensors, this rank's part alone is read. Every rank confirms all that it reads of them, so that
             each part has been confirmed where each is some rank's.
 
@@ -85,7 +80,7 @@ def read_objects(
     """
     check = _Check(storage, folder, manifest, share)
     wanted = {name: manifest.objects[name] for name in names}
-    tensors = check.read(wanted, targets, layouts)
+    tensors = check.read(wanted, layouts)
     states = {}
     for name, item in wanted.items():
         known = tensors[name] | {alias: tensors[name][target] for alias, target in item.aliases.items()}
@@ -96,22 +91,6 @@ def read_objects(
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedError(f"{folder}/{manifests.NAME}: {name}: {error}") from None
     return states
-
-
-def fill(
-    storage: Storage, folder: str, manifest: Manifest, name: str, targets: Targets, *, share: tuple[int, int] = (0, 1)
-) -> None:
-    """Read one object's in-place targets, once all ranks know that the checkpoint is good.
-
-    The share is confirmed again: a file may have changed since, and a disk may return other bytes the second time.
-
-    Raises:
-        DamagedError: A checksum differs now. The former values of `targets` are lost.
-    """
-    if own := targets.get(name):
-        item = manifest.objects[name]
-        check = _Check(storage, folder, manifest, share)
-        check.read_into(check.by_file({name: replace(item, tensors={key: item.tensors[key] for key in own})}), targets)
 
 
 def check_checkpoint(storage: Storage, folder: str) -> list[str]:
@@ -148,10 +127,8 @@ class _Check:
         self._storage, self._folder, self._manifest, self._share = storage, folder, manifest, share
         self._scratch = threading.local()
 
-    def read(
-        self, objects: Mapping[str, ObjectEntry], targets: Targets, layouts: Layouts = MappingProxyType({})
-    ) -> dict[str, dict[str, Tensor]]:
-        """Read all tensors of some objects. Those with an in-place target are only confirmed."""
+    def read(self, objects: Mapping[str, ObjectEntry], layouts: Layouts) -> dict[str, dict[str, Tensor]]:
+        """Read all tensors of some objects."""
         by_file = self.by_file(objects)
         for file, listed in by_file.items():  # before memory is allocated
             with self._opened(file, sum(_num_bytes(part, tensor) for _, _, part, tensor in listed)):
@@ -166,14 +143,18 @@ class _Check:
                     device="cpu",
                 )
                 for name, tensor in item.tensors.items()
-                if name not in targets.get(owner, {})
             }
-        self.read_into(by_file, memory, layouts)
+        for file, listed in by_file.items():
+            wanted = [
+                _wanted(owner, name, part, tensor, memory[owner][name], layouts.get(owner, {}).get(name))
+                for owner, name, part, tensor in listed
+            ]
+            self.read_file(file, wanted)
         for owner, own in layouts.items():
             for name in own.keys() & memory.get(owner, {}).keys():
                 whole = objects[owner].tensors[name].shape
                 memory[owner][name] = own[name].finished(memory[owner][name], whole)
-        return {owner: {**memory[owner], **targets.get(owner, {})} for owner in objects}
+        return memory
 
     def by_file(self, objects: Mapping[str, ObjectEntry]) -> dict[str, list[tuple[str, str, Part, TensorEntry]]]:
         """The parts of all tensors, with owner and name, by file."""
@@ -183,20 +164,6 @@ class _Check:
                 for part in tensor.parts:
                     found.setdefault(part.file, []).append((owner, name, part, tensor))
         return found
-
-    def read_into(
-        self,
-        by_file: Mapping[str, list[tuple[str, str, Part, TensorEntry]]],
-        memory: Targets,
-        layouts: Layouts = MappingProxyType({}),
-    ) -> None:
-        """Read parts to their places in `memory`; those that have none are only confirmed."""
-        for file, listed in by_file.items():
-            wanted = [
-                _wanted(owner, name, part, tensor, memory.get(owner, {}).get(name), layouts.get(owner, {}).get(name))
-                for owner, name, part, tensor in listed
-            ]
-            self.read_file(file, wanted)
 
     @contextlib.contextmanager
     def _opened(self, file: str, num_bytes: int = 0) -> Iterator[tuple[str, Reader]]:
@@ -298,7 +265,6 @@ def _wanted(
     name, num_bytes = f"{owner}/{tensor_name}", _num_bytes(part, tensor)
     if memory is None:
         return _Wanted(name, part, num_bytes, None)
-    memory = memory.detach()
     if layout is None and part.sizes is None:
         begin = part.start * memory.itemsize
         return _Wanted(name, part, num_bytes, bytes_of(memory)[begin : begin + num_bytes])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.random_streams import restore_streams
 from evenstep.checkpoint.format.tree import unwrapped
 from evenstep.checkpoint.load import compare
-from evenstep.checkpoint.load.layouts import find_layouts, in_place_targets
-from evenstep.checkpoint.load.reader import fill, read_objects, unlisted_files
+from evenstep.checkpoint.load.layouts import find_layouts
+from evenstep.checkpoint.load.reader import read_objects, unlisted_files
 from evenstep.checkpoint.lock import step_of
 from evenstep.checkpoint.store import Storage
 from evenstep.errors import CheckpointError, ConfigurationError
@@ -35,15 +35,13 @@ class Found:
 
     Attributes:
         manifest: Of the checkpoint.
-        states: By object. In-place targets in them are not filled yet.
-        fill: Fills those of one object, on this rank.
+        states: By object.
         misfits: Differences from the objects of this run, a line each.
         unlisted: Files that the manifest doesn't list.
     """
 
     manifest: Manifest
     states: dict[str, Any]
-    fill: Callable[[str], None]
     misfits: list[str]
     unlisted: list[str]
 
@@ -99,18 +97,17 @@ def _read(
         if manifest.step != step_of(folder):
             raise DamagedError(f"{folder}: its manifest is that of step {manifest.step}")
         misfits = compare.missing_objects(manifest.objects, objects)
-        targets, layouts = {}, {}
+        layouts = {}
         for name, target in objects.items():
             if name in manifest.objects:
                 lines = compare.differences(name, manifest.objects[name], target)
-                targets[name] = {} if lines else in_place_targets(manifest.objects[name], target)
                 layouts[name] = find_layouts(name, manifest.objects[name], target)
                 misfits += lines
         share = (world.local_rank, world.local_world_size)
         states: dict[str, Any] = {}
         if not (misfits and strict):
             names = [name for name in (*objects, RANDOM) if name in manifest.objects]
-            states = read_objects(storage, folder, manifest, names, share=share, targets=targets, layouts=layouts)
+            states = read_objects(storage, folder, manifest, names, share=share, layouts=layouts)
         unlisted = unlisted_files(storage, folder, manifest) if world.is_main else []
     except DamagedError as error:
         return None, ("damage", str(error))
@@ -119,10 +116,7 @@ def _read(
     except ConfigurationError as error:
         return None, ("refused", f"{storage.where}/{folder}: {error} That is so on rank {world.rank}.")
 
-    def fill_one(name: str) -> None:
-        fill(storage, folder, manifest, name, targets, share=share)
-
-    return Found(manifest, states, fill_one, misfits, unlisted), None
+    return Found(manifest, states, misfits, unlisted), None
 
 
 def apply(found: Found, world: World, objects: Mapping[str, Any], where: str) -> None:
@@ -136,17 +130,13 @@ def apply(found: Found, world: World, objects: Mapping[str, Any], where: str) ->
         if name not in found.states:
             continue
         misfits = any(line.startswith(f"{name}: ") for line in found.misfits)
-        state = found.states[name]
+        state = found.states.pop(name)  # a model's is copied: its memory is free behind it
         if misfits:
             if not hasattr(unwrapped(target), "forward"):
                 continue  # an optimizer's state makes no sense in parts
             state = compare.fitting(state, target)
         try:
-            found.fill(name)
             compare.load_into(target, state, strict=not misfits, keeps_dtypes=not found.misfits)
-        except (DamagedError, UnreadableError) as error:
-            problem = f"{name} on rank {world.rank}, when it was read again: {error}"
-            break
         except Exception as error:
             problem = f"{name}.load_state_dict on rank {world.rank}: {type(error).__name__}: {error}"
             break

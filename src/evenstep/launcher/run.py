@@ -314,7 +314,9 @@ def _stopped_by(names: str) -> Iterator[None]:
         yield
     finally:
         for which, handler in before.items():
-            signal.signal(which, handler or signal.SIG_DFL)  # None: one that python didn't set
+            # Once asked, this process is about to end, with a status that a second request must not change.
+            is_over = is_asked and which in STOP_SIGNALS
+            signal.signal(which, signal.SIG_IGN if is_over else handler or signal.SIG_DFL)  # None: python didn't set it
 
 
 @contextlib.contextmanager

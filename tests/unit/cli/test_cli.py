@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing import SignalException
 
 import evenstep
 from evenstep.cli import main as cli
 from evenstep.cli.commands import whole_parser
 from evenstep.cli.main import main
 from evenstep.errors import EXIT_PREEMPTED, EXIT_SCRIPT_FAILED, EvenstepError
+from evenstep.launcher.run import _stopped_by
 from tests import pages
 
 
@@ -344,3 +347,18 @@ def test_other_commands_name_the_option_that_was_meant(script: str, capsys: pyte
 def test_a_fault_of_a_rank_that_there_is_not(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "--nproc-per-node", "2", "--inject", "kill:rank=2,step=1", script)
     assert "there is no rank 2; there are 2, from 0" in said
+
+
+def test_a_second_request_changes_no_status_and_handlers_are_as_before() -> None:
+    """Slurm sends SIGTERM some time after the signal that a job asked for: perhaps just before the launcher ends."""
+    before = signal.getsignal(signal.SIGTERM)
+    with _stopped_by("SIGTERM, SIGUSR1, nonsense"):
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
+    try:
+        with pytest.raises(SignalException, match="SIGUSR1"), _stopped_by("SIGTERM,SIGUSR1"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)

@@ -94,13 +94,13 @@ def test_a_crashed_run_is_restarted_and_resumes_by_itself(tmp_path: Path):
     assert crashed.leaves_no_process()
 
 
-def stopped(directory: Path, send, script: str = TRAIN, *flags: str) -> Command:
+def stopped(directory: Path, send, script: str = TRAIN, *flags: str, status: int = 75) -> Command:
     """A run that is sent a signal once it trains."""
     flags = (*FLAGS, "--max-restarts", "3", *flags)
     command = start(directory, [*flags, "script.py", "runs", "100000"], script, PAUSE="0.01")
     command.wait_until(lambda: bool(steps(directory / "runs")))
     send(command)
-    assert command.wait() == 75, command.stderr
+    assert command.wait() == status, command.stderr
     newest = steps(directory / "runs")[-1]
     assert f"; saved runs/{folders(directory / 'runs')[newest]}, which resumes there" in command.stderr
     assert "attempt" not in command.stderr, "it is not restarted"
@@ -140,6 +140,28 @@ def test_a_sigterm_that_comes_twice_at_once_is_one_request(tmp_path: Path):
 @pytest.mark.parametrize("which", [signal.SIGUSR2, signal.SIGHUP])
 def test_other_signals_of_schedulers_and_a_dropped_connection_save_too(tmp_path: Path, which: signal.Signals):
     stopped(tmp_path, lambda command: command.process.send_signal(which))
+
+
+def test_ctrl_c_saves_and_ends_with_130(tmp_path: Path):
+    """FAULTS.md, 40."""
+    command = stopped(tmp_path, lambda command: command.process.send_signal(signal.SIGINT), status=130)
+    first, saved, last = command.stderr.splitlines()[-3:]
+    assert first == "evenstep: interrupted: the ranks save, and end. Ctrl-C once more kills them"
+    assert saved.startswith("evenstep: stop requested (SIGINT on rank 0); saved runs/step-")
+    assert last == "evenstep: interrupted; all ranks were stopped"
+
+
+def test_a_second_ctrl_c_kills_ranks_that_would_save(tmp_path: Path):
+    """They don't come to the step in which they would."""
+    sleeps = 'checkpoint.step()\n            open(f"stepped-{world.rank}", "w").close()\n            time.sleep(100)'
+    script = TRAIN.replace("checkpoint.step()", sleeps)
+    command = start(tmp_path, [*FLAGS, "script.py", "runs", "100000"], script)
+    command.wait_until(lambda: all((tmp_path / f"stepped-{rank}").exists() for rank in range(2)))
+    command.process.send_signal(signal.SIGINT)
+    command.wait_until(lambda: "Ctrl-C once more kills them" in command.stderr)
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait() == 130, command.stderr
+    assert command.leaves_no_process()
 
 
 NOHUP = """

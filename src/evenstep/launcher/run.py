@@ -186,9 +186,9 @@ class _Run:
         except ChildFailedError as error:
             return self._status_of(error)
         except (SignalException, KeyboardInterrupt) as error:
-            if self._was_preempted:
-                return EXIT_PREEMPTED
             stopped_by = error.sigval if isinstance(error, SignalException) else signal.SIGINT
+            if self._was_preempted and stopped_by != signal.SIGINT:
+                return EXIT_PREEMPTED
             what = "interrupted" if stopped_by == signal.SIGINT else f"stopped by {stopped_by.name}"
             say(f"evenstep: {what}; all ranks were stopped")
             return 128 + stopped_by

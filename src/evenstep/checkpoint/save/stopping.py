@@ -105,7 +105,10 @@ class StopSignals:
         self._due: tuple[int, Callable[[int, FrameType | None], object]] | None = None  # the first signal's
         if threading.current_thread() is not threading.main_thread():
             return
-        for which in STOP_SIGNALS:
+        # Under our launcher alone, from which a second Ctrl-C kills; and not in the place of a script's own handler.
+        is_ours = current_placement().launcher == "evenstep run"
+        also = {signal.SIGINT} if is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler else ()
+        for which in (*STOP_SIGNALS, *also):
             if not stays_ignored(which):
                 self._before[which] = signal.signal(which, self._handle)
         note(Note.SAVES)
@@ -140,5 +143,5 @@ class StopSignals:
             return
         self._world.request_stop(signal.Signals(number).name)
         before = self._before.get(signal.Signals(number))
-        if self._due is None and callable(before):
+        if self._due is None and callable(before) and before is not signal.default_int_handler:
             self._due = number, before

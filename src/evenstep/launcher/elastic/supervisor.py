@@ -368,6 +368,8 @@ class WatchedRanks:
             may_save: All ranks are there, which a save needs: those that save then have the time for it.
         """
         saves, policy = may_save and self._attempt.has_noted(Note.SAVES), self._policy
+        if saves and first == signal.SIGINT:
+            say("evenstep: interrupted: the ranks save, and end. Ctrl-C once more kills them")
         patience_s = policy.save_s if saves else policy.terminate_s
         self._attempt.stop(first, patience_s=patience_s, terminate_s=policy.terminate_s)
 

@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,6 +46,20 @@ class Numbered(torch.utils.data.Dataset):
 def build_model(width: int) -> nn.Module:
     """A little of everything that has a state."""
     return nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Dropout(0.1), nn.Linear(width, 1))
+
+
+def prepare(kind: str, width: int, world: evenstep.World) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model and its optimizer: replicas, with "sharded" optimizer state, or all divided ("fsdp2")."""
+    model = build_model(width)
+    if kind == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=world.mesh)
+        return evenstep.attach(model, world), torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model = evenstep.DistributedDataParallel(model)
+    if kind == "sharded":
+        return model, evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.05, momentum=0.9)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 class Diary:
@@ -100,28 +115,35 @@ def shut_connections(*_: object) -> None:
 def train_with_evenstep(args: argparse.Namespace) -> None:
     """The loop under `evenstep run`; resumes."""
     attempt = evenstep.ground.environment.current_placement().restart_count
-    with evenstep.init(seed=5, device="cpu", transport=args.transport, quiet=True) as world:
+    options: dict[str, Any] = {
+        "reproducible": {"reproducible": True, "virtual_ranks": 4},
+        "fsdp2": {"mesh": {"shard": -1}},
+    }
+    options = options.get(args.kind, {})
+    with evenstep.init(seed=5, device="cpu", transport=args.transport, quiet=True, **options) as world:
         diary = Diary(args.diary, world.rank, attempt)
-        model = evenstep.DistributedDataParallel(build_model(args.width))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        model, optimizer = prepare(args.kind, args.width, world)
         loader = evenstep.DataLoader(Numbered(), global_batch_size=GLOBAL_BATCH, shuffle=True)
         checkpoint = None
         if args.save_every:
             directory = args.diary / "checkpoints"
             parts = {"model": model, "optimizer": optimizer, "loader": loader}
-            checkpoint = evenstep.Checkpointer(directory, every_steps=args.save_every, every_minutes=None, **parts)
+            local = {"local": args.diary / "local", "local_every_steps": args.local_every} if args.local_every else {}
+            every = {"every_steps": args.save_every, "every_minutes": None}
+            checkpoint = evenstep.Checkpointer(directory, **every, **local, **parts)
             checkpoint.resume()
         step = 0 if checkpoint is None else checkpoint.num_steps
         if args.fault and (attempt == 0 or args.every_attempt):
             install(args.fault, diary)
         if args.soak_seed is not None:
-            draw_of_chance(args.soak_seed, attempt, world.rank, world.world_size, diary)
+            draw_of_chance(args, attempt, world.rank, world.world_size, diary)
         ends_at = args.steps
         try:
             while step < ends_at:
                 for x, samples in loader:
                     time.sleep(args.pause_s)
-                    model.backward(model(x).square().sum() / GLOBAL_BATCH, weight=len(x))
+                    for part, _ in model.microbatches((x, samples)) if args.kind == "reproducible" else [(x, samples)]:
+                        model.backward(model(part).square().mean(), weight=len(part))
                     optimizer.step()
                     optimizer.zero_grad()
                     step += 1
@@ -138,7 +160,8 @@ def train_with_evenstep(args: argparse.Namespace) -> None:
         except evenstep.EvenstepError as error:
             diary.note(f"noticed-{world.rank}")
             raise error
-        values = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+        wholes = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+        values = b"".join(p.detach().numpy().tobytes() for p in wholes)
         world.print(f"ended at step {step} with {hashlib.sha256(values).hexdigest()}")
 
 
@@ -154,11 +177,11 @@ def pause_by_right(world: evenstep.World, model: nn.Module, step: int) -> None:
             time.sleep(40)
 
 
-def draw_of_chance(seed: int, attempt: int, rank: int, num_ranks: int, diary: Diary) -> None:
-    """A fault of chance, after five to fifteen seconds, in whatever the victim does at that moment."""
-    draw = random.Random(seed * 1_000_003 + attempt)
-    kind = draw.choice(["kill", "raise", "exit", "segfault", "stop", "terminate", "launcher"])
-    after_s, victim = draw.uniform(5, 15), draw.randrange(num_ranks)
+def draw_of_chance(args: argparse.Namespace, attempt: int, rank: int, num_ranks: int, diary: Diary) -> None:
+    """A fault of chance, after a time of chance, in whatever the victim does at that moment."""
+    draw = random.Random(args.soak_seed * 1_000_003 + attempt)
+    kind = draw.choice(args.faults.split(","))
+    after_s, victim = draw.uniform(0.5, 1.5) * args.fault_every_s, draw.randrange(num_ranks)
     if rank != victim:
         return
 
@@ -222,6 +245,10 @@ def main() -> None:
     parser.add_argument("--ddp-timeout-s", type=float, default=20.0)
     parser.add_argument("--pauses", action="store_true", help="of 40 s, where they are allowed")
     parser.add_argument("--soak-seed", type=int)
+    parser.add_argument("--faults", default="kill,raise,exit,segfault,stop,terminate,launcher")
+    parser.add_argument("--fault-every-s", type=float, default=10.0)
+    parser.add_argument("--kind", choices=("plain", "sharded", "fsdp2", "reproducible"), default="plain")
+    parser.add_argument("--local-every", type=int, default=0, help="steps between local saves; 0: none")
     args = parser.parse_args()
     if args.engine == "ddp":
         train_with_ddp(args)

@@ -4,9 +4,9 @@
     python benchmarks/recovery.py --torchft /tmp/torchft/bin/python --json build/recovery.json   # torchft beside it
 
 A multilayer perceptron with AdamW on two ranks, of 5 and of 500 MB of parameters, under `--max-restarts 1`, with a
-checkpoint every five steps. Rank 1 kills itself in the backward pass of a step, three steps after a checkpoint. Of each
-run: seconds from the death to the next step that is new, how many steps were repeated until then, and where the time
-went:
+checkpoint every five steps ("restart"), and with a copy on the local disk every two steps besides ("restart, local").
+Rank 1 kills itself in the backward pass of a step, three steps after a checkpoint. Of each run: seconds from the death
+to the next step that is new, how many steps were repeated until then, and where the time went:
 
     noticed    the other rank's exchange ends with an error; it may be stopped before that
     started    the ranks run the script again: the launcher has seen all of them end, and has forked new ones
@@ -55,6 +55,7 @@ from measuring import describe_machine
 OF_TORCHFT = ("torchft, alone", "torchft, replaced")
 DIES_AT, ENDS_AT = 8, 11
 SHARE_OF_BATCH = 8  # samples of a rank in a step
+LOCAL = 'local="local", local_every_steps=2'
 TRAINS = """
 import os, sys, time
 import evenstep, torch
@@ -82,7 +83,7 @@ def train(world):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     loader = evenstep.DataLoader(torch.randn(4096, 64), global_batch_size=16, shuffle=True)
     checkpoint = evenstep.Checkpointer(
-        "saved", every_steps=5, every_minutes=None, model=model, optimizer=optimizer, loader=loader
+        "saved", every_steps=5, every_minutes=None, model=model, optimizer=optimizer, loader=loader, LOCAL
     )
     checkpoint.resume()
     mark("resumed")
@@ -135,12 +136,12 @@ def parts_of(died_s: float, reached: Mapping[str, float]) -> dict[str, float]:
     return {name: end - begin for name, begin, end in zip(PARTS, times, times[1:], strict=False)}
 
 
-def run(width: int, depth: int) -> dict[str, float]:
-    """One run of ours."""
+def run(width: int, depth: int, local: str = "") -> dict[str, float]:
+    """One run of ours; `local` are arguments of its `Checkpointer`."""
     with tempfile.TemporaryDirectory(prefix="evenstep-bench-recovery-") as name:
         directory = Path(name)
         (directory / "tmp").mkdir()
-        text = TRAINS.replace("DIES_AT", str(DIES_AT)).replace("ENDS_AT", str(ENDS_AT))
+        text = TRAINS.replace("DIES_AT", str(DIES_AT)).replace("ENDS_AT", str(ENDS_AT)).replace("LOCAL", local)
         (directory / "train.py").write_text(text)
         flags = ["--nproc-per-node", "2", "--device", "cpu", "--threads-per-rank", "1", "--max-restarts", "1"]
         command = [sys.executable, "-m", "evenstep", "run", *flags, "train.py", str(width), str(depth)]
@@ -293,6 +294,7 @@ def main() -> None:
             if number >= repeats[size]:
                 continue
             found.setdefault(f"{size} MB, restart", []).append(run(*shapes[size]))
+            found.setdefault(f"{size} MB, restart, local", []).append(run(*shapes[size], LOCAL))
             for way in OF_TORCHFT if args.torchft is not None else ():
                 found.setdefault(f"{size} MB, {way}", []).append(run_torchft(args.torchft, way, *shapes[size]))
     machine = describe_machine() | ({} if args.torchft is None else {"torchft": versions(args.torchft)})

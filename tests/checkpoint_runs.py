@@ -183,3 +183,16 @@ def world_for_this_test() -> evenstep.World:
     world.has_diverged = False
     world.stop_reason = None
     return world
+
+
+class Tensors:
+    """An object of the user's own with tensors in its state, whole or DTensors."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self.values = values
+
+    def state_dict(self):
+        return dict(self.values)
+
+    def load_state_dict(self, state) -> None:
+        self.values = dict(state)

@@ -2,6 +2,7 @@
 
     python -m tests.faults.soak --minutes 30             # `make stress PART=soak`
     python -m tests.faults.soak --clean-steps 100000     # `make stress PART=clean`: nothing may be said
+    python -m tests.faults.soak --kill-every-s 20 --kind fsdp2 --ranks 3 --local-every 5
 
 A fault of chance every five to fifteen seconds: a rank is killed, stopped or crashes, raises, leaves early; the
 launcher is asked to stop or is killed. Launchers restart ranks; this process restarts launchers. The number of steps is
@@ -16,6 +17,7 @@ import re
 import secrets
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -40,11 +42,11 @@ def launch(directory: Path, flags: list[str], target: list[str]) -> Command:
     return Command(directory, ["run", "--device", "cpu", "--threads-per-rank", "1", *flags, str(SCRIPT), *target])
 
 
-def undisturbed(directory: Path, num_steps: int) -> str:
+def undisturbed(directory: Path, args: argparse.Namespace, num_steps: int) -> str:
     """The digest of the parameters after so many steps that nobody disturbs."""
     (directory / "quiet-diary").mkdir()
     target = ["--diary", str(directory / "quiet-diary"), "--steps", str(num_steps), "--pause-s", "0"]
-    command = launch(directory / "quiet", ["--nproc-per-node", "2"], target)
+    command = launch(directory / "quiet", ["--nproc-per-node", str(args.ranks)], [*target, "--kind", args.kind])
     status = command.process.wait()
     found = ENDED.search(command.stdout)
     assert status == 0, command.stderr
@@ -52,19 +54,39 @@ def undisturbed(directory: Path, num_steps: int) -> str:
     return found[2]
 
 
-def soak(directory: Path, minutes: float, seed: int) -> int:
+def losses(diary: Path) -> list[tuple[int, float]]:
+    """Of each kill in the diary: how many steps were made again, and seconds until the first that is new."""
+    steps: dict[int, dict[int, float]] = {}
+    for file in diary.glob("steps-*-*"):
+        of_attempt = steps.setdefault(int(file.name.split("-")[1]), {})
+        for line in file.read_text().splitlines():
+            step, _, at = line.split()
+            of_attempt[int(step)] = max(of_attempt.get(int(step), 0.0), float(at))
+    found = []
+    for attempt, before in sorted(steps.items()):
+        after, fault = steps.get(attempt + 1), diary / f"fault-{attempt}"
+        if after and fault.exists() and max(before) + 1 in after:
+            lost_s = after[max(before) + 1] - float(fault.read_text())
+            found.append((max(before) - min(after) + 1, lost_s))
+    return found
+
+
+def soak(directory: Path, args: argparse.Namespace) -> int:
     """Train under faults until the time is up; the exit status of this program."""
     diary = directory / "diary"
     diary.mkdir()
-    deadline = time.monotonic() + 60 * minutes
+    deadline = time.monotonic() + 60 * args.minutes
     faults: Counter[str] = Counter()
     num_restarts = num_launchers = 0
     found = None
-    flags = ["--nproc-per-node", "2", "--max-restarts", "1000000", "--stopped-grace", "0"]
-    target = ["--diary", str(diary), "--steps", "1000000000", "--save-every", "20", "--pause-s", "0.01"]
+    flags = ["--nproc-per-node", str(args.ranks), "--max-restarts", "1000000", "--stopped-grace", "0"]
+    target = ["--diary", str(diary), "--steps", "1000000000", "--pause-s", str(args.pause_s), "--kind", args.kind]
+    target += ["--save-every", str(args.save_every), "--local-every", str(args.local_every)]
+    if args.kill_every_s:
+        target += ["--faults", "kill", "--fault-every-s", str(args.kill_every_s)]
     while found is None:
         num_launchers += 1
-        seeds = ["--soak-seed", str(seed + num_launchers)]
+        seeds = ["--soak-seed", str(args.seed + num_launchers)]
         command = launch(directory / f"launcher-{num_launchers}", flags, [*target, *seeds])
         while command.process.poll() is None:
             if time.monotonic() > deadline:
@@ -90,7 +112,14 @@ def soak(directory: Path, minutes: float, seed: int) -> int:
     num_steps, digest = int(found[1]), found[2]
     told = ", ".join(f"{count} {kind}" for kind, count in sorted(faults.items()))
     say(f"{num_steps} steps; faults: {told}; restarts of ranks: {num_restarts}, launchers: {num_launchers}")
-    expected = undisturbed(directory, num_steps)
+    if args.kill_every_s and (lost := losses(diary)):
+        repeated, seconds = [each for each, _ in lost], [each for _, each in lost]
+        say(
+            f"{args.kind} on {args.ranks} ranks: {len(lost)} kills; steps repeated: median "
+            f"{statistics.median(repeated):g}, at most {max(repeated)}; seconds lost: median "
+            f"{statistics.median(seconds):.2f}, {min(seconds):.2f} to {max(seconds):.2f}"
+        )
+    expected = undisturbed(directory, args, num_steps)
     say(f"parameters {digest[:16]}, undisturbed {expected[:16]}: {'equal' if digest == expected else 'DIFFERENT'}")
     return 0 if digest == expected else 1
 
@@ -118,12 +147,18 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clean-steps", type=int, default=0)
     parser.add_argument("--seed", type=int, default=secrets.randbits(31))
+    parser.add_argument("--kill-every-s", type=float, default=0.0, help="kill ranks, about so often; 0: all faults")
+    parser.add_argument("--kind", default="plain", help="plain, sharded, fsdp2 or reproducible")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--save-every", type=int, default=20)
+    parser.add_argument("--local-every", type=int, default=0, help="steps between local saves; 0: none")
+    parser.add_argument("--pause-s", type=float, default=0.01, help="of each step")
     args = parser.parse_args()
     say(f"seed {args.seed}")
     with tempfile.TemporaryDirectory(prefix="evenstep-soak-", ignore_cleanup_errors=True) as directory:
         if args.clean_steps:
             return clean(Path(directory), args.clean_steps)
-        return soak(Path(directory), args.minutes, args.seed)
+        return soak(Path(directory), args)
 
 
 if __name__ == "__main__":

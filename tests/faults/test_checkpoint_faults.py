@@ -84,6 +84,29 @@ def test_killed_runs_go_on_with_another_division_of_the_model(fresh_seed: int):
     assert "killed and resumed on themselves: the same bits" in done.stdout
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["plain", "sharded", "fsdp2"])
+def test_killed_runs_go_on_from_their_local_copies(fresh_seed: int, kind: str):
+    command = [sys.executable, "-m", "tests.faults.tier_kill_loop", "--kind", kind, "--seed", str(fresh_seed)]
+    command += ["--kills", os.environ.get("EVENSTEP_TEST_KILLS", "5")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "equal to the undisturbed one" in done.stdout
+
+
+def test_restarts_go_on_from_local_copies_and_say_what_they_cost(tmp_path: Path):
+    script = TRAIN.replace("every_steps=3)", 'every_steps=99, local="copies", local_every_steps=3)')
+    script = script.replace("begun == 0", "begun < 6").replace("checkpoint.wait()", "checkpoint._tier.finish()")
+    script = script.replace('os.environ.get("CRASH_AT", "-1")', "begun + 5")
+    crashed = start(tmp_path, [*FLAGS, "--max-restarts", "2", "script.py", "runs", "12"], script)
+    assert crashed.wait() == 0, crashed.stderr
+    assert "resumed from the local copies of step 3 (durable: none); 2 steps repeated" in crashed.stderr
+    assert "resumed from the local copies of step 6 (durable: none); 2 steps repeated" in crashed.stderr
+    assert steps(tmp_path / "runs") == [12]
+    assert not list(tmp_path.glob("copies/*/*"))
+    assert crashed.leaves_no_process()
+
+
 def test_a_crashed_run_is_restarted_and_resumes_by_itself(tmp_path: Path):
     """`--max-restarts`: rank 1 is killed in step 7. That such an end has the right bits is shown by the kills above."""
     crashed = start(tmp_path, [*FLAGS, "--max-restarts", "1", "script.py", "runs", "12"], TRAIN, CRASH_AT="7")

@@ -17,10 +17,14 @@ from evenstep.checkpoint.format.plan import Policy, is_better
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.tree import unwrapped
 from evenstep.checkpoint.load import restore
+from evenstep.checkpoint.load.fetch import recover
+from evenstep.checkpoint.load.mirror import find_once
+from evenstep.checkpoint.lock import step_of
 from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.save.snapshot import models_among
 from evenstep.checkpoint.save.stopping import Status, StatusExchange, StopSignals, note
 from evenstep.checkpoint.store import LocalDirectory, Storage, storage_at
+from evenstep.checkpoint.tier import LocalTier, validate_local
 from evenstep.console import say
 from evenstep.data.loader import DataLoader
 from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, MismatchError, UsageError
@@ -62,6 +66,10 @@ class Checkpointer:
         best: The name of a metric given to `step` or `save`: a value that beats all before is saved and kept. The first
             save warns if the metric has not been given; at the end that is an error, after everything is saved.
         best_is: "lowest" or "highest".
+        local: A directory on each node's own disk, for copies that cost less: one that may differ from node to node. A
+            resume takes the newest step of which the nodes hold every part between them, or the newest checkpoint if
+            that is newer; see the guide for what a lost process or node costs. None: there are no copies.
+        local_every_steps: Write these copies after each so many steps.
         asynchronous: Write in a thread; False: the loop waits until a checkpoint is complete.
         on_save_error: "raise", in the next step; "continue" prints a line and trains on.
         private: Only this user reads and writes the files. False: as the umask says, so that a group may share them.
@@ -88,6 +96,8 @@ class Checkpointer:
         keep_every: int | None = None,
         best: str | None = None,
         best_is: str = "lowest",
+        local: str | os.PathLike[str] | LocalDirectory | None = None,
+        local_every_steps: int | None = None,
         asynchronous: bool = True,
         on_save_error: str = "raise",
         private: bool = True,
@@ -97,7 +107,8 @@ class Checkpointer:
         self.world = worlds.chosen(world, "Checkpointer")
 
         def validate() -> dict[str, Any]:
-            self.policy = Policy(every_steps, every_minutes, keep, keep_every, best, best_is)
+            self.policy = Policy(every_steps, every_minutes, keep, keep_every, best, best_is, local_every_steps)
+            self._local = _open_local(local, local_every_steps)
             checks.choice("on_save_error", on_save_error, ("raise", "continue"))
             checks.switch("asynchronous", asynchronous)
             checks.switch("private", private)
@@ -115,6 +126,8 @@ class Checkpointer:
         self._continues_on_error = on_save_error == "continue"
         self._asynchronous = bool(asynchronous)
         self.num_steps = 0
+        self._tier: LocalTier | None = None
+        self._has_begun = self._has_loaded = False
         self._saver = Saver(storage, self.world, objects, self._directory.commit)
         self._directory.writer = self._saver.writer
         self._requests = StatusExchange(self.world)
@@ -135,7 +148,8 @@ class Checkpointer:
     def resume(self, *, strict: bool = True) -> int:
         """Load the newest good checkpoint; with none, start afresh.
 
-        Collective. A damaged checkpoint is reported and kept, and the one before it is loaded.
+        Collective. A damaged checkpoint is reported and kept, and the one before it is loaded. With `local`, the newest
+        step may be one of which the nodes hold every part between them.
 
         Args:
             strict: False: load what fits, and print what didn't.
@@ -149,8 +163,13 @@ class Checkpointer:
         """
         self._agree("resume", lambda: {"strict": checks.switch("strict", strict)})
         self._open()
+        self._has_loaded = True
         problems = []
-        for step in sorted(self._directory.steps, reverse=True):
+        for step in (*sorted(self._directory.steps, reverse=True), None):
+            if self._tier is not None and (local := self._recover(self._tier, step, strict=strict)) is not None:
+                return local
+            if step is None:
+                break
             try:
                 return self._load(step, self._directory.folders[step], strict=strict, verb="resumed from")
             except DamagedError as error:
@@ -186,6 +205,7 @@ class Checkpointer:
         if step not in folders:
             there = ", ".join(map(str, folders)) or "none at all"
             raise CheckpointError(f"{self._where} has no checkpoint of step {step!r}; there are: {there}.")
+        self._has_loaded = True
         return self._load(step, folders[step], strict=strict, verb="loaded")
 
     def discard(self, *, after: int = 0) -> None:
@@ -203,6 +223,9 @@ class Checkpointer:
         self._agree("discard", lambda: {"after": checks.whole("after", after, least=0)})
         self._open()
         self._finish()
+        if self._tier is not None:
+            self._tier.finish()
+            self._tier.remove(lambda folder: step_of(folder) <= after)
         self._directory.discard(after)
         self._best = self._directory.best
 
@@ -223,10 +246,7 @@ class Checkpointer:
         """
         if any(model.engine.is_accumulating for model in models_among(self._objects)):
             return
-        self._open()
-        if self._last_saved is None:
-            self._directory.refuse_later_than(self.num_steps)
-        _validate_local(self._objects)
+        self._begin()
         self._commit_samples()
         if self._metrics_are_of == self.num_steps:
             self._metrics = {}
@@ -246,6 +266,10 @@ class Checkpointer:
         by_steps = self.policy.every_steps is not None and self.num_steps % self.policy.every_steps == 0
         if agreed.is_due or by_steps or is_best:
             self._save()
+        if self._tier is not None:
+            heartbeat.mark(heartbeat.Phase.SAVING)
+            self._tier.step(self.num_steps, self._metrics, waits=not self._asynchronous)
+            heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
         self._requests.send(self._status(is_slow))
 
     def save(self, **metrics: float) -> None:
@@ -265,10 +289,7 @@ class Checkpointer:
                 "checkpoint.save in the middle of an accumulation: its gradients would be lost. Call it after the "
                 "optimizer's step; of LocalSGD, behind an average."
             )
-        self._open()
-        if self._last_saved is None:
-            self._directory.refuse_later_than(self.num_steps)
-        _validate_local(self._objects)
+        self._begin()
         self._take_metrics(metrics)
         self._save(waits=True, raises=True)
 
@@ -301,7 +322,9 @@ class Checkpointer:
                 if self.num_steps > 0 and self._last_saved != self.num_steps and (is_good or self._continues_on_error):
                     self._last_saved = self.num_steps
                     self._saver.start(self.num_steps, self._metrics)
-                    self._finish_alone(raises=True)
+                    is_good = self._finish_alone(raises=True)
+                if self._tier is not None:
+                    self._tier.close(removes=is_good and self.num_steps > 0)
         finally:
             self._release()
         if self._signals is not None:  # a signal that came after the last step
@@ -413,6 +436,8 @@ class Checkpointer:
             self._save(waits=True, raises=True)
         self._finish(raises=True)
         self._is_closed = True
+        if self._tier is not None:
+            self._tier.close(removes=True)
         folder = self._directory.folders[self.num_steps]
         self._print(f"stop requested ({reason} on rank {rank}); saved {self._where}/{folder}, which resumes there")
         self._requests.finish()
@@ -443,22 +468,61 @@ class Checkpointer:
         if self._is_closed:
             raise UsageError("this Checkpointer is closed: its world has ended. Make a new one.")
         if not self._directory.is_open:
-            self._saver.open(self._directory.open())
+            number = self._directory.open()
+            self._saver.open(number)
+            if self._local is not None:
+                run = f"{_identity(self._directory.storage, is_one_host=True)}\n{self._directory.run}"
+                every = self.policy.local_every_steps or 1
+                self._tier = LocalTier(self._local, every, self.world, self._objects, number, run)
             self._best = self._directory.best
             self._lacks_best = self._lacks_best and self._best is None
             self._signals = StopSignals(self.world)
 
+    def _begin(self) -> None:
+        """Collective, before each step and save: open the directory; once, decide what of it counts from now on."""
+        self._open()
+        if self._last_saved is None:
+            self._directory.refuse_later_than(self.num_steps)
+        _validate_local(self._objects)
+        if not self._has_begun:
+            if self._tier is not None and not self._has_loaded:
+                self._directory.refuse_later_than(self.num_steps, self._tier.newest())
+            self._directory.note_resume(self.num_steps, is_local=self._tier is not None)
+            if self._tier is not None:
+                self._tier.begin()
+            self._has_begun = True
+
+    def _recover(self, tier: LocalTier, durable_step: int | None, *, strict: bool) -> int | None:
+        """Collective: load the newest step that the nodes hold, if it is newer than a checkpoint's."""
+        resumes = self._directory.resumes
+        found = recover(
+            tier.storage, self.world, self._objects, resumes=resumes, durable_step=durable_step, strict=strict
+        )
+        if found is None:
+            return None
+        # Checkpoints know neither this step nor its metrics.
+        tier.kept, self._last_saved, self._metrics_are_of = found[0], None, None
+        text = f"resumed from the local copies of step {found[1].manifest.step} (durable: {durable_step or 'none'})"
+        return self._apply(found[1], f"{tier.storage.where}/{found[0]}", text, is_resume=True)
+
     def _load(self, step: int, folder: str, *, strict: bool, verb: str) -> int:
-        found = restore.find(self._directory.storage, self.world, folder, self._objects, strict=strict)
-        where = f"{self._where}/{folder}"
+        found = find_once(self._directory.storage, self.world, folder, self._objects, strict=strict)
+        self._last_saved, self._metrics_are_of = step if self._directory.is_open else None, step
+        return self._apply(
+            found, f"{self._where}/{folder}", f"{verb} {self._where}/{folder}", is_resume=verb != "loaded"
+        )
+
+    def _apply(self, found: restore.Found, where: str, line: str, *, is_resume: bool) -> int:
+        """Collective: load what was found; say so, and return its step."""
         restore.apply(found, self.world, self._objects, where)
-        self.num_steps = found.manifest.step
-        self._last_saved = step if self._directory.is_open else None
-        self._metrics, self._metrics_are_of = dict(found.manifest.metrics), step
+        step = self.num_steps = found.manifest.step
+        self._metrics = dict(found.manifest.metrics)
         num_ranks = found.manifest.world_size
         saved_by = f", saved by {checks.counted(num_ranks, 'rank')}"
         ranks = "" if num_ranks == self.world.world_size else saved_by
-        self._print(f"{verb} {where}{ranks}")
+        lost = self._tier.reached - step if is_resume and self._tier is not None else 0
+        repeated = f"; {checks.counted(lost, 'step')} repeated" if lost > 0 else ""
+        self._print(f"{line}{ranks}{repeated}")
         for line in found.misfits:
             self._print(f"  not loaded: {line}")
         for name in found.unlisted:
@@ -475,6 +539,8 @@ class Checkpointer:
         self._is_closed = True
         if not isinstance(error, SystemExit):  # else signals stay harmless until the process has gone
             self._saver.abandon()
+            if self._tier is not None:
+                self._tier.abandon()
             if self._signals is not None:
                 self._signals.close()
         self._directory.close(after=self._saver.writer.thread)
@@ -490,7 +556,27 @@ class Checkpointer:
             say(f"evenstep: {text}")
 
 
-def _open_storage(directory: Any, *, private: bool) -> Storage:
+def _open_local(local: Any, every_steps: int | None) -> LocalDirectory | None:
+    """The directory that `local` names, or is.
+
+    Raises:
+        ConfigurationError: It names none, or not one for this user; or one of both arguments is missing.
+    """
+    if local is None and every_steps is None:
+        return None
+    is_url = "://" in str(local) and not str(local).startswith("file:")
+    if not isinstance(local, str | os.PathLike | LocalDirectory | None) or is_url:
+        wanted = "the path of a directory on each node's own disk. An object to save takes another name"
+        raise checks.refuse("local", local, wanted)
+    if local is None or every_steps is None:
+        raise ConfigurationError("local and local_every_steps go together: where copies lie, and how often they come.")
+    storage = _open_storage(local, private=True, what="local")
+    assert isinstance(storage, LocalDirectory)
+    validate_local(storage)
+    return storage
+
+
+def _open_storage(directory: Any, *, private: bool, what: str = "directory") -> Storage:
     """The storage that `directory` names, or is.
 
     Raises:
@@ -507,7 +593,7 @@ def _open_storage(directory: Any, *, private: bool) -> Storage:
                 "so itself, as in LocalDirectory(path, private=False)."
             )
         return directory
-    raise checks.refuse("directory", directory, "the path of a directory, a URL, or a Storage")
+    raise checks.refuse(what, directory, "the path of a directory, a URL, or a Storage")
 
 
 def _validate_objects(objects: Mapping[str, Any]) -> None:
@@ -542,7 +628,7 @@ def _validate_local(objects: Mapping[str, Any]) -> None:
         if not any(each is local for each in objects.values()):
             raise UsageError(
                 "the model has a LocalSGD, whose ranks keep different momenta. Give that to the Checkpointer, in "
-                "place of its optimizer: Checkpointer(..., model=model, local=local)."
+                "place of its optimizer: Checkpointer(..., model=model, local_sgd=local)."
             )
         name = next((name for name, each in objects.items() if each is local.optimizer), None)
         if name is not None:

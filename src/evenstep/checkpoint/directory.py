@@ -139,6 +139,8 @@ class RunDirectory:
         steps: Metrics by step of each checkpoint. On other ranks than 0 some may have been removed since.
         folders: By step.
         is_open: Whether this job has taken the lock.
+        run: Made with the directory; "" until it is open.
+        resumes: Of earlier attempts: see [Note: what a lock remembers of the run].
     """
 
     def __init__(self, storage: Storage, world: World, policy: Policy) -> None:
@@ -146,6 +148,7 @@ class RunDirectory:
         self.steps: dict[int, Mapping[str, float]] = {}
         self.folders: dict[int, str] = {}
         self.is_open = False
+        self.run, self.resumes = "", list[tuple[int, int]]()
         self.writer: Pending | None = None
         self._lock: Lock | None = None
 
@@ -184,9 +187,10 @@ class RunDirectory:
                     found[step] = read_manifest(self.storage, folder).metrics
 
         self._on_main(lock_and_list)
-        lock = None if self._lock is None else [self._lock.number, self._lock.record["key"]]
-        number, key = self._world.broadcast_object(lock)
-        self._refuse_unshared(key)
+        lock = None if self._lock is None else [self._lock.number, self._lock.record]
+        number, record = self._world.broadcast_object(lock)
+        self.run, self.resumes = record["run"], [(each, step) for each, step in record["resumes"]]
+        self._refuse_unshared(record["key"])
         listed = [[step, self.folders[step], dict(metrics)] for step, metrics in found.items()]
         listed = self._world.broadcast_object(listed)
         self.steps = {step: metrics for step, _, metrics in listed}
@@ -296,6 +300,11 @@ class RunDirectory:
                 self._lock.note_damaged(self.folders[step], why)
         self._keep(self.steps.keys() - {step})
 
+    def note_resume(self, step: int, *, is_local: bool) -> None:
+        """Collective: note from which step this job goes on, if it or an earlier one has saved on the nodes' disks."""
+        if is_local or self.resumes:
+            self._on_main(lambda: self._lock.note_resume(step) if self._lock is not None else None)
+
     def _keep(self, steps: set[int]) -> None:
         self.steps = {step: metrics for step, metrics in self.steps.items() if step in steps}
         self.folders = {step: folder for step, folder in self.folders.items() if step in steps}
@@ -304,11 +313,17 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.confirm()
 
-    def refuse_later_than(self, step: int) -> None:
-        """Raise a UsageError if there are later checkpoints: the next start would be ambiguous."""
-        if self.newest is not None and self.newest > step:
+    def refuse_later_than(self, step: int, local: int = 0) -> None:
+        """Raise a UsageError if there are later checkpoints: the next start would be ambiguous.
+
+        Args:
+            step: Where this run is.
+            local: The newest step that is there on the nodes' disks alone.
+        """
+        newest = max(self.newest or 0, local)
+        if newest > step:
             raise UsageError(
-                f"{self.storage.where} has checkpoints up to step {self.newest}, and this run is at step {step}: the "
+                f"{self.storage.where} has checkpoints up to step {newest}, and this run is at step {step}: the "
                 f"next start could not tell which to take. Call checkpoint.resume() before the loop, or "
                 f"checkpoint.discard(after={step}) to remove the later ones, or use another directory."
             )

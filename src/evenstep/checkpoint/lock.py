@@ -27,6 +27,12 @@ folder's name says under which lock it was written; and whoever takes a lock lis
 manifests that are there. A manifest of an earlier number that isn't listed came later, and is no checkpoint. Where
 nothing is listed, the taker was killed before it could change anything, or the lock can't be read: then all count. A
 holder looks before each manifest and each removal, and once more before it reports that a manifest was saved.
+
+[Note: what a lock remembers of the run]
+
+`run` is made with the directory's first lock and copied by each that follows: nodes keep their local generations under
+it. `resumes` has (number of the lock, step) of attempts that used them: each went on from that step, and what earlier
+attempts have saved on some node behind it is void. An entry that a later one makes needless is dropped.
 """
 
 from __future__ import annotations
@@ -166,6 +172,11 @@ class Lock:
         """Note what is wrong with a checkpoint: it is kept from then on."""
         _write(self._storage, self.number, self.record, damaged={**self.record["damaged"], folder: why})
 
+    def note_resume(self, step: int) -> None:
+        """Note from which step this job goes on. Durable."""
+        resumes = [[lock, each] for lock, each in self.record["resumes"] if each < step]
+        _write(self._storage, self.number, self.record, resumes=[*resumes, [self.number, step]])
+
     def confirm(self) -> None:
         """Look whether this process still has it. Called before every change of what others see.
 
@@ -265,7 +276,8 @@ def remove_lock(storage: Storage) -> str:
 def _take(storage: Storage, top: Top, me: Mapping[str, object]) -> Lock | None:
     """Create the lock that follows `top`; None: another process was faster."""
     places = [place.lock for place in map(place_of, top.names) if place is not None]
-    number, record = 1 + max([top.number, *places]), {**me, "manifests": None}
+    of_run = {"run": top.record.get("run", secrets.token_hex(8)), "resumes": top.record.get("resumes", [])}
+    number, record = 1 + max([top.number, *places]), {**me, **of_run, "manifests": None}
     storage.put_new(_name(number), json.dumps(record).encode())
     # Whatever it said: a request whose answer got lost was made twice, and a number may have come and gone.
     now = look(storage)

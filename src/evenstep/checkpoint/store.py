@@ -289,6 +289,10 @@ class LocalDirectory(Storage):
         self._files = None
         self._file_mode, self._folder_mode = (0o600, 0o700) if private else (0o666, 0o777)
 
+    def inside(self, root: Path) -> LocalDirectory:
+        """A directory in this one, private."""
+        return LocalDirectory(root, hook=self._hook)
+
     def put(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
         """See `Storage.put`."""
         with self._written(path, chunks) as temporary:

@@ -20,6 +20,8 @@ SAYS = {
     "evenstep checkpoint list runs/first": "        32  ",
     "evenstep checkpoint show runs/first": "0.weight: float32 [3, 20]",
     "evenstep checkpoint verify runs/first": "step-0000032-00001-4: whole",
+    "evenstep run --nproc-per-node 2 --max-restarts 1 two_tiers.py": "70 steps",
+    "evenstep checkpoint list runs/tiers": "        70  ",
     "evenstep checkpoint list runs/stopped": "         6  ",
     "evenstep verify --resume --kill-at 18 train.py": "identical: steps 15 to 32",
     "evenstep run --nproc-per-node 4 sharded.py": "4 steps, ranks: 4",

@@ -63,11 +63,11 @@ def run(kind: str, seed: int, where: Path, resumes: bool) -> list[Tensor]:
     """Seven steps, of which the last three after a resume; what the last average left is step 4's."""
     evenstep.init(quiet=True)
     model, optimizer, local = build(kind, seed)
-    with evenstep.Checkpointer(where, model=model, local=local, every_steps=1, every_minutes=None) as checkpoint:
+    with evenstep.Checkpointer(where, model=model, local_sgd=local, every_steps=1, every_minutes=None) as checkpoint:
         train(model, optimizer, local, range(4), seed, checkpoint)
     if resumes:
         model, optimizer, local = build(kind, seed + 1)
-        with evenstep.Checkpointer(where, model=model, local=local, every_minutes=None) as checkpoint:
+        with evenstep.Checkpointer(where, model=model, local_sgd=local, every_minutes=None) as checkpoint:
             checkpoint.resume()
             assert local.num_steps == 4
             train(model, optimizer, local, range(4, 7), seed, None)
@@ -96,7 +96,7 @@ def test_each_rank_goes_on_with_what_its_optimizer_kept(
 def save(kind: str, seed: int, where: Path) -> list[Tensor]:
     evenstep.init(quiet=True)
     model, optimizer, local = build(kind, seed)
-    with evenstep.Checkpointer(where, model=model, local=local, every_minutes=None) as checkpoint:
+    with evenstep.Checkpointer(where, model=model, local_sgd=local, every_minutes=None) as checkpoint:
         train(model, optimizer, local, range(4), seed, checkpoint)
         checkpoint.save()
     return values_of(model, optimizer)
@@ -105,7 +105,7 @@ def save(kind: str, seed: int, where: Path) -> list[Tensor]:
 def load(kind: str, seed: int, where: Path) -> list[Tensor]:
     evenstep.init(quiet=True)
     model, optimizer, local = build(kind, seed)
-    with evenstep.Checkpointer(where, model=model, local=local, every_minutes=None) as checkpoint:
+    with evenstep.Checkpointer(where, model=model, local_sgd=local, every_minutes=None) as checkpoint:
         checkpoint.resume()
     return values_of(model, optimizer)
 
@@ -126,12 +126,12 @@ def without(what: str, where: Path) -> None:
     model, optimizer, local = build("momentum", 0)
     objects: dict[str, Any] = {"optimizer": optimizer}
     if what == "both":
-        objects["local"] = local
+        objects["local_sgd"] = local
     saved = torch.compile(model) if what == "compiled" else model
     with evenstep.Checkpointer(where, model=saved, every_minutes=None, **objects) as checkpoint:
         with pytest.raises(UsageError, match="LocalSGD"):
             checkpoint.save()
-        with pytest.raises(UsageError, match=r"Leave it out|local=local"):
+        with pytest.raises(UsageError, match=r"Leave it out|local_sgd=local"):
             train(model, optimizer, local, range(1), 0, checkpoint)
         local.close()
 
@@ -147,7 +147,7 @@ def load_other(where: Path) -> tuple[str, int, int]:
     model = evenstep.DistributedDataParallel(nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     local = evenstep.LocalSGD(model, optimizer, every=3)
-    with evenstep.Checkpointer(where, model=model, local=local, every_minutes=None) as checkpoint:
+    with evenstep.Checkpointer(where, model=model, local_sgd=local, every_minutes=None) as checkpoint:
         with pytest.raises(CheckpointError) as caught:
             checkpoint.resume()
         checkpoint.resume(strict=False)
@@ -162,7 +162,7 @@ def save_narrow(where: Path) -> None:
     local = evenstep.LocalSGD(model, optimizer, every=1)
     model.backward(model(torch.ones(2, 1)).sum())
     local.step()
-    with evenstep.Checkpointer(where, model=model, local=local, every_minutes=None) as checkpoint:
+    with evenstep.Checkpointer(where, model=model, local_sgd=local, every_minutes=None) as checkpoint:
         checkpoint.save()
     local.close()
 
@@ -170,7 +170,7 @@ def save_narrow(where: Path) -> None:
 def test_momenta_of_other_shapes_are_not_loaded(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_narrow, 2, tmp_path)
     for said, num_steps, num_states in ranks.run(load_other, 2, tmp_path):
-        assert "local: rows.0.momentum_buffer was [2, 1], and its parameter is [2, 3] here" in said
+        assert "local_sgd: rows.0.momentum_buffer was [2, 1], and its parameter is [2, 3] here" in said
         assert (num_steps, num_states) == (0, 0)
 
 

@@ -20,7 +20,7 @@ from evenstep.checkpoint.directory import checkpoints_in, read_manifest
 from evenstep.checkpoint.load.reader import check_checkpoint
 from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import CheckpointError
-from tests.checkpoint_runs import PatientRanks, world_for_this_test
+from tests.checkpoint_runs import PatientRanks, Tensors, world_for_this_test
 from tests.mesh_runs import LAYOUTS, Model, divided, mesh_of, num_ranks, whole_of
 
 
@@ -104,19 +104,6 @@ def test_four_ranks_then_hsdp_then_tensor_then_one_process(ranks, tmp_path, fres
 def test_from_every_layout_to_every_other(ranks, tmp_path, fresh_seed):
     for number, pair in enumerate(itertools.permutations(LAYOUTS, 2)):
         play(ranks, tmp_path / str(number), list(pair), fresh_seed)
-
-
-class Tensors:
-    """An object of the user's own with DTensors in its state."""
-
-    def __init__(self, values: dict[str, torch.Tensor]) -> None:
-        self.values = values
-
-    def state_dict(self):
-        return dict(self.values)
-
-    def load_state_dict(self, state) -> None:
-        self.values = dict(state)
 
 
 def random_placements(generator: random.Random, mesh: DeviceMesh, ndim: int):

@@ -331,7 +331,7 @@ def closed_and_resumed(seed: int, where: Path, resumes: bool) -> Tensor:
             optimizer = KINDS["AdamW"](model.parameters())
             local = evenstep.LocalSGD(model, optimizer, every=EVERY)
         folder = where if resumes else where / str(steps.start)
-        with evenstep.Checkpointer(folder, model=model, local=local, every_minutes=None) as checkpoint:
+        with evenstep.Checkpointer(folder, model=model, local_sgd=local, every_minutes=None) as checkpoint:
             if not is_begin and resumes:
                 checkpoint.resume()
             for step in steps:

@@ -406,7 +406,7 @@ def saved_alone(seed: int, directory: str) -> tuple[list[bool], int]:
     model = wrap(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local = evenstep.LocalSGD(model, optimizer, every=3)
-    checkpoint = evenstep.Checkpointer(directory, model=model, local=local, every_steps=1)
+    checkpoint = evenstep.Checkpointer(directory, model=model, local_sgd=local, every_steps=1)
     averaged = []
     for step in range(7):
         backward(model, seed + step)

@@ -195,8 +195,8 @@ def test_in_float64_gloo_outlives_the_reducer_of_torchs_wrapper(ranks: RankPool,
     """The reducer would wait for a thread of Gloo's, and keep the interpreter's lock for which that thread waits."""
     # Of the first group of a process something in torch stays.
     _, (before, as_it_ended, after) = ranks.run(threads_as_a_reducer_ends, 1, str(tmp_path))[0]
-    assert as_it_ended == before
-    assert after < before
+    assert as_it_ended >= before  # a thread that one of Gloo's starts has the name of that
+    assert after < as_it_ended
 
 
 @pytest.mark.extended

@@ -1,5 +1,6 @@
 """What ranks record of their steps, and that who is late is seen before the collective hides it."""
 
+import statistics
 import time
 from typing import Any
 
@@ -26,11 +27,11 @@ class Slow(torch.nn.Module):
         return out
 
 
-def record(seconds: list[float], accumulate: int) -> tuple[list[StepTimes], int, int, float]:
+def record(seconds: list[float], accumulate: int, num_steps: int = 4) -> tuple[list[StepTimes], int, int, float]:
     world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(Slow(seconds[world.rank]), bucket_cap_mb=0.1, world=world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(4):
+    for _ in range(num_steps):
         for part in model.microbatches(torch.randn(4 * accumulate, 300), accumulate):
             model.backward(model(part).square().mean())
         optimizer.step()
@@ -62,13 +63,13 @@ def test_steps_are_recorded(ranks: RankPool) -> None:
 
 def test_who_is_late_was_ready_late_and_who_was_not_waited(ranks: RankPool) -> None:
     """All ranks end their backward pass at the same moment: only the time before the collective tells them apart."""
-    recorded: list[Any] = ranks.run(record, 3, [0.0, 0.2, 0.0], 1)
-    for step in range(1, 4):
-        ready = [max(steps[step].ready_s) for steps, *_ in recorded]
-        waited = [steps[step].wait_s for steps, *_ in recorded]
-        assert ready[1] > 0.2
-        assert waited[0] > 0.1 < waited[2]
-        assert ready[0] < 0.2 > ready[2]
+    recorded: list[Any] = ranks.run(record, 3, [0.0, 0.2, 0.0], 1, 10)
+    # Medians: on a busy machine any rank may be late once.
+    ready = [statistics.median(max(times.ready_s) for times in steps[1:]) for steps, *_ in recorded]
+    waited = [statistics.median(times.wait_s for times in steps[1:]) for steps, *_ in recorded]
+    assert ready[1] > 0.2
+    assert ready[0] < 0.1 > ready[2]
+    assert waited[0] > 0.1 < waited[2]
 
 
 def record_in_a_group() -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import collections
 import enum
+import itertools
 import json
 import math
 import random
+import re
 import typing
 import weakref
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -312,7 +315,6 @@ def test_complex_tensors_are_pairs_for_other_programs(tmp_path: Path):
     "change",
     [
         lambda h: h.pop("a"),
-        lambda h: h.update(c=h["a"]),
         lambda h: h["a"].update(dtype="F64"),
         lambda h: h["a"].update(shape=[4, 1]),
         lambda h: h["a"].update(data_offsets=[0, 10**12]),
@@ -328,6 +330,12 @@ def test_a_header_that_says_something_else_is_refused(change):
     change(header)
     with pytest.raises(ValueError, match="header"):
         parse_header(json.dumps(header).encode(), entries, 19)
+
+
+def test_a_file_may_hold_more_than_is_listed():
+    """A buffer of which each node had another value: the manifest lists the first node's alone."""
+    layout = plan_layout([Entry("a", "float32", (4,)), Entry("b", "int8", (3,))])
+    assert parse_header(layout.header[8:], [Entry("b", "int8", (3,))], 19) == {"b": 16}
 
 
 # ---------------------------------------------------------------------- the manifest
@@ -357,8 +365,84 @@ def test_a_manifest_comes_back_and_is_plain_json():
     assert json.loads(content)["step"] == 3
 
 
+def with_copies() -> manifests.Manifest:
+    """Two parts of a tensor, each on two nodes."""
+    names = [f"model-n{node}.safetensors" for node in range(3)]
+    parts = [manifests.Part(names[0], "w.0", 0, 1, 7), manifests.Part(names[1], "w.1", 1, 3, 8)]
+    copies = [replace(parts[0], file=names[1], key="w.9"), replace(parts[1], file=names[2])]
+    entry = manifests.TensorEntry("float32", (4,), tuple(parts), tuple(copies))
+    return some_manifest(
+        objects={"model": manifests.ObjectEntry("Linear", {"w": {"~tensor": "w"}}, {"w": entry})},
+        files={name: manifests.FileEntry(80, 64, 9, node) for node, name in enumerate(names)},
+    )
+
+
+def test_copies_and_nodes_are_written_only_where_there_are_any():
+    manifest = with_copies()
+    assert manifests.decode(manifests.encode(manifest)) == manifest
+    assert not {b"copies", b"node", b"sizes"} & set(re.findall(rb"\w+", manifests.encode(some_manifest())))
+
+
+@pytest.mark.parametrize("changes", [{"start": 2}, {"numel": 2}, {"crc32": 7}, {"sizes": (3,)}, {"file": "other"}])
+def test_a_copy_of_no_part_is_refused(changes):
+    manifest = with_copies()
+    tensor = manifest.objects["model"].tensors["w"]
+    wrong = replace(tensor, copies=(tensor.copies[0], replace(tensor.copies[1], **changes)))
+    content = manifests.encode(
+        replace(manifest, objects={"model": replace(manifest.objects["model"], tensors={"w": wrong})})
+    )
+    with pytest.raises(ValueError, match=r"copy of none of its parts|isn't listed"):
+        manifests.decode(content)
+
+
+@pytest.mark.parametrize("node", [-1, 0.5, "0", True])
+def test_a_node_is_a_whole_number(node):
+    file = {"bytes": 1, "header_bytes": 1, "header_crc32": 1, "node": node}
+    with pytest.raises(ValueError, match="no whole number"):
+        manifests.decode(resealed(objects={}, files={"a": file}))
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_what_nodes_hold_between_them_can_be_read(data):
+    """Tensors in random parts on random nodes: readable as long as each part is on one that is there, and no longer."""
+    nodes = range(data.draw(st.integers(1, 4), "nodes"))
+    files = {node: f"model-n{node}.safetensors" for node in nodes}
+    tensors, holders = {}, []
+    for number in range(data.draw(st.integers(0, 4), "tensors")):
+        cuts = [0, *sorted(data.draw(st.sets(st.integers(1, 11), max_size=3), "cuts")), 12]
+        parts, copies = [], []
+        for begin, end in itertools.pairwise(cuts):
+            on = data.draw(st.lists(st.sampled_from(nodes), min_size=1, unique=True), "on")
+            crc = data.draw(st.integers(0, 1), "crc")
+            first, *others = (
+                manifests.Part(files[node], f"{number}.{begin}.{node}", begin, end - begin, crc) for node in on
+            )
+            parts.append(first)
+            copies += others
+            holders.append((f"t{number}", begin, [files[node] for node in on]))
+        tensors[f"t{number}"] = manifests.TensorEntry("float32", (3, 4), tuple(parts), tuple(copies))
+    manifest = some_manifest(
+        objects={"model": manifests.ObjectEntry("Linear", {}, tensors)},
+        files={name: manifests.FileEntry(1000, 64, 9, node) for node, name in files.items()},
+    )
+    assert manifests.decode(manifests.encode(manifest)) == manifest
+    assert manifest.choose(files.values()) == manifest
+    here, there = (data.draw(st.sets(st.sampled_from([*files.values()])), name) for name in ("here", "there"))
+    chosen = manifest.choose(here, there)
+    assert (chosen is None) == any(not {*on} & (here | there) for _, _, on in holders)
+    if chosen is not None:
+        manifests.validate(chosen)
+        found = {(name, part.start): part for name, t in chosen.objects["model"].tensors.items() for part in t.parts}
+        for name, begin, on in holders:
+            best = next(file for files in (here, there) for file in on if file in files)
+            part = found[name, begin]
+            assert part.file == best
+            assert part in (*tensors[name].parts, *tensors[name].copies)
+
+
 def test_every_flipped_bit_and_every_truncation_of_a_manifest_is_found():
-    content = manifests.encode(some_manifest())
+    content = manifests.encode(with_copies())
     for position in range(len(content) * 8):
         flipped = bytearray(content)
         flipped[position // 8] ^= 1 << position % 8

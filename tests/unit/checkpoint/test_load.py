@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,11 @@ from torch import nn
 
 from evenstep import World
 from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.checkpoint.directory import DamagedError, read_manifest
+from evenstep.checkpoint.format.regions import whole
+from evenstep.checkpoint.load.layouts import Layout
+from evenstep.checkpoint.load.reader import read_objects
+from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import CheckpointError
 from tests.checkpoint_runs import flip
 
@@ -133,3 +139,25 @@ def test_what_an_object_says_of_its_state_ends_with_one_full_stop(tmp_path: Path
     save(tmp_path, model=Particular(2, 2))
     with pytest.raises(CheckpointError, match=r"on rank 0: ValueError: it was another one\. The objects may"):
         load(tmp_path, Particular(2, 2))
+
+
+def test_every_checksum_is_confirmed_whatever_else_the_ranks_of_a_node_read(tmp_path: Path):
+    """Of a divided tensor one rank reads a part and another none; both read the other tensors of that file."""
+    save(tmp_path, model=nn.ParameterDict({name: torch.randn(64) for name in ("divided", "one", "two", "three")}))
+    storage = LocalDirectory(tmp_path)
+    manifest = read_manifest(storage, STEP)
+    layouts = [
+        {"model": {"divided": Layout((64,), (whole((64,)),))}},
+        {"model": {"divided": Layout((0,), ())}},
+    ]
+    path = tmp_path / STEP / "model.safetensors"
+    for bit in range(manifest.files[path.name].header_bytes * 8, path.stat().st_size * 8, 64 * 32):
+        flip(path, bit)
+        found = 0
+        for rank in range(2):
+            with contextlib.suppress(DamagedError):
+                read_objects(storage, STEP, manifest, ["model"], share=(rank, 2), layouts=layouts[rank])
+                continue
+            found += 1
+        assert found == 1, bit
+        flip(path, bit)

@@ -10,8 +10,8 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from evenstep.checkpoint.format.payload import torch_dtype
@@ -23,6 +23,8 @@ MAX_BYTES = 1 << 28
 
 _FIRST_LINE = '{"evenstep_checkpoint": %d, "crc32": "%08x",\n'
 _FIRST_PATTERN = re.compile(rb'\{"evenstep_checkpoint": (\d{1,9}), "crc32": "([0-9a-f]{8})",\n')
+# Most parts are no boxes, and only the local tier has copies: left out, they make the file shorter.
+_LEFT_OUT: Mapping[str, object] = {"sizes": None, "copies": (), "node": None}
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
 
 
@@ -46,6 +48,11 @@ class Part:
     crc32: int
     sizes: Shape | None = None
 
+    @property
+    def place(self) -> tuple[int, int, Shape | None, int]:
+        """Its elements and their checksum: equal for a part and its copies."""
+        return self.start, self.numel, self.sizes, self.crc32
+
     def boxes(self, shape: Shape) -> list[tuple[Shape, Shape, int]]:
         """This part of a tensor of `shape` as boxes: (offsets, sizes, place among the part's elements)."""
         if self.sizes is None:
@@ -67,11 +74,13 @@ class TensorEntry:
         dtype: Its name, without "torch.".
         shape: Of the whole.
         parts: Cover the tensor once, in order of their first elements; one, unless it is divided over the ranks.
+        copies: The same bytes as some of the parts, in files of other nodes.
     """
 
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    copies: tuple[Part, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -106,11 +115,13 @@ class FileEntry:
         bytes: Its length.
         header_bytes: Length of everything before the first tensor.
         header_crc32: Of those bytes.
+        node: The node whose local tier it lies in; None: all ranks share it.
     """
 
     bytes: int
     header_bytes: int
     header_crc32: int
+    node: int | None = None
 
 
 @dataclass(frozen=True)
@@ -140,12 +151,32 @@ class Manifest:
         """Length of all files but the manifest."""
         return sum(file.bytes for file in self.files.values())
 
+    def choose(self, *present: Collection[str]) -> Manifest | None:
+        """This manifest with parts that can be read; None if a part and all its copies are missing.
+
+        Args:
+            present: Names of files that are there; those of an earlier argument are preferred to those of a later one,
+                and parts to their copies.
+        """
+        objects = {}
+        for owner, item in self.objects.items():
+            tensors = {}
+            for name, tensor in item.tensors.items():
+                worst_first = [*reversed(tensor.copies), *tensor.parts]
+                there = {each.place: each for files in reversed(present) for each in worst_first if each.file in files}
+                if any(part.place not in there for part in tensor.parts):
+                    return None
+                tensors[name] = replace(tensor, parts=tuple(there[part.place] for part in tensor.parts))
+            objects[owner] = replace(item, tensors=tensors)
+        return replace(self, objects=objects)
+
 
 def encode(manifest: Manifest) -> bytes:
     """The file's content."""
     # JSON has no infinity: Python's reader and ours know it, which is enough for metrics.
-    # Most parts are no boxes: left out, their `sizes` make the file shorter.
-    content = asdict(manifest, dict_factory=lambda fields: {k: v for k, v in fields if v is not None or k != "sizes"})
+    content = asdict(
+        manifest, dict_factory=lambda fields: {k: v for k, v in fields if k not in _LEFT_OUT or v != _LEFT_OUT[k]}
+    )
     rest = json.dumps(content, separators=(",", ":"))[1:].encode() + b"\n"
     return (_FIRST_LINE % (VERSION, zlib.crc32(rest))).encode() + rest
 
@@ -179,7 +210,8 @@ def _build(found: Mapping[str, Any]) -> Manifest:
             key: TensorEntry(
                 dtype=str(tensor["dtype"]),
                 shape=tuple(tensor["shape"]),
-                parts=tuple(_part(part) for part in tensor["parts"]),
+                parts=tuple(map(_part, tensor["parts"])),
+                copies=tuple(map(_part, tensor.get("copies", ()))),
             )
             for key, tensor in item["tensors"].items()
         }
@@ -207,7 +239,7 @@ def validate(manifest: Manifest) -> None:
     for name, file in manifest.files.items():
         if not _SAFE_NAME.fullmatch(name) or name == NAME:
             raise ValueError(f"it names the file {name[:80]!r}, which is no plain name inside its folder")
-        counts += [file.bytes, file.header_bytes, file.header_crc32]
+        counts += [file.bytes, file.header_bytes, file.header_crc32, 0 if file.node is None else file.node]
     for owner, item in manifest.objects.items():
         for name, target in item.aliases.items():
             if target not in item.tensors:
@@ -215,7 +247,7 @@ def validate(manifest: Manifest) -> None:
         for name, tensor in item.tensors.items():
             counts += [*tensor.shape]
             itemsize = torch_dtype(tensor.dtype).itemsize
-            for part in tensor.parts:
+            for part in (*tensor.parts, *tensor.copies):
                 counts += [part.start, part.numel, part.crc32]
                 if part.file not in manifest.files:
                     raise ValueError(f"{owner}/{name} lies in {part.file[:80]!r}, which isn't listed")
@@ -228,6 +260,8 @@ def validate(manifest: Manifest) -> None:
         for name, tensor in item.tensors.items():
             if not _is_covered(tensor):
                 raise ValueError(f"the parts of {owner}/{name} don't make up its {tensor.numel} elements")
+            if {copy.place for copy in tensor.copies} - {part.place for part in tensor.parts}:
+                raise ValueError(f"a copy of {owner}/{name} is a copy of none of its parts")
 
 
 def _is_covered(tensor: TensorEntry) -> bool:

@@ -126,7 +126,7 @@ def parse_header(text: bytes, entries: Sequence[Entry], payload_bytes: int) -> d
 
     Args:
         text: The JSON part of the header.
-        entries: All tensors that the file must hold.
+        entries: Tensors that the file must hold. It may hold others: a node's copies that differ aren't in a manifest.
         payload_bytes: Bytes after the header.
 
     Raises:
@@ -140,9 +140,8 @@ def parse_header(text: bytes, entries: Sequence[Entry], payload_bytes: int) -> d
         raise ValueError("its header is no JSON object")
     found.pop("__metadata__", None)
     expected = {entry.key: entry for entry in entries}
-    if found.keys() != expected.keys():
-        names = ", ".join(sorted(found.keys() ^ expected.keys())[:3])
-        raise ValueError(f"its header and the manifest don't list the same tensors: {names}")
+    if missing := sorted(expected.keys() - found.keys()):
+        raise ValueError(f"its header lacks tensors that the manifest lists: {', '.join(missing[:3])}")
     offsets = {}
     for key, entry in expected.items():
         begin, end = _span(found[key])

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from evenstep import checks
 from evenstep.checkpoint.format.payload import Entry
+from evenstep.errors import ConfigurationError
 
 # An object smaller than this is not worth a file per rank: a synced file costs milliseconds.
 _MIN_SPLIT_BYTES = 8 << 20
@@ -49,6 +50,7 @@ class Policy:
         keep_every: Checkpoints of multiples of this many steps are kept for good; None: none.
         best: The metric whose best checkpoint is kept; None: none.
         best_is: "lowest" or "highest".
+        local_every_steps: Save to the nodes' own disks after each so many steps; None: never.
     """
 
     every_steps: int | None = None
@@ -57,10 +59,11 @@ class Policy:
     keep_every: int | None = None
     best: str | None = None
     best_is: str = "lowest"
+    local_every_steps: int | None = None
 
     def __post_init__(self) -> None:
         found: dict[str, float] = {}
-        for name in ("every_steps", "keep", "keep_every"):
+        for name in ("every_steps", "keep", "keep_every", "local_every_steps"):
             value = getattr(self, name)
             if value is not None or name == "keep":
                 found[name] = checks.whole(name, value, least=1)
@@ -73,14 +76,20 @@ class Policy:
         if self.best is not None:
             checks.text("best", self.best, wanted="the name of a metric: best='loss'")
         checks.choice("best_is", self.best_is, ("lowest", "highest"))
+        if self.every_steps is not None and (self.local_every_steps or 0) > self.every_steps:
+            raise ConfigurationError(
+                f"local_every_steps={self.local_every_steps} is of no use with every_steps={self.every_steps}: local "
+                f"copies are for the steps between two checkpoints. Make it smaller, or leave local out."
+            )
 
 
-def plan_files(objects: Mapping[str, Sequence[Entry]], world_size: int) -> list[FilePlan]:
+def plan_files(objects: Mapping[str, Sequence[Entry]], world_size: int, suffix: str = "") -> list[FilePlan]:
     """Split the replicated tensors into files, and the files over the ranks.
 
     Args:
         objects: The tensors of each, equal on all ranks.
         world_size: Number of ranks.
+        suffix: Of the objects' names in those of the files.
     """
     load = [0] * world_size
     plans: list[FilePlan] = []
@@ -92,7 +101,7 @@ def plan_files(objects: Mapping[str, Sequence[Entry]], world_size: int) -> list[
         if sizes[owner] < _MIN_SPLIT_BYTES or world_size == 1:
             rank = load.index(min(load))
             load[rank] += sizes[owner]
-            plans.append(FilePlan(f"{owner}.safetensors", owner, rank, tuple(entries)))
+            plans.append(FilePlan(f"{owner}{suffix}.safetensors", owner, rank, tuple(entries)))
             continue
         shares: dict[int, list[Entry]] = {}
         for entry in sorted(entries, key=lambda entry: (-entry.num_bytes, entry.key)):
@@ -100,7 +109,7 @@ def plan_files(objects: Mapping[str, Sequence[Entry]], world_size: int) -> list[
             load[rank] += entry.num_bytes
             shares.setdefault(rank, []).append(entry)
         for number, (rank, share) in enumerate(sorted(shares.items()), start=1):
-            name = f"{owner}-{number:05d}-of-{len(shares):05d}.safetensors"
+            name = f"{owner}{suffix}-{number:05d}-of-{len(shares):05d}.safetensors"
             plans.append(FilePlan(name, owner, rank, tuple(share)))
     return plans
 
@@ -108,6 +117,11 @@ def plan_files(objects: Mapping[str, Sequence[Entry]], world_size: int) -> list[
 def shard_file(owner: str, rank: int, world_size: int) -> str:
     """The file of a rank's shards of an object that is divided over the ranks."""
     return f"{owner}-shards-{rank + 1:05d}-of-{world_size:05d}.safetensors"
+
+
+def is_shard_file(name: str) -> bool:
+    """Whether it is a name that `shard_file` gives."""
+    return "-shards-" in name
 
 
 def is_better(value: float, than: float | None, policy: Policy) -> bool:

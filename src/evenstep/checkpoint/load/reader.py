@@ -69,8 +69,8 @@ def read_objects(
         folder: Its folder.
         manifest: What is in it.
         names: Of the objects.
-        share: (i, n): ranks of one node read the same bytes, so each of n confirms every n-th checksum, from the i-th
-            on. All are confirmed when all these ranks have returned.
+        share: (i, n): ranks of one node read the same bytes, so each of n confirms the parts whose checksum is i modulo
+            n, which doesn't depend on what else a rank reads. All are confirmed when all these ranks have returned.
         layouts: Of DTensors, this rank's part alone is read. Every rank confirms all that it reads of them, so that
             each part has been confirmed where each is some rank's.
 
@@ -101,15 +101,32 @@ def check_checkpoint(storage: Storage, folder: str) -> list[str]:
         findings += [
             f"{folder}/{name}: isn't listed in the manifest" for name in unlisted_files(storage, folder, manifest)
         ]
-        check = _Check(storage, folder, manifest, (0, 1))
-        for file, listed in check.by_file(manifest.objects).items():
-            try:
-                check.read_file(file, [_wanted(*each, None, None) for each in listed])
-            except (DamagedError, UnreadableError) as error:
-                findings += str(error).splitlines()
+        for problem in damaged_files(storage, folder, manifest).values():
+            findings += problem.splitlines()
     except (DamagedError, UnreadableError) as error:
         findings.append(str(error))
     return sorted(findings)
+
+
+def damaged_files(
+    storage: Storage, folder: str, manifest: Manifest, only: Collection[str] | None = None
+) -> dict[str, str]:
+    """Read everything; returns what is wrong by file: it is damaged, missing or unreadable.
+
+    Args:
+        storage: Where the checkpoint lies.
+        folder: Its folder.
+        manifest: What is in it.
+        only: Names of the files to read; None: all that have a part.
+    """
+    check, found = _Check(storage, folder, manifest, (0, 1)), {}
+    for file, listed in check.by_file(manifest.objects).items():
+        if only is None or file in only:
+            try:
+                check.read_file(file, [_wanted(*each, None, None) for each in listed])
+            except (DamagedError, UnreadableError) as error:
+                found[file] = str(error)
+    return found
 
 
 def unlisted_files(storage: Storage, folder: str, manifest: Manifest) -> list[str]:
@@ -187,19 +204,18 @@ class _Check:
         """
         with self._opened(file) as (path, source):
             offsets, first = self._header(source, path, file), self._manifest.files[file].header_bytes
-            jobs = list(enumerate(want for want in wanted if want is not None))
+            jobs = [want for want in wanted if want is not None]
 
-            def read_one(job: tuple[int, _Wanted]) -> str | None:
-                index, want = job
-                confirms = want.confirms or index % self._share[1] == self._share[0]
+            def read_one(want: _Wanted) -> str | None:
+                confirms = want.confirms or want.part.crc32 % self._share[1] == self._share[0]
                 found = self._read_part(source, first + offsets[want.part.key], want, confirms=confirms)
                 if found is None or found == want.part.crc32:
                     return None
                 saved = f"{want.part.crc32:08x} was saved"
                 return f"{path}: tensor {want.name}: its checksum is {found:08x}, and {saved}"
 
-            if sum(want.num_bytes for _, want in jobs) < _SMALL_BYTES:
-                found = [read_one(job) for job in jobs]
+            if sum(want.num_bytes for want in jobs) < _SMALL_BYTES:
+                found = [read_one(want) for want in jobs]
             else:
                 with ThreadPoolExecutor(_NUM_THREADS) as pool:
                     found = list(pool.map(read_one, jobs))

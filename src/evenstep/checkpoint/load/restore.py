@@ -7,12 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evenstep.checkpoint.directory import (
-    DamagedError,
-    MissingError,
-    UnreadableError,
-    read_manifest,
-)
+from evenstep.checkpoint.directory import DamagedError, MissingError, UnreadableError, read_manifest
 from evenstep.checkpoint.format.manifest import Manifest
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.random_streams import restore_streams
@@ -46,10 +41,26 @@ class Found:
     unlisted: list[str]
 
 
-def find(storage: Storage, world: World, folder: str, objects: Mapping[str, Any], *, strict: bool) -> Found:
+def find(
+    storage: Storage,
+    world: World,
+    folder: str,
+    objects: Mapping[str, Any],
+    *,
+    strict: bool,
+    manifest: Manifest | None = None,
+) -> Found:
     """Collective: read and check a checkpoint without changing anything.
 
     What some rank can't read all ranks read once more, after a pause: a server may be away for a moment.
+
+    Args:
+        storage: Where the checkpoint lies.
+        world: The ranks.
+        folder: Of the checkpoint.
+        objects: Of this run, by name.
+        strict: False: differences from the objects are in `misfits`.
+        manifest: What this rank reads of it; None: all that is in the folder's manifest.
 
     Raises:
         DamagedError: At least one rank finds that it differs from what was saved, or every rank that a file is missing.
@@ -57,7 +68,7 @@ def find(storage: Storage, world: World, folder: str, objects: Mapping[str, Any]
         CheckpointError: It is good, but doesn't fit the objects, or a tensor of theirs can't be loaded into.
     """
     for pause_s in (*_PAUSES_S, None):
-        found, problem = _read(storage, world, folder, objects, strict=strict)
+        found, problem = _read(storage, world, folder, objects, manifest, strict=strict)
         problems = world.exchange(problem)
         unread = _first(problems, "unread") or _first(problems, "missing")
         if unread is None or pause_s is None:
@@ -89,20 +100,25 @@ def _first(problems: Sequence[tuple[str, str] | None], kind: str) -> str | None:
 
 
 def _read(
-    storage: Storage, world: World, folder: str, objects: Mapping[str, Any], *, strict: bool
+    storage: Storage,
+    world: World,
+    folder: str,
+    objects: Mapping[str, Any],
+    known: Manifest | None,
+    *,
+    strict: bool,
 ) -> tuple[Found | None, tuple[str, str] | None]:
     """Read a checkpoint on this rank: what was found, or what kind of problem there is, and its text."""
     try:
-        manifest = read_manifest(storage, folder)
+        manifest = known or read_manifest(storage, folder)
         if manifest.step != step_of(folder):
             raise DamagedError(f"{folder}: its manifest is that of step {manifest.step}")
         misfits = compare.missing_objects(manifest.objects, objects)
         layouts = {}
         for name, target in objects.items():
             if name in manifest.objects:
-                lines = compare.differences(name, manifest.objects[name], target)
+                misfits += compare.differences(name, manifest.objects[name], target)
                 layouts[name] = find_layouts(name, manifest.objects[name], target)
-                misfits += lines
         share = (world.local_rank, world.local_world_size)
         states: dict[str, Any] = {}
         if not (misfits and strict):
@@ -115,7 +131,6 @@ def _read(
         return None, ("missing" if isinstance(error, MissingError) else "unread", f"{error} (on rank {world.rank})")
     except ConfigurationError as error:
         return None, ("refused", f"{storage.where}/{folder}: {error} That is so on rank {world.rank}.")
-
     return Found(manifest, states, misfits, unlisted), None
 
 

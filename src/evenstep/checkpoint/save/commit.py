@@ -10,10 +10,12 @@ import secrets
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 from evenstep.checkpoint.directory import remove_checkpoint
@@ -28,6 +30,7 @@ from evenstep.checkpoint.save.snapshot import Captured, File, Staging, capture, 
 from evenstep.checkpoint.save.writer import Job, Receipt, Writer, describe, is_secondary
 from evenstep.checkpoint.store import Storage
 from evenstep.errors import CheckpointError, ConfigurationError
+from evenstep.ground.health import heartbeat
 from evenstep.transport.core.codec import decode, encode
 from evenstep.world import World
 
@@ -40,10 +43,13 @@ class Saver:
         world: The ranks that take part.
         objects: Objects to save, by name; the same names on all ranks.
         commit: Called on rank 0, in the writer's thread, with a folder whose files are written, and its manifest:
-            makes it the checkpoint of its step.
+            makes it the checkpoint of its step. None: each node has a storage of its own, and all that its ranks hold
+            is written to it once.
 
     Attributes:
         folder: Of the last save.
+        error: Of the last save that was finished, on this rank; None: there was none.
+        is_leader: Whether this rank makes and removes checkpoints, or does so for its node.
         blocked_s: Seconds that the last `start` took.
     """
 
@@ -52,10 +58,15 @@ class Saver:
         storage: Storage,
         world: World,
         objects: Mapping[str, Any],
-        commit: Callable[[str, Manifest], None],
+        commit: Callable[[str, Manifest], None] | None,
     ) -> None:
         self._storage, self._world, self._objects = storage, world, objects
         self._make_checkpoint = commit
+        self.error: BaseException | None = None
+        self.is_leader = world.is_main if commit is not None else world.local_rank == 0
+        self._nodes: list[int | None] = [None] * world.world_size  # by rank
+        self._leaders: list[int] = []
+        self._among: set[int] | None = None
         store = HashStore() if world.store is None else world.store
         self.writer = Writer(storage, store, world.rank, world.world_size, timeout_s=world.timeout_s)
         self.blocked_s = 0.0
@@ -66,13 +77,20 @@ class Saver:
         self._num_saves = 0
 
     def open(self, lock_number: int) -> None:
-        """Collective: agree on a name for this run's receipts.
+        """Collective: agree on a name for this run's receipts, and learn which ranks are on which node.
 
         Args:
             lock_number: Of this job's lock, which its folders are named after.
         """
         self._lock_number = lock_number
         self._run = self._world.broadcast_object(secrets.token_hex(4) if self._world.is_main else None)
+        if self._make_checkpoint is None:
+            # A mesh has ranks of the default group.
+            mesh_rank = dist.get_rank() if dist.is_initialized() else self._world.rank
+            seen = self._world.exchange([self._world.node_rank, self._world.local_rank, mesh_rank])
+            self._nodes = [node for node, _, _ in seen]
+            self._leaders = [rank for rank, (_, local_rank, _) in enumerate(seen) if local_rank == 0]
+            self._among = {each for node, _, each in seen if node == self._world.node_rank}
 
     def abandon(self) -> None:
         """This rank ends with an error: peers stop waiting for it, and it for them."""
@@ -92,10 +110,10 @@ class Saver:
         key = f"{self._run}-{self._num_saves}"
         self.folder = folder = Place(step, self._lock_number, self._num_saves).folder
         try:
-            plan = _Plan(self._objects, self._world)
+            plan = _Plan(self._objects, self._world, self._among)
             staged = self._staging.stage(plan.files_of_this_rank())
         except ConfigurationError as error:
-            self.writer.start(Job(folder, key, [], {}, None, CheckpointError(str(error))))
+            self.writer.start(Job(folder, key, [], {}, None, problem=CheckpointError(str(error))))
             return
         facts = {
             "fingerprint": plan.fingerprint,
@@ -104,10 +122,23 @@ class Saver:
         }
         began_at = time.time()
 
-        def commit(receipts: Sequence[Receipt]) -> None:
-            self._commit(folder, step, dict(metrics), plan, receipts, began_at)
+        def commit(receipts: Sequence[Receipt]) -> bytes | None:
+            return self._commit(folder, step, dict(metrics), plan, receipts, began_at)
 
-        self.writer.start(Job(folder, key, staged, facts, commit if self._world.is_main else None))
+        def hold(made: bytes) -> None:
+            self._hold(folder, made)
+
+        is_held = self._make_checkpoint is None and self.is_leader
+        job = Job(
+            folder,
+            key,
+            staged,
+            facts,
+            commit if self._world.is_main else None,
+            hold if is_held else None,
+            self._leaders,
+        )
+        self.writer.start(job)
         self.blocked_s = time.perf_counter() - began
 
     # ------------------------------------------------------------------ the end of a save
@@ -116,13 +147,15 @@ class Saver:
         """Collective: wait for the pending save on all ranks; returns its error, equal on all of them."""
         if not self.writer.is_pending:
             return None
-        error = self.writer.finish()
+        error = self.error = self.writer.finish()
         mine = None if error is None else [is_secondary(error), self._describe(error)]
         seen = self._world.exchange(mine)
         failures = [each for each in seen if each is not None]
         if not failures:
             return None
         self._remove_partial(error)
+        if self._world.is_main:
+            self.writer.forget()
         return str(next((text for secondary, text in failures if not secondary), failures[0][1]))
 
     def finish_alone(self) -> tuple[str | None, bool]:
@@ -131,7 +164,7 @@ class Saver:
         Returns:
             This rank's error, and whether it is only what another rank's failure has led to.
         """
-        error = self.writer.finish_with_commit()
+        error = self.error = self.writer.finish_with_commit()
         if error is None:
             return None, False
         self._remove_partial(error)
@@ -142,7 +175,7 @@ class Saver:
 
     def _remove_partial(self, error: BaseException | None) -> None:
         # Another job that has the lock may have counted this checkpoint as one.
-        if self._world.is_main and not isinstance(error, LockedError):
+        if self.is_leader and not isinstance(error, LockedError):
             with contextlib.suppress(OSError):  # leftovers are swept when the next job begins
                 remove_checkpoint(self._storage, self.folder)
 
@@ -156,8 +189,12 @@ class Saver:
         plan: _Plan,
         receipts: Sequence[Receipt],
         began_at: float,
-    ) -> None:
-        """Check that all ranks saved the same tensors; write the random streams; make the checkpoint."""
+    ) -> bytes | None:
+        """Check that all ranks saved the same tensors; write the random streams; make the checkpoint.
+
+        Where each node makes its own, return what it takes: the length of the manifest, the manifest, and the file of
+        the random streams, which lies on every node.
+        """
         for rank, receipt in enumerate(receipts):
             if receipt.facts["fingerprint"] != plan.fingerprint:
                 raise CheckpointError(
@@ -171,8 +208,8 @@ class Saver:
         files: dict[str, FileEntry] = {}
         parts: dict[tuple[str, str], list[Part]] = {}
         placed: dict[str, dict[str, list[Any]]] = {}
-        for receipt in (*receipts, written):
-            files |= {name: FileEntry(*numbers) for name, numbers in receipt.files.items()}
+        for node, receipt in zip((*self._nodes, None), (*receipts, written), strict=True):
+            files |= {name: replace(FileEntry(*numbers), node=node) for name, numbers in receipt.files.items()}
             for owner, name, path, key, start, numel, crc, sizes in receipt.parts:
                 part = Part(path, key, start, numel, crc, None if sizes is None else tuple(sizes))
                 parts.setdefault((owner, name), []).append(part)
@@ -185,7 +222,7 @@ class Saver:
             time=began_at,
             versions=_versions(),
             metrics=metrics,
-            objects={name: _entry(name, item, parts, placed.get(name, {})) for name, item in captured.items()},
+            objects={name: _entry(name, item, parts, files, placed.get(name, {})) for name, item in captured.items()},
             files=files,
         )
         try:
@@ -195,17 +232,36 @@ class Saver:
                 f"{error}. Each of them must be held once by the ranks of this world: make one mesh of all ranks, and "
                 f"slice that."
             ) from None
+        if self._make_checkpoint is None:
+            content = manifests.encode(manifest)
+            of_streams = self._storage.read(f"{folder}/{file.name}", most_bytes=file.layout.file_bytes)
+            return len(content).to_bytes(8, "little") + content + of_streams
         self._look_at(folder, manifest)
         self._make_checkpoint(folder, manifest)
+        return None
+
+    def _hold(self, folder: str, made: bytes) -> None:
+        """Make the checkpoint on this node. On its leader."""
+        end = 8 + int.from_bytes(made[:8], "little")
+        if not self._world.is_main:
+            self._storage.put(f"{folder}/{RANDOM}.safetensors", [made[end:]])
+        manifest = manifests.decode(made[8:end])
+        self._look_at(folder, manifest)
+        self._storage.put(f"{folder}/{manifests.NAME}", [made[8:end]])
+        if self._world.is_main:
+            heartbeat.mark_commit(manifest.step)
 
     def _look_at(self, folder: str, manifest: Manifest) -> None:
-        """Raise where a file isn't there for rank 0 as its rank has written it."""
+        """Raise where a file isn't there for this rank as it was written; it has none of other nodes."""
+        me = f"rank {self._world.rank}"
         for name, entry in manifest.files.items():
+            if entry.node not in (None, self._world.node_rank):
+                continue
             try:
                 with self._storage.open(f"{folder}/{name}") as file:
-                    found = f"has {file.num_bytes:,} bytes for rank 0" if file.num_bytes != entry.bytes else ""
+                    found = f"has {file.num_bytes:,} bytes for {me}" if file.num_bytes != entry.bytes else ""
             except OSError as error:
-                found = f"can't be opened by rank 0: {error.strerror or error}"
+                found = f"can't be opened by {me}: {error.strerror or error}"
             if found:
                 raise CheckpointError(
                     f"{name} was written, {entry.bytes:,} bytes, and {found}. Do all ranks see the same directory?"
@@ -213,14 +269,24 @@ class Saver:
 
 
 class _Plan:
-    """The tensors that are saved at one step, and the rank that writes each of them."""
+    """The tensors that are saved at one step, and the rank that writes each of them.
 
-    def __init__(self, objects: Mapping[str, Any], world: World) -> None:
-        self.captured = capture(objects)
+    Args:
+        objects: By name.
+        world: The ranks.
+        among: The ranks of this node, if each node writes all that it holds; None: all ranks write it once together.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], world: World, among: Collection[int] | None = None) -> None:
+        self.captured = capture(objects, among)
         self.streams = capture_streams(world)
         self._world = world
         replicated = {name: item.entries for name, item in self.captured.items()}
-        self.files = plan_files(replicated, world.world_size)
+        if among is None:
+            self._number, self.files = world.rank, plan_files(replicated, world.world_size)
+        else:
+            self._number = world.local_rank
+            self.files = plan_files(replicated, world.local_world_size, f"-n{world.node_rank}")
         divided = [[name, item.divided] for name, item in self.captured.items()]
         text = json.dumps([divided, [[n, [(e.key, e.dtype, e.shape) for e in es]] for n, es in replicated.items()]])
         self.fingerprint = zlib.crc32(text.encode())
@@ -230,7 +296,7 @@ class _Plan:
         rank, world_size = self._world.rank, self._world.world_size
         mine = []
         for file in self.files:
-            if file.rank == rank:
+            if file.rank == self._number:
                 item = self.captured[file.owner]
                 keys = [entry.key for entry in file.entries]
                 # Tied parameters, as the safetensors package itself notes them.
@@ -256,14 +322,20 @@ class _Plan:
 
 
 def _entry(
-    owner: str, item: Captured, parts: Mapping[tuple[str, str], list[Part]], placed: Mapping[str, list[Any]]
+    owner: str,
+    item: Captured,
+    parts: Mapping[tuple[str, str], list[Part]],
+    files: Mapping[str, FileEntry],
+    placed: Mapping[str, list[Any]],
 ) -> ObjectEntry:
     """The manifest's entry of an object.
 
     Args:
         owner: Its name.
         item: What rank 0 has of it.
-        parts: Of all tensors, by owner and name.
+        parts: Of all tensors, by owner and name, in order of their ranks.
+        files: By name. Where nodes have files of their own, the first of equal parts counts, and others are copies of
+            it. What differs on another node is left out: a resume gives all ranks the same.
         placed: Path, shape and dtype of tensors that are in no structure, by name.
     """
     known = {key: (entry_of(key, tensor).dtype, tuple(tensor.shape)) for key, tensor in item.tensors.items()}
@@ -271,8 +343,14 @@ def _entry(
     known |= {name: (dtype, tuple(shape)) for name, (_, shape, dtype) in placed.items()}
     tensors = {}
     for name, (dtype, shape) in known.items():
-        in_order = sorted(parts.get((owner, name), []), key=lambda part: part.start)
-        tensors[name] = TensorEntry(dtype, shape, tuple(in_order))
+        first: dict[object, Part] = {}
+        copies = []
+        for part in parts.get((owner, name), []):
+            what = part.place[:-1] if files[part.file].node is not None else part
+            if first.setdefault(what, part) is not part and part.place == first[what].place:
+                copies.append(part)
+        in_order = sorted(first.values(), key=lambda part: part.start)
+        tensors[name] = TensorEntry(dtype, shape, tuple(in_order), tuple(copies))
     paths = [(path, name) for name, (path, _, _) in placed.items()]
     return ObjectEntry(item.kind, item.structure, tensors, item.aliases, paths)
 

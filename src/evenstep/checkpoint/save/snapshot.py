@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -82,16 +82,20 @@ class Captured:
         return [entry_of(name, tensor) for name, tensor in self.tensors.items()]
 
 
-def capture(objects: Mapping[str, Any]) -> dict[str, Captured]:
+def capture(objects: Mapping[str, Any], among: Collection[int] | None = None) -> dict[str, Captured]:
     """Flatten the state of all objects, without copying it.
+
+    Args:
+        objects: By name.
+        among: Of the ranks that hold the same part of a DTensor one of these writes it; None: of all ranks.
 
     Raises:
         ConfigurationError: Something in it can't be saved; the message has its path and type.
     """
-    return {name: capture_one(name, value) for name, value in objects.items()}
+    return {name: capture_one(name, value, among) for name, value in objects.items()}
 
 
-def capture_one(name: str, value: Any) -> Captured:
+def capture_one(name: str, value: Any, among: Collection[int] | None = None) -> Captured:
     """Like `capture`, for one object. A dictionary is its own state."""
     target = unwrapped(value)
     shards: list[Shard] = []
@@ -112,7 +116,7 @@ def capture_one(name: str, value: Any) -> Captured:
     divided = {key: (entry_of(key, tensor).dtype, tuple(tensor.shape)) for key, tensor in parts.items()}
     # Replicas take turns to write, the largest tensors first.
     for turn, key in enumerate(sorted(parts, key=lambda key: (-parts[key].numel() * parts[key].itemsize, key))):
-        shards += _shards_of(name, key, parts[key], turn)
+        shards += _shards_of(name, key, parts[key], turn, among)
     kind = f"{type(target).__module__}.{type(target).__qualname__}"
     return Captured(kind, structure, plain, aliases, shards, divided)
 
@@ -123,18 +127,19 @@ def shard_key(name: str, start: int, numel: int, sizes: Shape | None) -> str:
     return f"{name}[{start}:{start + numel}{box}]"
 
 
-def _shards_of(owner: str, name: str, value: DTensor, turn: int) -> list[Shard]:
-    """What this rank writes of a DTensor: its regions, if it is this replica's turn.
+def _shards_of(owner: str, name: str, value: DTensor, turn: int, among: Collection[int] | None) -> list[Shard]:
+    """What this rank writes of a DTensor: its regions, if it is this rank's turn.
 
     Raises:
         ConfigurationError: It can't be told which elements these are, or which ranks have the same.
     """
     try:
         regions = held_regions(value)
-        replica, num_replicas = _replica_of(value)
+        rank, holders = _holders(value) if regions else (-1, [])
     except ValueError as error:
         raise ConfigurationError(f"{shown((owner, name))} is a DTensor that can't be saved: {error}.") from None
-    if not regions or replica != turn % num_replicas:
+    writers = [each for each in holders if among is None or each in among]
+    if not writers or writers[turn % len(writers)] != rank:
         return []
     shape, local = tuple(value.shape), local_part(value)
     shards = []
@@ -145,8 +150,8 @@ def _shards_of(owner: str, name: str, value: DTensor, turn: int) -> list[Shard]:
     return shards
 
 
-def _replica_of(value: DTensor) -> tuple[int, int]:
-    """(i, n): n ranks hold the same regions as this one, which is the i-th of them.
+def _holders(value: DTensor) -> tuple[int, list[int]]:
+    """This rank, which holds some regions, and all that hold the same, itself among them, ascending.
 
     Ranks hold the same where they differ only along dimensions that don't divide the tensor: of its own mesh, or of the
     mesh that this one is a slice of.
@@ -156,36 +161,36 @@ def _replica_of(value: DTensor) -> tuple[int, int]:
     """
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return 0, 1
-    places = [
-        (place, size)
-        for place, size, placement in zip(coordinate, mesh.shape, value.placements, strict=True)
-        if split_of(placement) == (None, 1)
-    ]
-    places += _outside(mesh.mesh, root_mesh(mesh).mesh, int(mesh.mesh[tuple(coordinate)]))
-    index, count = 0, 1
-    for place, size in places:
-        index, count = index * size + place, count * size
-    return index, count
+    assert coordinate is not None, "a rank outside the mesh holds nothing"
+    me = int(mesh.mesh[tuple(coordinate)])  # the process group may have ended
+    places = zip(coordinate, value.placements, strict=True)
+    inside = mesh.mesh[tuple(slice(None) if split_of(each) == (None, 1) else at for at, each in places)]
+    all_ranks = root_mesh(mesh).mesh
+    left_out = _left_out(mesh.mesh, all_ranks, me)
+    found: set[int] = set()
+    for rank in inside.flatten().tolist():
+        here = (all_ranks == rank).nonzero()[0].tolist()
+        index = tuple(slice(None) if dim in left_out else at for dim, at in enumerate(here))
+        found |= set(all_ranks[index].flatten().tolist())
+    return me, sorted(found)
 
 
-def _outside(ranks: Tensor, all_ranks: Tensor, rank: int) -> list[tuple[int, int]]:
-    """(coordinate, size) of a rank along the dimensions of a mesh that a slice of it leaves out.
+def _left_out(ranks: Tensor, all_ranks: Tensor, rank: int) -> tuple[int, ...]:
+    """The dimensions of a mesh that a slice of it leaves out.
 
     Raises:
         ValueError: The slice isn't one.
     """
     if ranks.numel() == all_ranks.numel():
-        return []
-    here = [int(index) for index in (all_ranks == rank).nonzero()[0]]
+        return ()
+    here = (all_ranks == rank).nonzero()[0].tolist()
     dims = range(all_ranks.ndim)
     wanted = sorted(ranks.flatten().tolist())
     for count in range(1, all_ranks.ndim + 1):
         for left_out in itertools.combinations(dims, count):
             inside = all_ranks[tuple(here[dim] if dim in left_out else slice(None) for dim in dims)]
             if sorted(inside.flatten().tolist()) == wanted:
-                return [(here[dim], all_ranks.shape[dim]) for dim in left_out]
+                return left_out
     raise ValueError(f"its mesh of the ranks {wanted} is no slice of the mesh {all_ranks.tolist()}")
 
 

@@ -3,12 +3,20 @@
     every rank   writes its files, posts a receipt with their checksums
     rank 0       ...             awaits all receipts, writes the manifest, removes old checkpoints, posts that
 
+Where each node has files of its own, a save has a second phase:
+
+    every rank   writes its files, posts a receipt
+    rank 0       ...                                 awaits all receipts, posts the manifest
+    leaders      ...                                 await that, write it to their node, post that they hold it
+    rank 0       ...                                                                     awaits these, posts that
+
 Ranks exchange receipts through the world's store and not by collectives, whose order belongs to the training loop. A
 rank that fails posts its error instead of a receipt, and the others stop writing.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import math
@@ -59,7 +67,9 @@ class Job:
         key: Of this save, the same on all ranks: run and number.
         files: Files that this rank writes.
         facts: Go into its receipt.
-        commit: On rank 0: makes the checkpoint from all receipts.
+        commit: On rank 0: makes the checkpoint from all receipts; or returns what the leaders need for that.
+        hold: On a leader: makes the checkpoint on its node, of what `commit` has returned.
+        leaders: The first rank of each node, where each node has files of its own.
         problem: Error with which the save fails, instead of writing; None: write.
     """
 
@@ -67,7 +77,9 @@ class Job:
     key: str
     files: Sequence[File]
     facts: dict[str, Any]
-    commit: Callable[[Sequence[Receipt]], None] | None
+    commit: Callable[[Sequence[Receipt]], bytes | None] | None
+    hold: Callable[[bytes], None] | None = None
+    leaders: Sequence[int] = ()
     problem: CheckpointError | None = None
 
 
@@ -92,6 +104,7 @@ class Writer:
         self._error: BaseException | None = None
         self._job: Job | None = None  # the last one
         self._noted: Job | None = None  # the last one that rank 0 has noted as saved
+        self._num_pieces = 0  # that rank 0 has posted of it
         self._abandoned = threading.Event()
 
     @property
@@ -151,8 +164,19 @@ class Writer:
                 raise job.problem
             receipt = self.write(job)
             self._store.set(_key(job, self._rank), json.dumps(astuple(receipt)))
+            made = None
             if job.commit is not None:
-                job.commit([self._await_receipt(job, rank) for rank in range(self._world_size)])
+                texts = [self._await(job, rank, rank) for rank in range(self._world_size)]
+                made = job.commit([Receipt(*json.loads(text)) for text in texts])
+                if made is not None:
+                    self._post(job, made)
+            if job.hold is not None:
+                job.hold(self._posted(job) if made is None else made)
+                self._store.set(_key(job, f"held/{self._rank}"), "")
+            if job.commit is not None:
+                for rank in job.leaders:
+                    self._await(job, f"held/{rank}", rank)
+                self.forget()
                 self._note_saved(job)
         except BaseException as error:
             self._error = error
@@ -225,10 +249,37 @@ class Writer:
             self._store.delete_key(_key(self._noted, "saved"))
         self._noted = job
 
-    def _await_receipt(self, job: Job, rank: int) -> Receipt:
-        text = self._await(job, rank, rank)
-        self._store.delete_key(_key(job, rank))  # else the store would grow with every save
-        return Receipt(*json.loads(text))
+    def forget(self) -> None:
+        """Remove what was posted of the last save, but that it is saved: else the store would grow with every save.
+
+        On rank 0, when no rank waits for it any more.
+        """
+        job = self._job
+        if job is not None:
+            pieces = [f"made/{number}" for number in range(self._num_pieces)]
+            for what in (
+                *range(self._world_size),
+                "failed",
+                "made",
+                *pieces,
+                *(f"held/{rank}" for rank in job.leaders),
+            ):
+                self._store.delete_key(_key(job, what))
+
+    def _post(self, job: Job, content: bytes) -> None:
+        """Post what rank 0 has made, in pieces that the store takes; how many there are comes last."""
+        text = base64.b64encode(zlib.compress(content)).decode()
+        pieces = [text[begin : begin + _CHUNK_BYTES] for begin in range(0, len(text), _CHUNK_BYTES)]
+        for number, piece in enumerate(pieces):
+            self._store.set(_key(job, f"made/{number}"), piece)
+        self._num_pieces = len(pieces)
+        self._store.set(_key(job, "made"), str(len(pieces)))
+
+    def _posted(self, job: Job) -> bytes:
+        """What rank 0 has posted."""
+        count = int(self._await(job, "made", 0))
+        text = "".join(self._await(job, f"made/{number}", 0) for number in range(count))
+        return zlib.decompress(base64.b64decode(text))
 
     def _await(self, job: Job, what: object, rank: int) -> str:
         """Wait for what a rank posts.

@@ -281,9 +281,9 @@ def waiting() -> Iterator[None]:
 
 
 def mark_commit(step: int) -> None:
-    """This rank has made a checkpoint out of what all have written."""
+    """This rank has made a checkpoint, or local copies, out of what all have written; in any order of the steps."""
     if _words is not None:
-        _words[8] = step + 1
+        _words[8] = max(_words[8], step + 1)
 
 
 def note(what: Note) -> None:

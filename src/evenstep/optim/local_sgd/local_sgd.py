@@ -48,7 +48,7 @@ class LocalSGD:
     rank's mean, which may be clipped. Weights of `model.backward` count within a rank; all ranks count the same in a
     mean. What the optimizer keeps (momenta) stays each rank's own. A `Checkpointer` counts and saves the steps behind
     which parameters are the same on all ranks. It is given this object, and not the optimizer, whose state on every
-    rank is saved with it: `Checkpointer(..., model=model, local=local)`.
+    rank is saved with it: `Checkpointer(..., model=model, local_sgd=local)`.
 
     A gradient that isn't finite is this rank's alone until parameters are averaged; then all ranks know of it, and do
     what the model's `on_nonfinite` says: "warn" says it once, with rank and parameter, on CPUs; "skip" has left out

@@ -1,0 +1,72 @@
+"""Which step a run resumes from, when each node keeps generations on a disk of its own. Pure.
+
+    node 0   step 40 whole   step 60 its half     3 nodes of which each holds a half of the state; node 2 is new
+    node 1   step 40 whole   step 60 its half
+    node 2   -               -
+
+Step 60, if the two halves make up the whole, or else step 40; or the durable checkpoint, if that is newer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evenstep.checkpoint.format.manifest import Manifest
+from evenstep.checkpoint.lock import place_of
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a node has of a generation.
+
+    Attributes:
+        node: Its number in this run.
+        folder: Of the generation.
+        manifest: Equal on all nodes.
+        files: Names of those files that are there, with their whole length.
+    """
+
+    node: int
+    folder: str
+    manifest: Manifest
+    files: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A generation of which the nodes hold every part between them.
+
+    Attributes:
+        folder: Of it.
+        manifest: Of it.
+        holders: The lowest node that has a file, by name.
+    """
+
+    folder: str
+    manifest: Manifest
+    holders: dict[str, int]
+
+
+def plan_recovery(
+    holdings: Sequence[Holding], resumes: Sequence[tuple[int, int]], durable_step: int | None
+) -> Recovery | None:
+    """The newest generation that can be resumed from; None: the durable checkpoint is newer, or there is no generation.
+
+    Args:
+        holdings: Of all nodes.
+        resumes: (number of the lock, step) of this run's earlier attempts: each went on from that step. What attempts
+            before it did behind that step is void: it lies on a disk that was away when the later one resumed.
+        durable_step: Of the newest durable checkpoint; None: there is none.
+    """
+    places = {(place, each.folder) for each in holdings if (place := place_of(each.folder)) is not None}
+    for place, folder in sorted(places, reverse=True):
+        if durable_step is not None and place.step < durable_step:
+            return None
+        is_void = any(lock > place.lock and step < place.step for lock, step in resumes)
+        held = sorted((each for each in holdings if each.folder == folder), key=lambda each: each.node)
+        manifest, holders = held[0].manifest, {file: each.node for each in reversed(held) for file in each.files}
+        is_one = all(each.manifest == manifest for each in held)
+        if is_one and not is_void and manifest.choose(holders) is not None:
+            return Recovery(folder, manifest, holders)
+    return None

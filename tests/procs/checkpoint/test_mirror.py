@@ -1,0 +1,156 @@
+"""What an object store holds is read once per node, whatever becomes of the copies."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.checkpoint.directory import DamagedError
+from evenstep.checkpoint.load import mirror, restore
+from evenstep.checkpoint.load.mirror import find_once
+from evenstep.checkpoint.store import LocalDirectory, Storage
+from tests.checkpoint_runs import PatientRanks, Training, assert_same, flip, world_for_this_test
+from tests.procs.checkpoint.test_checkpoint_ranks import Sharded
+
+FOLDER = "step-0000002-00001-1"
+NODES = [0, 0, 1, 1]
+
+
+@pytest.fixture
+def ranks(ranks):
+    return PatientRanks(ranks)
+
+
+def save(directory: Path):
+    world = world_for_this_test()
+    run = Training(directory, world, every_minutes=None, plain=True).run_to(2)
+    run.checkpoint.save()
+    state = run.everything()
+    run.checkpoint.close()
+    other = Checkpointer(directory.with_name("sharded"), optimizer=Sharded(world, 1.0), every_minutes=None)
+    other.num_steps = 2
+    other.save()
+    other.close()
+    return state
+
+
+class Counting(Storage):
+    """What fsspec reaches, with the bytes read of each file."""
+
+    counts: Counter[str]
+
+    @contextlib.contextmanager
+    def open(self, path):
+        with super().open(path) as reader:
+
+            def read_into(offset, out):
+                got = reader.read_into(offset, out)
+                self.counts[path.rpartition("/")[2]] += got
+                return got
+
+            yield replace(reader, read_into=read_into)
+
+
+def load(directory: Path, fault: str):
+    """What a rank loads, the bytes that it has read of each file, and what was printed."""
+    world = world_for_this_test()
+    node, lines = NODES[world.rank], []
+    copy = mirror._copy
+
+    def failing(storage, path, target):
+        if fault == "full" and node == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        copy(storage, path, target)
+        if fault == "flip" and node == 1 and target.name == "model.safetensors":
+            flip(target, 8 * target.stat().st_size - 3)
+
+    temporary = directory.with_name(f"temporary{node}")
+    temporary.mkdir(exist_ok=True)
+    storage = Counting(f"file://{directory}")
+    storage.counts = Counter()
+    local = {"node_rank": node, "local_rank": NODES[: world.rank].count(node), "local_world_size": 2}
+    with (
+        mock.patch.multiple(world, **local),
+        mock.patch.object(tempfile, "tempdir", str(temporary)),
+        mock.patch.object(mirror, "_copy", failing),
+        mock.patch.object(mirror, "say", lines.append),
+        mock.patch.object(restore, "_PAUSES_S", ()),
+        contextlib.ExitStack() as also,
+    ):
+        if fault == "unseen" and world.rank == 3:
+            also.enter_context(mock.patch.object(mirror, "LocalDirectory", lambda path: LocalDirectory(f"{path}/none")))
+        if directory.name == "sharded":
+            objects, run = {"optimizer": Sharded(world, 0.0)}, None
+        else:
+            run = Training(directory.with_name("unused"), world, every_minutes=None, plain=True, seed=9)
+            objects = run.checkpoint.objects
+        found = find_once(storage, world, FOLDER, objects, strict=True)
+        restore.apply(found, world, objects, FOLDER)
+        world.exchange(None)
+        assert not [*temporary.iterdir()]
+    return run and run.everything(), storage.counts, lines
+
+
+def read_over(results, directory: Path) -> dict[str, float]:
+    """How often the ranks have read each file, between them."""
+    counts = sum((each for _, each, _ in results), Counter())
+    sizes = {path.name: path.stat().st_size for path in (directory / FOLDER).iterdir() if path.suffix != ".json"}
+    return {name: counts[name] / size for name, size in sizes.items()}
+
+
+def test_each_node_reads_each_file_once(ranks, tmp_path):
+    saved = ranks.run(save, 4, tmp_path / "run")
+    results = ranks.run(load, 4, tmp_path / "run", "")
+    for (state, _, lines), expected in zip(results, saved, strict=True):
+        assert_same(state, expected)
+        assert lines == []
+    assert set(read_over(results, tmp_path / "run").values()) == {2.0}
+    results = ranks.run(load, 4, tmp_path / "sharded", "")
+    assert set(read_over(results, tmp_path / "sharded").values()) == {2.0}, "every rank reads all shards"
+
+
+def test_a_node_without_room_for_copies_reads_as_its_ranks_need(ranks, tmp_path):
+    saved = ranks.run(save, 4, tmp_path / "run")
+    results = ranks.run(load, 4, tmp_path / "run", "full")
+    for (state, _, _), expected in zip(results, saved, strict=True):
+        assert_same(state, expected)
+    assert [len(lines) for _, _, lines in results] == [1, 0, 0, 0]
+    assert "No space left" in results[0][2][0]
+    assert all(times >= 3 for times in read_over(results, tmp_path / "run").values())
+
+
+def test_a_rank_that_cannot_see_the_copies_reads_the_store(ranks, tmp_path):
+    saved = ranks.run(save, 4, tmp_path / "run")
+    results = ranks.run(load, 4, tmp_path / "run", "unseen")
+    for (state, _, lines), expected in zip(results, saved, strict=True):
+        assert_same(state, expected)
+        assert lines == []
+    assert [set(read_over([each], tmp_path / "run").values()) == {0.0} for each in results] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_a_damaged_copy_is_no_damage_of_the_checkpoint(ranks, tmp_path):
+    saved = ranks.run(save, 4, tmp_path / "run")
+    for (state, _, _), expected in zip(ranks.run(load, 4, tmp_path / "run", "flip"), saved, strict=True):
+        assert_same(state, expected)
+
+
+def test_a_damaged_file_is_damage(ranks, tmp_path):
+    ranks.run(save, 4, tmp_path / "run")
+    path = tmp_path / "run" / FOLDER / "model.safetensors"
+    flip(path, 8 * path.stat().st_size - 3)
+    with pytest.raises(DamagedError, match=r"model.safetensors: tensor model/"):
+        ranks.run(load, 4, tmp_path / "run", "")

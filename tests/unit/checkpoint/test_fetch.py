@@ -1,0 +1,145 @@
+"""Nodes resume from what they hold between them, whatever has become of it. Ranks are threads, one on each node."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from evenstep import World
+from evenstep.checkpoint.format import manifest as manifests
+from evenstep.checkpoint.format.manifest import FileEntry, Manifest, ObjectEntry, Part, TensorEntry
+from evenstep.checkpoint.format.payload import bytes_of, entry_of, plan_layout
+from evenstep.checkpoint.load import fetch, restore
+from evenstep.checkpoint.load.fetch import recover
+from evenstep.checkpoint.lock import Place
+from evenstep.checkpoint.store import LocalDirectory
+from evenstep.transport.core.codec import decode, encode
+from tests.checkpoint_runs import Tensors, flip
+
+NUM_NODES = 3
+
+
+def on_threads(work: Callable[[World], Any]) -> list[Any]:
+    """What `work` returns on each rank; all ranks raise what one raises."""
+    barrier, values, results = threading.Barrier(NUM_NODES, timeout=60), [b""] * NUM_NODES, [None] * NUM_NODES
+
+    def run(rank: int) -> None:
+        world = World.alone(device="cpu")
+        world.rank, world.world_size, world.node_rank = rank, NUM_NODES, rank
+
+        def exchange(value: Any) -> list[Any]:
+            values[rank] = encode(value)
+            barrier.wait()
+            found = [decode(each) for each in values]
+            barrier.wait()
+            return found
+
+        with mock.patch.multiple(world, exchange=exchange, broadcast_object=lambda value, src=0: exchange(value)[src]):
+            try:
+                results[rank] = work(world)
+            except BaseException:
+                barrier.abort()
+                raise
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(NUM_NODES)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not barrier.broken
+    return results
+
+
+def write_generation(root: Path, step: int, generator: random.Random) -> tuple[dict[str, torch.Tensor], Manifest]:
+    """Random tensors in random parts, each on some of the nodes."""
+    values, entries = {}, {}
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for number in range(generator.randrange(1, 5)):
+        name = f"t{number}"
+        values[name] = torch.arange(24.0) + step + number
+        cuts = [0, *sorted(generator.sample(range(1, 24), generator.randrange(4))), 24]
+        parts, copies = [], []
+        for begin, end in itertools.pairwise(cuts):
+            content = values[name][begin:end]
+            for index, node in enumerate(sorted(generator.sample(range(NUM_NODES), generator.randrange(1, 4)))):
+                file, key = f"n{node}-{generator.randrange(2)}.safetensors", f"{name}.{begin}"
+                files.setdefault(file, {})[key] = content
+                part = Part(file, key, begin, end - begin, zlib.crc32(bytes_of(content)))
+                (copies if index else parts).append(part)
+        entries[name] = TensorEntry("float32", (24,), tuple(parts), tuple(copies))
+    folder, listed = Place(step, 1, step).folder, {}
+    for file, tensors in files.items():
+        layout = plan_layout([entry_of(key, tensor) for key, tensor in tensors.items()])
+        content = layout.header + b"".join(bytes(bytes_of(tensors[entry.key])) for entry in layout.entries)
+        listed[file] = FileEntry(len(content), len(layout.header), zlib.crc32(layout.header), int(file[1]))
+        path = root / f"node{file[1]}" / folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    structure = {name: {"~tensor": name} for name in values}
+    manifest = Manifest(step, 3, 0.0, {}, {}, {"tensors": ObjectEntry("Tensors", structure, entries)}, listed)
+    for node in range(NUM_NODES):
+        path = root / f"node{node}" / folder / manifests.NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(manifests.encode(manifest))
+    return values, manifest
+
+
+def damage(root: Path, generator: random.Random) -> set[Path]:
+    """Flip a bit, cut off the end, remove a file, or a node's disk; returns the files that aren't good any more."""
+    paths = sorted(path for path in root.rglob("*") if path.is_file())
+    if not paths:
+        return set()
+    path, what = generator.choice(paths), generator.randrange(8)
+    if what == 0:
+        gone = {each for each in paths if each.is_relative_to(root / path.relative_to(root).parts[0])}
+        shutil.rmtree(root / path.relative_to(root).parts[0])
+        return gone
+    if what <= 2:
+        path.unlink()
+    elif what <= 4:
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        flip(path, generator.randrange(path.stat().st_size * 8))
+    return {path}
+
+
+def test_whatever_is_damaged_the_newest_step_that_is_whole_comes_back_with_its_bits(tmp_path: Path, fresh_seed):
+    generator = random.Random(fresh_seed)
+    resumed = []
+    for trial in range(60):
+        root = tmp_path / str(trial)
+        saved = {step: write_generation(root, step, generator) for step in (20, 40)}
+        bad = set().union(*(damage(root, generator) for _ in range(generator.randrange(7))))
+
+        least = 0
+        for step, (_, manifest) in saved.items():
+            folders = {file: root / f"node{file[1]}" / Place(step, 1, step).folder for file in manifest.files}
+            good = {file for file, folder in folders.items() if not bad & {folder / file, folder / manifests.NAME}}
+            least = step if manifest.choose(good) else least
+
+        def work(world: World, root: Path = root) -> Any:
+            kept = Tensors({})
+            storage = LocalDirectory(root / f"node{world.rank}")
+            found = recover(storage, world, {"tensors": kept}, resumes=[], durable_step=None, strict=True)
+            return None if found is None else (found[1].manifest.step, found[1].states["tensors"])
+
+        with mock.patch.object(fetch, "_CHUNK_BYTES", 50), mock.patch.object(restore, "_PAUSES_S", ()):
+            results = on_threads(work)
+        assert len({None if each is None else each[0] for each in results}) == 1
+        step = 0 if results[0] is None else results[0][0]
+        resumed.append(step)
+        assert step >= least, f"trial {trial}"
+        for each in results:
+            if each is not None:
+                assert each[1].keys() == saved[step][0].keys()
+                assert all(torch.equal(value, saved[step][0][name]) for name, value in each[1].items())
+    assert {0, 20, 40} == {*resumed}

@@ -1,0 +1,345 @@
+"""Two tiers in one process: copies on the node's own disk between checkpoints, and what a resume takes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from evenstep import World
+from evenstep.checkpoint import tier as tiers
+from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.checkpoint.directory import checkpoints_in
+from evenstep.checkpoint.lock import look
+from evenstep.checkpoint.store import LocalDirectory
+from evenstep.errors import ConfigurationError, UsageError
+from tests.checkpoint_runs import Training, assert_same, files_of, flip
+from tests.unit.checkpoint.test_checkpointer import Dead, Disk
+
+
+def training(root: Path, local: object = None, *, every_steps: int = 10, local_every_steps: int = 2, seed: int = 1):
+    return Training(
+        root / "saved",
+        World.alone(device="cpu"),
+        seed=seed,
+        every_minutes=None,
+        every_steps=every_steps,
+        local=root / "local" if local is None else local,
+        local_every_steps=local_every_steps,
+    )
+
+
+def generations(root: Path) -> list[int]:
+    """The steps of the generations that are there, whole or not."""
+    return sorted(int(path.name[5:12]) for path in (root / "local").glob(f"{os.geteuid()}/*/step-*"))
+
+
+def is_killed(run: Training) -> None:
+    """The run ends, and nothing more is written; the lock is free."""
+    with contextlib.suppress(Dead):
+        run.checkpoint._saver.writer.finish()
+    if run.checkpoint._tier is not None:
+        run.checkpoint._tier._saver.writer.finish()
+    with contextlib.suppress(Dead):
+        run.checkpoint._release()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, object]]:
+    """What a run has after each step."""
+    run = Training(tmp_path_factory.mktemp("u"), World.alone(device="cpu"), every_minutes=None)
+    states = {}
+    while run.checkpoint.num_steps < 16:
+        run.step()
+        states[run.checkpoint.num_steps] = run.everything()
+    run.checkpoint.close()
+    return states
+
+
+def test_a_lost_process_costs_the_steps_since_the_local_copy(tmp_path: Path, undisturbed, capsys):
+    is_killed(training(tmp_path).run_to(7))
+    assert list(checkpoints_in(LocalDirectory(tmp_path / "saved"))) == []
+    assert generations(tmp_path) == [4, 6], "the one before is removed as the next save begins"
+    assert "a lost process costs at most 2 + " in capsys.readouterr().err
+    run = training(tmp_path, seed=9)
+    assert run.checkpoint.resume() == 6
+    assert (
+        "evenstep: resumed from the local copies of step 6 (durable: none); 1 step repeated\n"
+        in capsys.readouterr().err
+    )
+    assert_same(run.everything(), undisturbed[6])
+    is_killed(run.run_to(13))
+    assert "costs at most" in capsys.readouterr().err
+    assert list(checkpoints_in(LocalDirectory(tmp_path / "saved"))) == [10]
+    run = training(tmp_path, seed=9)
+    assert run.checkpoint.resume() == 12
+    assert "of step 12 (durable: 10)" in capsys.readouterr().err
+    run.run_to(16)
+    assert_same(run.everything(), undisturbed[16])
+    run.checkpoint.close()
+    assert list(checkpoints_in(LocalDirectory(tmp_path / "saved"))) == [10, 16]
+    assert not list((tmp_path / "local").glob("*/*")), "a run that has ended leaves no copies"
+
+
+def test_the_checkpoint_is_taken_where_it_is_newer_or_all_there_is(tmp_path: Path, undisturbed):
+    is_killed(training(tmp_path, every_steps=5, local_every_steps=4).run_to(5))
+    run = training(tmp_path, seed=2)
+    assert run.checkpoint.resume() == 5
+    run.step()
+    is_killed(run)
+    assert generations(tmp_path) == [6], "what was not gone on from is removed"
+    shutil.rmtree(tmp_path / "local")
+    run = training(tmp_path, seed=2)
+    assert run.checkpoint.resume() == 5
+    assert_same(run.everything(), undisturbed[5])
+    run.checkpoint.close()
+
+
+def test_copies_alone_are_taken_too_and_saved_at_the_end(tmp_path: Path):
+    is_killed(training(tmp_path).run_to(5))
+    run = training(tmp_path)
+    assert run.checkpoint.resume() == 4
+    run.checkpoint.close()
+    assert list(checkpoints_in(LocalDirectory(tmp_path / "saved"))) == [4]
+
+
+def test_an_emptied_directory_is_another_run(tmp_path: Path):
+    is_killed(training(tmp_path).run_to(5))
+    shutil.rmtree(tmp_path / "saved")
+    run = training(tmp_path)
+    assert run.checkpoint.resume() == 0
+    run.checkpoint.close()
+
+
+def test_a_copied_directory_is_another_run(tmp_path: Path):
+    is_killed(training(tmp_path).run_to(5))
+    (tmp_path / "other").mkdir()
+    shutil.copytree(tmp_path / "saved", tmp_path / "other/saved")
+    run = training(tmp_path / "other", tmp_path / "local")
+    assert run.checkpoint.resume() == 0
+    run.checkpoint.close()
+    assert generations(tmp_path) == [2, 4]
+
+
+def test_a_damaged_copy_falls_back(tmp_path: Path, undisturbed, capsys):
+    is_killed(training(tmp_path).run_to(13))
+    (folder,) = (tmp_path / "local").glob("*/*/step-0000012-*")
+    (model,) = [path for path in files_of(folder.parent, folder.name) if path.name.startswith("model")]
+    flip(model, 8 * model.stat().st_size - 3)
+    run = training(tmp_path, seed=5)
+    assert run.checkpoint.resume() == 10
+    assert "its checksum is" in capsys.readouterr().err
+    assert_same(run.everything(), undisturbed[10])
+    run.checkpoint.close()
+
+
+def test_what_a_later_attempt_did_not_go_on_from_is_void(tmp_path: Path):
+    """The disk was away while the run was resumed from an older step: its branch was abandoned."""
+    is_killed(training(tmp_path, every_steps=4).run_to(7))
+    (tmp_path / "local").rename(tmp_path / "away")
+    run = training(tmp_path, every_steps=4)
+    assert run.checkpoint.resume() == 4
+    run.step()
+    is_killed(run)
+    shutil.rmtree(tmp_path / "local", ignore_errors=True)
+    (tmp_path / "away").rename(tmp_path / "local")
+    assert generations(tmp_path) == [4, 6]
+    run = training(tmp_path, every_steps=4)
+    assert run.checkpoint.resume() == 4
+    run.checkpoint.close()
+    assert look(LocalDirectory(tmp_path / "saved")).record["resumes"] == [[1, 0], [2, 4]]
+
+
+def test_a_job_that_was_taken_for_dead_leaves_its_successors_copies_alone(tmp_path: Path):
+    dead = training(tmp_path).run_to(5)
+    dead.checkpoint._tier.finish()
+    dead.checkpoint._directory._lock.release()
+    run = training(tmp_path)
+    assert run.checkpoint.resume() == 4
+    is_killed(run.run_to(7))
+    dead.run_to(9)
+    is_killed(dead)
+    assert generations(tmp_path) == [6, 6, 8], "of which one is the successor's"
+    run = training(tmp_path)
+    assert run.checkpoint.resume() == 6
+    run.checkpoint.close()
+
+
+def test_attempts_without_local_copies_void_them_too(tmp_path: Path):
+    is_killed(training(tmp_path, every_steps=4).run_to(7))
+    run = Training(tmp_path / "saved", World.alone(device="cpu"), every_minutes=None)
+    assert run.checkpoint.resume() == 4
+    run.step()
+    is_killed(run)
+    run = training(tmp_path, every_steps=4)
+    assert run.checkpoint.resume() == 4
+    run.checkpoint.close()
+
+
+def test_a_run_that_does_not_resume_wants_a_decision(tmp_path: Path):
+    is_killed(training(tmp_path).run_to(5))
+    run = training(tmp_path)
+    with pytest.raises(UsageError, match=r"has checkpoints up to step 4, and this run is at step 0.*resume\(\)"):
+        run.step()
+    run.checkpoint.discard(after=2)
+    assert generations(tmp_path) == [2]
+    run.checkpoint.discard()
+    assert generations(tmp_path) == []
+    run.run_to(3)
+    run.checkpoint.close()
+
+
+def test_a_full_disk_drops_the_copy_before_and_training_goes_on(tmp_path: Path, undisturbed, capsys):
+    disk = Disk(error=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    run = training(tmp_path, LocalDirectory(tmp_path / "local", hook=disk)).run_to(3)
+    run.checkpoint._tier._saver.writer.thread.join()
+    capsys.readouterr()
+    for step, told in ((4, True), (6, False)):
+        disk.first_failing = len(disk.effects) + 6
+        run.run_to(step)
+        run.checkpoint._tier._saver.writer.thread.join()
+        disk.first_failing = None
+        run.run_to(step + 1)
+        run.checkpoint._tier.finish()
+        found = capsys.readouterr().err
+        assert ("the local copies of step 4 could not be written: rank 0: OSError: [Errno 28]" in found) == told
+        assert ("is full on rank 0: what is there of step 2 is removed" in found) == told
+        assert generations(tmp_path) == []
+    run.run_to(9)
+    is_killed(run)
+    assert capsys.readouterr().err == ""
+    run = training(tmp_path)
+    assert run.checkpoint.resume() == 8
+    assert_same(run.everything(), undisturbed[8])
+    run.checkpoint.close()
+
+
+def test_another_error_of_the_disk_keeps_the_copy_before(tmp_path: Path, capsys):
+    disk = Disk(error=OSError(errno.EIO, os.strerror(errno.EIO)))
+    run = training(tmp_path, LocalDirectory(tmp_path / "local", hook=disk)).run_to(3)
+    run.checkpoint._tier._saver.writer.thread.join()
+    disk.first_failing = len(disk.effects)  # for good: not even a removal succeeds
+    run.run_to(9)
+    is_killed(run)
+    told = capsys.readouterr().err
+    assert len(re.findall(r"could not be written: rank 0: OSError: \[Errno 5\]", told)) == 1, told
+    run = training(tmp_path)
+    assert run.checkpoint.resume() == 2
+    run.checkpoint.close()
+
+
+@pytest.mark.extended
+def test_a_kill_before_each_effect_leaves_a_good_copy(tmp_path: Path, undisturbed):
+    """Two local saves and the removal of what they replace, after one that is whole."""
+    root = tmp_path / "run"  # always the same: it is what tells a run from others
+    is_killed(training(root).run_to(3))
+    shutil.copytree(root, tmp_path / "base")
+
+    def go_on(disk: Disk) -> None:
+        run = training(root, LocalDirectory(root / "local", hook=disk))
+        try:
+            run.checkpoint.resume()
+            run.run_to(7)
+        except Dead:
+            pass
+        finally:
+            is_killed(run)
+
+    whole, reached, number = Disk(), set(), 0
+    go_on(whole)
+    for number in range(len(whole.effects)):
+        shutil.rmtree(root)
+        shutil.copytree(tmp_path / "base", root)
+        go_on(Disk(number))
+        run = training(root, seed=3)
+        step = run.checkpoint.resume()
+        assert step in (2, 4, 6), f"killed before {whole.effects[number]}"
+        assert_same(run.everything(), undisturbed[step])
+        run.step()
+        assert set(generations(root)) <= {step, step + 1}, "parts of a save are left"
+        is_killed(run)
+        reached.add(step)
+    assert reached == {2, 4, 6}
+
+
+def test_two_jobs_on_one_disk(tmp_path: Path):
+    local = tmp_path / "local"
+    one, other = training(tmp_path / "one", local).run_to(5), training(tmp_path / "other", local).run_to(7)
+    is_killed(one)
+    is_killed(other)
+    one, other = training(tmp_path / "one", local), training(tmp_path / "other", local)
+    assert one.checkpoint.resume() == 4
+    assert other.checkpoint.resume() == 6
+    one.checkpoint.close()
+    other.run_to(9)
+    other.checkpoint.close()
+
+
+def test_what_runs_of_long_ago_have_left_is_removed(tmp_path: Path, capsys):
+    is_killed(training(tmp_path / "old", tmp_path / "local").run_to(3))
+    is_killed(training(tmp_path / "new", tmp_path / "local").run_to(3))
+    old, new = sorted((tmp_path / "local").glob("*/*"), key=lambda path: path.stat().st_mtime)
+    os.utime(old, (0, old.stat().st_mtime - tiers._UNUSED_AFTER_S - 1))
+    training(tmp_path / "third", tmp_path / "local").run_to(3).checkpoint.close()
+    assert not old.exists()
+    assert new.exists()
+    assert "local copies of a run that has not saved for 7 days" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"local": "x"}, "local and local_every_steps go together"),
+        ({"local_every_steps": 2}, "local and local_every_steps go together"),
+        ({"local": "s3://bucket/x", "local_every_steps": 2}, "local='s3://bucket/x'; the path of a directory"),
+        ({"local": "memory://x", "local_every_steps": 2}, "local='memory://x'; the path of a directory"),
+        ({"local": 3, "local_every_steps": 2}, "local=3; the path of a directory"),
+        ({"local": nn.Linear(1, 1)}, "An object to save takes another name"),
+        ({"local": "", "local_every_steps": 2}, "local=''; the path of a directory"),
+        ({"local": "x", "local_every_steps": 0}, "local_every_steps=0; a whole number, at least 1"),
+        ({"local": "x", "local_every_steps": 2.5}, r"local_every_steps=2\.5; a whole number"),
+        ({"local": "x", "local_every_steps": 9, "every_steps": 8}, "is of no use with every_steps=8"),
+    ],
+)
+def test_arguments_that_make_no_sense(tmp_path: Path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=message):
+        Checkpointer(tmp_path, world=World.alone(), model=nn.Linear(1, 1), **options)
+
+
+@pytest.mark.parametrize(
+    "what", ["a file", "below a file", "a link", "a file of the user's name", "open to all", "strange"]
+)
+def test_a_directory_that_is_not_this_users_is_refused(tmp_path: Path, monkeypatch, what: str):
+    local = tmp_path / "local"
+    user = local / str(os.geteuid())
+    if what in ("a file", "below a file"):
+        local.write_text("x")
+    else:
+        local.mkdir()
+    if what == "below a file":
+        local = local / "y"
+    if what == "a link":
+        (tmp_path / "target").mkdir()
+        user.symlink_to(tmp_path / "target")
+    elif what == "a file of the user's name":
+        user.write_text("x")
+    elif what == "open to all":
+        user.mkdir()
+        user.chmod(0o777)
+    elif what == "strange":
+        user.mkdir(mode=0o700)
+        mine = os.geteuid()
+        monkeypatch.setattr(tiers.os, "geteuid", lambda: mine + 1)
+        user.rename(local / str(mine + 1))
+    with pytest.raises(
+        ConfigurationError, match=r"local='.*(is no directory|can't be used|is not a directory of user)"
+    ):
+        training(tmp_path, local)
+    assert not (tmp_path / "saved").exists()

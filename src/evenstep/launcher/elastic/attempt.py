@@ -15,11 +15,11 @@ from torch.distributed.elastic.multiprocessing import RunProcsResult, Subprocess
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from evenstep.console import say
-from evenstep.ground.health.first_failure import CrashReport, Exit
-from evenstep.ground.health.heartbeat import Heartbeat, Note, Phase
+from evenstep.ground.health.heartbeat import Note
 from evenstep.ground.health.peer_heartbeats import NodePages
-from evenstep.launcher.failure.detection import Ends
+from evenstep.launcher.failure.detection import Ends, RankState, look_at
 from evenstep.launcher.failure.report import Failure
+from evenstep.launcher.failure.stacks import StackRequest
 from evenstep.launcher.spawn.child import Child
 
 _POLL_S = 0.02
@@ -60,91 +60,44 @@ class Attempt:
 
     # ------------------------------------------------------------------ what is seen of them
 
-    def codes(self) -> list[int | None]:
-        """How each has ended, of those that are not lost; None: it runs."""
-        return [process.poll() for local_rank, process in self.processes.items() if local_rank not in self.lost]
-
-    def alive(self) -> dict[int, Child]:
-        """By local rank, those that run."""
-        return {local_rank: process for local_rank, process in self.processes.items() if process.poll() is None}
+    def look(self) -> list[RankState]:
+        """What each is like now."""
+        return [
+            look_at(
+                self.ranks[local_rank],
+                process,
+                self._pages.pages[local_rank],
+                was_stopped=local_rank in self.stopped,
+                is_lost=local_rank in self.lost,
+            )
+            for local_rank, process in self.processes.items()
+        ]
 
     def await_end(self, longest_s: float) -> None:
         """Wait until one ends, but not for longer."""
         self._ends.wait(longest_s)
 
-    def pages(self) -> dict[int, Heartbeat | None]:
-        """Their heartbeat pages as they are now, by rank."""
-        return self._pages.read(self.ranks)
+    def request_stacks(self, states: Iterable[RankState]) -> StackRequest:
+        """Ask ranks for their stacks: those that run and write any. Others would end by the signal, or never answer."""
+        asked = [each for each in states if each.runs and not each.is_suspended and Note.WRITES_STACKS in each.notes]
+        return StackRequest({each.rank: (each.pid, self.stack_file(each.rank)) for each in asked})
 
-    def has_noted(self, what: Note) -> bool:
-        """Whether any of them has noted something on its page."""
-        return any(page.words[what] for page in self._pages.pages)
-
-    def stack_files(self, local_ranks: Iterable[int]) -> dict[int, tuple[int, Path]]:
-        """By rank, its pid and the file that its stacks go to; without those that don't write any."""
-        return {
-            self.ranks[each]: (self.processes[each].pid, Path(self._pages.files[each]))
-            for each in local_ranks
-            if self._pages.pages[each].words[Note.WRITES_STACKS]
-        }
-
-    def reports(self) -> list[CrashReport]:
-        """What they have reported. What another process has reported in a rank's name counts only with the rank's end.
-
-        That may be the script behind a program of the user's, whose status says whether the rank failed; or a child
-        that failed, and whose parent has caught that.
-        """
-        reports = []
-        for local_rank, process in self.processes.items():
-            report = CrashReport.unpack(self._pages.pages[local_rank].report())
-            if report is not None and (report.pid == process.pid or (process.poll() or 0) > 0):
-                reports.append(report)
-        return reports
-
-    def exits(self) -> list[Exit]:
-        """How they ended; a rank that has reported counts as failed, however it ended then.
-
-        It may have been stopped before its end, or have an exit handler that ends it with status 0.
-        """
-        reports = {report.rank: report for report in self.reports()}
-        exits = []
-        for local_rank, process in self.processes.items():
-            code, rank = process.poll(), self.ranks[local_rank]
-            if code is None or local_rank in self.lost:
-                continue
-            was_stopped = local_rank in self.stopped
-            if (was_stopped or code == 0) and rank in reports:
-                code, was_stopped = reports[rank].exit_code, False
-            exits.append(Exit(rank, process.pid, code, stopped_by_launcher=was_stopped))
-        return exits
-
-    def has_reported(self, *, longest_s: float) -> bool:
-        """Whether a rank has reported an error and only python's own end is left, which takes a third of a second.
-
-        Or the rest takes too long: a thread or an exit handler of the script holds the rank. Or it has ended, with
-        whatever status an exit handler has chosen.
-        """
-        reports = self.reports()
-        if not reports:
-            return False
-        pages = self.pages()
-        done = {rank for rank, seen in pages.items() if seen is not None and seen.is_done}
-        done |= set(self.ranks) - {self.ranks[local_rank] for local_rank in self.alive()}
-        return any(r.rank in done or time.monotonic_ns() - r.time_ns > longest_s * 1e9 for r in reports)
-
-    def only_end(self) -> bool:
-        """Whether all that are left have reported an error, and written what they had to write."""
-        pages, reporting = self.pages(), {report.rank for report in self.reports()}
-        ranks = [self.ranks[local_rank] for local_rank in self.alive()]
-        return all(rank in reporting and (seen := pages[rank]) is not None and seen.is_done for rank in ranks)
-
-    def anybody_is_leaving(self) -> bool:
-        """Whether one that still runs has left its world."""
-        pages = self.pages()
-        leaving = {rank for rank, seen in pages.items() if seen is not None and seen.phase is Phase.ENDED}
-        return any(self.ranks[local_rank] in leaving for local_rank in self.alive())
+    def stack_file(self, rank: int) -> Path:
+        """The file that a rank writes its stacks to."""
+        return Path(self._pages.files[self.ranks.index(rank)])
 
     # ------------------------------------------------------------------ what is done to them
+
+    def _alive(self) -> dict[int, Child]:
+        """By local rank, those that run."""
+        return {local_rank: process for local_rank, process in self.processes.items() if process.poll() is None}
+
+    def lose(self, rank: int) -> None:
+        """Go on without one: it doesn't count any more, and what it has started is killed if it has ended itself."""
+        local_rank = self.ranks.index(rank)
+        self.lost.add(local_rank)
+        if self.processes[local_rank].poll() is not None:
+            self.kill(rank)
 
     def kill(self, rank: int) -> None:
         """Kill one rank and what it has started."""
@@ -159,9 +112,9 @@ class Attempt:
             patience_s: Until then.
             terminate_s: From SIGKILL until a rank that still runs is left behind.
         """
-        self.stopped |= self.alive().keys()
+        self.stopped |= self._alive().keys()
         try:
-            for local_rank in self.alive():
+            for local_rank in self._alive():
                 ready = self._pages.pages[local_rank].words[Note.IS_READY]
                 self._request(local_rank, signal.SIGTERM if first == signal.SIGINT and not ready else first)
             self._await_all(patience_s)
@@ -170,7 +123,7 @@ class Attempt:
                 for process in self.processes.values():
                     process.signal_group(signal.SIGKILL)
         self._await_all(terminate_s)
-        for local_rank, process in self.alive().items():
+        for local_rank, process in self._alive().items():
             message = f"evenstep: rank {self.ranks[local_rank]} (pid {process.pid}) can't be killed, and is left behind"
             say(message)
 
@@ -185,7 +138,7 @@ class Attempt:
 
     def _await_all(self, longest_s: float) -> None:
         deadline = time.monotonic() + longest_s
-        while self.alive() and time.monotonic() < deadline:
+        while self._alive() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     def close(self) -> None:

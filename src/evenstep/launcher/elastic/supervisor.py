@@ -5,28 +5,21 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import RunProcsResult, SubprocessContext
 
 from evenstep.console import say
 from evenstep.errors import EXIT_PREEMPTED
-from evenstep.ground.health.heartbeat import Heartbeat, Note
+from evenstep.ground.health.first_failure import CrashReport, Exit
+from evenstep.ground.health.heartbeat import Note
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.attempt import Attempt
 from evenstep.launcher.elastic.nodes import OtherNodes, Saved, agree_on_cause, agree_on_saved
-from evenstep.launcher.failure.detection import (
-    Hang,
-    Observation,
-    StopWatch,
-    count_memory_kills,
-    find_overdue,
-    observe,
-)
-from evenstep.launcher.failure.hangs import DEFAULT_AFTER_S, HangWatch, Seen, packed, unpacked
+from evenstep.launcher.failure.detection import Hang, RankState, StopWatch, count_memory_kills, find_overdue
+from evenstep.launcher.failure.hangs import DEFAULT_AFTER_S, HangWatch, packed, unpacked
 from evenstep.launcher.failure.report import (
     Failure,
     LossPolicy,
@@ -37,11 +30,10 @@ from evenstep.launcher.failure.report import (
     judge,
 )
 from evenstep.launcher.failure.stacks import StackRequest, WorkerStacks
-from evenstep.processes import has_gpu, has_gpu_driver, time_on_core_ns
+from evenstep.processes import has_gpu, has_gpu_driver
 
 _POLL_S = 0.02
 _LOOK_EVERY_S = 0.25
-_LOOK_FOR_STOPS_EVERY_S = 0.1
 _STACK_S = 0.3
 _ANOTHER_HOST = "another node has come: all ranks are stopped, and start again with it"
 
@@ -110,7 +102,7 @@ class WatchedRanks:
         self._stack_request: StackRequest | None = None
         self._worker_stacks = WorkerStacks()
         self._names_hangs = name_after_s < math.inf
-        self._last_look = self._last_look_for_stops = 0.0
+        self._last_look = 0.0
         self._num_memory_kills = count_memory_kills()
 
     # ------------------------------------------------------------------ what torchelastic calls
@@ -121,12 +113,10 @@ class WatchedRanks:
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """One look: None while all run; a result once all have succeeded or one has failed and all have ended."""
-        self._take_losses()
-        codes = self._attempt.codes()
-        if any(code not in (None, 0, EXIT_PREEMPTED) for code in codes) or self._attempt.has_reported(
-            longest_s=self._policy.terminate_s
-        ):
-            return self._end_failed_attempt()
+        states = self._take_losses(self._attempt.look())
+        codes = [each.exit_code for each in states]
+        if any(code not in (None, 0, EXIT_PREEMPTED) for code in codes) or self._has_reported(states):
+            return self._end_failed_attempt(states)
         if EXIT_PREEMPTED in codes and self._first_preempted is None:
             self._first_preempted = time.monotonic()
         if self._others is not None and self._others.new_node_waits:
@@ -134,19 +124,19 @@ class WatchedRanks:
         if None in codes:
             # They agree on a step before they leave, so the others follow within moments.
             is_late = time.monotonic() - (self._first_preempted or math.inf) > self._policy.terminate_s
-            hang, remote_failure = self._look(), self._others.look() if self._others is not None else None
+            hang, remote_failure = self._look(states), self._others.look() if self._others is not None else None
             if hang is not None and hang.is_suspended and self._losses.can_lose(hang.rank, -signal.SIGKILL):
                 self._attempt.kill(hang.rank)
                 hang = None  # what follows is decided as of any other that was killed
             if hang or remote_failure:
-                return self._end_failed_attempt(hang, remote_failure)
+                return self._end_failed_attempt(states, hang, remote_failure)
             if is_late:
-                self._leave_behind_late()
+                self._leave_behind(each for each in states if each.runs)
                 return None
             self._attempt.await_end(self._policy.look_every_s)
             return None
         if self._first_preempted is not None and set(codes) != {EXIT_PREEMPTED}:
-            return self._end_failed_attempt()
+            return self._end_failed_attempt(states)
         for line in self._hang_watch.ended_well():
             say(f"evenstep: {line}")
         if self._first_preempted is not None and self._others is not None and self._others.check_for_new_node():
@@ -173,7 +163,7 @@ class WatchedRanks:
         if self._others is not None:
             self._others.announce_new_node()  # before another node can take the end of our ranks for a failure
         self._stop(signal.SIGTERM, may_save=True)
-        saved_step = self._saved_here(self._attempt.pages()).step
+        saved_step = _saved_here(self._attempt.look()).step
         self._close()
         return saved_step
 
@@ -184,121 +174,104 @@ class WatchedRanks:
 
     # ------------------------------------------------------------------ ranks that the run can lose
 
-    def _take_losses(self) -> None:
-        """Go on without ranks that were killed, as `LossPolicy` says, while a worker is left."""
-        attempt = self._attempt
-        if attempt.stopped:
-            return
-        for local_rank, process in list(attempt.processes.items()):
-            code, rank = process.poll(), attempt.ranks[local_rank]
-            if code is None or local_rank in attempt.lost or not self._losses.can_lose(rank, code):
+    def _take_losses(self, states: list[RankState]) -> list[RankState]:
+        """Those without which the run does not go on: not those that were killed, while a worker is left."""
+        left = [each for each in states if not each.is_lost]
+        for state in () if self._attempt.stopped else tuple(left):
+            code, workers = state.exit_code, [each for each in left if each.rank < self._losses.num_workers]
+            if code is None or state.report is not None or not self._losses.can_lose(state.rank, code):
                 continue
-            others = [
-                other.poll()
-                for each, other in attempt.processes.items()
-                if each not in attempt.lost and each != local_rank and attempt.ranks[each] < self._losses.num_workers
-            ]
-            if not any(other in (None, 0) for other in others):
+            if not any(each.exit_code in (None, 0) for each in workers if each is not state):
                 continue
-            process.signal_group(signal.SIGKILL)  # what it had started
-            attempt.lost.add(local_rank)
-            who = f"worker {rank} (rank {rank}, pid {process.pid})"
+            self._attempt.lose(state.rank)
+            left.remove(state)
+            who = f"worker {state.rank} (rank {state.rank}, pid {state.pid})"
             say(f"evenstep: {who} {describe_exit(code)}; the others go on without it")
+        return left
+
+    def _has_reported(self, states: Iterable[RankState]) -> bool:
+        """Whether a rank has reported an error and only python's own end is left, which takes a third of a second.
+
+        Or the rest takes too long: a thread or an exit handler of the script holds the rank.
+        """
+        longest_ns = self._policy.terminate_s * 1e9
+        return any(
+            each.is_done or (each.report is not None and time.monotonic_ns() - each.report.time_ns > longest_ns)
+            for each in states
+        )
 
     # ------------------------------------------------------------------ while it runs
 
-    def _look(self) -> Hang | None:
+    def _look(self, states: Sequence[RankState]) -> Hang | None:
         """Report suspended and overdue ranks; returns one that is given up."""
         now = time.monotonic()
-        if now - self._last_look_for_stops < _LOOK_FOR_STOPS_EVERY_S:
-            return None
-        self._last_look_for_stops = now
-        observations = {
-            self._attempt.ranks[local]: observe(process.pid) for local, process in self._attempt.alive().items()
-        }
-        is_stopped = any(self._watch.is_stopped(rank) for rank in self._attempt.ranks)
+        lines, hang = self._watch.look(now, states)
         late: Hang | None = None
-        pages = self._attempt.pages() if is_stopped or now - self._last_look >= _LOOK_EVERY_S else {}
-        lines, hang = self._watch.look(now, observations, pages)
         if now - self._last_look >= _LOOK_EVERY_S:
             self._last_look = now
             # Suspended ranks have been named already.
-            running = {rank: seen for rank, seen in pages.items() if not self._watch.is_stopped(rank)}
+            running = {each.rank: each.page for each in states if not each.is_suspended}
             late = find_overdue(running, self._timeouts, now_ns=time.monotonic_ns())
             if self._names_hangs:
-                lines += self._look_for_hangs(observations, pages)
+                lines += self._look_for_hangs(states)
         for line in lines:
             say(f"evenstep: {line}")
         return hang or late
 
-    def _look_for_hangs(
-        self, observations: Mapping[int, Observation], pages: Mapping[int, Heartbeat | None]
-    ) -> list[str]:
+    def _look_for_hangs(self, states: Sequence[RankState]) -> list[str]:
         """Lines on ranks that keep the others waiting. Never blocks: stacks are asked for now, and read later."""
-        seen = {}
-        for local_rank, process in self._attempt.processes.items():
-            rank = self._attempt.ranks[local_rank]
-            state = observations[rank].state if rank in observations else ""
-            seen[rank] = Seen(process.pid, pages.get(rank), state, time_on_core_ns(process.pid), process.poll())
         now_ns, watch = time.monotonic_ns(), self._hang_watch
-        watch.observe(now_ns, seen)
+        watch.observe(now_ns, states)
         others = unpacked(self._others.looks()) if self._others is not None else []
         if self._stack_request is not None:
             if self._stack_request.is_complete():
-                with_gpu = [rank for rank, each in seen.items() if each.exit_code is None and has_gpu(each.pid)]
+                with_gpu = [each.rank for each in states if each.runs and has_gpu(each.pid)]
                 watch.read(now_ns, self._stack_request.stacks(), with_gpu=with_gpu)
                 self._stack_request = None
         elif not self._worker_stacks.is_busy and watch.is_due(now_ns, others):
-            self._stack_request = StackRequest(self._stack_files(self._attempt.alive()))
+            self._stack_request = self._attempt.request_stacks(states)
             watch.asked()
         if self._others is not None:
             self._others.publish_looks(packed(watch.looks(now_ns)))
-        lines = watch.judge(now_ns, others)
-        for rank in watch.loading():
-            for pid, path in self._attempt.stack_files([self._attempt.ranks.index(rank)]).values():
-                self._worker_stacks.ask(rank, pid, path)
+        lines, loading = watch.judge(now_ns, others), watch.loading()
+        for each in states:
+            if each.rank in loading and Note.WRITES_STACKS in each.notes:
+                self._worker_stacks.ask(each.rank, each.pid, self._attempt.stack_file(each.rank))
         if self._stack_request is None:  # they write to the same file
             lines += self._worker_stacks.look()
         return lines
 
-    def _stack_files(self, local_ranks: Iterable[int]) -> dict[int, tuple[int, Path]]:
-        """By rank, its pid and the file that its stacks go to; without those that are suspended."""
-        files = self._attempt.stack_files(local_ranks)
-        return {rank: each for rank, each in files.items() if not self._watch.is_stopped(rank)}
-
-    def _request_stacks(self) -> dict[int, str]:
+    def _read_stacks(self, states: Iterable[RankState]) -> dict[int, str]:
         """Stacks of the ranks that still run and have reported no error."""
-        reporting = {report.rank for report in self._attempt.reports()}
-        silent = [
-            local_rank for local_rank in self._attempt.alive() if self._attempt.ranks[local_rank] not in reporting
-        ]
-        return StackRequest(self._stack_files(silent)).await_stacks(_STACK_S)
+        return self._attempt.request_stacks(each for each in states if each.report is None).await_stacks(_STACK_S)
 
     # ------------------------------------------------------------------ how it ends
 
     def _end_failed_attempt(
-        self, hang: Hang | None = None, remote_failure: RemoteFailure | None = None
+        self, noticed: Sequence[RankState], hang: Hang | None = None, remote_failure: RemoteFailure | None = None
     ) -> RunProcsResult:
         attempt, noticed_ns = self._attempt, time.monotonic_ns()
-        pages = attempt.pages()
         if self._others is not None:
             self._others.request_states()
         stacks: dict[int, str] = {}
         if hang is not None:
             if not hang.is_suspended:
-                stacks = self._request_stacks()
+                stacks = self._read_stacks(noticed)
             # A suspended rank receives no other signal. Its peers report that they have lost it, as after any death.
             attempt.kill(hang.rank)
         is_known, first = False, signal.SIGTERM
         if remote_failure is None:
             is_known, first = self._await_cause(noticed_ns)
         if not (is_known or remote_failure is not None or hang is not None):
-            stacks = self._request_stacks()
+            stacks = self._read_stacks(attempt.look())
         self._stop(first)
-        exits = attempt.exits()
-        failure = judge(exits, attempt.reports(), attempt=attempt.number)
+        ended = attempt.look()
+        exits = _ends(ended)
+        failure = judge(exits, _reports(ended), attempt=attempt.number)
+        if failure is None and hang is not None:  # it can't be killed
+            failure = Failure(attempt.number, Exit(hang.rank, hang.pid, -signal.SIGKILL), None, exits=tuple(exits))
         if failure is not None:
-            seen_pages = {rank: seen for rank, seen in pages.items() if seen is not None}
+            seen_pages = {each.rank: each.page for each in noticed if each.page is not None}
             failure = replace(failure, hang=hang, pages=seen_pages, noticed_ns=noticed_ns)
         states: Sequence[str] = ()
         if self._others is not None:
@@ -307,9 +280,10 @@ class WatchedRanks:
             if self._others.new_node_waits and (failure is None or failure.only_secondary):
                 return self._yield_to_new_node()
         if failure is None and remote_failure is not None:
-            failure = Failure(attempt.number, exits[0], None, noticed_ns=noticed_ns)  # nothing failed on this node
-        was_stopping = attempt.has_noted(Note.STOPS)
-        saved = self._saved_anywhere(attempt.pages())  # a save behind the loop may have ended meanwhile
+            anybody = Exit(ended[0].rank, ended[0].pid, ended[0].exit_code or 0)  # nothing failed on this node
+            failure = Failure(attempt.number, anybody, None, noticed_ns=noticed_ns)
+        was_stopping = any(Note.STOPS in each.notes for each in ended)
+        saved = self._saved_anywhere(ended)  # a save behind the loop may have ended meanwhile
         self._close()
         if failure is None:
             return attempt.result_of(None)
@@ -334,28 +308,24 @@ class WatchedRanks:
         Returns:
             Whether the root cause is known, as far as it is on this node; and the first signal to those that are left.
         """
-        attempt, is_known = self._attempt, False
-        while attempt.alive():
-            if attempt.only_end():
+        is_known, states = False, self._attempt.look()
+        while any(each.runs for each in states):
+            if all(each.is_done for each in states if each.runs):
                 return is_known, signal.SIGKILL  # python's own end takes a tenth of a second, and nothing comes of it
-            is_known = is_evident(attempt.exits(), attempt.reports())
+            is_known = is_evident(_ends(states), _reports(states))
             grace_s = self._policy.evident_grace_s if is_known else self._policy.grace_s
-            if not is_known and attempt.anybody_is_leaving():
+            if not is_known and any(each.is_leaving for each in states):
                 # It left its world as it should, and early: how it ends decides which rank is the root cause.
                 grace_s = max(grace_s, self._policy.terminate_s)
             if time.monotonic_ns() - noticed_ns >= grace_s * 1e9:
                 break
             time.sleep(_POLL_S)
+            states = self._attempt.look()
         return is_known, signal.SIGTERM
 
-    def _saved_here(self, pages: Mapping[int, Heartbeat | None]) -> Saved:
-        steps = (seen.saved_step for seen in pages.values() if seen is not None)
-        newest = max((step for step in steps if step is not None), default=None)
-        return Saved(self._attempt.has_noted(Note.SAVES), newest)
-
-    def _saved_anywhere(self, pages: Mapping[int, Heartbeat | None]) -> Saved:
+    def _saved_anywhere(self, states: Sequence[RankState]) -> Saved:
         """What this attempt has saved on any node, so that all nodes decide alike whether to restart."""
-        saved = self._saved_here(pages)
+        saved = _saved_here(states)
         if self._others is None or not self._may_restart:
             return saved
         return agree_on_saved(self._others, saved, longest_s=self._policy.terminate_s + self._policy.grace_s)
@@ -367,7 +337,7 @@ class WatchedRanks:
             first: Sent first.
             may_save: All ranks are there, which a save needs: those that save then have the time for it.
         """
-        saves, policy = may_save and self._attempt.has_noted(Note.SAVES), self._policy
+        saves, policy = may_save and any(Note.SAVES in each.notes for each in self._attempt.look()), self._policy
         if saves and first == signal.SIGINT:
             say("evenstep: interrupted: the ranks save, and end. Ctrl-C once more kills them")
         patience_s = policy.save_s if saves else policy.terminate_s
@@ -380,17 +350,30 @@ class WatchedRanks:
             self._others.close()
         self._is_closed = True
 
-    def _leave_behind_late(self) -> None:
+    def _leave_behind(self, late: Iterable[RankState]) -> None:
         """Kill ranks that don't end, in a slow exit handler perhaps, though all have saved: a stop, and no failure."""
-        attempt = self._attempt
-        for local_rank, process in attempt.alive().items():
+        for each in late:
             say(
-                f"evenstep: rank {attempt.ranks[local_rank]} (pid {process.pid}) still runs "
-                f"{self._policy.terminate_s:g} s after others have saved and stopped: it is killed"
+                f"evenstep: rank {each.rank} (pid {each.pid}) still runs {self._policy.terminate_s:g} s after others "
+                f"have saved and stopped: it is killed"
             )
-            attempt.lost.add(local_rank)
+            self._attempt.lose(each.rank)
         self._stop(signal.SIGTERM)
 
     def _tell_preempted(self) -> None:
-        if set(self._attempt.codes()) == {EXIT_PREEMPTED}:
+        if {each.exit_code for each in self._attempt.look() if not each.is_lost} == {EXIT_PREEMPTED}:
             self._on_preempted()
+
+
+def _reports(states: Iterable[RankState]) -> list[CrashReport]:
+    return [each.report for each in states if each.report is not None]
+
+
+def _ends(states: Iterable[RankState]) -> list[Exit]:
+    return [end for each in states if (end := each.end) is not None]
+
+
+def _saved_here(states: Iterable[RankState]) -> Saved:
+    pages = [each.page for each in states if each.page is not None]
+    newest = max((page.saved_step for page in pages if page.saved_step is not None), default=None)
+    return Saved(any(Note.SAVES in each.notes for each in states), newest)

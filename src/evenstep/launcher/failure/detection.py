@@ -1,6 +1,6 @@
-"""Looking at ranks from outside while they run: who is stopped, how large each has become, what the pages say.
+"""Looking at ranks from outside: how each is (`RankState`), who is suspended, and who is overdue.
 
-The decisions are pure (`StopWatch.look`); `observe` is what reads `/proc`.
+`look_at` reads /proc, how a process has ended, and its page. What is decided from that is pure.
 """
 
 from __future__ import annotations
@@ -13,23 +13,101 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenstep.ground.health.heartbeat import Heartbeat
+from evenstep.ground.health.first_failure import CrashReport, Exit
+from evenstep.ground.health.heartbeat import Heartbeat, Note, Page, Phase
 from evenstep.ground.health.phase_timeouts import AwaitedRank, PhaseTimeouts, find_awaited
-from evenstep.processes import RESIDENT_PAGES, STATE, stat_fields
+from evenstep.launcher.spawn.child import Child
+from evenstep.processes import RESIDENT_PAGES, STATE, stat_fields, time_on_core_ns
 
 
 @dataclass(frozen=True)
-class Observation:
-    """One look at a rank's process.
+class RankState:
+    """One look at a rank of this node: its process, and its heartbeat page. `look_at` makes it.
 
     Attributes:
-        state: As in `/proc/PID/stat`: T is stopped by a signal, t by a debugger; "" if it can't be seen.
+        exit_code: How its process has ended, negative for a signal; None: it runs.
+        page: What its page says; None: nobody writes to it yet, or a program that isn't python.
+        notes: What it has noted there.
+        report: Of the error that ends it. What another process has reported in its name counts only with its end: that
+            may be the script behind a program of the user's, whose status says whether the rank failed; or a child
+            that failed, and whose parent has caught that.
+        was_stopped: A signal of ours reached it alive.
+        is_lost: The others go on without it.
+        state: As in `/proc/PID/stat`: T is stopped by a signal, t by a debugger; "" if it can't be seen, or has ended.
         resident_bytes: Memory that it holds.
+        on_core_ns: How long its main thread has used a processor in all; None where that can't be seen.
     """
 
+    rank: int
     pid: int
-    state: str
-    resident_bytes: int
+    exit_code: int | None = None
+    page: Heartbeat | None = None
+    notes: frozenset[Note] = frozenset()
+    report: CrashReport | None = None
+    was_stopped: bool = False
+    is_lost: bool = False
+    state: str = ""
+    resident_bytes: int = 0
+    on_core_ns: int | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether its process has not ended."""
+        return self.exit_code is None
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether a signal or a debugger has stopped it."""
+        return self.runs and self.state in ("T", "t")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has reported an error, and only python's own end is left of it, or not even that."""
+        return self.report is not None and (not self.runs or (self.page is not None and self.page.is_done))
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it has left its world as it should, and still runs."""
+        return self.runs and self.page is not None and self.page.phase is Phase.ENDED
+
+    @property
+    def end(self) -> Exit | None:
+        """How it has ended; None: it has not, or the others go on without it.
+
+        A rank that has reported counts as failed, however it ended then: it may have been stopped before its end, have
+        an exit handler that ends it with status 0, or be one that can't be killed.
+        """
+        if self.is_lost:
+            return None
+        if self.report is not None and (self.was_stopped or not self.exit_code):
+            return Exit(self.rank, self.pid, self.report.exit_code)
+        return None if self.exit_code is None else Exit(self.rank, self.pid, self.exit_code, self.was_stopped)
+
+
+def look_at(rank: int, process: Child, page: Page, *, was_stopped: bool = False, is_lost: bool = False) -> RankState:
+    """What a rank is like now: the only reader of its process and its page while it is watched."""
+    # First: a rank reports before it ends, so one that has ended without a report has left none.
+    code = process.poll()
+    report = CrashReport.unpack(page.report())
+    if report is not None and report.pid != process.pid and (code or 0) <= 0:
+        report = None
+    try:
+        fields = stat_fields(process.pid) if code is None else []
+    except OSError:
+        fields = []
+    return RankState(
+        rank,
+        process.pid,
+        code,
+        page.read(),
+        frozenset(each for each in Note if page.words[each]),
+        report,
+        was_stopped,
+        is_lost,
+        state=fields[STATE] if fields else "",
+        resident_bytes=int(fields[RESIDENT_PAGES]) * os.sysconf("SC_PAGE_SIZE") if fields else 0,
+        on_core_ns=time_on_core_ns(process.pid) if code is None else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -88,33 +166,29 @@ class StopWatch:
         self._told: set[int] = set()
         self.resident_bytes: dict[int, int] = {}  # by rank, as last seen
 
-    def is_stopped(self, rank: int) -> bool:
-        """Whether a rank was stopped when it was last looked at."""
-        return rank in self._since
-
-    def look(
-        self, now: float, observations: Mapping[int, Observation], pages: Mapping[int, Heartbeat | None]
-    ) -> tuple[list[str], Hang | None]:
+    def look(self, now: float, states: Iterable[RankState]) -> tuple[list[str], Hang | None]:
         """(Lines to print, who is given up).
 
         Args:
             now: Seconds on any clock that doesn't stop.
-            observations: By rank, of those that run.
-            pages: By rank, what they say of themselves.
+            states: Of this node's ranks.
         """
         lines: list[str] = []
         given_up: Hang | None = None
-        for rank, seen in observations.items():
+        for seen in states:
+            rank = seen.rank
+            if not seen.runs:
+                continue
             if seen.resident_bytes:
                 self.resident_bytes[rank] = seen.resident_bytes
-            if seen.state not in ("T", "t"):
+            if not seen.is_suspended:
                 if rank in self._told:
                     lines.append(f"rank {rank} (pid {seen.pid}) goes on")
                 self._since.pop(rank, None)
                 self._told.discard(rank)
                 continue
             stopped_s = now - self._since.setdefault(rank, now)
-            hang = Hang(rank, seen.pid, stopped_s, pages.get(rank))
+            hang = Hang(rank, seen.pid, stopped_s, seen.page)
             if seen.state == "T" and stopped_s >= max(self.grace_s, self.report_after_s):
                 given_up = given_up or hang
             elif stopped_s >= self.report_after_s and rank not in self._told:
@@ -172,15 +246,6 @@ class Ends:
         """Let go of the processes."""
         while self._fds:
             os.close(self._fds.pop())
-
-
-def observe(pid: int) -> Observation:
-    """State and size of a process."""
-    try:
-        fields = stat_fields(pid)
-        return Observation(pid, fields[STATE], int(fields[RESIDENT_PAGES]) * os.sysconf("SC_PAGE_SIZE"))
-    except (OSError, ValueError, IndexError):
-        return Observation(pid, "", 0)
 
 
 def count_memory_kills() -> int | None:

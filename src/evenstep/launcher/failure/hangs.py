@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, field, replace
 from evenstep.console import printable
 from evenstep.ground.health.heartbeat import WORDS, Heartbeat, Phase
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts, patience
+from evenstep.launcher.failure.detection import RankState
 from evenstep.launcher.failure.stacks import LOADING, Place, parse_stacks, place_of
 
 DEFAULT_AFTER_S = 10.0
@@ -48,24 +49,6 @@ _MOST_SENT = 64  # ranks of a node, to other nodes
 _MOST_TEXT = 3000  # characters, of a stack
 UNDER_NO_IF = "What ranks do together (world.mean, a save) stands under no `if` that holds on some of them only."
 _KNOWN_LONG = (Phase.EVALUATING, Phase.SAVING, Phase.COMPILING, Phase.MAIN_FIRST)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A rank's process as it was seen from outside.
-
-    Attributes:
-        page: None: it has none, as a program that isn't python.
-        state: As in `/proc/PID/stat`; "" where that can't be seen.
-        on_core_ns: How long its main thread has used a processor in all; None where that can't be seen.
-        exit_code: None while it runs.
-    """
-
-    pid: int
-    page: Heartbeat | None
-    state: str = ""
-    on_core_ns: int | None = None
-    exit_code: int | None = None
 
 
 @dataclass(frozen=True)
@@ -252,7 +235,7 @@ class _Track:
 
     pid: int
     changed_ns: int
-    seen: Seen
+    seen: RankState
     on_core_ns: int | None = None
     idle_since_ns: int | None = None
     quiet_since_ns: int | None = None
@@ -290,12 +273,12 @@ class HangWatch:
         self._moved_ns: int | None = None
         self._longer: dict[object, float] = {}
 
-    def observe(self, now_ns: int, ranks: Mapping[int, Seen]) -> None:
+    def observe(self, now_ns: int, states: Iterable[RankState]) -> None:
         """Note what ranks look like now."""
-        for rank, seen in ranks.items():
-            track = self._tracks.get(rank)
+        for seen in states:
+            track = self._tracks.get(seen.rank)
             if track is None or track.pid != seen.pid:
-                track = self._tracks[rank] = _Track(seen.pid, now_ns, seen)
+                track = self._tracks[seen.rank] = _Track(seen.pid, now_ns, seen)
             track.seen = seen
             if seen.page is not None:
                 self._note_page(track, seen.page)
@@ -475,7 +458,7 @@ class HangWatch:
             return replace(look, phase=how, has_ended=True) if seen.exit_code == 0 else None
         if page is None:
             return None
-        if seen.state in ("T", "t"):
+        if seen.is_suspended:
             return replace(look, phase=f"stopped (state {seen.state}){_of_step(step)}", is_suspended=True)
         place = track.place
         if place is None:
@@ -521,8 +504,8 @@ def _next_look(number: int, stalled: float) -> int:
     return number
 
 
-def _runs(seen: Seen) -> bool:
-    return seen.exit_code is None and seen.state not in ("T", "t")
+def _runs(seen: RankState) -> bool:
+    return seen.runs and not seen.is_suspended
 
 
 def _phase(page: Heartbeat, place: Place, state: str) -> str:

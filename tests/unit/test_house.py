@@ -194,12 +194,11 @@ ORDER: dict[str, list[str]] = {
     "launcher": ["run", "launch", "elastic", "pool", "failure", "spawn", "options"],
     "launcher.elastic": [
         "agent",
-        "supervisor",
         "attempt",
         "nodes",
         "rendezvous",
     ],
-    "launcher.failure": ["report", "hangs", "stacks", "detection"],
+    "launcher.failure": ["verdict", "report", "hangs", "stacks", "detection"],
     "launcher.options": ["flags", "resources", "logs"],
     "launcher.pool": ["ranks", "remote"],
     "launcher.spawn": ["zygote", "start_worker", "script_runner", "child", "log_lines"],

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.util
 import logging
 import os
-import platform
 import shutil
 import signal
 import sys
@@ -18,9 +16,9 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import config_from_args
 
@@ -31,16 +29,8 @@ from evenstep.ground import environment
 from evenstep.ground.compat import torch_elastic
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic import rendezvous
-from evenstep.launcher.elastic.agent import RankAgent
-from evenstep.launcher.elastic.nodes import RestartLimit
-from evenstep.launcher.failure.report import (
-    Failure,
-    LossPolicy,
-    StopPolicy,
-    describe_failure,
-    exit_status,
-    status_of,
-)
+from evenstep.launcher.elastic.agent import RankAgent, RunFailed
+from evenstep.launcher.failure.report import StopPolicy, status_of
 from evenstep.launcher.options.flags import (
     behind_the_script,
     fixed_port,
@@ -57,10 +47,8 @@ from evenstep.launcher.options.logs import (
     OutputChoices,
     RankLogs,
     make_log_directory,
-    name_of_run,
-    tail,
 )
-from evenstep.launcher.options.resources import RankPlan, look_at_host, plan_ranks
+from evenstep.launcher.options.resources import look_at_host, plan_ranks
 from evenstep.launcher.spawn.zygote import Zygote, fork_zygote
 from evenstep.processes import STOP_SIGNALS, stays_ignored
 
@@ -136,62 +124,53 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
         fewest_nodes=fewest,
     )
     say(line)
-    logs = RankLogs(choices, log_directory)
-    return _Run(args, plan, logs, timeouts, num_nodes=most, announced=line, zygote=zygote).execute()
+    variables = environment.run_variables(
+        "run",
+        num_nodes=most,
+        device=args.device,
+        announced=line,
+        inject=args.inject,
+        phase_timeouts=str(timeouts) or None,
+        stamps_lines=args.log_dir is not None or None,
+        servers=args.servers,
+    ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
+    run = _Run(
+        args, RankLogs(choices, log_directory), timeouts, num_ranks=plan.num_ranks, num_nodes=most, zygote=zygote
+    )
+    with environment.exported(variables):
+        return run.execute()
 
 
 class _Run:
-    """One run, and what is known of its failures."""
+    """One run, from its first attempt to its status."""
 
     def __init__(
         self,
         args: Namespace,
-        plan: RankPlan,
         logs: RankLogs,
         timeouts: PhaseTimeouts,
         *,
+        num_ranks: int,
         num_nodes: int,
-        announced: str,
         zygote: Zygote | None = None,
     ) -> None:
-        self._args = args
-        self._timeouts = timeouts
-        self._zygote = zygote
-        self._num_ranks = plan.num_ranks
-        self._num_nodes = num_nodes
-        self._failure: Failure | None = None
-        self._was_preempted = False
-        self._limit = RestartLimit()
-        self._logs, self._log_directory = logs, Path(logs.root_log_dir)
-        self._variables = environment.run_variables(
-            "run",
-            num_nodes=num_nodes,
-            device=args.device,
-            announced=announced,
-            inject=args.inject,
-            phase_timeouts=str(self._timeouts) or None,
-            stamps_lines=args.log_dir is not None or None,
-            servers=args.servers,
-        ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
+        self._args, self._logs, self._timeouts, self._zygote = args, logs, timeouts, zygote
+        self._num_ranks, self._num_nodes = num_ranks, num_nodes
+        self._agent: RankAgent | None = None
 
     def execute(self) -> int:
         """Start the ranks and stay until they have ended."""
         try:
-            with (
-                environment.exported(self._variables),
-                _quiet_torchelastic(),
-                _stopped_by(self._args.signals_to_handle),
-            ):
+            with _quiet_torchelastic(), _stopped_by(self._args.signals_to_handle):
                 self._launch()
-        except ChildFailedError as error:
-            return self._status_of(error)
+        except RunFailed as error:
+            return status_of(error.failure)
         except (SignalException, KeyboardInterrupt) as error:
             stopped_by = error.sigval if isinstance(error, SignalException) else signal.SIGINT
-            if self._was_preempted and stopped_by != signal.SIGINT:
-                return EXIT_PREEMPTED
-            what = "interrupted" if stopped_by == signal.SIGINT else f"stopped by {stopped_by.name}"
-            say(f"evenstep: {what}; all ranks were stopped")
-            return 128 + stopped_by
+            if stopped_by == signal.SIGINT or not self._has_saved:
+                what = "interrupted" if stopped_by == signal.SIGINT else f"stopped by {stopped_by.name}"
+                say(f"evenstep: {what}; all ranks were stopped")
+                return 128 + stopped_by
         except RendezvousError as error:
             cause = error.__cause__ or error
             raise ConfigurationError(
@@ -199,14 +178,16 @@ class _Run:
                 f"that every node runs the same command, and that the address and port can be reached."
             ) from None
         finally:
-            if self._args.log_dir is None and (self._failure is None or not self._has_logs()):
-                shutil.rmtree(self._log_directory, ignore_errors=True)
+            directory = Path(self._logs.root_log_dir)
+            if self._args.log_dir is None and (self._agent is None or not self._agent.left_logs):
+                shutil.rmtree(directory, ignore_errors=True)
             with contextlib.suppress(OSError):  # nothing was written, as by a command that was refused
-                self._log_directory.rmdir()
-        return EXIT_PREEMPTED if self._was_preempted else 0
+                directory.rmdir()
+        return EXIT_PREEMPTED if self._has_saved else 0
 
-    def _has_logs(self) -> bool:
-        return any(path.stat().st_size > 0 for path in self._log_directory.glob("rank-*.log"))
+    @property
+    def _has_saved(self) -> bool:
+        return self._agent is not None and self._agent.has_saved
 
     def _launch(self) -> None:
         rendezvous.register()
@@ -225,66 +206,27 @@ class _Run:
         config.logs_specs = self._logs
         config.signals_to_handle = ""  # ours, from before the rendezvous on: `_stopped_by`
         config.log_line_prefix_template = PREFIX
-        config.monitor_interval = 1e-4  # the interval is spent in our own look, which ends when a rank does
         if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(line_buffering=True)  # lines of other ranks appear when they are written
-        agent = functools.partial(
-            RankAgent,
-            policy=StopPolicy(
-                terminate_s=float(args.shutdown_timeout),
-                stopped_grace_s=self._args.stopped_grace,
-                node_timeout_s=self._args.node_timeout,
-                look_every_s=self._args.monitor_interval,
-            ),
-            timeouts=self._timeouts,
-            on_failure=self._on_failure,
-            on_preempted=self._on_preempted,
-            limit=self._limit,
-            name_after_s=self._args.name_after,
-            losses=LossPolicy(self._num_ranks - self._args.servers if self._args.servers else 0),
-        )
         with torch_elastic.processes_started_by(None if self._zygote is None else self._zygote.start_command):
-            torch_elastic.launch(agent, config, command, command_args)
+            torch_elastic.launch(self._make_agent, config, command, command_args)
 
-    def _on_failure(self, failure: Failure, restarts_left: int) -> bool:
-        """Print which rank failed; returns whether to restart, if that is allowed."""
-        self._failure = failure
-        self._limit.note(attempt=failure.attempt, saves=failure.saves, saved_step=failure.saved_step)
-        goes_on = restarts_left > 0 and not self._limit.is_reached and not failure.was_stopping
-        destination = self._logs.destinations.get(failure.root_cause.rank)
-        log = "" if destination is None else destination.stderr or destination.stdout
-        num_attempts = self._args.max_restarts + 1
-        attempt = f"attempt {failure.attempt + 1} of {num_attempts}"
-        has_logs = not goes_on and self._has_logs()
-        text = describe_failure(
-            failure,
-            run=f"run {name_of_run(self._log_directory)}, {attempt}, host {platform.node()}",
-            num_nodes=self._num_nodes,
-            log=log,
-            log_tail=tail(log) if log else "",
-            other_logs=self._log_directory if has_logs else None,
-            saved_step=self._limit.saved_step,
+    def _make_agent(self, **kwargs: Any) -> RankAgent:
+        args = self._args
+        policy = StopPolicy(
+            terminate_s=float(args.shutdown_timeout),
+            stopped_grace_s=args.stopped_grace,
+            node_timeout_s=args.node_timeout,
+            look_every_s=args.monitor_interval,
         )
-        if failure.was_stopping:
-            text += "\nevenstep: the run had been asked to stop, so there is no other attempt"
-        elif restarts_left > 0 and not goes_on:
-            text += (
-                f"\nevenstep: {self._limit.num_in_vain} restarts have come to no new checkpoint, so there is no other, "
-                f"though --max-restarts {self._args.max_restarts} allows {restarts_left} more"
-            )
-        if goes_on:
-            text += f"\nevenstep: restarting all ranks: attempt {failure.attempt + 2} of {num_attempts}"
-        say(text)
-        return goes_on
-
-    def _on_preempted(self) -> None:
-        self._was_preempted = True
-
-    def _status_of(self, error: ChildFailedError) -> int:
-        if self._failure is not None:
-            return status_of(self._failure)
-        _, failure = error.get_first_failure()
-        return exit_status(failure.exitcode) or 1
+        self._agent = RankAgent(
+            policy=policy,
+            timeouts=self._timeouts,
+            name_after_s=args.name_after,
+            num_workers=self._num_ranks - args.servers if args.servers else 0,
+            **kwargs,
+        )
+        return self._agent
 
 
 @contextlib.contextmanager

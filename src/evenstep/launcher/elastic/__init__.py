@@ -2,9 +2,8 @@
 
 Reading order, from the roof down:
 
-1. `agent`: torchelastic's agent, extended: rendezvous, start, restart.
-2. `supervisor`: the ranks of one attempt. It watches them, finds the root cause of a failure, and stops the others.
-   `attempt`: their processes, and what these leave.
+1. `agent`: torchelastic's agent with attempts of ours. It decides whether the run ends or starts its ranks again.
+2. `attempt`: the ranks of one attempt. It watches them, finds the root cause of a failure, and stops the others.
 3. `nodes`: the launchers of a run's nodes show each other that they are alive, which rank failed first, what was saved
    and how often the run was restarted, so that all decide alike.
 4. `rendezvous`: how they find each other.

@@ -88,7 +88,7 @@ class Failure:
     was_stopping: bool = False
 
 
-def judge(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt: int) -> Failure | None:
+def failure_of(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt: int) -> Failure | None:
     """The failure with its root cause; None if no rank failed."""
     root_cause = choose_root_cause(exits, reports)
     if root_cause is None:
@@ -341,21 +341,6 @@ class StopPolicy:
     def __post_init__(self) -> None:
         if min(astuple(self)) < 0:
             raise ValueError(f"{self}: times are at least 0")
-
-
-@dataclass(frozen=True)
-class LossPolicy:
-    """Which ranks a run can lose: with parameter servers, workers that a signal has killed. Pure.
-
-    Attributes:
-        num_workers: The first ranks: the others go on without them, as long as one is left. 0: no rank can be lost.
-    """
-
-    num_workers: int = 0
-
-    def can_lose(self, rank: int, exit_code: int) -> bool:
-        """Whether the others may go on without a rank that has ended so. One that failed by itself ends the run."""
-        return exit_code < 0 and rank < self.num_workers
 
 
 def is_evident(exits: Iterable[Exit], reports: Sequence[CrashReport]) -> bool:

@@ -1,0 +1,239 @@
+"""One attempt, with ranks that end as a test wants: what is done as `failure/verdict.py` decides."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from evenstep.errors import EXIT_PREEMPTED
+from evenstep.ground.health.first_failure import CrashReport
+from evenstep.ground.health.heartbeat import Note, Phase
+from evenstep.ground.health.peer_heartbeats import NodePages
+from evenstep.ground.health.phase_timeouts import PhaseTimeouts
+from evenstep.launcher.elastic.attempt import Attempt, Ranks
+from evenstep.launcher.failure.report import RemoteFailure, StopPolicy, describe_failure, status_of
+from evenstep.launcher.failure.verdict import End
+from evenstep.processes import state_and_start
+
+
+class Rank:
+    """A process that ends when it is told to, or never."""
+
+    def __init__(self, returncode: int | None = None, *, ends_with: int | None = None) -> None:
+        with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+            self.pid = gone.pid  # of nobody
+        self.returncode, self.ends_with = returncode, ends_with
+        self.calls: list[int | str] = []
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def send_signal(self, which: int, /) -> None:
+        self.calls.append(f"alone {which}")
+        if self.ends_with is not None and self.returncode is None:
+            self.returncode = self.ends_with
+
+    def signal_group(self, which: int, /) -> None:
+        self.calls.append(which)
+
+    def release(self) -> None:
+        self.calls.append("released")
+
+
+class Others:
+    """Launchers of other nodes, of which one may announce a new node, or have failed."""
+
+    def __init__(self, *, new_node_waits: bool = False, failure: RemoteFailure | None = None) -> None:
+        self.new_node_waits, self.failure = new_node_waits, failure
+        self.new_node_waits_soon = False
+        self.blamed: list[str] = []
+
+    def look(self) -> RemoteFailure | None:
+        return self.failure
+
+    def check_for_new_node(self) -> bool:
+        return self.new_node_waits_soon
+
+    def announce_new_node(self) -> None:
+        self.new_node_waits = True
+
+    def publish_failure(self, text: str, status: int, **_: object) -> None:
+        self.blamed.append(text)
+
+    def publish_looks(self, text: str) -> None:
+        pass
+
+    def looks(self) -> list[tuple[str, str]]:
+        return []
+
+    def request_states(self) -> None:
+        pass
+
+    def states(self) -> list[str]:
+        return []
+
+    def exchange(self, text: str, *, longest_s: float) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+POLICY = StopPolicy(grace_s=0.2, evident_grace_s=0.1, terminate_s=0.3, save_s=0.3, look_every_s=0.01)
+WITNESS = CrashReport(0, 1, 1, True, 76, "PeerLostError: gone", "")
+GENUINE = CrashReport(0, 1, 1, False, 1, "ValueError: boom", "")
+
+
+def attempt_of(*ranks: Rank, report: CrashReport | None = None, pages: NodePages | None = None, **more: Any) -> Attempt:
+    """An attempt of these ranks, of which rank 0 may have reported."""
+    pages = pages or NodePages(len(ranks))
+    if report is not None:
+        pages.pages[0].write_report(report.pack())
+    context: Any = SimpleNamespace(
+        subprocess_handlers={local: SimpleNamespace(proc=rank) for local, rank in enumerate(ranks)},
+        close=lambda *_, **__: None,
+    )
+    numbers = [*range(len(ranks))]
+    more = {"policy": POLICY, "may_restart": True, "timeouts": PhaseTimeouts(), **more}
+    return Attempt(Ranks(context, ranks=numbers, pages=pages), number=0, num_ranks=len(ranks), **more)
+
+
+def test_who_can_not_be_killed_is_named_and_left(capsys: pytest.CaptureFixture[str]) -> None:
+    """FAULTS.md, 13."""
+    stuck = Rank()
+    attempt = attempt_of(Rank(-11), stuck)
+    started = time.monotonic()
+    assert attempt.watch() is End.FAILED
+    assert time.monotonic() - started < 10  # 0.7 s: the grace, and terminate_s twice
+    assert f"evenstep: rank 1 (pid {stuck.pid}) can't be killed, and is left behind" in capsys.readouterr().err
+    assert attempt.failure is not None
+    assert attempt.failure.root_cause.rank == 0
+
+
+def test_a_rank_that_is_given_up_and_can_not_be_killed_is_the_cause() -> None:
+    pages = NodePages(2)
+    for number, page in enumerate(pages.pages):
+        page.begin(number)
+    pages.pages[0].words[5] = time.monotonic_ns()  # it waits
+    pages.pages[1].words[2] = Phase.FORWARD
+    timeouts = PhaseTimeouts.parse("step=0.1,starting=0.1")
+    pages.pages[1].words[6] = pages.pages[0].words[5] = time.monotonic_ns() - 10**10
+    attempt = attempt_of(Rank(), Rank(), pages=pages, timeouts=timeouts)
+    assert attempt.watch() is End.FAILED
+    assert attempt.failure is not None
+    assert attempt.failure.hang is not None
+    assert (attempt.failure.root_cause.rank, attempt.failure.hang.rank, status_of(attempt.failure)) == (1, 1, 71)
+    assert "in forward" in describe_failure(attempt.failure)
+
+
+@pytest.mark.parametrize(
+    ("code", "report", "end"),
+    [(76, WITNESS, End.NODE_COMES), (1, GENUINE, End.FAILED), (EXIT_PREEMPTED, None, End.NODE_COMES)],
+)
+def test_ranks_that_end_while_a_new_node_waits_have_failed_only_if_they_say_so(
+    code: int, report: CrashReport | None, end: End
+) -> None:
+    """The ranks of one node are stopped first, and the others fail with them; or all have saved on the signal."""
+    others = Others(new_node_waits=report is not None)
+    others.new_node_waits_soon = True
+    attempt = attempt_of(Rank(code), report=report, others=others)
+    assert attempt.watch() is end
+    assert (attempt.failure is not None) == bool(others.blamed) == (end is End.FAILED)
+
+
+@pytest.mark.parametrize("announced", ["by this node", "by another"])
+def test_a_new_node_stops_the_ranks_which_save(announced: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pages, ranks = NodePages(2), [Rank(ends_with=EXIT_PREEMPTED), Rank(ends_with=EXIT_PREEMPTED)]
+    pages.pages[1].begin(1)
+    pages.pages[1].words[8] = 8  # it has committed step 7
+    pages.pages[0].words[Note.SAVES] = 1
+    more: dict[str, Any] = {"num_nodes_waiting": lambda: 1}
+    if announced == "by another":
+        more = {"others": Others(new_node_waits=True)}
+    attempt = attempt_of(*ranks, pages=pages, **more)
+    assert attempt.watch() is End.NODE_COMES
+    assert (attempt.failure, attempt.saved.step) == (None, 7)
+    assert [rank.calls[0] for rank in ranks] == [f"alone {signal.SIGTERM}"] * 2
+    assert capsys.readouterr().err.count("another node has come") == 1
+
+
+def report_of(pid: int) -> CrashReport:
+    return CrashReport(0, pid, time.monotonic_ns() - 10**10, False, 1, "ValueError: boom", "")
+
+
+@pytest.mark.parametrize("others_end_with", [0, None])
+def test_a_rank_that_reported_an_error_has_failed_whatever_its_status(others_end_with: int | None) -> None:
+    """An exit handler may end a rank with status 0: `atexit.register(os._exit, 0)`."""
+    rank = Rank(0)
+    attempt = attempt_of(rank, Rank(others_end_with), report=report_of(rank.pid))
+    assert attempt.watch() is End.FAILED
+    assert attempt.failure is not None
+    assert (attempt.failure.root_cause.rank, attempt.failure.root_cause.exit_code) == (0, 1)
+
+
+@pytest.mark.parametrize("code", [0, None])
+def test_a_failure_of_another_node_is_one_where_all_ranks_ended_well(code: int | None) -> None:
+    others = Others(failure=RemoteFailure("on node 1: rank 1 failed", 3))
+    attempt = attempt_of(Rank(code, ends_with=0), Rank(ends_with=0), others=others)
+    assert attempt.watch() is End.FAILED
+    assert attempt.failure is not None
+    assert status_of(attempt.failure) == 3
+    assert others.blamed == []
+
+
+def test_ranks_that_end_late_are_left_behind_where_others_have_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    attempt = attempt_of(Rank(EXIT_PREEMPTED), Rank(ends_with=-15))
+    assert attempt.watch() is End.SAVED
+    assert attempt.has_saved
+    assert "rank 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_begun_to_fail", [False, True])
+def test_a_signal_meanwhile_leaves_what_is_needed_to_stop_the_ranks(has_begun_to_fail: bool) -> None:
+    """torchelastic closes what stands in its context's place."""
+    rank = Rank(ends_with=EXIT_PREEMPTED)
+    attempt = attempt_of(rank, *([Rank(-9)] if has_begun_to_fail else []))
+    looks = iter(range(3))
+
+    def wait(longest_s: float) -> None:
+        if next(looks) == 2:
+            raise SignalException("got SIGTERM", signal.SIGTERM)
+
+    attempt._ranks.await_end = wait  # type: ignore[method-assign]
+    with pytest.raises(SignalException):
+        attempt.watch()
+    assert not attempt.has_saved
+    attempt.close(signal.SIGTERM)
+    assert attempt.has_saved != has_begun_to_fail
+    assert rank.calls == [f"alone {signal.SIGTERM}", signal.SIGKILL, "released"]
+    attempt.close(signal.SIGTERM)
+    assert rank.calls[-1] == "released", "once"
+
+
+def test_groups_are_signalled_before_ranks_are_reaped_and_never_after() -> None:
+    """The number of a process that was reaped may be another's, and so may its group."""
+    failed, ended = Rank(3), Rank(0)
+    assert attempt_of(failed, ended).watch() is End.FAILED
+    assert (failed.calls[-1], ended.calls[-1]) == ("released", "released")
+
+
+def test_what_python_has_started_is_taken_over() -> None:
+    """torchelastic looks at the processes, too, by `Popen.poll`, which reaps."""
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"], start_new_session=True) as process:
+        handler = SimpleNamespace(proc=process)
+        context: Any = SimpleNamespace(subprocess_handlers={0: handler}, close=lambda *_, **__: None)
+        ranks = Ranks(context, ranks=[0], pages=NodePages(1))
+        attempt = Attempt(ranks, number=0, num_ranks=1, policy=POLICY, timeouts=PhaseTimeouts())
+        while handler.proc.poll() is None:
+            time.sleep(0.01)
+        assert state_and_start(process.pid)[0] == "Z"
+        assert process.returncode is None
+        assert attempt.watch() is End.FAILED
+        assert process.returncode == 3, "reaped at the end, by its object"

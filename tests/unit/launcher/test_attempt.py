@@ -159,7 +159,7 @@ def test_a_new_node_stops_the_ranks_which_save(announced: str, capsys: pytest.Ca
         more = {"others": Others(new_node_waits=True)}
     attempt = attempt_of(*ranks, pages=pages, **more)
     assert attempt.watch() is End.NODE_COMES
-    assert (attempt.failure, attempt.saved.step) == (None, 7)
+    assert (attempt.failure, attempt.saved.saved_step) == (None, 7)
     assert [rank.calls[0] for rank in ranks] == [f"alone {signal.SIGTERM}"] * 2
     assert capsys.readouterr().err.count("another node has come") == 1
 

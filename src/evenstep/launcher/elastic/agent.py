@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from evenstep.ground.compat.torch_elastic import ElasticAgent
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.attempt import Attempt, Ranks
-from evenstep.launcher.elastic.nodes import OtherNodes, RestartLimit, compare_standings
+from evenstep.launcher.elastic.nodes import OtherNodes, Standing, compare_standings
 from evenstep.launcher.elastic.rendezvous import bound_answers, open_store
 from evenstep.launcher.failure.report import Failure, StopPolicy, describe_failure, describe_ranks
 from evenstep.launcher.failure.verdict import End
@@ -52,8 +53,7 @@ class RankAgent(ElasticAgent):
         bound_answers(self._spec.rdzv_handler)
         self._policy, self._timeouts = policy, timeouts
         self._name_after_s, self._num_workers = name_after_s, num_workers
-        self._limit = RestartLimit()
-        self._num_restarts = 0
+        self._standing = Standing()
         self._attempt: Attempt | None = None
         self._failure: Failure | None = None  # of the last attempt that has failed
 
@@ -80,16 +80,15 @@ class RankAgent(ElasticAgent):
             if end in (End.WELL, End.SAVED):
                 return
             if self._attempt.failure is not None:
-                self._decide(self._attempt.failure)
+                self._decide(self._attempt.failure, self._attempt.saved)
             else:
-                self._limit.note_saved(self._attempt.saved.step)
+                self._standing = self._standing.after(self._attempt.saved)
 
-    def _decide(self, failure: Failure) -> None:
+    def _decide(self, failure: Failure, saved: Standing) -> None:
         """Say which rank failed, and go on to another attempt, or raise `RunFailed`."""
-        self._failure, limit, most = failure, self._limit, self._spec.max_restarts
-        limit.note(attempt=failure.attempt, saves=failure.saves, saved_step=failure.saved_step)
-        num_left = most - self._num_restarts
-        goes_on = num_left > 0 and not limit.is_reached and not failure.was_stopping
+        self._failure, now, most = failure, self._standing.after_failure(saved), self._spec.max_restarts
+        num_left = most - now.num_restarts
+        goes_on = num_left > 0 and not now.is_in_vain and not failure.was_stopping
         destination = self._logs.destinations.get(failure.root_cause.rank)
         log = "" if destination is None else destination.stderr or destination.stdout
         directory = Path(self._logs.root_log_dir)
@@ -102,7 +101,7 @@ class RankAgent(ElasticAgent):
                 log=log,
                 log_tail=tail(log) if log else "",
                 other_logs=directory if not goes_on and self.left_logs else None,
-                saved_step=limit.saved_step,
+                saved_step=now.saved_step,
             )
         ]
         if failure.was_stopping:
@@ -111,28 +110,27 @@ class RankAgent(ElasticAgent):
             lines.append(f"evenstep: restarting all ranks: attempt {failure.attempt + 2} of {most + 1}")
         elif num_left > 0:
             lines.append(
-                f"evenstep: {limit.num_in_vain} restarts have come to no new checkpoint, so there is no other, though "
+                f"evenstep: {now.num_in_vain} restarts have come to no new checkpoint, so there is no other, though "
                 f"--max-restarts {most} allows {num_left} more"
             )
         say("\n".join(lines))
         if not goes_on:
             raise RunFailed(failure)
-        self._num_restarts += 1
+        self._standing = replace(now, num_restarts=now.num_restarts + 1)
 
     def _begin(self) -> Attempt:
         """Meet the other nodes, and start the ranks. Collective over nodes."""
         group, most = self.meet(open_store), self._spec.max_restarts
         session = ""
         if group.group_world_size > 1:
-            own, node_rank = self._limit.standing(num_restarts=self._num_restarts), group.group_rank
-            together = compare_standings(group.store, own, node_rank=node_rank, num_nodes=group.group_world_size)
-            self._limit.adopt(together)
-            self._num_restarts = min(most, together.num_restarts)
+            self._standing = compare_standings(
+                group.store, self._standing, node_rank=group.group_rank, num_nodes=group.group_world_size
+            )
             # Every node counts restarts by itself; the store is one of this rendezvous alone.
             session = group.store.compare_set("evenstep/session", "", uuid.uuid4().hex).decode()
         pages, ranks = NodePages(len(group.workers)), [worker.global_rank for worker in group.workers]
         with environment.exported(environment.changed_settings(rendezvous=session, **pages.settings)):
-            started = self.start_processes(num_restarts=self._num_restarts)
+            started = self.start_processes(num_restarts=self._standing.num_restarts)
         others = None
         if session:
             others = OtherNodes(
@@ -146,7 +144,7 @@ class RankAgent(ElasticAgent):
             )
         attempt = Attempt(
             Ranks(started, ranks=ranks, pages=pages),
-            number=self._num_restarts,
+            number=self._standing.num_restarts,
             policy=self._policy,
             timeouts=self._timeouts,
             num_ranks=group.workers[0].world_size,

@@ -6,7 +6,6 @@ What is to be done is decided by `failure/verdict.py`, from a look; here it is d
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from evenstep.ground.health.first_failure import Exit
 from evenstep.ground.health.heartbeat import Note
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
-from evenstep.launcher.elastic.nodes import OtherNodes, Saved, agree_on_cause, agree_on_saved
+from evenstep.launcher.elastic.nodes import OtherNodes, Standing, agree_on_cause, agree_on_saved
 from evenstep.launcher.failure.detection import (
     Ends,
     Hang,
@@ -214,7 +213,6 @@ class Attempt:
         self._hang_watch = HangWatch(
             after_s=name_after_s, timeouts=timeouts, num_ranks=num_ranks, may_have_gpus=has_gpu_driver()
         )
-        self._names_hangs = name_after_s < math.inf
         self._stack_request: StackRequest | None = None
         self._worker_stacks = WorkerStacks()
         self._last_look = 0.0
@@ -227,7 +225,7 @@ class Attempt:
         self._stacks: dict[int, str] = {}
         self._new_node_waits = self._is_closed = False
         self.failure: Failure | None = None
-        self.saved = Saved(has_checkpointer=False, step=None)
+        self.saved = Standing()
 
     def watch(self) -> End:
         """Stay until all ranks have ended, or can't be killed. A signal raises through it."""
@@ -304,8 +302,7 @@ class Attempt:
             # Suspended ranks have been named already.
             running = {each.rank: each.page for each in states if not each.is_suspended}
             hang = hang or find_overdue(running, self._timeouts, now_ns=time.monotonic_ns())
-            if self._names_hangs:
-                lines += self._look_for_hangs(states)
+            lines += self._look_for_hangs(states)
         for line in lines:
             say(f"evenstep: {line}")
         return hang
@@ -408,8 +405,6 @@ class Attempt:
             on_other_nodes=on_other_nodes,
             resident_bytes=self._stop_watch.resident_bytes,
             num_memory_kills=None if kills is None or before is None else kills - before,
-            saves=self.saved.has_checkpointer,
-            saved_step=self.saved.step,
             was_stopping=any(Note.STOPS in each.notes for each in ended),
         )
         return End.FAILED
@@ -421,7 +416,7 @@ class Attempt:
             first: Sent first.
             may_save: All ranks are there, which a save needs: those that save then have the time for it.
         """
-        saves, policy = may_save and _saved_here(self._ranks.look()).has_checkpointer, self._policy
+        saves, policy = may_save and _saved_here(self._ranks.look()).saves, self._policy
         if saves and first == signal.SIGINT:
             say("evenstep: interrupted: the ranks save, and end. Ctrl-C once more kills them")
         patience_s = policy.save_s if saves else policy.terminate_s
@@ -437,7 +432,8 @@ class Attempt:
         self._is_closed = True
 
 
-def _saved_here(states: Iterable[RankState]) -> Saved:
+def _saved_here(states: Iterable[RankState]) -> Standing:
     states = [*states]
     steps = [each.page.saved_step for each in states if each.page is not None and each.page.saved_step is not None]
-    return Saved(any(Note.SAVES in each.notes for each in states), max(steps, default=None))
+    saves = any(Note.SAVES in each.notes for each in states)
+    return Standing(saves=saves, saved_step=max(steps, default=None), has_saved=bool(steps))

@@ -12,9 +12,9 @@ beats, and facts are written before the beat that has their version.
 
 A node whose beat stands still is lost: its power or its network is gone. There is also one slot for the first failure,
 which the first node to fail wins by compare-and-swap; nodes that only lost a peer then report that failure as the
-cause. At the end of an attempt the nodes exchange what each has saved (`Saved`), so that each decides by itself, and
-all alike, whether the run is restarted (`RestartLimit`). A run of one node has the answers without asking anybody. A
-node that sees a new one wait announces it; otherwise its peers would take the end of its ranks for a failure.
+cause. At the end of an attempt the nodes exchange what each has saved, so that each decides by itself, and all alike,
+whether the run is restarted (`Standing`). A run of one node has the answers without asking anybody. A node that sees a
+new one wait announces it; otherwise its peers would take the end of its ranks for a failure.
 
 A thread talks to the store, because a store that is unreachable never answers, and no deadline of torch's ends that.
 `Heartbeats`, which decides, is pure, and is called from outside the thread.
@@ -29,7 +29,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -313,38 +313,69 @@ class OtherNodes:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What an attempt has saved, as far as one node knows, or all nodes together.
+class Standing:
+    """How a run stands with its restarts and checkpoints, as one node knows, or all nodes together; or one attempt.
 
     Attributes:
-        has_checkpointer: There was a `Checkpointer`.
-        step: Of the last checkpoint that was committed; None: none.
+        num_restarts: How many there were.
+        num_in_vain: Those since the last checkpoint was committed.
+        saves: There was a `Checkpointer`. Without checkpoints nothing shows whether a run makes progress.
+        saved_step: Of the newest checkpoint; None: none yet.
+        has_saved: One was committed since the last restart, perhaps before nodes came or went without one.
     """
 
-    has_checkpointer: bool
-    step: int | None
+    num_restarts: int = 0
+    num_in_vain: int = 0
+    saves: bool = False
+    saved_step: int | None = None
+    has_saved: bool = False
+
+    MOST_IN_VAIN = 3
 
     @staticmethod
-    def of_all_nodes(each: Iterable[Saved]) -> Saved:
-        """What all nodes together have saved. Pure."""
+    def of_all_nodes(each: Iterable[Standing]) -> Standing:
+        """The standing of the run, from those of its nodes; nodes that joined later know less. Pure."""
         nodes = list(each)
-        steps = [node.step for node in nodes if node.step is not None]
-        return Saved(any(node.has_checkpointer for node in nodes), max(steps, default=None))
+        most, has_saved = max(node.num_restarts for node in nodes), any(node.has_saved for node in nodes)
+        return Standing(
+            most,
+            0 if has_saved else min(node.num_in_vain for node in nodes if node.num_restarts == most),
+            any(node.saves for node in nodes),
+            max((node.saved_step for node in nodes if node.saved_step is not None), default=None),
+            has_saved,
+        )
+
+    def after(self, attempt: Standing) -> Standing:
+        """The standing after an attempt that has ended, without failing."""
+        if attempt.saved_step is None:
+            return self
+        return replace(self, num_in_vain=0, saved_step=attempt.saved_step, has_saved=True)
+
+    def after_failure(self, attempt: Standing) -> Standing:
+        """The same after one that has failed: unless a checkpoint was committed, the restart before it was in vain."""
+        now = self.after(attempt)
+        is_in_vain = attempt.saves and self.num_restarts > 0 and not now.has_saved
+        return replace(now, num_in_vain=now.num_in_vain + is_in_vain, has_saved=False)
+
+    @property
+    def is_in_vain(self) -> bool:
+        """Whether one more restart would be one too many."""
+        return self.num_in_vain >= self.MOST_IN_VAIN
 
 
-def agree_on_saved(others: OtherNodes, own: Saved, *, longest_s: float) -> Saved:
-    """What all nodes have saved, once their attempts have ended too; without nodes that are lost or too late.
+def agree_on_saved(others: OtherNodes, own: Standing, *, longest_s: float) -> Standing:
+    """What an attempt has saved on all nodes, once it has ended there too; without nodes that are lost or too late.
 
     Args:
         others: The other nodes.
-        own: What this one has saved.
+        own: What it has saved on this one.
         longest_s: How long to wait for them.
     """
     nodes = [own]
     for text in others.exchange(json.dumps(asdict(own)), longest_s=longest_s):
         with contextlib.suppress(ValueError, TypeError):
-            nodes.append(Saved(**json.loads(text)))
-    return Saved.of_all_nodes(nodes)
+            nodes.append(Standing(**json.loads(text)))
+    return Standing.of_all_nodes(nodes)
 
 
 def agree_on_cause(
@@ -372,86 +403,6 @@ def agree_on_cause(
             return None
         time.sleep(_HURRY_S)
     return published
-
-
-@dataclass(frozen=True)
-class Standing:
-    """What a node knows of a run's restarts.
-
-    Attributes:
-        num_restarts: How many there were.
-        num_in_vain: As of `RestartLimit`.
-        saved_step: Of the newest checkpoint of this run; None: none yet.
-        has_saved: A checkpoint was committed since the last restart, before nodes came or went without one.
-    """
-
-    num_restarts: int
-    num_in_vain: int
-    saved_step: int | None
-    has_saved: bool
-
-    @staticmethod
-    def of_all_nodes(each: Iterable[Standing]) -> Standing:
-        """The standing of the run, from those of its nodes; nodes that joined later know less. Pure."""
-        nodes = list(each)
-        most = max(node.num_restarts for node in nodes)
-        steps = [node.saved_step for node in nodes if node.saved_step is not None]
-        return Standing(
-            most,
-            min(node.num_in_vain for node in nodes if node.num_restarts == most),
-            max(steps, default=None),
-            any(node.has_saved for node in nodes),
-        )
-
-
-class RestartLimit:
-    """Ends a run whose restarts make no progress. Pure.
-
-    Only for runs with a `Checkpointer`: without checkpoints nothing shows whether a run makes progress.
-
-    Attributes:
-        num_in_vain: Restarts since the last checkpoint was committed.
-        saved_step: Of the newest checkpoint of this run; None: none yet.
-    """
-
-    MOST_IN_VAIN = 3
-
-    def __init__(self) -> None:
-        self.num_in_vain = 0
-        self.saved_step: int | None = None
-        self._has_saved = False  # since the last restart
-
-    def note(self, *, attempt: int, saves: bool, saved_step: int | None) -> None:
-        """Count an attempt that has failed.
-
-        Args:
-            attempt: 0 for the first.
-            saves: It had a `Checkpointer`.
-            saved_step: Of the last checkpoint that it has committed; None: none.
-        """
-        self.note_saved(saved_step)
-        if saves and attempt > 0 and not self._has_saved:
-            self.num_in_vain += 1
-        self._has_saved = False
-
-    def note_saved(self, saved_step: int | None) -> None:
-        """Remember what an attempt has committed, if anything, before it goes on with other nodes."""
-        if saved_step is not None:
-            self.num_in_vain, self.saved_step, self._has_saved = 0, saved_step, True
-
-    def standing(self, *, num_restarts: int) -> Standing:
-        """What this node knows, for the others."""
-        return Standing(num_restarts, self.num_in_vain, self.saved_step, self._has_saved)
-
-    def adopt(self, standing: Standing) -> None:
-        """Continue from the standing of all nodes."""
-        self.saved_step, self._has_saved = standing.saved_step, standing.has_saved
-        self.num_in_vain = 0 if standing.has_saved else standing.num_in_vain
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether one more restart would be one too many."""
-        return self.num_in_vain >= self.MOST_IN_VAIN
 
 
 def compare_standings(store: Store, own: Standing, *, node_rank: int, num_nodes: int) -> Standing:

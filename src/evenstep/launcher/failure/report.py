@@ -64,8 +64,6 @@ class Failure:
         resident_bytes: How much memory each rank held when it was last looked at.
         num_memory_kills: Processes that the kernel killed for memory meanwhile; None where it doesn't say.
         noticed_ns: When (monotonic).
-        saves: There was a `Checkpointer`, on this node or another.
-        saved_step: The step of the last checkpoint that this attempt has committed, on any node; None: none.
         was_stopping: Ranks had agreed to save and stop, because somebody had asked for that.
     """
 
@@ -83,8 +81,6 @@ class Failure:
     resident_bytes: Mapping[int, int] = field(default_factory=dict)
     num_memory_kills: int | None = None
     noticed_ns: int = 0
-    saves: bool = False
-    saved_step: int | None = None
     was_stopping: bool = False
 
 
@@ -156,9 +152,8 @@ def describe_failure(
     elif report is None:
         if log_tail:
             lines += [f"evenstep: the last lines of rank {root_cause.rank} ({log}):", log_tail]
-        lines.append(
-            f"evenstep: {who} {describe_exit(root_cause.exit_code, guess=False)}{_memory(failure)}{_place(failure)}"
-        )
+        how, where = describe_exit(root_cause.exit_code, guess=False), _where(failure.pages.get(root_cause.rank))
+        lines.append(f"evenstep: {who} {how}{_memory(failure)}{where and f' {where}'}")
     elif not report.traceback or report.traceback.startswith(report.summary):
         # A user's mistake: its message says it all, and must not be said twice.
         num_ranks, said = len(failure.exits), [each.summary for each in failure.reports]
@@ -233,14 +228,19 @@ def _waited(failure: Failure) -> str:
     return f"Rank {failure.root_cause.rank} waited at {users[-1]['file']}, line {users[-1]['line']}. "
 
 
+def _where(seen: Heartbeat | None) -> str:
+    """Where a rank was; "" before the first step, or where its page doesn't say."""
+    return str(seen) if seen is not None and (seen.step or seen.collective) else ""
+
+
 def describe_ranks(pages: Mapping[int, Heartbeat | None], *, now_ns: int) -> str:
     """What the ranks of one node are doing, in a line for others; "" before the first step. Pure.
 
     Those that don't wait come first: they are what others wait for.
     """
-    known = {rank: seen for rank, seen in pages.items() if seen is not None and (seen.step or seen.collective)}
+    known = [(rank, seen) for rank, seen in pages.items() if seen is not None and _where(seen)]
     parts = []
-    for rank, seen in sorted(known.items(), key=lambda item: (item[1].is_waiting, item[0])):
+    for rank, seen in sorted(known, key=lambda item: (item[1].is_waiting, item[0])):
         since = seen.waiting_since_ns
         waits = "" if since is None else f", waiting for others for {max(0, now_ns - since) / 1e9:.1f} s"
         parts.append(f"rank {rank} (pid {seen.pid}) was {seen}{waits}")
@@ -251,25 +251,18 @@ def state_of(failure: Failure) -> str:
     """Where the root cause was, and which ranks waited; "" before the first step, or where pages don't say. Pure."""
     if failure.remote_failure is not None:
         return failure.remote_failure.state
-    rank = failure.root_cause.rank if failure.hang is None else failure.hang.rank
-    seen = failure.pages.get(rank)
-    if failure.only_secondary or seen is None or not (seen.step or seen.collective):
+    found = failure.root_cause if failure.hang is None else failure.hang
+    where = _where(failure.pages.get(found.rank))
+    if failure.only_secondary or not where:
         return ""
-    since = {
-        other: page.waiting_since_ns
-        for other, page in sorted(failure.pages.items())
-        if other != rank and page.waiting_since_ns is not None
+    waited = {
+        rank: seen.waiting_since_ns
+        for rank, seen in sorted(failure.pages.items())
+        if rank != found.rank and seen.waiting_since_ns is not None
     }
-    waiting = ""
-    if since:
-        longest_s = max(0, failure.noticed_ns - min(since.values())) / 1e9
-        waiting = f"; {_listed(f'rank {other}' for other in since)} waited for others, for {longest_s:.1f} s"
-    return f"rank {rank} (pid {seen.pid}) was {seen}{waiting}"
-
-
-def _place(failure: Failure) -> str:
-    seen = failure.pages.get(failure.root_cause.rank)
-    return f" {seen}" if seen is not None and (seen.step or seen.collective) else ""
+    who, longest_ns = _listed(f"rank {rank}" for rank in waited), failure.noticed_ns - min(waited.values(), default=0)
+    waiting = f"; {who} waited for others, for {max(0, longest_ns) / 1e9:.1f} s" if waited else ""
+    return f"rank {found.rank} (pid {failure.pages[found.rank].pid}) was {where}{waiting}"
 
 
 def _memory(failure: Failure) -> str:

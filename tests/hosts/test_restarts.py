@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from evenstep.processes import children
 from tests.hosts.conftest import Hosts
 
 FAILS = """
@@ -101,3 +105,42 @@ def test_lost_ranks_cost_the_steps_since_the_checkpoint_and_no_bit(
     assert ends["lost"].startswith(f"{num} ranks from step 10 to 60, "), ends
     assert ends["undisturbed"].startswith(f"{num} ranks from step 0 to 60, "), ends
     assert ends["lost"].split()[-1] == ends["undisturbed"].split()[-1]
+
+
+LEAVES = """
+    import atexit, time
+    import evenstep, torch
+
+    with evenstep.init(seed=1, quiet=True) as world:
+        if {is_slow}:
+            atexit.register(time.sleep, 1.5)
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 1))
+        for _ in range(3 if world.rank == 1 else 5):
+            model(torch.ones(2, 4)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_rank_whose_loop_is_shorter_is_named_on_all_hosts(make_hosts: Callable[[int], Hosts], is_slow: bool) -> None:
+    """Its own host knows first that others were left; theirs wait for what it says."""
+    hosts = make_hosts(3)
+    started = [hosts.start(host, LEAVES.format(is_slow=is_slow), []) for host in range(3)]
+    for host in started:
+        assert host.wait() == 72, host.stderr
+        line = host.stderr.splitlines()[-1]
+        assert re.search(r"rank 1 \(pid \d+\) had ended with status 0 while ranks of other nodes still waited", line)
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_stop_asked_of_one_host_ends_all_of_them(
+    make_hosts: Callable[[int], Hosts], tmp_path: Path, asked: int
+) -> None:
+    """The host that was asked ends at once, and the others wait for no host that has ended."""
+    hosts = make_hosts(2)
+    script = TRAINS.format(saved=str(tmp_path / "saved"), die=()).replace("epochs(3)", "epochs(100000)")
+    started = [hosts.start(host, script, []) for host in range(2)]
+    started[0].wait_until(lambda: (tmp_path / "saved").exists() and any((tmp_path / "saved").glob("step-*")))
+    (launcher,) = children(started[asked].process.pid)  # the one process of the namespace that its maker has started
+    os.kill(launcher, signal.SIGTERM)
+    assert [host.wait() for host in started] == [75, 75], "\n".join(host.stderr for host in started)
+    assert "stop requested (SIGTERM" in started[0].stderr

@@ -67,7 +67,6 @@ class ElasticAgent(LocalElasticAgent):
     def _invoke_run(self, role: str = "default") -> RunResult:
         """Called by torchelastic."""
         self.run_attempts()
-        self._exit_barrier()  # type: ignore[no-untyped-call]
         ranks = [worker.global_rank for worker in self.get_worker_group().workers]
         return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
 
@@ -141,7 +140,6 @@ NAMES = (
             "_rendezvous",
             "_start_workers",
             "_construct_event",
-            "_exit_barrier",
             "_shutdown",
             "__init__~_pcontext",
         )

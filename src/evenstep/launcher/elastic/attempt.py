@@ -6,6 +6,7 @@ What is to be done is decided by `failure/verdict.py`, from a look; here it is d
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from evenstep.ground.health.first_failure import Exit
 from evenstep.ground.health.heartbeat import Note
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
-from evenstep.launcher.elastic.nodes import OtherNodes, Standing, agree_on_cause, agree_on_saved
+from evenstep.launcher.elastic.nodes import OtherNodes, Parting, Standing, agree_on_cause, agree_on_saved
 from evenstep.launcher.failure.detection import (
     Ends,
     Hang,
@@ -223,7 +224,7 @@ class Attempt:
         self._hang: Hang | None = None
         self._remote_failure: RemoteFailure | None = None
         self._stacks: dict[int, str] = {}
-        self._new_node_waits = self._is_closed = False
+        self._new_node_waits = self._was_left = self._is_closed = False
         self.failure: Failure | None = None
         self.saved = Standing()
 
@@ -256,6 +257,8 @@ class Attempt:
         """Stop the ranks that are left, for torchelastic; `timeout` is its own, the policy's counts."""
         if not self._is_closed:
             self._stop(death_sig, may_save=self._others is None or self._others.look() is None)
+            if self._others is not None and self.has_saved:
+                self._part(Parting.SAVED)
             self._close()
 
     @property
@@ -288,7 +291,10 @@ class Attempt:
         if self._hang is not None and self._hang.is_suspended and self._hang.rank < self._num_workers:
             self._ranks.kill(self._hang.rank)  # and is then lost like any other that was killed
             self._hang = None
-        self._remote_failure = None if self._others is None else self._others.look()
+        if self._others is not None:
+            self._remote_failure = self._others.look()
+            if any(each.is_leaving or each.exit_code == 0 for each in states):
+                self._others.publish_leaving()
         self._new_node_waits = self._num_nodes_waiting() > 0
         if self._hang is None and self._remote_failure is None and not self._new_node_waits:
             self._ranks.await_end(self._policy.look_every_s)
@@ -362,6 +368,9 @@ class Attempt:
                 say(f"evenstep: {line}")
             if end is End.SAVED and self._others is not None and self._others.check_for_new_node():
                 end = End.NODE_COMES
+            elif self._others is not None and not self._part(Parting[end.name]):
+                self._notice([*states])
+                end = self._fail(Step.STOP, states)
         if end is End.NODE_COMES:
             say("evenstep: another node has come: all ranks are stopped, and start again with it")
             if self._others is not None:
@@ -370,6 +379,21 @@ class Attempt:
             self.saved = _saved_here(self._ranks.look())
         self._close()
         return end
+
+    def _part(self, how: Parting) -> bool:
+        """Wait until the attempt has ended on the other nodes, too; returns whether it has ended as well there.
+
+        Ranks that have saved had agreed on that: whatever comes after it is no failure of this node.
+        """
+        assert self._others is not None
+        self._others.publish_end(how)
+        ends = self._others.await_ends(self._policy.terminate_s if how is Parting.SAVED else math.inf)
+        self._remote_failure = self._others.look()
+        self._was_left = Parting.LOST in ends
+        if how is Parting.WELL and (self._remote_failure is not None or self._was_left):
+            return False
+        self._others.part()
+        return True
 
     def _fail(self, step: Step, states: Sequence[RankState]) -> End:
         """Stop the ranks that run, and find the root cause, here or on another node."""
@@ -380,13 +404,20 @@ class Attempt:
         failure = failure_of(ends_of(ended), reports_of(ended), attempt=self._number)
         if failure is None and self._hang is not None:  # it can't be killed
             failure = Failure(self._number, Exit(self._hang.rank, self._hang.pid, -signal.SIGKILL), None)
+        if self._was_left and self._remote_failure is None:
+            exits = ends_of(ended)
+            failure = Failure(self._number, exits[0], None, only_secondary=True, exits=tuple(exits))
         if failure is not None:
             pages = {each.rank: each.page for each in self._noticed if each.page is not None}
             failure = replace(failure, hang=self._hang, pages=pages, noticed_ns=self._failed_ns or 0)
         self.saved = _saved_here(ended)
         if self._others is not None:
             self._remote_failure = agree_on_cause(
-                self._others, failure, self._remote_failure, grace_s=self._policy.grace_s
+                self._others,
+                failure,
+                self._remote_failure,
+                grace_s=self._policy.grace_s,
+                patience_s=self._policy.node_timeout_s,
             )
             on_other_nodes = self._others.states()
             if self._others.new_node_waits and (failure is None or failure.only_secondary):

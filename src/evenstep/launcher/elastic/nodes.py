@@ -23,6 +23,7 @@ A thread talks to the store, because a store that is unreachable never answers, 
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import math
 import socket
@@ -107,6 +108,14 @@ class Heartbeats:
         # Not until now: a store that doesn't answer says nothing of a node. One without a first heartbeat still starts.
         known = min(now, self._answered)
         return [node for node, (beat, since) in self._last.items() if beat and known - since > self._lost_after_s]
+
+
+class Parting(enum.Enum):
+    """How an attempt has ended on a node that knows of no failure of its own."""
+
+    WELL = "all ranks have ended as they should"
+    SAVED = "ranks were asked to stop, have saved, and ended"
+    LOST = "ranks have only lost others"
 
 
 class OtherNodes:
@@ -212,10 +221,38 @@ class OtherNodes:
         """
         self._publish(given=text)
         self._await(lambda: self._have_all("given"), longest_s)
-        # The store ends with its node, which therefore stays until the others have read it.
+        self.part()
+        return [text for _, text in self._of_all("given")]
+
+    def publish_leaving(self) -> None:
+        """Have the other nodes know that a rank of this node has left its world as it should. Never blocks."""
+        self._publish(leaving=True)
+
+    def publish_end(self, how: Parting) -> None:
+        """Have the other nodes know how the attempt has ended on this one. Never blocks."""
+        self._publish(ended=how.name)
+
+    def await_ends(self, longest_s: float) -> set[Parting]:
+        """How the attempt has ended on the other nodes: all of them, unless a failure is known or it takes too long."""
+        began = time.monotonic()
+        while not self._have_all("ended") and self.look() is None and not self._has_ended.is_set():
+            waited_s = time.monotonic() - began
+            if waited_s > longest_s:
+                break
+            if waited_s < _PARTING_S:
+                self._wakes.set()
+            time.sleep(_HURRY_S if waited_s < _PARTING_S else _BEAT_S)
+        return {Parting[str(facts["ended"])] for facts in self._facts.values() if "ended" in facts}
+
+    def part(self) -> None:
+        """Wait until the other nodes have read how this one has ended: the store ends with its node."""
         self._publish(has_read=True)
         self._await(lambda: self._have_all("has_read"), _PARTING_S)
-        return [text for _, text in self._of_all("given")]
+
+    @property
+    def somebody_leaves(self) -> bool:
+        """Ranks of another node have left their world as they should."""
+        return any("leaving" in facts for facts in self._facts.values())
 
     def close(self) -> None:
         """Stop the heartbeat. Doesn't wait for a store that is silent."""
@@ -379,29 +416,34 @@ def agree_on_saved(others: OtherNodes, own: Standing, *, longest_s: float) -> St
 
 
 def agree_on_cause(
-    others: OtherNodes, failure: Failure | None, remote: RemoteFailure | None, *, grace_s: float
+    others: OtherNodes, failure: Failure | None, remote: RemoteFailure | None, *, grace_s: float, patience_s: float
 ) -> RemoteFailure | None:
     """Publish a failure that began here; else, after secondary failures only, wait for one published elsewhere.
+
+    Ranks of this node that have left early are the cause where no failure is published.
 
     Args:
         others: The other nodes.
         failure: Of this node's ranks, all of which have ended; None: none failed.
         remote: What was known of the other nodes when it was noticed; None: nothing.
         grace_s: How long to wait.
+        patience_s: The same, where ranks of another node leave: how they end decides.
 
     Returns:
         The failure on another node that is the cause; None: it isn't known, or happened here.
     """
     if remote is not None or failure is None:
         return remote
-    if not failure.only_secondary:
-        others.publish_failure(summary_of(failure), status_of(failure), state=state_of(failure))
-        return None
-    deadline = time.monotonic() + grace_s
-    while (published := others.look()) is None and time.monotonic() < deadline:
-        if others.new_node_waits:
-            return None
+    published, began = None, time.monotonic()
+    if failure.only_secondary and not failure.left:
+        others.publish_end(Parting.LOST)
+    while failure.only_secondary and (published := others.look()) is None:
+        is_leaving = others.somebody_leaves and not failure.left
+        if others.new_node_waits or time.monotonic() - began > (patience_s if is_leaving else grace_s):
+            break
         time.sleep(_HURRY_S)
+    if published is None and (failure.left or not failure.only_secondary) and not others.new_node_waits:
+        others.publish_failure(summary_of(failure), status_of(failure), state=state_of(failure))
     return published
 
 

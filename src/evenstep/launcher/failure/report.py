@@ -83,6 +83,12 @@ class Failure:
     noticed_ns: int = 0
     was_stopping: bool = False
 
+    @property
+    def left(self) -> list[Exit]:
+        """The ranks that have ended as they should, and early, where the others only lost a peer."""
+        ended = [each for each in self.exits if each.exit_code == 0 and not each.stopped_by_launcher]
+        return ended if self.only_secondary else []
+
 
 def failure_of(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt: int) -> Failure | None:
     """The failure with its root cause; None if no rank failed."""
@@ -104,11 +110,10 @@ def status_of(failure: Failure) -> int:
         return failure.remote_failure.status
     if failure.hang is not None:
         return CollectiveTimeoutError.exit_code
-    if failure.only_secondary:
-        if _left(failure):
-            return MismatchError.exit_code
-        if failure.root_cause.exit_code == 1:  # torch's own errors, of Gloo or NCCL
-            return PeerLostError.exit_code
+    if failure.left:
+        return MismatchError.exit_code
+    if failure.only_secondary and failure.root_cause.exit_code == 1:  # torch's own errors, of Gloo or NCCL
+        return PeerLostError.exit_code
     return exit_status(failure.root_cause.exit_code)
 
 
@@ -149,6 +154,8 @@ def describe_failure(
         lines.append(f"evenstep: {failure.remote_failure.text}. The ranks of this node were stopped")
     elif failure.hang is not None:
         lines.append(f"evenstep: {failure.hang.verdict}")
+    elif report is None and failure.left:
+        lines += [f"evenstep: {line}" for line in _name_the_missing(failure)]
     elif report is None:
         if log_tail:
             lines += [f"evenstep: the last lines of rank {root_cause.rank} ({log}):", log_tail]
@@ -164,11 +171,11 @@ def describe_failure(
         summary = (report.summary.splitlines() or [""])[0]
         verdict = [f"{who} failed: {summary}"]
         if failure.only_secondary:
-            if num_nodes > 1:
+            if num_nodes > 1 and not failure.left:
                 hint = "the ranks of this node only lost another one; see the other nodes, or the traceback."
                 lines.append(f"evenstep: {hint}")
             verdict = _name_the_missing(failure) or [*_still_running(failure), *verdict]
-        if not (failure.only_secondary and _left(failure)):  # else the verdict says where it waited
+        if not failure.left:  # else the verdict says where it waited
             lines.append(report.traceback)
         lines += [f"evenstep: {line}" for line in verdict]
     return "\n".join(lines)
@@ -182,9 +189,8 @@ def summary_of(failure: Failure) -> str:
 def _name_the_missing(failure: Failure) -> list[str]:
     """Lines on the silent ranks for which others waited; empty if that can't be known."""
     missing_of = {report.rank: _missing(report) for report in failure.reports}
-    left = _left(failure)
-    if left:
-        waiting = _listed(f"rank {rank}" for rank in sorted(missing_of))
+    if left := failure.left:
+        waiting = _listed(f"rank {rank}" for rank in sorted(missing_of)) or "ranks of other nodes"
         loops = "its loop was shorter, or it left" if len(left) == 1 else "their loops were shorter, or they left"
         ended = f"{_named(left)} had ended with status 0 while {waiting} still waited: {loops} early"
         return [f"{ended}{_steps(failure, left)}. {_waited(failure)}{_UNEVEN}"]
@@ -203,10 +209,6 @@ def _name_the_missing(failure: Failure) -> list[str]:
             how = "it came later, and found no other rank"
         lines.append(f"rank {rank} (pid {found['pid']}) had not arrived where {waiting} waited; {how}")
     return lines
-
-
-def _left(failure: Failure) -> list[Exit]:
-    return [end for end in failure.exits if end.exit_code == 0 and not end.stopped_by_launcher]
 
 
 def _steps(failure: Failure, left: Sequence[Exit]) -> str:

@@ -101,3 +101,36 @@ def test_lost_ranks_cost_the_steps_since_the_checkpoint_and_no_bit(
     assert ends["lost"].startswith(f"{num} ranks from step 10 to 60, "), ends
     assert ends["undisturbed"].startswith(f"{num} ranks from step 0 to 60, "), ends
     assert ends["lost"].split()[-1] == ends["undisturbed"].split()[-1]
+
+
+ASKED = """
+    import os, pathlib, signal, time
+    import evenstep, torch
+
+    with evenstep.init(seed=3, quiet=True) as world:
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(8, 4))
+        checkpoint = evenstep.Checkpointer({saved!r}, every_steps=5, every_minutes=None, model=model)
+        asked = pathlib.Path({asked!r})
+        world.barrier()
+        if world.rank == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
+            asked.touch()
+            time.sleep(1)  # a long step
+        while not asked.exists():
+            time.sleep(0.01)
+        if world.rank == 1:
+            os.kill(os.getpid(), 9)
+        world.barrier()
+"""
+
+
+def test_a_host_that_loses_a_rank_while_another_was_asked_to_stop_does_not_start_again(
+    make_hosts: Callable[[int], Hosts], tmp_path: Path
+) -> None:
+    """Before ranks have agreed to stop: it would wait for the other host, which has ended, until its patience ends."""
+    hosts = make_hosts(2)
+    script = ASKED.format(saved=str(tmp_path / "saved"), asked=str(tmp_path / "asked"))
+    started = [hosts.start(host, script, ["--max-restarts", "3"]) for host in range(2)]
+    assert [host.wait() for host in started] == [128 + 15, 128 + 9], started[0].stderr + started[1].stderr
+    assert "restarting all ranks" not in started[1].stderr
+    assert started[1].stderr.endswith("evenstep: the run had been asked to stop, so there is no other attempt\n")

@@ -144,3 +144,36 @@ def test_a_stop_asked_of_one_host_ends_all_of_them(
     os.kill(launcher, signal.SIGTERM)
     assert [host.wait() for host in started] == [75, 75], "\n".join(host.stderr for host in started)
     assert "stop requested (SIGTERM" in started[0].stderr
+
+
+ASKED = """
+    import os, pathlib, signal, time
+    import evenstep, torch
+
+    with evenstep.init(seed=3, quiet=True) as world:
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(8, 4))
+        checkpoint = evenstep.Checkpointer({saved!r}, every_steps=5, every_minutes=None, model=model)
+        asked = pathlib.Path({asked!r})
+        world.barrier()
+        if world.rank == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
+            asked.touch()
+            time.sleep(1)  # a long step
+        while not asked.exists():
+            time.sleep(0.01)
+        if world.rank == 1:
+            os.kill(os.getpid(), 9)
+        world.barrier()
+"""
+
+
+def test_a_host_that_loses_a_rank_while_another_was_asked_to_stop_does_not_start_again(
+    make_hosts: Callable[[int], Hosts], tmp_path: Path
+) -> None:
+    """Before ranks have agreed to stop: it would wait for the other host, which has ended, until its patience ends."""
+    hosts = make_hosts(2)
+    script = ASKED.format(saved=str(tmp_path / "saved"), asked=str(tmp_path / "asked"))
+    started = [hosts.start(host, script, ["--max-restarts", "3"]) for host in range(2)]
+    assert [host.wait() for host in started] == [128 + 15, 128 + 9], started[0].stderr + started[1].stderr
+    assert "restarting all ranks" not in started[1].stderr
+    assert started[1].stderr.endswith("evenstep: the run had been asked to stop, so there is no other attempt\n")

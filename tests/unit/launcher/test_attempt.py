@@ -52,7 +52,7 @@ class Others:
 
     def __init__(self, *, new_node_waits: bool = False, failure: RemoteFailure | None = None) -> None:
         self.new_node_waits, self.failure = new_node_waits, failure
-        self.new_node_waits_soon = False
+        self.new_node_waits_soon = self.is_stopping = self.stops = False
         self.blamed: list[str] = []
 
     def look(self) -> RemoteFailure | None:
@@ -63,6 +63,9 @@ class Others:
 
     def announce_new_node(self) -> None:
         self.new_node_waits = True
+
+    def announce_stop(self) -> None:
+        self.stops = True
 
     def publish_failure(self, text: str, status: int, **_: object) -> None:
         self.blamed.append(text)
@@ -186,6 +189,21 @@ def test_a_failure_of_another_node_is_one_where_all_ranks_ended_well(code: int |
     assert attempt.failure is not None
     assert status_of(attempt.failure) == 3
     assert others.blamed == []
+
+
+@pytest.mark.parametrize("who", ["ranks", "another node", "nobody"])
+def test_an_attempt_that_fails_while_somebody_was_asked_to_stop_says_so(who: str) -> None:
+    """This node's own launcher doesn't get that far: a signal raises through `watch`."""
+    pages, others = NodePages(1), Others()
+    pages.pages[0].words[Note.STOPS] = who == "ranks"
+    others.is_stopping = who == "another node"
+    attempt = attempt_of(Rank(-9), pages=pages, others=others)
+    assert attempt.watch() is End.FAILED
+    assert attempt.failure is not None
+    assert attempt.failure.was_stopping == (who != "nobody")
+    others = Others()
+    attempt_of(Rank(ends_with=0), others=others).close(signal.SIGTERM)
+    assert others.stops, "the others hear of it"
 
 
 def test_ranks_that_end_late_are_left_behind_where_others_have_saved(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,3 +122,17 @@ def test_a_report_of_a_child_is_none_of_the_rank_unless_the_rank_fails(
 )
 def test_a_rank_that_has_reported_has_failed_however_it_ended(state: RankState, end: Exit | None) -> None:
     assert state.end == end
+
+
+def test_a_rank_that_ends_while_it_is_looked_at_has_not_ended_without_its_report() -> None:
+    """It reports first, so its report is read last."""
+    node = NodePages(1)
+
+    class Ending(Child):
+        def poll(self) -> int | None:
+            node.pages[0].write_report(report_of(self.pid).pack())
+            return 1
+
+    seen = look_at(0, Ending(1 << 22), node.pages[0])
+    assert (seen.exit_code, seen.report is not None) == (1, True)
+    node.close()

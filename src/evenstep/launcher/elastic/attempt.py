@@ -256,7 +256,10 @@ class Attempt:
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop the ranks that are left, for torchelastic; `timeout` is its own, the policy's counts."""
         if not self._is_closed:
-            self._stop(death_sig, may_save=self._others is None or self._others.look() is None)
+            may_save = self._others is None or self._others.look() is None
+            if self._others is not None:
+                self._others.announce_stop()
+            self._stop(death_sig, may_save=may_save)
             if self._others is not None and self.has_saved:
                 self._part(Parting.SAVED)
             self._close()
@@ -401,6 +404,7 @@ class Attempt:
             self._stacks = self._read_stacks(states)
         self._stop(signal.SIGKILL if step is Step.KILL else signal.SIGTERM)
         ended, on_other_nodes = self._ranks.look(), list[str]()
+        was_stopping = any(Note.STOPS in each.notes for each in ended)
         failure = failure_of(ends_of(ended), reports_of(ended), attempt=self._number)
         if failure is None and self._hang is not None:  # it can't be killed
             failure = Failure(self._number, Exit(self._hang.rank, self._hang.pid, -signal.SIGKILL), None)
@@ -425,6 +429,7 @@ class Attempt:
             if self._may_restart:  # all nodes decide alike
                 longest_s = self._policy.terminate_s + self._policy.grace_s
                 self.saved = agree_on_saved(self._others, self.saved, longest_s=longest_s)
+            was_stopping = was_stopping or self._others.is_stopping
         self._close()
         if failure is None:  # nothing failed on this node
             failure = Failure(self._number, Exit(ended[0].rank, ended[0].pid, ended[0].exit_code or 0), None)
@@ -436,7 +441,7 @@ class Attempt:
             on_other_nodes=on_other_nodes,
             resident_bytes=self._stop_watch.resident_bytes,
             num_memory_kills=None if kills is None or before is None else kills - before,
-            was_stopping=any(Note.STOPS in each.notes for each in ended),
+            was_stopping=was_stopping,
         )
         return End.FAILED
 

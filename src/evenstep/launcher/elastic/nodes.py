@@ -4,7 +4,8 @@
 
 Every launcher writes to the store of the rendezvous several times a second: its beat (a number, and the version of its
 facts), a line on what its ranks are doing and, when they have changed, its facts (its name, where its ranks are if they
-haven't stepped for a while, whether a new node waits and, at the end, what its attempt has saved). The node of the
+haven't stepped for a while, whether a new node waits, whether it was asked to stop and, at the end, what its attempt
+has saved). The node of the
 store reads all beats in one call, and publishes them in one row. The others read the row, facts only where their
 version is new, and lines only when an attempt has failed: at most four calls per node and beat, however many nodes
 there are. A key exists before anybody reads it, since the store would wait for it: the node of the store makes all
@@ -192,6 +193,15 @@ class OtherNodes:
         """`new_node_waits`, after one more look at the store."""
         self._await_beats(longest_s)
         return self.new_node_waits
+
+    def announce_stop(self) -> None:
+        """Announce that this node was asked to stop, and ends. Never blocks."""
+        self._publish(stops=True)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether another node was asked to stop: whoever started again would wait for it."""
+        return any("stops" in facts for facts in self._facts.values())
 
     def publish_looks(self, text: str) -> None:
         """Have the other nodes know where this node's ranks are; "": nothing is known. Never blocks."""

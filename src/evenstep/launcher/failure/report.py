@@ -64,7 +64,8 @@ class Failure:
         resident_bytes: How much memory each rank held when it was last looked at.
         num_memory_kills: Processes that the kernel killed for memory meanwhile; None where it doesn't say.
         noticed_ns: When (monotonic).
-        was_stopping: Ranks had agreed to save and stop, because somebody had asked for that.
+        was_stopping: Ranks had agreed to save and stop, because somebody had asked for that; or the launcher of another
+            node was asked to.
     """
 
     attempt: int

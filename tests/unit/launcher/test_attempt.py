@@ -18,6 +18,7 @@ from evenstep.ground.health.heartbeat import Note, Phase
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.attempt import Attempt, Ranks
+from evenstep.launcher.elastic.nodes import Parting
 from evenstep.launcher.failure.report import RemoteFailure, StopPolicy, describe_failure, status_of
 from evenstep.launcher.failure.verdict import End
 from evenstep.processes import state_and_start
@@ -50,8 +51,11 @@ class Rank:
 class Others:
     """Launchers of other nodes, of which one may announce a new node, or have failed."""
 
-    def __init__(self, *, new_node_waits: bool = False, failure: RemoteFailure | None = None) -> None:
-        self.new_node_waits, self.failure = new_node_waits, failure
+    def __init__(
+        self, *, new_node_waits: bool = False, failure: RemoteFailure | None = None, ends: Parting | None = None
+    ) -> None:
+        self.new_node_waits, self.failure, self.ends = new_node_waits, failure, ends
+        self.ended: Parting | None = None
         self.new_node_waits_soon = self.is_stopping = self.stops = False
         self.blamed: list[str] = []
 
@@ -66,6 +70,20 @@ class Others:
 
     def announce_stop(self) -> None:
         self.stops = True
+
+    def publish_leaving(self) -> None:
+        pass
+
+    def publish_end(self, how: Parting) -> None:
+        self.ended = how
+
+    def await_ends(self, longest_s: float) -> set[Parting]:
+        return set() if self.ends is None else {self.ends}
+
+    def part(self) -> None:
+        pass
+
+    somebody_leaves = False
 
     def publish_failure(self, text: str, status: int, **_: object) -> None:
         self.blamed.append(text)
@@ -189,6 +207,30 @@ def test_a_failure_of_another_node_is_one_where_all_ranks_ended_well(code: int |
     assert attempt.failure is not None
     assert status_of(attempt.failure) == 3
     assert others.blamed == []
+
+
+@pytest.mark.parametrize(
+    ("code", "ends", "end", "status"),
+    [
+        (0, Parting.WELL, End.WELL, 0),
+        (0, Parting.LOST, End.FAILED, 72),
+        (EXIT_PREEMPTED, Parting.SAVED, End.SAVED, 75),
+        (EXIT_PREEMPTED, Parting.LOST, End.SAVED, 75),
+    ],
+)
+def test_ranks_that_ended_well_while_others_were_lost_without_them_left_early(
+    code: int, ends: Parting, end: End, status: int
+) -> None:
+    """Those that have saved had agreed on that with the others."""
+    others = Others(ends=ends)
+    attempt = attempt_of(Rank(code), Rank(code), others=others)
+    assert attempt.watch() is end
+    assert others.ended is (Parting.SAVED if code else Parting.WELL)
+    assert len(others.blamed) == (status == 72)
+    if end is End.FAILED:
+        assert attempt.failure is not None
+        assert status_of(attempt.failure) == status
+        assert "had ended with status 0 while ranks of other nodes still waited" in describe_failure(attempt.failure)
 
 
 @pytest.mark.parametrize("who", ["ranks", "another node", "nobody"])

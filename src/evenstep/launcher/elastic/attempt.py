@@ -260,8 +260,10 @@ class Attempt:
             if self._others is not None:
                 self._others.announce_stop()
             self._stop(death_sig, may_save=may_save)
-            if self._others is not None and self.has_saved:
+            if self.has_saved:
                 self._part(Parting.SAVED)
+            elif self._others is not None:
+                self._others.part()
             self._close()
 
     @property
@@ -371,7 +373,7 @@ class Attempt:
                 say(f"evenstep: {line}")
             if end is End.SAVED and self._others is not None and self._others.check_for_new_node():
                 end = End.NODE_COMES
-            elif self._others is not None and not self._part(Parting[end.name]):
+            elif not self._part(Parting[end.name]):
                 self._notice([*states])
                 end = self._fail(Step.STOP, states)
         if end is End.NODE_COMES:
@@ -388,7 +390,8 @@ class Attempt:
 
         Ranks that have saved had agreed on that: whatever comes after it is no failure of this node.
         """
-        assert self._others is not None
+        if self._others is None:
+            return True
         self._others.publish_end(how)
         ends = self._others.await_ends(self._policy.terminate_s if how is Parting.SAVED else math.inf)
         self._remote_failure = self._others.look()

@@ -452,7 +452,7 @@ def agree_on_cause(
         if others.new_node_waits or time.monotonic() - began > (patience_s if is_leaving else grace_s):
             break
         time.sleep(_HURRY_S)
-    if published is None and (failure.left or not failure.only_secondary) and not others.new_node_waits:
+    if not failure.only_secondary or (failure.left and published is None and not others.new_node_waits):
         others.publish_failure(summary_of(failure), status_of(failure), state=state_of(failure))
     return published
 

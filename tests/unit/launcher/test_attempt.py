@@ -232,7 +232,7 @@ def test_ranks_that_end_late_are_left_behind_where_others_have_saved(capsys: pyt
 
 def test_a_worker_that_is_lost_takes_with_it_what_it_had_started(capsys: pytest.CaptureFixture[str]) -> None:
     lost, worker, server = Rank(-9), Rank(), Rank()
-    attempt = attempt_of(lost, worker, server, num_workers=2)
+    attempt = attempt_of(lost, worker, server, policy=replace(POLICY, num_workers=2))
 
     def wait(longest_s: float) -> None:
         assert lost.calls == [signal.SIGKILL]

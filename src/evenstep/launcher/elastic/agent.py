@@ -59,21 +59,16 @@ class RankAgent(ElasticAgent):
     first node to see a new one announces it to the others, and at every rendezvous the nodes compare counts.
 
     Args:
-        policy: How ranks are stopped.
+        policy: How ranks are watched and stopped.
         timeouts: How long they may keep others waiting.
-        name_after_s: See `HangWatch`.
-        num_workers: Of this node's parameter servers; see `find_lost`.
         kwargs: torch's.
     """
 
-    def __init__(
-        self, *, policy: StopPolicy, timeouts: PhaseTimeouts, name_after_s: float, num_workers: int, **kwargs: Any
-    ) -> None:
+    def __init__(self, *, policy: StopPolicy, timeouts: PhaseTimeouts, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._spec, self._logs = kwargs["spec"], kwargs["logs_specs"]
         bound_answers(self._spec.rdzv_handler)
         self._policy, self._timeouts = policy, timeouts
-        self._name_after_s, self._num_workers = name_after_s, num_workers
         self._standing = Standing()
         self._attempt: Attempt | None = None
         self._failure: Failure | None = None  # of the last attempt that has failed
@@ -160,8 +155,6 @@ class RankAgent(ElasticAgent):
             others=others,
             # As the command says, so equal on all nodes: others may wait for a node that has no restart left.
             may_restart=most > 0,
-            name_after_s=self._name_after_s,
-            num_workers=self._num_workers,
             num_nodes_waiting=self._spec.rdzv_handler.num_nodes_waiting,
         )
         self.closes(attempt)

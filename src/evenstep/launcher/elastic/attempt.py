@@ -395,7 +395,6 @@ class Attempt:
                 longest_s = self._policy.terminate_s + self._policy.grace_s
                 self.saved = agree_on_saved(self._others, self.saved, longest_s=longest_s)
             was_stopping = was_stopping or self._others.is_stopping
-        self._close()
         if failure is None:  # nothing failed on this node
             failure = Failure(self._number, Exit(ended[0].rank, ended[0].pid, ended[0].exit_code or 0), None)
         kills, before = count_memory_kills(), self._num_memory_kills
@@ -425,8 +424,6 @@ class Attempt:
 
     def _close(self) -> None:
         """Close after all ranks have ended or can't be killed."""
-        if self._is_closed:
-            return
         self._ranks.close()
         if self._others is not None:
             self._others.close()

@@ -218,14 +218,10 @@ class _Run:
             stopped_grace_s=args.stopped_grace,
             node_timeout_s=args.node_timeout,
             look_every_s=args.monitor_interval,
-        )
-        self._agent = RankAgent(
-            policy=policy,
-            timeouts=self._timeouts,
             name_after_s=args.name_after,
             num_workers=self._num_ranks - args.servers if args.servers else 0,
-            **kwargs,
         )
+        self._agent = RankAgent(policy=policy, timeouts=self._timeouts, **kwargs)
         return self._agent
 
 

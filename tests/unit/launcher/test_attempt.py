@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,6 +127,18 @@ def attempt_of(*ranks: Rank, report: CrashReport | None = None, pages: NodePages
     return Attempt(Ranks(context, ranks=numbers, pages=pages), number=0, num_ranks=len(ranks), **more)
 
 
+def note_patience(attempt: Attempt) -> list[float]:
+    """How long ranks get from the first signal to SIGKILL, for each time that they are stopped from now on."""
+    noted, stop = list[float](), attempt._ranks.stop
+
+    def noting(first: signal.Signals, *, patience_s: float, terminate_s: float) -> None:
+        noted.append(patience_s)
+        stop(first, patience_s=patience_s, terminate_s=terminate_s)
+
+    attempt._ranks.stop = noting  # type: ignore[method-assign]
+    return noted
+
+
 def test_who_can_not_be_killed_is_named_and_left(capsys: pytest.CaptureFixture[str]) -> None:
     """FAULTS.md, 13."""
     stuck = Rank()
@@ -146,8 +159,10 @@ def test_a_rank_that_is_given_up_and_can_not_be_killed_is_the_cause() -> None:
     pages.pages[1].words[2] = Phase.FORWARD
     timeouts = PhaseTimeouts.parse("step=0.1,starting=0.1")
     pages.pages[1].words[6] = pages.pages[0].words[5] = time.monotonic_ns() - 10**10
-    attempt = attempt_of(Rank(), Rank(), pages=pages, timeouts=timeouts)
+    hangs = Rank()
+    attempt = attempt_of(Rank(ends_with=0), hangs, pages=pages, timeouts=timeouts)
     assert attempt.watch() is End.FAILED
+    assert hangs.calls[0] == signal.SIGKILL, "before its peers are stopped, which may have more to say"
     assert attempt.failure is not None
     assert attempt.failure.hang is not None
     assert (attempt.failure.root_cause.rank, attempt.failure.hang.rank, status_of(attempt.failure)) == (1, 1, 71)
@@ -178,10 +193,12 @@ def test_a_new_node_stops_the_ranks_which_save(announced: str, capsys: pytest.Ca
     more: dict[str, Any] = {"num_nodes_waiting": lambda: 1}
     if announced == "by another":
         more = {"others": Others(new_node_waits=True)}
-    attempt = attempt_of(*ranks, pages=pages, **more)
+    attempt = attempt_of(*ranks, pages=pages, policy=replace(POLICY, save_s=7), **more)
+    patience = note_patience(attempt)
     assert attempt.watch() is End.NODE_COMES
     assert (attempt.failure, attempt.saved.saved_step) == (None, 7)
     assert [rank.calls[0] for rank in ranks] == [f"alone {signal.SIGTERM}"] * 2
+    assert patience == [7], "they save"
     assert capsys.readouterr().err.count("another node has come") == 1
 
 
@@ -253,6 +270,41 @@ def test_ranks_that_end_late_are_left_behind_where_others_have_saved(capsys: pyt
     assert attempt.watch() is End.SAVED
     assert attempt.has_saved
     assert "rank 1" in capsys.readouterr().err
+
+
+def test_a_worker_that_is_lost_takes_with_it_what_it_had_started(capsys: pytest.CaptureFixture[str]) -> None:
+    lost, worker, server = Rank(-9), Rank(), Rank()
+    attempt = attempt_of(lost, worker, server, policy=replace(POLICY, num_workers=2))
+
+    def wait(longest_s: float) -> None:
+        assert lost.calls == [signal.SIGKILL]
+        worker.returncode = server.returncode = 0
+
+    attempt._ranks.await_end = wait  # type: ignore[method-assign]
+    assert attempt.watch() is End.WELL
+    said = "evenstep: worker 0 (rank 0, pid {}) was killed by SIGKILL: out of memory, or killed from outside; "
+    assert capsys.readouterr().err == f"{said.format(lost.pid)}the others go on without it\n"
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_ctrl_c_reaches_ranks_that_end_quietly_by_it(is_ready: bool) -> None:
+    pages, rank = NodePages(1), Rank(ends_with=0)
+    pages.pages[0].words[Note.IS_READY] = is_ready
+    attempt_of(rank, pages=pages).close(signal.SIGINT)
+    assert rank.calls[0] == f"alone {signal.SIGINT if is_ready else signal.SIGTERM}"
+
+
+def test_ranks_that_save_when_they_are_stopped_have_the_time_for_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless a rank is missing elsewhere, without which they can't."""
+    for failure, saves in ((None, True), (None, False), (RemoteFailure("gone", 76), True)):
+        pages = NodePages(1)
+        pages.pages[0].words[Note.SAVES] = saves
+        attempt = attempt_of(Rank(ends_with=0), pages=pages, others=Others(failure=failure), policy=StopPolicy())
+        given = note_patience(attempt)
+        attempt.close(signal.SIGINT)
+        has_time = saves and failure is None
+        assert given == [StopPolicy.save_s if has_time else StopPolicy.terminate_s]
+        assert ("the ranks save, and end" in capsys.readouterr().err) == has_time
 
 
 @pytest.mark.parametrize("has_begun_to_fail", [False, True])

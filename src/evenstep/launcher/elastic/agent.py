@@ -30,6 +30,27 @@ class RunFailed(Exception):
         self.failure = failure
 
 
+def plan_next(now: Standing, *, max_restarts: int, was_stopping: bool) -> tuple[bool, str]:
+    """Whether another attempt follows one that has failed, and a line for people; "": nothing is to be said. Pure.
+
+    Args:
+        now: The run's standing after that attempt.
+        max_restarts: As the command says.
+        was_stopping: Somebody had asked the run to stop.
+    """
+    num_left = max_restarts - now.num_restarts
+    if was_stopping:
+        return False, "the run had been asked to stop, so there is no other attempt"
+    if num_left <= 0:
+        return False, ""
+    if now.is_in_vain:
+        return False, (
+            f"{now.num_in_vain} restarts have come to no new checkpoint, so there is no other, though --max-restarts "
+            f"{max_restarts} allows {num_left} more"
+        )
+    return True, f"restarting all ranks: attempt {now.num_restarts + 2} of {max_restarts + 1}"
+
+
 class RankAgent(ElasticAgent):
     """torchelastic's agent of this node, with attempts of ours.
 
@@ -38,21 +59,16 @@ class RankAgent(ElasticAgent):
     first node to see a new one announces it to the others, and at every rendezvous the nodes compare counts.
 
     Args:
-        policy: How ranks are stopped.
+        policy: How ranks are watched and stopped.
         timeouts: How long they may keep others waiting.
-        name_after_s: See `HangWatch`.
-        num_workers: Of this node's parameter servers; see `find_lost`.
         kwargs: torch's.
     """
 
-    def __init__(
-        self, *, policy: StopPolicy, timeouts: PhaseTimeouts, name_after_s: float, num_workers: int, **kwargs: Any
-    ) -> None:
+    def __init__(self, *, policy: StopPolicy, timeouts: PhaseTimeouts, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._spec, self._logs = kwargs["spec"], kwargs["logs_specs"]
         bound_answers(self._spec.rdzv_handler)
         self._policy, self._timeouts = policy, timeouts
-        self._name_after_s, self._num_workers = name_after_s, num_workers
         self._standing = Standing()
         self._attempt: Attempt | None = None
         self._failure: Failure | None = None  # of the last attempt that has failed
@@ -87,33 +103,21 @@ class RankAgent(ElasticAgent):
     def _decide(self, failure: Failure, saved: Standing) -> None:
         """Say which rank failed, and go on to another attempt, or raise `RunFailed`."""
         self._failure, now, most = failure, self._standing.after_failure(saved), self._spec.max_restarts
-        num_left = most - now.num_restarts
-        goes_on = num_left > 0 and not now.is_in_vain and not failure.was_stopping
+        goes_on, remark = plan_next(now, max_restarts=most, was_stopping=failure.was_stopping)
         destination = self._logs.destinations.get(failure.root_cause.rank)
         log = "" if destination is None else destination.stderr or destination.stdout
         directory = Path(self._logs.root_log_dir)
         run = f"run {name_of_run(directory)}, attempt {failure.attempt + 1} of {most + 1}, host {platform.node()}"
-        lines = [
-            describe_failure(
-                failure,
-                run=run,
-                num_nodes=self.get_worker_group().group_world_size or 1,
-                log=log,
-                log_tail=tail(log) if log else "",
-                other_logs=directory if not goes_on and self.left_logs else None,
-                saved_step=now.saved_step,
-            )
-        ]
-        if failure.was_stopping:
-            lines.append("evenstep: the run had been asked to stop, so there is no other attempt")
-        elif goes_on:
-            lines.append(f"evenstep: restarting all ranks: attempt {failure.attempt + 2} of {most + 1}")
-        elif num_left > 0:
-            lines.append(
-                f"evenstep: {now.num_in_vain} restarts have come to no new checkpoint, so there is no other, though "
-                f"--max-restarts {most} allows {num_left} more"
-            )
-        say("\n".join(lines))
+        text = describe_failure(
+            failure,
+            run=run,
+            num_nodes=self.get_worker_group().group_world_size or 1,
+            log=log,
+            log_tail=tail(log) if log else "",
+            other_logs=directory if not goes_on and self.left_logs else None,
+            saved_step=now.saved_step,
+        )
+        say(text + (f"\nevenstep: {remark}" if remark else ""))
         if not goes_on:
             raise RunFailed(failure)
         self._standing = replace(now, num_restarts=now.num_restarts + 1)
@@ -151,8 +155,6 @@ class RankAgent(ElasticAgent):
             others=others,
             # As the command says, so equal on all nodes: others may wait for a node that has no restart left.
             may_restart=most > 0,
-            name_after_s=self._name_after_s,
-            num_workers=self._num_workers,
             num_nodes_waiting=self._spec.rdzv_handler.num_nodes_waiting,
         )
         self.closes(attempt)

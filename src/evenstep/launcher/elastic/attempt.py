@@ -34,7 +34,7 @@ from evenstep.launcher.failure.detection import (
     find_overdue,
     look_at,
 )
-from evenstep.launcher.failure.hangs import DEFAULT_AFTER_S, HangWatch, packed, unpacked
+from evenstep.launcher.failure.hangs import HangWatch, packed, unpacked
 from evenstep.launcher.failure.report import (
     Failure,
     RemoteFailure,
@@ -176,13 +176,11 @@ class Attempt:
     Args:
         ranks: Their processes, already started.
         number: How many restarts there were.
-        policy: How ranks are stopped.
+        policy: How ranks are watched and stopped.
         timeouts: How long they may keep others waiting.
         others: The other nodes of the run; None: there are none.
         may_restart: Ranks of this run are started again if they fail.
         num_ranks: Of all nodes.
-        name_after_s: See `HangWatch`.
-        num_workers: Of parameter servers; see `find_lost`.
         num_nodes_waiting: How many new nodes wait to join.
 
     Attributes:
@@ -200,19 +198,17 @@ class Attempt:
         num_ranks: int,
         others: OtherNodes | None = None,
         may_restart: bool = False,
-        name_after_s: float = DEFAULT_AFTER_S,
-        num_workers: int = 0,
         num_nodes_waiting: Callable[[], int] = lambda: 0,
     ) -> None:
         self._ranks, self._number, self._policy, self._timeouts = ranks, number, policy, timeouts
         self._others, self._may_restart = others, may_restart
-        self._num_workers, self._num_nodes_waiting = num_workers, num_nodes_waiting
+        self._num_nodes_waiting = num_nodes_waiting
         self._stop_watch = StopWatch(
             grace_s=policy.stopped_grace_s,
-            follows=lambda rank: "it is killed" if rank < num_workers else "all ranks are stopped",
+            follows=lambda rank: "it is killed" if rank < policy.num_workers else "all ranks are stopped",
         )
         self._hang_watch = HangWatch(
-            after_s=name_after_s, timeouts=timeouts, num_ranks=num_ranks, may_have_gpus=has_gpu_driver()
+            after_s=policy.name_after_s, timeouts=timeouts, num_ranks=num_ranks, may_have_gpus=has_gpu_driver()
         )
         self._stack_request: StackRequest | None = None
         self._worker_stacks = WorkerStacks()
@@ -277,7 +273,7 @@ class Attempt:
         """The ranks that count. Those that were killed, and without which the others go on, don't any more."""
         states = [each for each in self._ranks.look() if not each.is_lost]
         if self._failed_ns is None and not self._ranks.stopped:
-            for each in find_lost(states, self._num_workers):
+            for each in find_lost(states, self._policy.num_workers):
                 self._ranks.lost.add(each.rank)
                 self._ranks.kill(each.rank)  # what it had started
                 states.remove(each)
@@ -293,7 +289,7 @@ class Attempt:
             self._ranks.await_end(_POLL_S)
             return
         self._hang = self._find_hang(states)
-        if self._hang is not None and self._hang.is_suspended and self._hang.rank < self._num_workers:
+        if self._hang is not None and self._hang.is_suspended and self._hang.rank < self._policy.num_workers:
             self._ranks.kill(self._hang.rank)  # and is then lost like any other that was killed
             self._hang = None
         if self._others is not None:
@@ -433,7 +429,6 @@ class Attempt:
                 longest_s = self._policy.terminate_s + self._policy.grace_s
                 self.saved = agree_on_saved(self._others, self.saved, longest_s=longest_s)
             was_stopping = was_stopping or self._others.is_stopping
-        self._close()
         if failure is None:  # nothing failed on this node
             failure = Failure(self._number, Exit(ended[0].rank, ended[0].pid, ended[0].exit_code or 0), None)
         kills, before = count_memory_kills(), self._num_memory_kills
@@ -463,8 +458,6 @@ class Attempt:
 
     def _close(self) -> None:
         """Close after all ranks have ended or can't be killed."""
-        if self._is_closed:
-            return
         self._ranks.close()
         if self._others is not None:
             self._others.close()

@@ -14,7 +14,7 @@ from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_
 from evenstep.ground.health.heartbeat import Heartbeat
 from evenstep.ground.health.users_code import is_users
 from evenstep.launcher.failure.detection import Hang
-from evenstep.launcher.failure.hangs import UNDER_NO_IF
+from evenstep.launcher.failure.hangs import DEFAULT_AFTER_S, UNDER_NO_IF
 
 # As a `CollectiveTimeoutError` of ours names the ranks that it has waited for.
 _MISSING = re.compile(r"Missing: (rank \d+ \([^)]*\)(?:, rank \d+ \([^)]*\))*)")
@@ -314,7 +314,7 @@ def _listed(names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class StopPolicy:
-    """How the other ranks are stopped once one has failed.
+    """How ranks are watched, and how the others are stopped once one has failed.
 
     Attributes:
         grace_s: How long they may end by themselves and report why, while only secondary failures are known.
@@ -324,6 +324,8 @@ class StopPolicy:
         node_timeout_s: How long another node may be silent before it is lost.
         look_every_s: Time between two looks at ranks that run. That one has ended is known at once.
         save_s: From a stop signal to SIGKILL for ranks that save then. A second signal ends that at once.
+        name_after_s: See `HangWatch`.
+        num_workers: Of parameter servers; see `verdict.find_lost`.
     """
 
     grace_s: float = 1.0
@@ -333,6 +335,8 @@ class StopPolicy:
     stopped_grace_s: float = 30.0
     node_timeout_s: float = 30.0
     look_every_s: float = 0.1
+    name_after_s: float = DEFAULT_AFTER_S
+    num_workers: int = 0
 
     def __post_init__(self) -> None:
         if min(astuple(self)) < 0:

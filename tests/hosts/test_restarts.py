@@ -153,12 +153,13 @@ ASKED = """
     with evenstep.init(seed=3, quiet=True) as world:
         model = evenstep.DistributedDataParallel(torch.nn.Linear(8, 4))
         checkpoint = evenstep.Checkpointer({saved!r}, every_steps=5, every_minutes=None, model=model)
+        checkpoint.resume()
         asked = pathlib.Path({asked!r})
         world.barrier()
         if world.rank == 0:
             os.kill(os.getppid(), signal.SIGTERM)
             asked.touch()
-            time.sleep(1)  # a long step
+            time.sleep(1)  # a long step: it saves at its end
         while not asked.exists():
             time.sleep(0.01)
         if world.rank == 1:

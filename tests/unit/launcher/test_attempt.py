@@ -81,9 +81,6 @@ class Others:
     def await_ends(self, longest_s: float) -> set[Parting]:
         return set() if self.ends is None else {self.ends}
 
-    def part(self) -> None:
-        pass
-
     somebody_leaves = False
 
     def publish_failure(self, text: str, status: int, **_: object) -> None:

@@ -258,8 +258,6 @@ class Attempt:
             self._stop(death_sig, may_save=may_save)
             if self.has_saved:
                 self._part(Parting.SAVED)
-            elif self._others is not None:
-                self._others.part()
             self._close()
 
     @property
@@ -394,7 +392,6 @@ class Attempt:
         self._was_left = Parting.LOST in ends
         if how is Parting.WELL and (self._remote_failure is not None or self._was_left):
             return False
-        self._others.part()
         return True
 
     def _fail(self, step: Step, states: Sequence[RankState]) -> End:

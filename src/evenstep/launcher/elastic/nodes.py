@@ -231,7 +231,6 @@ class OtherNodes:
         """
         self._publish(given=text)
         self._await(lambda: self._have_all("given"), longest_s)
-        self.part()
         return [text for _, text in self._of_all("given")]
 
     def publish_leaving(self) -> None:
@@ -254,18 +253,18 @@ class OtherNodes:
             time.sleep(_HURRY_S if waited_s < _PARTING_S else _BEAT_S)
         return {Parting[str(facts["ended"])] for facts in self._facts.values() if "ended" in facts}
 
-    def part(self) -> None:
-        """Wait until the other nodes have read how this one has ended: the store ends with its node."""
-        self._publish(has_read=True)
-        self._await(lambda: self._have_all("has_read"), _PARTING_S)
-
     @property
     def somebody_leaves(self) -> bool:
         """Ranks of another node have left their world as they should."""
         return any("leaving" in facts for facts in self._facts.values())
 
     def close(self) -> None:
-        """Stop the heartbeat. Doesn't wait for a store that is silent."""
+        """Wait a moment for the others to have read what they want, as the store ends with its node; then say no more.
+
+        Doesn't wait for a store that is silent.
+        """
+        self._publish(has_read=True)
+        self._await(lambda: self._have_all("has_read"), _PARTING_S)
         self._is_closed.set()
         self._wakes.set()
         self._thread.join(2 * _BEAT_S)

@@ -68,6 +68,9 @@ class Others:
     def announce_stop(self) -> None:
         self.stops = True
 
+    def await_stop_known(self) -> None:
+        assert self.stops
+
     def publish_failure(self, text: str, status: int, **_: object) -> None:
         self.blamed.append(text)
 

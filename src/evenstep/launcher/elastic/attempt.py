@@ -255,6 +255,8 @@ class Attempt:
             if self._others is not None:
                 self._others.announce_stop()
             self._stop(death_sig, may_save=may_save)
+            if self._others is not None:
+                self._others.await_stop_known()
             self._close()
 
     @property

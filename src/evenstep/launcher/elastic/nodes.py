@@ -162,6 +162,8 @@ class OtherNodes:
 
     def look(self) -> RemoteFailure | None:
         """A failure on another node, as far as it is known. Never blocks."""
+        if self.is_stopping:
+            self.announce_stop()  # who waits for it to be known is answered
         if self._remote_failure is not None:
             return self._remote_failure
         lost = self._heartbeats.lost(time.monotonic(), store_at=f"{self._address}:{self._port}")
@@ -186,8 +188,12 @@ class OtherNodes:
         return self.new_node_waits
 
     def announce_stop(self) -> None:
-        """Announce that this node was asked to stop, and ends. Never blocks."""
+        """Announce that this node was asked to stop, or knows that another was. Never blocks."""
         self._publish(stops=True)
+
+    def await_stop_known(self) -> None:
+        """Wait a moment until the others know: the store may end with this node."""
+        self._await(lambda: self._have_all("stops"), _PARTING_S)
 
     @property
     def is_stopping(self) -> bool:

@@ -102,6 +102,24 @@ def test_a_node_that_sees_a_new_one_announces_it() -> None:
             end._thread.join(20)
 
 
+def test_a_node_that_was_asked_to_stop_stays_until_the_others_know() -> None:
+    """The store may end with it; who started its ranks again would wait for it."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
+    ends = [OtherNodes("127.0.0.1", store.port, session="s", node_rank=node, num_nodes=2) for node in range(2)]
+    try:
+        assert not ends[1].check_for_new_node(longest_s=20)
+        assert not ends[1].is_stopping
+        ends[0].announce_stop()
+        ends[0].close()
+        ends[1].check_for_new_node(longest_s=20)
+        assert ends[1].is_stopping
+        assert ends[1].look() is None, "no failure"
+    finally:
+        for end in ends:
+            end.close()
+            end._thread.join(20)
+
+
 def test_what_ranks_of_other_nodes_do_is_known_after_they_are_gone() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
     made = {"session": "s", "num_nodes": 3}

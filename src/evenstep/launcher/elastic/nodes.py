@@ -195,7 +195,7 @@ class OtherNodes:
         return self.new_node_waits
 
     def announce_stop(self) -> None:
-        """Announce that this node was asked to stop, and ends. Never blocks."""
+        """Announce that this node was asked to stop. Never blocks."""
         self._publish(stops=True)
 
     @property

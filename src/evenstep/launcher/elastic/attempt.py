@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -20,9 +21,7 @@ from evenstep.ground.health.heartbeat import Heartbeat, Note, Phase
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.launcher.failure.detection import Ends
 from evenstep.launcher.failure.report import Failure
-from evenstep.launcher.spawn.child import Child
-
-_POLL_S = 0.02
+from evenstep.launcher.spawn.child import Child, Guard, stop
 
 
 class Attempt:
@@ -55,6 +54,7 @@ class Attempt:
             self.processes[local_rank] = started.proc
         self.pids = {local_rank: process.pid for local_rank, process in self.processes.items()}
         self._ends = Ends(self.pids.values())
+        self._guard = Guard(self.pids.values())
         self.lost: set[int] = set()
         self.stopped: set[int] = set()
 
@@ -151,46 +151,29 @@ class Attempt:
         self.processes[self.ranks.index(rank)].signal_group(signal.SIGKILL)
 
     def stop(self, first: signal.Signals, *, patience_s: float, terminate_s: float) -> None:
-        """Stop the ranks and what they started. A signal to us meanwhile means SIGKILL now.
-
-        Args:
-            first: Sent first, to the ranks alone: they may need what they have started, such as the workers of their
-                loaders, for the steps until they save. SIGKILL follows, to everything.
-            patience_s: Until then.
-            terminate_s: From SIGKILL until a rank that still runs is left behind.
-        """
+        """Stop the ranks and what they started; see `child.stop`."""
         self.stopped |= self.alive().keys()
-        try:
-            for local_rank in self.alive():
-                ready = self._pages.pages[local_rank].words[Note.IS_READY]
-                self._request(local_rank, signal.SIGTERM if first == signal.SIGINT and not ready else first)
-            self._await_all(patience_s)
-        finally:
-            if self.stopped:
-                for process in self.processes.values():
-                    process.signal_group(signal.SIGKILL)
-        self._await_all(terminate_s)
-        for local_rank, process in self.alive().items():
-            message = f"evenstep: rank {self.ranks[local_rank]} (pid {process.pid}) can't be killed, and is left behind"
-            say(message)
+        ask = functools.partial(self._request, first)
+        for local_rank in stop(self.processes, ask, patience_s=patience_s, terminate_s=terminate_s):
+            who = f"rank {self.ranks[local_rank]} (pid {self.pids[local_rank]})"
+            say(f"evenstep: {who} can't be killed, and is left behind")
 
-    def _request(self, local_rank: int, which: signal.Signals) -> None:
+    def _request(self, which: signal.Signals, local_rank: int) -> None:
         """Send a signal to the process that trains: behind a shell script it isn't the one that was started."""
-        process, seen = self.processes[local_rank], self._pages.pages[local_rank].read()
+        process, page = self.processes[local_rank], self._pages.pages[local_rank]
+        seen = page.read()
+        if which == signal.SIGINT and not page.words[Note.IS_READY]:
+            which = signal.SIGTERM
         with contextlib.suppress(OSError):
             if seen is not None and os.getsid(seen.pid) == process.pid:
                 os.kill(seen.pid, which)
                 return
         process.send_signal(which)
 
-    def _await_all(self, longest_s: float) -> None:
-        deadline = time.monotonic() + longest_s
-        while self.alive() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-
     def close(self) -> None:
         """Close after all ranks have ended or can't be killed. Writes the rest of what goes to the terminal."""
         self._ends.close()
+        self._guard.close()
         self._pages.close()
         self._context.close(signal.SIGKILL, timeout=0)
         for process in self.processes.values():

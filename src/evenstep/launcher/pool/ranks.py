@@ -14,46 +14,44 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
-import threading
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import resource_tracker
+from multiprocessing import spawn
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, EvenstepError, RankFailedError, UsageError
 from evenstep.ground import environment
-from evenstep.ground.coordination.rendezvous_store import meet_without_port
-from evenstep.ground.environment import current_placement, openmp_threads
 from evenstep.ground.health.excepthook import describe
 from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause
-from evenstep.ground.health.peer_heartbeats import NodePages, own_page
+from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.launcher.failure.report import StopPolicy, describe_exit, is_evident
 from evenstep.launcher.failure.stacks import StackRequest
 from evenstep.launcher.pool.remote import pack_call, pack_exception, pack_result, unpack_call
-from evenstep.launcher.spawn.child import keep_ended_children
-from evenstep.launcher.spawn.script_runner import register_stacks
-from evenstep.launcher.spawn.start_worker import die_with_parent
+from evenstep.launcher.spawn.child import Child, Guard, await_ends, keep_ended_children, stop
+from evenstep.launcher.spawn.start_worker import WORKER
 from evenstep.network import LOOPBACK, Reservation
 
 
 @dataclass(frozen=True)
 class Task:
-    """One call."""
+    """One call.
+
+    Attributes:
+        preparation: In a rank's first task, how multiprocessing's new processes import the parent's `__main__`.
+    """
 
     call: bytes
     wants_result: bool
+    preparation: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -71,27 +69,18 @@ class Failed:
     exception: bytes | None
 
 
-def serve(connection: Connection, parent_pid: int) -> None:
-    """Run one task after the other until the parent closes the pipe, or one fails."""
-    die_with_parent(parent_pid)
-    # Ignored from the start, and no longer blocked: a task may choose to handle it.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    # A spawned process would spawn in its turn, and a loader's workers take seconds to start instead of milliseconds.
-    multiprocessing.set_start_method(None, force=True)
-    faulthandler.enable()
-    torch.set_num_threads(openmp_threads() or 1)
-    placement = current_placement()
-    meet_without_port(placement)
-    # Open to the end of the process: the parent asks where a rank is that doesn't finish in time.
-    register_stacks(os.open(placement.pages[placement.local_rank], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
+def serve(descriptor: int, rank: int) -> None:
+    """Run one task after the other until the parent closes the pipe, or one fails. In the rank."""
+    os.set_inheritable(descriptor, False)
+    connection: Connection[Succeeded | Failed, Task] = Connection(descriptor)
     while True:
         try:
-            task = pickle.loads(connection.recv_bytes())
+            task = connection.recv()
         except (EOFError, OSError):
             return
-        answer = _perform(task, placement.rank)
+        answer = _perform(task, rank)
         try:
-            connection.send_bytes(pickle.dumps(answer))
+            connection.send(answer)
         except OSError:
             return
         if isinstance(answer, Failed):
@@ -101,22 +90,35 @@ def serve(connection: Connection, parent_pid: int) -> None:
 
 def _perform(task: Task, rank: int) -> Succeeded | Failed:
     try:
+        if task.preparation is not None:
+            _import_main(task.preparation)
         fn, args, kwargs = unpack_call(task.call)
-        result = fn(*args, **kwargs)
+        try:
+            result = fn(*args, **kwargs)
+        except SystemExit as error:
+            if error.code:
+                raise
+            result = None
         return Succeeded(pack_result(result) if task.wants_result else None)
     except SystemExit as error:
-        if not error.code:
-            return Succeeded(pack_result(None) if task.wants_result else None)
-        return _failure(error, rank, exit_code=error.code if isinstance(error.code, int) else 1)
+        # `sys.exit(3)` on a rank must not end the parent: it arrives as the text of a RankFailedError.
+        return Failed(_report(error, rank, error.code if isinstance(error.code, int) else 1), None)
     except BaseException as error:
-        return _failure(error, rank, exit_code=error.exit_code if isinstance(error, EvenstepError) else 1)
+        status = error.exit_code if isinstance(error, EvenstepError) else 1
+        return Failed(_report(error, rank, status), pack_exception(error))
 
 
-def _failure(error: BaseException, rank: int, *, exit_code: int) -> Failed:
-    report = replace(CrashReport.of(error, rank=rank, traceback=describe(error)), exit_code=exit_code)
-    # `sys.exit(3)` on a rank must not end the parent: it arrives as the text of a RankFailedError.
-    exception = None if isinstance(error, SystemExit) else pack_exception(error)
-    return Failed(report=report, exception=exception)
+def _report(error: BaseException, rank: int, exit_code: int) -> CrashReport:
+    return replace(CrashReport.of(error, rank=rank, traceback=describe(error)), exit_code=exit_code)
+
+
+def _import_main(preparation: dict[str, Any]) -> None:
+    process: Any = multiprocessing.current_process()
+    process._inheriting = True  # what starts processes meanwhile would do so without end: `_refuse_while_importing`
+    try:
+        spawn.prepare(preparation)
+    finally:
+        del process._inheriting
 
 
 # A signal that comes just before the parent sleeps is noted and doesn't wake it: an interrupt would count only when a
@@ -134,8 +136,8 @@ class RemoteTraceback(Exception):
 
 @dataclass
 class _Rank:
-    process: SpawnProcess
-    connection: Connection
+    process: Child
+    connection: Connection[Task, Succeeded | Failed]
 
 
 @dataclass
@@ -157,7 +159,7 @@ class _Answers:
 
 
 class RankGroup:
-    """Processes of this host, one per rank, that are kept between tasks. Linux; start method "spawn".
+    """Processes of this host, one per rank, that are kept between tasks. Linux.
 
     The processes die with the thread that made the group, so make it where it is used.
 
@@ -183,18 +185,18 @@ class RankGroup:
         self._policy = policy or StopPolicy()
         self._servers = servers
         self._ranks: list[_Rank] = []
+        self._guard: Guard | None = None
         self._num_tasks = 0
         self._is_closed = False
         self._pid = os.getpid()
         self._restore_signals = keep_ended_children()
         self._pages = NodePages(num_ranks)
         self._port = Reservation()
-        # Before multiprocessing's own exit handler, which would wait for the ranks for ever.
         atexit.register(self.close)
         try:
-            with _interrupts_ignored():
-                for rank in range(num_ranks):
-                    self._ranks.append(self._start(rank, num_threads, device))
+            for rank in range(num_ranks):
+                self._start(rank, num_threads, device)
+            self._guard = Guard(self.pids)
         except BaseException:
             self._stop()  # they import torch, and would see the closed pipe only then
             raise
@@ -211,7 +213,7 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         """The processes, in order of rank."""
-        return [rank.process.pid or 0 for rank in self._ranks]
+        return [rank.process.pid for rank in self._ranks]
 
     def run(
         self,
@@ -243,14 +245,19 @@ class RankGroup:
         if self._is_closed:
             raise UsageError(f"{self!r} can't run another task: a task failed, or it was closed. Make a new one.")
         call = pack_call(fn, args, kwargs or {})
+        preparation = None
+        if self._num_tasks == 0:
+            preparation = spawn.get_preparation_data("evenstep rank")
+            for name in ("authkey", "start_method"):  # neither can travel here, nor does a script's rank have them
+                del preparation[name]
         self._num_tasks += 1
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             for index, rank in enumerate(self._ranks):
-                task = Task(call, wants_result=results == "all" or index == 0)
+                task = Task(call, wants_result=results == "all" or index == 0, preparation=preparation)
                 # A rank that is already dead is noticed, with its signal, where the answers are awaited.
                 with contextlib.suppress(OSError):
-                    rank.connection.send_bytes(pickle.dumps(task))
+                    rank.connection.send(task)
             answers = self._await_answers(_Answers(), deadline)
             if answers.failed or answers.died:
                 self._raise_failure(self._await_secondary(answers))
@@ -269,17 +276,12 @@ class RankGroup:
             return
         for rank in self._ranks:
             rank.connection.close()  # the rank sees the end of the pipe, and leaves
-        deadline = time.monotonic() + self._policy.terminate_s
-        for rank in self._ranks:
-            rank.process.join(max(0.0, deadline - time.monotonic()))
+        await_ends((rank.process for rank in self._ranks), self._policy.terminate_s)
         self._stop()
 
     # ------------------------------------------------------------------ starting
 
-    def _start(self, rank: int, num_threads: int, device: str | None) -> _Rank:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(theirs, os.getpid()), name=f"evenstep rank {rank}")
+    def _start(self, rank: int, num_threads: int, device: str | None) -> None:
         variables = environment.rank_variables(
             rank=rank,
             world_size=self.num_ranks,
@@ -293,11 +295,22 @@ class RankGroup:
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(self._port.port),
         }
-        with environment.exported(variables):
-            process.start()
-        # Ours must be the only copy of the other end that is left, or its end would never be seen.
-        theirs.close()
-        return _Rank(process, ours)
+        ours, theirs = multiprocessing.Pipe()
+        python, *options = spawn.get_command_line()  # with the options of this interpreter
+        command = [python, *options[: options.index("-c")], "-u", WORKER, str(os.getpid()), "function"]
+        try:
+            # Ours must be the only copy of the other end that is left, or its end would never be seen.
+            with theirs, environment.exported(variables):
+                process = subprocess.Popen(
+                    [*command, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is the parent's
+                )
+            self._ranks.append(_Rank(Child(process.pid, reap=process.poll), ours))
+        except BaseException:
+            ours.close()  # where an interrupt came just now, a rank of which nobody knows ends by this
+            raise
 
     # ------------------------------------------------------------------ answers
 
@@ -312,19 +325,16 @@ class RankGroup:
             if left is not None and left <= 0:
                 return answers
             look_s = _LOOK_EVERY_S if left is None else min(left, _LOOK_EVERY_S)
-            sources = {rank.connection: index for index, rank in pending.items()}
-            sentinels = {rank.process.sentinel: index for index, rank in pending.items()}
-            ready = multiprocessing.connection.wait([*sources, *sentinels], timeout=look_s)
-            for source in ready:
-                index = sentinels[source] if isinstance(source, int) else sources[source]  # type: ignore[index]
-                self._receive(index, answers)
+            ready = multiprocessing.connection.wait([rank.connection for rank in pending.values()], timeout=look_s)
+            for index, rank in pending.items():
+                # What a rank has forked may hold its end of the pipe.
+                if rank.connection in ready or rank.process.poll() is not None:
+                    self._receive(index, answers)
 
     def _receive(self, index: int, answers: _Answers) -> None:
         rank = self._ranks[index]
-        if index in answers.died or index in answers.failed or index in answers.succeeded:
-            return
         try:
-            answer = pickle.loads(rank.connection.recv_bytes()) if rank.connection.poll() else None
+            answer = rank.connection.recv() if rank.connection.poll() else None
         except (EOFError, OSError):
             answer = None
         if isinstance(answer, Succeeded):
@@ -332,9 +342,9 @@ class RankGroup:
         elif isinstance(answer, Failed):
             answers.failed[index] = answer
         else:
-            rank.process.join(self._policy.terminate_s)
-            code = rank.process.exitcode
-            answers.died[index] = Exit(index, rank.process.pid or 0, 1 if code is None else code)
+            await_ends([rank.process], self._policy.terminate_s)
+            code = rank.process.poll()
+            answers.died[index] = Exit(index, rank.process.pid, 1 if code is None else code)
 
     def _await_secondary(self, answers: _Answers) -> _Answers:
         """After the first failure: let the others end by themselves, longer while the root cause is unknown."""
@@ -352,10 +362,6 @@ class RankGroup:
         who = f"rank {root_cause.rank} (pid {root_cause.pid})"
         failed = answers.failed.get(root_cause.rank)
         if failed is None:
-            report = CrashReport.unpack(self._pages.pages[root_cause.rank].report())
-            if report is not None and report.pid == root_cause.pid:
-                # It ended while it imported the script, and has left word why.
-                raise ConfigurationError(report.summary.partition(": ")[2])
             message = f"{who} of {self.num_ranks} {describe_exit(root_cause.exit_code)}"
             raise RankFailedError(message, rank=root_cause.rank, exitcode=root_cause.exit_code)
         remote = RemoteTraceback(f"on {who} of {self.num_ranks}:\n{failed.report.traceback}")
@@ -373,10 +379,8 @@ class RankGroup:
 
     def _too_late(self, answers: _Answers, timeout_s: float) -> CollectiveTimeoutError:
         missing = [index for index in range(self.num_ranks) if index not in answers.succeeded]
-        processes = {index: self._ranks[index].process for index in missing}
-        alive = {index: each.pid or 0 for index, each in processes.items() if each.is_alive()}
         stacks = StackRequest(
-            {index: (pid, Path(self._pages.files[index])) for index, pid in alive.items()}
+            {index: (self._ranks[index].process.pid, Path(self._pages.files[index])) for index in missing}
         ).await_stacks(_STACK_S)
         names = ", ".join(map(str, missing))
         return CollectiveTimeoutError(
@@ -386,60 +390,33 @@ class RankGroup:
         )
 
     def _stop(self) -> None:
-        """Send SIGTERM, then SIGKILL, to the ranks that are left."""
+        """Stop the ranks that are left, and what those have started."""
         self._is_closed = True
         atexit.unregister(self.close)
-        alive = [rank.process for rank in self._ranks if rank.process.is_alive()]
-        for process in alive:
-            process.terminate()
-        deadline = time.monotonic() + self._policy.terminate_s
-        for process in alive:
-            process.join(max(0.0, deadline - time.monotonic()))
-        for process in alive:
-            if process.is_alive():
-                process.kill()
-                process.join(self._policy.terminate_s)
-        for rank in self._ranks:
-            rank.connection.close()
-            if not rank.process.is_alive():
-                rank.process.close()
-        self._ranks = []
-        self._restore_signals()
-        self._port.close()
-        self._pages.close()
+        ranks, self._ranks, policy = dict(enumerate(self._ranks)), [], self._policy
+        children = {index: rank.process for index, rank in ranks.items()}
+        try:
+            stop(
+                children,
+                lambda index: children[index].send_signal(signal.SIGTERM),
+                patience_s=policy.terminate_s,
+                terminate_s=policy.terminate_s,
+            )
+        finally:
+            if self._guard is not None:
+                self._guard.close()
+            for rank in ranks.values():
+                rank.connection.close()
+                rank.process.release()
+            self._restore_signals()
+            self._port.close()
+            self._pages.close()
 
 
 def _refuse_while_importing() -> None:
     """A rank that imports its script must not start ranks: it would do so without end."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        placement = environment.current_placement()
-        error = ConfigurationError(
+        raise ConfigurationError(
             "evenstep.launch was called while a rank was importing the script. The ranks import it to find the "
             'function, so start them only under `if __name__ == "__main__":`.'
         )
-        page = own_page(placement)
-        if page is not None:
-            page.write_report(CrashReport.of(error, rank=placement.rank, traceback="").pack())
-        # Not the error itself: every rank would print its traceback. The parent raises it, once.
-        raise SystemExit(error.exit_code)
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Ranks started inside ignore Ctrl-C: the parent receives it, and stops them.
-
-    One that comes meanwhile is handled at the end: Linux keeps a signal that is blocked, even while it is ignored. The
-    ranks unblock it themselves.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    # The first rank would start it, which ends with interrupts unblocked.
-    resource_tracker.ensure_running()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

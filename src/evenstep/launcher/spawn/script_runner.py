@@ -1,4 +1,4 @@
-"""One rank of `evenstep run`: prepares the process, then becomes the user's script.
+"""One rank: prepares the process, then becomes the user's script, or calls functions for `evenstep.launch`.
 
 `start_worker.py` calls `main`, in a process that dies with the launcher and has no directory of the script's or the
 user's on its path yet.
@@ -74,7 +74,10 @@ def main(arguments: list[str]) -> None:
         # What was imported so far stays to the end, and collections needn't look through it.
         atexit.register(end_quickly, os.getpid(), has_frozen_types=_reports_leaks())
         gc.freeze()
-        if kind == "module":
+        if kind == "function":
+            # By name: the pool stands above.
+            importlib.import_module("evenstep.launcher.pool.ranks").serve(int(target), placement.rank)
+        elif kind == "module":
             _become_module(target, rest)
         else:
             become_script(target, rest)

@@ -1,4 +1,6 @@
-"""What `evenstep run` starts as a rank: `python -u start_worker.py PARENT_PID script|module|program TARGET ARGS...`.
+"""What becomes a rank: `python -u start_worker.py PARENT_PID script|module|program|function TARGET ARGS...`.
+
+`evenstep run` starts it, and `evenstep.launch`, whose target is the descriptor from which functions come.
 
 A file, and neither `-m` nor `-c`: those put the current directory first on the path, where a `random.py` of the
 user's would stand for python's own while torch is imported. `python -P` would do, and exists from python 3.11 only.
@@ -17,6 +19,7 @@ import signal
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+WORKER = __file__
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -11,7 +11,7 @@
 - The process between ends, so that the kernel gives the rank to the nearest ancestor that takes orphans, and the
   launcher has declared itself one (`PR_SET_CHILD_SUBREAPER`), only for this moment: it has no use for the orphans that
   ranks leave later. It waits for its ranks and learns how they ended, as for those it has started itself; and they die
-  with it, not with the zygote. What they have started doesn't: the zygote kills their groups if the launcher is killed.
+  with it, not with the zygote.
 - A forked rank has what the zygote has: modules, and nothing else. There is one thread, no CUDA, no process group, no
   generator that has drawn a number, no descriptor that the launcher was given: somebody's lock would be held as long as
   the ranks run. `settle` puts right what differs between a fork and a process that python has just started: session,
@@ -47,11 +47,10 @@ import torch
 from evenstep.ground import environment
 from evenstep.ground.compat.c_library.libc import c_library
 from evenstep.launcher.spawn.child import Child
-from evenstep.launcher.spawn.start_worker import die_with_parent
+from evenstep.launcher.spawn.start_worker import WORKER, die_with_parent
 from evenstep.processes import stat_fields
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
-WORKER = str(Path(__file__).with_name("start_worker.py"))
 _MAX_PID = 32  # characters
 _ANSWER_S = 60.0
 _POLL_S = 0.005
@@ -114,7 +113,7 @@ class Zygote:
         if self._connection is None:
             return
         with contextlib.suppress(ChildProcessError, ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)  # before its connection ends, which would mean that we were killed
+            os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
         self._connection.close()
         self._connection = None
@@ -169,9 +168,8 @@ def fork_zygote(*, preloads: bool = False) -> Zygote | None:
         try:
             ours.close()
             close_inherited(theirs.fileno())
-            os.setsid()  # Ctrl-C is the launcher's; its death is seen by the end of the connection
-            for which in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # as schedulers send them to every process
-                signal.signal(which, signal.SIG_IGN)  # `settle` gives ranks the default again
+            os.setsid()  # Ctrl-C is the launcher's
+            die_with_parent(launcher)
             arguments = _serve(theirs, launcher, preloads=preloads)
         except BaseException:
             os._exit(1)
@@ -236,19 +234,10 @@ def _is_shadowed() -> bool:
 def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[str]:
     """Fork one rank after the other until the launcher has gone. Returns in the forked ranks: what they are to run."""
     num_forks = 0
-    ranks: list[int] = []  # of the last attempt
     while True:
-        try:
-            head, descriptors, _, _ = socket.recv_fds(connection, 1, 4)
-        except ConnectionError:
-            head = b""
+        head, descriptors, _, _ = socket.recv_fds(connection, 1, 4)
         if not head:
-            # The launcher was killed, or it would have ended this process first. Ranks die with it; what they have
-            # started doesn't. Nobody has reaped a rank meanwhile, so its group's number is still its own.
-            for pid in ranks:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
-            os._exit(0)
+            os._exit(0)  # the launcher has gone
         with open(descriptors.pop(0), "rb") as order:
             order.seek(0)
             arguments, variables = json.load(order)
@@ -279,9 +268,7 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
         os.waitpid(between, 0)
         pid = int(os.read(reader, _MAX_PID) or b"0")
         os.close(reader)
-        ranks = [*ranks, *([pid] if pid else [])][-int(variables.get("LOCAL_WORLD_SIZE", "1")) :]
-        with contextlib.suppress(ConnectionError):  # the launcher has gone, as is seen above
-            connection.sendall(b"%d" % pid)
+        connection.sendall(b"%d" % pid)
         num_forks += 1
         if preloads and num_forks == int(variables.get("LOCAL_WORLD_SIZE", "1")):
             _preload()

@@ -10,6 +10,7 @@ at its children without reaping them (`WNOWAIT`), signals their groups, and reap
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -60,11 +61,10 @@ class Child:
         Raises:
             subprocess.TimeoutExpired: It has not.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
-            time.sleep(_POLL_S)
+        await_ends([self], math.inf if timeout is None else timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
         return code
 
     def send_signal(self, which: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import _io
 import atexit
 import contextlib
+import errno
 import faulthandler
 import gc
 import importlib
@@ -23,6 +24,7 @@ import sys
 import types
 from importlib.abc import InspectLoader
 from pathlib import Path
+from typing import Any
 
 from evenstep.errors import ConfigurationError
 from evenstep.ground.coordination.rendezvous_store import meet_without_port
@@ -51,6 +53,9 @@ def main(arguments: list[str]) -> None:
         os.execvp(target, [target, *rest])
     faulthandler.enable()
     meet_without_port(placement)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        if os.isatty(descriptor):
+            setattr(sys, name, unbuffered(descriptor, f"<{name}>", getattr(sys, name)))
     if given.stamps_lines and all(_is_own_log(descriptor, placement.rank) for descriptor in (1, 2)):
         stamp_lines(placement.rank)
     if page is not None:
@@ -81,6 +86,32 @@ def main(arguments: list[str]) -> None:
             _become_module(target, rest)
         else:
             become_script(target, rest)
+
+
+class _Terminal(io.FileIO):
+    """A terminal. Once it has gone, what is written goes nowhere.
+
+    A dropped connection asks the ranks to save and stop. The one that prints would fail before it comes to that.
+    """
+
+    def write(self, data: Any, /) -> int:
+        """See base class."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes
+
+
+def unbuffered(descriptor: int, name: str, like: object) -> io.TextIOWrapper:
+    """A stream as `python -u` makes it: what is written is seen, also if the process is killed."""
+    raw = (_Terminal if os.isatty(descriptor) else io.FileIO)(descriptor, "wb", closefd=False)
+    raw.name = name
+    encoding, errors = getattr(like, "encoding", "utf-8"), getattr(like, "errors", "strict")
+    stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors, newline="\n", write_through=True)
+    vars(stream)["mode"] = "w"
+    return stream
 
 
 def register_stacks(file: int) -> None:

@@ -13,7 +13,6 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):  # pyt
     del sys.path[0]
 
 import ctypes
-import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -41,12 +40,13 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def import_what_the_launcher_did() -> None:
-    """Have `evenstep` be the package that this file belongs to.
+    """Have `evenstep` be the package that this file belongs to, also where it has been imported.
 
     It may be on no path: `python -m evenstep run` finds it in the current directory.
     """
     package = Path(__file__).resolve().parents[2]
-    spec = importlib.util.find_spec(package.name)
+    found = (finder.find_spec(package.name, None) for finder in sys.meta_path)  # an editable installation has its own
+    spec = next(filter(None, found), None)
     if spec is None or spec.origin is None or Path(spec.origin).resolve().parent != package:
         sys.path.insert(0, str(package.parent))
 

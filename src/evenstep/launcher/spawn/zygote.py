@@ -28,8 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.machinery
-import io
 import json
 import mmap
 import os
@@ -47,7 +45,8 @@ import torch
 from evenstep.ground import environment
 from evenstep.ground.compat.c_library.libc import c_library
 from evenstep.launcher.spawn.child import Child
-from evenstep.launcher.spawn.start_worker import WORKER, die_with_parent
+from evenstep.launcher.spawn.script_runner import unbuffered
+from evenstep.launcher.spawn.start_worker import WORKER, die_with_parent, import_what_the_launcher_did
 from evenstep.processes import stat_fields
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
@@ -257,7 +256,8 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
             try:
                 settle(variables, descriptors)
                 show_as([sys.executable, "-u", WORKER, str(launcher), *arguments], variables)
-                sys.path[:] = search_path(sys.path, Path(__file__).resolve().parents[2])
+                del sys.path[:1]  # the launcher's own directory, or the current one
+                import_what_the_launcher_did()
             except BaseException:
                 traceback.print_exc()
                 raise
@@ -318,8 +318,8 @@ def settle(variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
     environment.replace(variables)
     _set_signals()
     tempfile.tempdir = None  # an import may have asked for it, and TMPDIR may be another one here
-    sys.stdout = sys.__stdout__ = _unbuffered(1, "<stdout>", sys.__stdout__)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _unbuffered(2, "<stderr>", sys.__stderr__)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = unbuffered(1, "<stdout>", sys.__stdout__)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = unbuffered(2, "<stderr>", sys.__stderr__)  # type: ignore[misc]
     _set_threads()
     # python's own generator is seeded anew by the fork; these would be the same in all ranks.
     torch.default_generator.seed()
@@ -380,34 +380,6 @@ def show_as(command: Sequence[str], variables: Mapping[str, str]) -> bool:
     )
     _shown.append(memory)
     return bool(libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(wanted), ctypes.sizeof(wanted), 0) == 0)
-
-
-def search_path(path: Sequence[str], package: Path) -> list[str]:
-    """The path on which a rank looks for modules, before its script's directory is put in front.
-
-    Args:
-        path: The launcher's: its first entry is the launcher's own directory, or the current one.
-        package: The folder of evenstep, which may be on no path: `python -m` finds it in the current directory.
-    """
-    rest = list(path[1:])
-    spec = importlib.machinery.PathFinder.find_spec(package.name, rest)
-    if spec is None:
-        for finder in sys.meta_path:  # of an editable installation
-            found = getattr(finder, "find_spec", lambda *_: None)
-            spec = spec or (None if finder is importlib.machinery.PathFinder else found(package.name, None))
-    if spec is None or spec.origin is None or Path(spec.origin).resolve().parent != package:
-        rest.insert(0, str(package.parent))
-    return rest
-
-
-def _unbuffered(descriptor: int, name: str, like: object) -> io.TextIOWrapper:
-    """A stream as `python -u` makes it: what is written is seen, also if the process is killed."""
-    raw = io.FileIO(descriptor, "wb", closefd=False)
-    raw.name = name
-    encoding, errors = getattr(like, "encoding", "utf-8"), getattr(like, "errors", "strict")
-    stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors, newline="\n", write_through=True)
-    vars(stream)["mode"] = "w"
-    return stream
 
 
 def _set_threads() -> None:

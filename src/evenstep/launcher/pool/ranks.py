@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -22,20 +23,20 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from evenstep.errors import CollectiveTimeoutError, ConfigurationError, EvenstepError, RankFailedError, UsageError
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError, UsageError
 from evenstep.ground import environment
 from evenstep.ground.health.excepthook import describe
 from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.launcher.failure.report import StopPolicy, describe_exit, is_evident
 from evenstep.launcher.failure.stacks import StackRequest
-from evenstep.launcher.pool.remote import pack_call, pack_exception, pack_result, unpack_call
+from evenstep.launcher.pool.remote import pack_answer, pack_call, unpack_call
 from evenstep.launcher.spawn.child import Child, Guard, await_ends, keep_ended_children, stop
 from evenstep.launcher.spawn.start_worker import WORKER
 from evenstep.network import LOOPBACK, Reservation
@@ -55,24 +56,26 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Succeeded:
-    """A rank's answer: the packed result; None if the parent doesn't want it."""
+class Answer:
+    """What a rank sends back.
 
-    result: bytes | None
+    Attributes:
+        value: The packed result, or exception; None: the parent doesn't want it, or it can't travel.
+        report: Of what the rank raised; None: it succeeded.
+    """
+
+    value: bytes | None
+    report: CrashReport | None = None
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A rank's answer: what it raised. `exception` is None if it can't travel."""
-
-    report: CrashReport
-    exception: bytes | None
+Answers = dict[int, Answer | Exit]
+"""By rank; an `Exit` of one that died without an answer."""
 
 
 def serve(descriptor: int, rank: int) -> None:
     """Run one task after the other until the parent closes the pipe, or one fails. In the rank."""
     os.set_inheritable(descriptor, False)
-    connection: Connection[Succeeded | Failed, Task] = Connection(descriptor)
+    connection: Connection[Answer, Task] = Connection(descriptor)
     while True:
         try:
             task = connection.recv()
@@ -83,12 +86,12 @@ def serve(descriptor: int, rank: int) -> None:
             connection.send(answer)
         except OSError:
             return
-        if isinstance(answer, Failed):
+        if answer.report is not None:
             # Only now may sockets close: peers that see them break report after this rank.
             raise SystemExit(answer.report.exit_code)
 
 
-def _perform(task: Task, rank: int) -> Succeeded | Failed:
+def _perform(task: Task, rank: int) -> Answer:
     try:
         if task.preparation is not None:
             _import_main(task.preparation)
@@ -99,17 +102,16 @@ def _perform(task: Task, rank: int) -> Succeeded | Failed:
             if error.code:
                 raise
             result = None
-        return Succeeded(pack_result(result) if task.wants_result else None)
-    except SystemExit as error:
-        # `sys.exit(3)` on a rank must not end the parent: it arrives as the text of a RankFailedError.
-        return Failed(_report(error, rank, error.code if isinstance(error.code, int) else 1), None)
+        return Answer(pack_answer(result) if task.wants_result else None)
     except BaseException as error:
-        status = error.exit_code if isinstance(error, EvenstepError) else 1
-        return Failed(_report(error, rank, status), pack_exception(error))
-
-
-def _report(error: BaseException, rank: int, exit_code: int) -> CrashReport:
-    return replace(CrashReport.of(error, rank=rank, traceback=describe(error)), exit_code=exit_code)
+        report, exception = CrashReport.of(error, rank=rank, traceback=describe(error)), None
+        if isinstance(error, SystemExit):
+            # `sys.exit(3)` on a rank must not end the parent: it arrives as the text of a RankFailedError.
+            report = replace(report, exit_code=error.code if isinstance(error.code, int) else 1)
+        else:
+            with contextlib.suppress(TypeError):
+                exception = pack_answer(error)
+        return Answer(exception, report)
 
 
 def _import_main(preparation: dict[str, Any]) -> None:
@@ -137,25 +139,7 @@ class RemoteTraceback(Exception):
 @dataclass
 class _Rank:
     process: Child
-    connection: Connection[Task, Succeeded | Failed]
-
-
-@dataclass
-class _Answers:
-    """What is known of a running task."""
-
-    succeeded: dict[int, Succeeded] = field(default_factory=dict)
-    failed: dict[int, Failed] = field(default_factory=dict)
-    died: dict[int, Exit] = field(default_factory=dict)
-
-    @property
-    def reports(self) -> list[CrashReport]:
-        return [answer.report for answer in self.failed.values()]
-
-    @property
-    def exits(self) -> list[Exit]:
-        raised = [Exit(report.rank, report.pid, report.exit_code or 1) for report in self.reports]
-        return raised + list(self.died.values())
+    connection: Connection[Task, Answer]
 
 
 class RankGroup:
@@ -251,24 +235,26 @@ class RankGroup:
             for name in ("authkey", "start_method"):  # neither can travel here, nor does a script's rank have them
                 del preparation[name]
         self._num_tasks += 1
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+        answers: Answers = {}
         try:
             for index, rank in enumerate(self._ranks):
                 task = Task(call, wants_result=results == "all" or index == 0, preparation=preparation)
                 # A rank that is already dead is noticed, with its signal, where the answers are awaited.
                 with contextlib.suppress(OSError):
                     rank.connection.send(task)
-            answers = self._await_answers(_Answers(), deadline)
-            if answers.failed or answers.died:
-                self._raise_failure(self._await_secondary(answers))
-            if len(answers.succeeded) < self.num_ranks:
+            self._await_answers(answers, deadline)
+            if _exits(answers):
+                self._await_secondary(answers)
+                self._raise_failure(answers)
+            if len(answers) < self.num_ranks:
                 raise self._too_late(answers, timeout_s or 0.0)
         except BaseException:
             # Also a KeyboardInterrupt here: no rank is left behind.
             self._stop()
             raise
-        wanted = range(self.num_ranks) if results == "all" else range(1)
-        return [pickle.loads(answers.succeeded[rank].result or b"") for rank in wanted]
+        found = (answer.value for _, answer in sorted(answers.items()) if isinstance(answer, Answer))
+        return [pickle.loads(value) for value in found if value is not None]
 
     def close(self) -> None:
         """End the processes and remove what they met in. Twice is once."""
@@ -314,71 +300,60 @@ class RankGroup:
 
     # ------------------------------------------------------------------ answers
 
-    def _await_answers(self, answers: _Answers, deadline: float | None, *, stop_early: bool = True) -> _Answers:
+    def _await_answers(self, answers: Answers, deadline: float, *, stop_early: bool = True) -> None:
         """Collect until all ranks have answered or died, one has failed, or the deadline has passed."""
-        while True:
-            known = answers.succeeded.keys() | answers.failed.keys() | answers.died.keys()
-            pending = {index: rank for index, rank in enumerate(self._ranks) if index not in known}
-            if not pending or (stop_early and (answers.failed or answers.died)):
-                return answers
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return answers
-            look_s = _LOOK_EVERY_S if left is None else min(left, _LOOK_EVERY_S)
-            ready = multiprocessing.connection.wait([rank.connection for rank in pending.values()], timeout=look_s)
+        while pending := {index: rank for index, rank in enumerate(self._ranks) if index not in answers}:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or (stop_early and _exits(answers)):
+                return
+            connections = [rank.connection for rank in pending.values()]
+            ready = multiprocessing.connection.wait(connections, timeout=min(left_s, _LOOK_EVERY_S))
             for index, rank in pending.items():
                 # What a rank has forked may hold its end of the pipe.
                 if rank.connection in ready or rank.process.poll() is not None:
-                    self._receive(index, answers)
+                    answers[index] = self._receive(index, rank)
 
-    def _receive(self, index: int, answers: _Answers) -> None:
-        rank = self._ranks[index]
-        try:
-            answer = rank.connection.recv() if rank.connection.poll() else None
-        except (EOFError, OSError):
-            answer = None
-        if isinstance(answer, Succeeded):
-            answers.succeeded[index] = answer
-        elif isinstance(answer, Failed):
-            answers.failed[index] = answer
-        else:
-            await_ends([rank.process], self._policy.terminate_s)
-            code = rank.process.poll()
-            answers.died[index] = Exit(index, rank.process.pid, 1 if code is None else code)
+    def _receive(self, index: int, rank: _Rank) -> Answer | Exit:
+        with contextlib.suppress(EOFError, OSError):
+            if rank.connection.poll():
+                return rank.connection.recv()
+        await_ends([rank.process], self._policy.terminate_s)
+        code = rank.process.poll()
+        return Exit(index, rank.process.pid, 1 if code is None else code)
 
-    def _await_secondary(self, answers: _Answers) -> _Answers:
+    def _await_secondary(self, answers: Answers) -> None:
         """After the first failure: let the others end by themselves, longer while the root cause is unknown."""
         started = time.monotonic()
         for grace_s in (self._policy.evident_grace_s, self._policy.grace_s):
             self._await_answers(answers, started + grace_s, stop_early=False)
-            if is_evident(answers.exits, answers.reports):
+            if is_evident(_exits(answers), _reports(answers)):
                 break
-        return answers
 
     # ------------------------------------------------------------------ failing
 
-    def _raise_failure(self, answers: _Answers) -> None:
-        root_cause = choose_root_cause(answers.exits, answers.reports) or answers.exits[0]
+    def _raise_failure(self, answers: Answers) -> None:
+        exits = _exits(answers)
+        root_cause = choose_root_cause(exits, _reports(answers)) or exits[0]
         who = f"rank {root_cause.rank} (pid {root_cause.pid})"
-        failed = answers.failed.get(root_cause.rank)
-        if failed is None:
+        answer = answers[root_cause.rank]
+        if isinstance(answer, Exit) or answer.report is None:
             message = f"{who} of {self.num_ranks} {describe_exit(root_cause.exit_code)}"
             raise RankFailedError(message, rank=root_cause.rank, exitcode=root_cause.exit_code)
-        remote = RemoteTraceback(f"on {who} of {self.num_ranks}:\n{failed.report.traceback}")
+        report = answer.report
+        remote = RemoteTraceback(f"on {who} of {self.num_ranks}:\n{report.traceback}")
         error: BaseException | None = None
-        if failed.exception is not None:
-            with contextlib.suppress(Exception):  # e.g. its class exists only in the ranks
-                error = pickle.loads(failed.exception)
+        with contextlib.suppress(Exception):  # nothing was sent, or e.g. its class exists only in the ranks
+            error = pickle.loads(answer.value or b"")
         if error is None:
-            message = f"{who} of {self.num_ranks} failed: {failed.report.summary}"
+            message = f"{who} of {self.num_ranks} failed: {report.summary}"
             error = RankFailedError(message, rank=root_cause.rank, exitcode=root_cause.exit_code)
         if hasattr(error, "add_note"):  # python 3.11 and later
-            _, at, where = failed.report.traceback.rpartition("\n  at ")  # of a user's mistake
+            _, at, where = report.traceback.rpartition("\n  at ")  # of a user's mistake
             error.add_note(f"raised on {who} of {self.num_ranks}" + (f", at {where}" if at else ""))
         raise error from remote
 
-    def _too_late(self, answers: _Answers, timeout_s: float) -> CollectiveTimeoutError:
-        missing = [index for index in range(self.num_ranks) if index not in answers.succeeded]
+    def _too_late(self, answers: Answers, timeout_s: float) -> CollectiveTimeoutError:
+        missing = [index for index in range(self.num_ranks) if index not in answers]
         stacks = StackRequest(
             {index: (self._ranks[index].process.pid, Path(self._pages.files[index])) for index in missing}
         ).await_stacks(_STACK_S)
@@ -411,6 +386,16 @@ class RankGroup:
             self._restore_signals()
             self._port.close()
             self._pages.close()
+
+
+def _reports(answers: Answers) -> list[CrashReport]:
+    return [each.report for each in answers.values() if isinstance(each, Answer) and each.report is not None]
+
+
+def _exits(answers: Answers) -> list[Exit]:
+    """Of ranks that have failed."""
+    raised = [Exit(report.rank, report.pid, report.exit_code or 1) for report in _reports(answers)]
+    return raised + [each for each in answers.values() if isinstance(each, Exit)]
 
 
 def _refuse_while_importing() -> None:

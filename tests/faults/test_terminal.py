@@ -85,7 +85,14 @@ PRINTS = """
 """
 
 
-@pytest.mark.parametrize("flags", [[], pytest.param(["--cold-start"], marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        pytest.param(["--cold-start"], marks=pytest.mark.extended),
+        pytest.param(["--all-ranks"], marks=pytest.mark.extended),
+    ],
+)
 def test_a_terminal_that_is_closed_saves_though_the_script_goes_on_printing(tmp_path: Path, flags: list[str]) -> None:
     """FAULTS.md, 39. Who prints to a terminal that has gone gets an error, and rank 0 has the launcher's."""
     (tmp_path / "script.py").write_text(textwrap.dedent(PRINTS))

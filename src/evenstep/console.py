@@ -21,8 +21,13 @@ def printable(text: str) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line to stderr at once. What it quotes, such as a file's name or the end of a log, stays text."""
-    print(printable(line), file=sys.stderr, flush=True)  # noqa: T201
+    """Print a line to stderr at once. What it quotes, such as a file's name or the end of a log, stays text.
+
+    Where stderr can't be written, because a disk is full or a terminal closed, nobody reads the line: nothing happens.
+    """
+    if sys.stderr is not None:  # was closed when python started; `print` would take stdout
+        with contextlib.suppress(OSError):
+            print(printable(line), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def progress(

@@ -270,7 +270,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, kind: str) -> 
     target = {"python": ["script.py"], "program": ["--no-python", "sh", "-c", "touch up-$RANK; exec sleep 100"]}[kind]
     command = start(tmp_path, ["--nproc-per-node", "2", *target], WAITS)
     command.wait_until(lambda: is_up(command))
-    assert len(command.processes()) == 4, "launcher, template, two ranks"
+    assert len(command.processes()) == 5, "launcher, template, guard, two ranks"
     os.kill(command.process.pid, signal.SIGKILL)
     command.process.wait()
     assert command.leaves_no_process(within_s=1.0)
@@ -278,7 +278,8 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, kind: str) -> 
     assert logs.startswith("evenstep-logs-")
 
 
-def test_what_ranks_have_started_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], pytest.param(["--cold-start"], marks=pytest.mark.extended)])
+def test_what_ranks_have_started_ends_with_a_launcher_that_is_killed(tmp_path: Path, flags: list[str]) -> None:
     """FAULTS.md, 8. It doesn't get the signal by which the kernel ends ranks."""
     script = """
         import os, subprocess, time
@@ -286,9 +287,9 @@ def test_what_ranks_have_started_ends_with_a_launcher_that_is_killed(tmp_path: P
         open(f"up-{os.environ['RANK']}", "w").close()
         time.sleep(100)
     """
-    command = start(tmp_path, ["--nproc-per-node", "2", "script.py"], script)
+    command = start(tmp_path, ["--nproc-per-node", "2", *flags, "script.py"], script)
     command.wait_until(lambda: is_up(command))
-    assert len(command.processes()) == 6, "launcher, template, two ranks with a process each"
+    assert len(command.processes()) >= 6, "launcher, two ranks with a process each, and what ends these"
     os.kill(command.process.pid, signal.SIGKILL)
     command.process.wait()
     assert command.leaves_no_process(within_s=1.0)

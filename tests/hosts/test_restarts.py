@@ -178,3 +178,39 @@ def test_a_host_that_loses_a_rank_while_another_was_asked_to_stop_does_not_start
     assert [host.wait() for host in started] == [128 + 15, 128 + 9], started[0].stderr + started[1].stderr
     assert "restarting all ranks" not in started[1].stderr
     assert started[1].stderr.endswith("evenstep: the run had been asked to stop, so there is no other attempt\n")
+
+
+COMES_BACK = """
+    import time
+    import evenstep, torch
+
+    with evenstep.init(quiet=True) as world:
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 1))
+        checkpoint = evenstep.Checkpointer({saved!r}, every_steps=1, every_minutes=None, model=model)
+        checkpoint.resume()
+        if checkpoint.num_steps == 0:
+            checkpoint.step()
+            checkpoint.wait()
+            open("up", "w").close()
+            while True:
+                world.barrier()
+                time.sleep(0.01)
+        world.print(f"{{world.num_nodes}} nodes from step {{checkpoint.num_steps}}")
+"""
+
+
+def test_a_launcher_that_is_started_anew_takes_the_place_of_a_lost_one(
+    make_hosts: Callable[[int], Hosts], tmp_path: Path
+) -> None:
+    """It knows nothing of the attempt before, in which another launcher had its rank."""
+    script, flags = COMES_BACK.format(saved=str(tmp_path / "saved")), ["--max-restarts", "1", "--node-timeout", "4"]
+    hosts = make_hosts(2)
+    started = [hosts.start(host, script, flags) for host in range(2)]
+    for host in started:
+        host.wait_until((host.directory / "up").exists)
+    started[1].process.kill()
+    started[1].process.wait()
+    second = hosts.start(1, script, flags)
+    assert (started[0].wait(), second.wait()) == (0, 0), started[0].stderr + second.stderr
+    assert started[0].stdout == "2 nodes from step 1\n"
+    assert "two nodes have" not in second.stderr

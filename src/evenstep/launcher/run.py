@@ -32,15 +32,13 @@ from evenstep.launcher.elastic import rendezvous
 from evenstep.launcher.elastic.agent import RankAgent, RunFailed
 from evenstep.launcher.failure.report import StopPolicy, status_of
 from evenstep.launcher.options.flags import (
+    Nodes,
     behind_the_script,
-    fixed_port,
     for_workers,
     num_nodes,
-    on_one_host,
-    on_several_hosts,
     parse,
     placed_by,
-    rendezvous_endpoint,
+    plan_nodes,
 )
 from evenstep.launcher.options.logs import (
     PREFIX,
@@ -82,15 +80,11 @@ def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
 
 
 def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> int:
-    fewest, most = num_nodes(args)
+    most = num_nodes(args)[1]
     around = environment.surroundings()
     environment.refuse_independent_runs(around, num_nodes=most, what="evenstep run")
     args = placed_by(environment.node_of_task(around, num_nodes=most), args, arguments)
-    if most > 1 and args.rdzv_backend == "static" and args.node_rank and not (args.master_addr or args.rdzv_endpoint):
-        raise ConfigurationError(
-            f"--node-rank {args.node_rank} of {most}: where is node 0? Give all nodes its address, with --master-addr."
-        )
-    args.master_addr = args.master_addr or network.LOOPBACK
+    nodes = plan_nodes(args)
     host = look_at_host()
     plan = plan_ranks(
         args.nproc_per_node,
@@ -113,7 +107,7 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
         redirects=args.redirects, tee="3" if args.all_ranks else args.tee, local_ranks_filter=args.local_ranks_filter
     )
     choices.validate_ranks(plan.num_ranks)
-    _check_port(args)
+    _check_port(nodes)
     timeouts = PhaseTimeouts.parse(args.phase_timeout)
     log_directory = make_log_directory(args.log_dir)
     line = environment.announcement(
@@ -121,7 +115,7 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
         num_nodes=most,
         device=(args.device or ("cuda" if host.num_gpus else "cpu")).partition(":")[0],
         num_threads=plan.num_threads,
-        fewest_nodes=fewest,
+        fewest_nodes=nodes.fewest,
     )
     say(line)
     variables = environment.run_variables(
@@ -134,9 +128,7 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
         stamps_lines=args.log_dir is not None or None,
         servers=args.servers,
     ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
-    run = _Run(
-        args, RankLogs(choices, log_directory), timeouts, num_ranks=plan.num_ranks, num_nodes=most, zygote=zygote
-    )
+    run = _Run(args, RankLogs(choices, log_directory), timeouts, num_ranks=plan.num_ranks, nodes=nodes, zygote=zygote)
     with environment.exported(variables):
         return run.execute()
 
@@ -151,11 +143,11 @@ class _Run:
         timeouts: PhaseTimeouts,
         *,
         num_ranks: int,
-        num_nodes: int,
+        nodes: Nodes,
         zygote: Zygote | None = None,
     ) -> None:
         self._args, self._logs, self._timeouts, self._zygote = args, logs, timeouts, zygote
-        self._num_ranks, self._num_nodes = num_ranks, num_nodes
+        self._num_ranks, self._nodes = num_ranks, nodes
         self._agent: RankAgent | None = None
 
     def execute(self) -> int:
@@ -174,7 +166,7 @@ class _Run:
         except RendezvousError as error:
             cause = error.__cause__ or error
             raise ConfigurationError(
-                f"the nodes could not meet at {self._args.rdzv_endpoint or self._args.master_addr}: {cause}. Check "
+                f"the nodes could not meet at {self._args.rdzv_endpoint or self._nodes.host}: {cause}. Check "
                 f"that every node runs the same command, and that the address and port can be reached."
             ) from None
         finally:
@@ -190,17 +182,12 @@ class _Run:
         return self._agent is not None and self._agent.has_saved
 
     def _launch(self) -> None:
-        rendezvous.register()
-        args = on_one_host(for_workers(self._args, num_ranks=self._num_ranks, parent_pid=os.getpid()))
-        if args.master_port is None:
-            args.master_port = 29500
-        if self._num_nodes > 1:
-            place = rendezvous_endpoint(args)
-            args = on_several_hosts(
-                args, own_address=network.address_towards(*place), keeps_store=network.is_own_address(place[0])
-            )
+        args, nodes = for_workers(self._args, num_ranks=self._num_ranks, parent_pid=os.getpid()), self._nodes
+        if nodes.most > 1:
+            args.local_addr = args.local_addr or network.address_towards(nodes.host, nodes.port or 29500)
         try:
             config, command, command_args = config_from_args(args)
+            rendezvous.choose(nodes, config)
         except (ValueError, AssertionError) as error:
             raise ConfigurationError(f"evenstep run: {error}") from None
         config.logs_specs = self._logs
@@ -298,14 +285,10 @@ def _check_target(args: Namespace) -> None:
         raise ConfigurationError(f"{target}: no such script (looked in {Path.cwd()}).")
 
 
-def _check_port(args: Namespace) -> None:
-    port = fixed_port(args)
-    if port is None or args.node_rank != 0:
-        return
-    host = args.rdzv_endpoint.rpartition(":")[0] or args.master_addr
-    if network.is_taken(host.strip("[]"), port):
-        owner = network.owner_of(port)
+def _check_port(nodes: Nodes) -> None:
+    if nodes.port is not None and nodes.rank == 0 and network.is_taken(nodes.host, nodes.port):
+        owner = network.owner_of(nodes.port)
         raise ConfigurationError(
-            f"port {port} is in use" + (f" by {owner}" if owner else "") + ". Choose another with --master-port, or on "
-            "one host leave it out: the system then chooses a free one."
+            f"port {nodes.port} is in use" + (f" by {owner}" if owner else "") + ". Choose another with --master-port, "
+            "or on one host leave it out: the system then chooses a free one."
         )

@@ -325,7 +325,62 @@ def test_every_meeting_has_a_store_of_its_own() -> None:
     reservation.close()
 
 
+@pytest.mark.parametrize("may_restart", [True, False])
+def test_who_comes_while_the_run_goes_on_takes_a_lost_nodes_place_if_the_run_may_restart(
+    may_restart: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher that is started anew knows nothing of the rounds before."""
+    reservation = Reservation()
+    made: dict[str, Any] = {"num_nodes": 2, "run_id": "none", "timeout_s": 20, "may_restart": may_restart}
+    kept, lost, new = (
+        FixedNodesRendezvous("127.0.0.1", reservation.port, node_rank=node, **made) for node in (0, 1, 1)
+    )
+
+    def come(handler: FixedNodesRendezvous) -> str:
+        try:
+            info = handler.next_rendezvous()
+        except ConfigurationError as error:
+            return str(error)
+        return f"{info.rank} at {info.bootstrap_store_info.master_port}"
+
+    with ThreadPoolExecutor(2) as pool:
+        first = [*pool.map(come, (kept, lost))]
+        newcomer = pool.submit(come, new)
+        if not may_restart:
+            assert "two nodes have --node-rank 1" in newcomer.result(20)
+        else:
+            time.sleep(0.5)
+            assert not newcomer.done()
+            rank, _, port = come(kept).partition(" at ")
+            assert (rank, newcomer.result(20)) == ("0", f"1 at {port}")
+            assert f"0 at {port}" not in first
+            assert "waits for the next attempt" in capsys.readouterr().err
+    reservation.close()
+
+
+def test_two_nodes_of_one_rank_are_refused_while_the_others_are_awaited() -> None:
+    reservation = Reservation()
+    told: dict[int, str] = {}
+    made: dict[str, Any] = {"num_nodes": 3, "run_id": "none", "timeout_s": 3, "may_restart": True}
+    keeper, *others = (FixedNodesRendezvous("127.0.0.1", reservation.port, node_rank=n, **made) for n in (0, 1, 1))
+
+    def come(number: int, handler: FixedNodesRendezvous) -> None:
+        try:
+            handler.next_rendezvous()
+        except ConfigurationError as error:
+            told[number] = str(error)
+
+    threads = [threading.Thread(target=come, args=each) for each in enumerate((keeper, *others))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    reservation.close()
+    assert sum("two nodes have --node-rank 1. Give every node its own, 0 to 2." in text for text in told.values()) == 1
+    assert "node 2 of 3 did not come" in told[0]
+
+
 def test_an_address_of_another_node_cannot_be_listened_on() -> None:
-    handler = FixedNodesRendezvous("192.0.2.77", 29500, node_rank=0, num_nodes=2, run_id="none")
+    handler = FixedNodesRendezvous("192.0.2.77", 29500, node_rank=0, num_nodes=2, run_id="none", timeout_s=9)
     with pytest.raises(ConfigurationError, match=r"can't listen at 192.0.2.77:29500: .*--master-addr names the node"):
         handler.next_rendezvous()

@@ -6,6 +6,7 @@ What is to be done is decided by `failure/verdict.py`, from a look; here it is d
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -53,7 +54,7 @@ from evenstep.launcher.failure.verdict import (
     judge,
     reports_of,
 )
-from evenstep.launcher.spawn.child import Child
+from evenstep.launcher.spawn.child import Child, Guard, stop
 from evenstep.processes import has_gpu, has_gpu_driver
 
 _POLL_S = 0.02
@@ -86,6 +87,7 @@ class Ranks:
         self._pages = dict(zip(ranks, pages.pages, strict=True))
         self._files = {rank: Path(file) for rank, file in zip(ranks, pages.files, strict=True)}
         self._ends = Ends(process.pid for process in self._processes.values())
+        self._guard = Guard(process.pid for process in self._processes.values())
         self.lost: set[int] = set()
         self.stopped: set[int] = set()
 
@@ -123,45 +125,28 @@ class Ranks:
         self._processes[rank].signal_group(signal.SIGKILL)
 
     def stop(self, first: signal.Signals, *, patience_s: float, terminate_s: float) -> None:
-        """Stop the ranks and what they started. A signal to us meanwhile means SIGKILL now.
-
-        Args:
-            first: Sent first, to the ranks alone: they may need what they have started, such as the workers of their
-                loaders, for the steps until they save. SIGKILL follows, to everything.
-            patience_s: Until then.
-            terminate_s: From SIGKILL until a rank that still runs is left behind.
-        """
+        """Stop the ranks and what they started; see `child.stop`."""
         self.stopped |= self._running().keys()
-        try:
-            for rank in self._running():
-                ready = self._pages[rank].words[Note.IS_READY]
-                self._request(rank, signal.SIGTERM if first == signal.SIGINT and not ready else first)
-            self._await_all(patience_s)
-        finally:
-            if self.stopped:
-                for rank in self._processes:
-                    self.kill(rank)
-        self._await_all(terminate_s)
-        for rank, process in self._running().items():
-            say(f"evenstep: rank {rank} (pid {process.pid}) can't be killed, and is left behind")
+        ask = functools.partial(self._request, first)
+        for rank in stop(self._processes, ask, patience_s=patience_s, terminate_s=terminate_s):
+            say(f"evenstep: rank {rank} (pid {self._processes[rank].pid}) can't be killed, and is left behind")
 
-    def _request(self, rank: int, which: signal.Signals) -> None:
+    def _request(self, which: signal.Signals, rank: int) -> None:
         """Send a signal to the process that trains: behind a shell script it isn't the one that was started."""
-        process, seen = self._processes[rank], self._pages[rank].read()
+        process, page = self._processes[rank], self._pages[rank]
+        seen = page.read()
+        if which == signal.SIGINT and not page.words[Note.IS_READY]:
+            which = signal.SIGTERM
         with contextlib.suppress(OSError):
             if seen is not None and os.getsid(seen.pid) == process.pid:
                 os.kill(seen.pid, which)
                 return
         process.send_signal(which)
 
-    def _await_all(self, longest_s: float) -> None:
-        deadline = time.monotonic() + longest_s
-        while self._running() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-
     def close(self) -> None:
         """Close after all ranks have ended or can't be killed. Writes the rest of what goes to the terminal."""
         self._ends.close()
+        self._guard.close()
         self._all_pages.close()
         self._context.close(signal.SIGKILL, timeout=0)
         for process in self._processes.values():
@@ -390,9 +375,7 @@ class Attempt:
         ends = self._others.await_ends(self._policy.terminate_s if how is Parting.SAVED else math.inf)
         self._remote_failure = self._others.look()
         self._was_left = Parting.LOST in ends
-        if how is Parting.WELL and (self._remote_failure is not None or self._was_left):
-            return False
-        return True
+        return how is Parting.SAVED or not (self._remote_failure is not None or self._was_left)
 
     def _fail(self, step: Step, states: Sequence[RankState]) -> End:
         """Stop the ranks that run, and find the root cause, here or on another node."""

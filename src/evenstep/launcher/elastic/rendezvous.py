@@ -21,14 +21,16 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.launcher.api import LaunchConfig
 
 from evenstep import network
 from evenstep.console import say
 from evenstep.errors import ConfigurationError
 from evenstep.ground.coordination.rendezvous_store import call_within
-from evenstep.launcher.options.flags import FIXED_NODES, ONE_NODE
+from evenstep.launcher.options.flags import Nodes
 
-_TIMEOUT_S = 600.0
+_BACKEND = "evenstep"  # torchelastic's name for both
+_PORT = 29500  # torchrun's
 _ANSWER_S = 2.0
 _REPORT_AFTER_S = 10.0
 _LOOK_S = 0.1
@@ -68,14 +70,12 @@ class OneNodeRendezvous(StaticTCPRendezvous):
     def __init__(self, run_id: str, port: int = 0) -> None:
         super().__init__(network.LOOPBACK, port, 0, 1, run_id, 0)
         self._reservation: network.Reservation | None = None
-        self._num_rounds = 0
-        self._entries = HashStore()
 
     use_agent_store = False  # rank 0 hosts torch's store, if the script wants one
 
     def get_backend(self) -> str:
         """See base class."""
-        return ONE_NODE
+        return _BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See base class."""
@@ -84,9 +84,7 @@ class OneNodeRendezvous(StaticTCPRendezvous):
         if not port:
             self._reservation = network.Reservation()
             port = self._reservation.port
-        self._num_rounds += 1
-        store = PrefixStore(f"round-{self._num_rounds}", self._entries)
-        return RendezvousInfo(store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, port))
+        return RendezvousInfo(HashStore(), self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, port))
 
     def shutdown(self) -> bool:
         """See base class."""
@@ -110,19 +108,29 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
         num_nodes: All nodes.
         run_id: Name of the run.
         timeout_s: How long to wait for the others.
+        may_restart: The nodes meet again after a failure, and a lost node may come back as a new process.
     """
 
     def __init__(
-        self, address: str, port: int, *, node_rank: int, num_nodes: int, run_id: str, timeout_s: float = _TIMEOUT_S
+        self,
+        address: str,
+        port: int,
+        *,
+        node_rank: int,
+        num_nodes: int,
+        run_id: str,
+        timeout_s: float,
+        may_restart: bool = False,
     ) -> None:
         super().__init__(address, port, node_rank, num_nodes, run_id, int(timeout_s))
+        self._may_restart = may_restart
         self._opened: Store | None = None
         self._ranks_store: TCPStore | None = None
-        self._num_rounds = 0
+        self._round = 0
 
     def get_backend(self) -> str:
         """See base class."""
-        return FIXED_NODES
+        return _BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until all nodes are here.
@@ -131,8 +139,7 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
             ConfigurationError: They were given different commands, or don't come.
         """
         store = self._opened = self._opened or self._open()
-        self._num_rounds += 1
-        here = PrefixStore(f"round-{self._num_rounds}", store)
+        here = self._take_place(store)
         self._await_all(here)
         info = RendezvousStoreInfo(self.master_addr, self._find_port(here))
         return RendezvousInfo(here, self.rank, self.world_size, info)
@@ -142,7 +149,7 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
 
         torch's own `init_process_group` has one name for all attempts: it would find the addresses of the ranks before.
         """
-        if self._num_rounds == 1:
+        if self._round == 1:
             return self.master_port
         if self.rank == 0:
             self._ranks_store = open_store(self.master_addr, 0)  # no node reads the one before any more
@@ -175,12 +182,37 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
                 f"and port can be reached."
             ) from None
 
+    def _take_place(self, store: Store) -> Store:
+        """Wait for the next round, which node 0 begins, and take this node's rank in it; returns its part of the store.
+
+        The number is the store's: who comes in place of a lost node knows nothing of the rounds before.
+        """
+        if self.rank == 0:
+            store.add("round", 1)
+        started = time.monotonic()
+        while time.monotonic() - started < self.timeout.total_seconds():
+            newest = store.add("round", 0)
+            if newest > self._round:
+                self._round = newest
+                here = PrefixStore(f"round-{newest}", store)
+                if here.add(f"taken-{self.rank}", 1) == 1:
+                    return here
+                is_running = here.check([f"node-{node}" for node in range(self.world_size)])
+                if not (is_running and self._may_restart):
+                    raise ConfigurationError(
+                        f"two nodes have --node-rank {self.rank}. Give every node its own, 0 to {self.world_size - 1}."
+                    )
+                say(
+                    f"evenstep: the run goes on with another node of --node-rank {self.rank}: this one waits for the "
+                    f"next attempt, to take its place"
+                )
+            time.sleep(_LOOK_S)
+        raise ConfigurationError(
+            f"node 0 began no other attempt within {self.timeout.total_seconds():g} s. Start all nodes anew."
+        )
+
     def _await_all(self, store: Store) -> None:
         expected = f"--nnodes {self.world_size} --rdzv-id {self.run_id}"
-        if store.add(f"taken-{self.rank}", 1) > 1:
-            raise ConfigurationError(
-                f"two nodes have --node-rank {self.rank}. Give every node its own, 0 to {self.world_size - 1}."
-            )
         store.set(f"node-{self.rank}", expected)
         started = time.monotonic()
         is_reported = False
@@ -238,24 +270,39 @@ class _Bounded:
         return self._otherwise
 
 
-def register() -> None:
-    """Register both rendezvous with torchelastic. Twice is once."""
-    rendezvous_handler_registry.register(ONE_NODE, _one_node)
-    rendezvous_handler_registry.register(FIXED_NODES, _fixed_nodes)
+def choose(nodes: Nodes, config: LaunchConfig) -> None:
+    """Have torchelastic's launch use the rendezvous that a command line means.
+
+    Args:
+        nodes: Of the command line.
+        config: torch's, in which it is changed.
+
+    Raises:
+        ValueError: `--rdzv-conf` has a timeout that is no number.
+    """
+    settings = config.rdzv_configs
+    handler: RendezvousHandler
+    if nodes.most == 1 and nodes.backend in ("static", "c10d"):
+        handler = OneNodeRendezvous(config.run_id, nodes.port or 0)
+    elif nodes.fewest == nodes.most > 1 and nodes.backend == "static":
+        handler = FixedNodesRendezvous(
+            nodes.host,
+            nodes.port or _PORT,
+            node_rank=nodes.rank,
+            num_nodes=nodes.most,
+            run_id=config.run_id,
+            timeout_s=float(settings["timeout"]),
+            may_restart=nodes.may_restart,
+        )
+    else:
+        if nodes.backend == "c10d" and network.is_own_address(nodes.host):
+            # torch compares the endpoint with what this host's name means, another address where it has several.
+            settings.setdefault("is_host", "1")
+        return
+    config.rdzv_backend, config.rdzv_configs = _BACKEND, {"handler": handler}
+    rendezvous_handler_registry.register(_BACKEND, _given)
 
 
-def _one_node(parameters: RendezvousParameters) -> Any:
-    port = parameters.endpoint.rpartition(":")[2]
-    return OneNodeRendezvous(parameters.run_id, int(port or 0))
-
-
-def _fixed_nodes(parameters: RendezvousParameters) -> Any:
-    address, _, port = parameters.endpoint.rpartition(":")
-    return FixedNodesRendezvous(
-        address.strip("[]"),
-        int(port),
-        node_rank=int(parameters.config["rank"]),
-        num_nodes=parameters.max_nodes,
-        run_id=parameters.run_id,
-        timeout_s=float(parameters.config.get("timeout", _TIMEOUT_S)),
-    )
+def _given(parameters: RendezvousParameters) -> RendezvousHandler:
+    found: RendezvousHandler = parameters.config["handler"]
+    return found

@@ -10,15 +10,19 @@ at its children without reaping them (`WNOWAIT`), signals their groups, and reap
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from evenstep.processes import STOP_SIGNALS
 
+_GUARD = str(Path(__file__).with_name("guard.py"))
 _POLL_S = 0.005
 
 
@@ -57,11 +61,10 @@ class Child:
         Raises:
             subprocess.TimeoutExpired: It has not.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
-            time.sleep(_POLL_S)
+        await_ends([self], math.inf if timeout is None else timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
         return code
 
     def send_signal(self, which: int) -> None:
@@ -85,6 +88,60 @@ class Child:
             return
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, os.WNOHANG)
+
+
+class Guard:
+    """A process that kills these children's groups if this process is killed: see `guard.py`. Linux.
+
+    Args:
+        pids: Children that lead groups. Close this before any of them is released.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        command = [sys.executable, "-I", "-S", _GUARD, *map(str, (os.getpid(), *pids))]
+        nothing = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            command, cwd="/", stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
+        )
+
+    def close(self) -> None:
+        """End it. Twice is once."""
+        self._process.kill()
+        self._process.wait()
+
+
+def stop(
+    children: Mapping[int, Child], ask: Callable[[int], object], *, patience_s: float, terminate_s: float
+) -> list[int]:
+    """Stop children and what they have started. A signal to this process meanwhile means SIGKILL now.
+
+    Args:
+        children: By whatever number.
+        ask: Sends the first signal to one of those that run, by its number. To it alone: it may need what it has
+            started, such as the workers of its loader, for the steps until it saves.
+        patience_s: Until SIGKILL follows, to everything; nothing follows where all had ended before.
+        terminate_s: From SIGKILL until those that still run are left behind.
+
+    Returns:
+        The numbers of those that can't be killed.
+    """
+    running = [number for number, child in children.items() if child.poll() is None]
+    try:
+        for number in running:
+            ask(number)
+        await_ends(children.values(), patience_s)
+    finally:
+        for child in children.values() if running else ():
+            child.signal_group(signal.SIGKILL)
+    await_ends(children.values(), terminate_s)
+    return [number for number in running if children[number].poll() is None]
+
+
+def await_ends(children: Iterable[Child], longest_s: float) -> None:
+    """Return when all have ended, but not later."""
+    running, deadline = list(children), time.monotonic() + longest_s
+    while time.monotonic() < deadline and (running := [child for child in running if child.poll() is None]):
+        time.sleep(_POLL_S)
 
 
 def keep_ended_children() -> Callable[[], None]:

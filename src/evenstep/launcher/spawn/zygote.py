@@ -11,7 +11,7 @@
 - The process between ends, so that the kernel gives the rank to the nearest ancestor that takes orphans, and the
   launcher has declared itself one (`PR_SET_CHILD_SUBREAPER`), only for this moment: it has no use for the orphans that
   ranks leave later. It waits for its ranks and learns how they ended, as for those it has started itself; and they die
-  with it, not with the zygote. What they have started doesn't: the zygote kills their groups if the launcher is killed.
+  with it, not with the zygote.
 - A forked rank has what the zygote has: modules, and nothing else. There is one thread, no CUDA, no process group, no
   generator that has drawn a number, no descriptor that the launcher was given: somebody's lock would be held as long as
   the ranks run. `settle` puts right what differs between a fork and a process that python has just started: session,
@@ -28,8 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.machinery
-import io
 import json
 import mmap
 import os
@@ -47,11 +45,11 @@ import torch
 from evenstep.ground import environment
 from evenstep.ground.compat.c_library.libc import c_library
 from evenstep.launcher.spawn.child import Child
-from evenstep.launcher.spawn.start_worker import die_with_parent
+from evenstep.launcher.spawn.script_runner import unbuffered
+from evenstep.launcher.spawn.start_worker import WORKER, die_with_parent, import_what_the_launcher_did
 from evenstep.processes import stat_fields
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
-WORKER = str(Path(__file__).with_name("start_worker.py"))
 _MAX_PID = 32  # characters
 _ANSWER_S = 60.0
 _POLL_S = 0.005
@@ -114,7 +112,7 @@ class Zygote:
         if self._connection is None:
             return
         with contextlib.suppress(ChildProcessError, ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)  # before its connection ends, which would mean that we were killed
+            os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
         self._connection.close()
         self._connection = None
@@ -169,9 +167,8 @@ def fork_zygote(*, preloads: bool = False) -> Zygote | None:
         try:
             ours.close()
             close_inherited(theirs.fileno())
-            os.setsid()  # Ctrl-C is the launcher's; its death is seen by the end of the connection
-            for which in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # as schedulers send them to every process
-                signal.signal(which, signal.SIG_IGN)  # `settle` gives ranks the default again
+            os.setsid()  # Ctrl-C is the launcher's
+            die_with_parent(launcher)
             arguments = _serve(theirs, launcher, preloads=preloads)
         except BaseException:
             os._exit(1)
@@ -236,19 +233,10 @@ def _is_shadowed() -> bool:
 def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[str]:
     """Fork one rank after the other until the launcher has gone. Returns in the forked ranks: what they are to run."""
     num_forks = 0
-    ranks: list[int] = []  # of the last attempt
     while True:
-        try:
-            head, descriptors, _, _ = socket.recv_fds(connection, 1, 4)
-        except ConnectionError:
-            head = b""
+        head, descriptors, _, _ = socket.recv_fds(connection, 1, 4)
         if not head:
-            # The launcher was killed, or it would have ended this process first. Ranks die with it; what they have
-            # started doesn't. Nobody has reaped a rank meanwhile, so its group's number is still its own.
-            for pid in ranks:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
-            os._exit(0)
+            os._exit(0)  # the launcher has gone
         with open(descriptors.pop(0), "rb") as order:
             order.seek(0)
             arguments, variables = json.load(order)
@@ -268,7 +256,8 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
             try:
                 settle(variables, descriptors)
                 show_as([sys.executable, "-u", WORKER, str(launcher), *arguments], variables)
-                sys.path[:] = search_path(sys.path, Path(__file__).resolve().parents[2])
+                del sys.path[:1]  # the launcher's own directory, or the current one
+                import_what_the_launcher_did()
             except BaseException:
                 traceback.print_exc()
                 raise
@@ -279,9 +268,7 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
         os.waitpid(between, 0)
         pid = int(os.read(reader, _MAX_PID) or b"0")
         os.close(reader)
-        ranks = [*ranks, *([pid] if pid else [])][-int(variables.get("LOCAL_WORLD_SIZE", "1")) :]
-        with contextlib.suppress(ConnectionError):  # the launcher has gone, as is seen above
-            connection.sendall(b"%d" % pid)
+        connection.sendall(b"%d" % pid)
         num_forks += 1
         if preloads and num_forks == int(variables.get("LOCAL_WORLD_SIZE", "1")):
             _preload()
@@ -331,8 +318,8 @@ def settle(variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
     environment.replace(variables)
     _set_signals()
     tempfile.tempdir = None  # an import may have asked for it, and TMPDIR may be another one here
-    sys.stdout = sys.__stdout__ = _unbuffered(1, "<stdout>", sys.__stdout__)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _unbuffered(2, "<stderr>", sys.__stderr__)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = unbuffered(1, "<stdout>", sys.__stdout__)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = unbuffered(2, "<stderr>", sys.__stderr__)  # type: ignore[misc]
     _set_threads()
     # python's own generator is seeded anew by the fork; these would be the same in all ranks.
     torch.default_generator.seed()
@@ -393,34 +380,6 @@ def show_as(command: Sequence[str], variables: Mapping[str, str]) -> bool:
     )
     _shown.append(memory)
     return bool(libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(wanted), ctypes.sizeof(wanted), 0) == 0)
-
-
-def search_path(path: Sequence[str], package: Path) -> list[str]:
-    """The path on which a rank looks for modules, before its script's directory is put in front.
-
-    Args:
-        path: The launcher's: its first entry is the launcher's own directory, or the current one.
-        package: The folder of evenstep, which may be on no path: `python -m` finds it in the current directory.
-    """
-    rest = list(path[1:])
-    spec = importlib.machinery.PathFinder.find_spec(package.name, rest)
-    if spec is None:
-        for finder in sys.meta_path:  # of an editable installation
-            found = getattr(finder, "find_spec", lambda *_: None)
-            spec = spec or (None if finder is importlib.machinery.PathFinder else found(package.name, None))
-    if spec is None or spec.origin is None or Path(spec.origin).resolve().parent != package:
-        rest.insert(0, str(package.parent))
-    return rest
-
-
-def _unbuffered(descriptor: int, name: str, like: object) -> io.TextIOWrapper:
-    """A stream as `python -u` makes it: what is written is seen, also if the process is killed."""
-    raw = io.FileIO(descriptor, "wb", closefd=False)
-    raw.name = name
-    encoding, errors = getattr(like, "encoding", "utf-8"), getattr(like, "errors", "strict")
-    stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors, newline="\n", write_through=True)
-    vars(stream)["mode"] = "w"
-    return stream
 
 
 def _set_threads() -> None:

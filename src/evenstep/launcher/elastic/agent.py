@@ -16,7 +16,7 @@ from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.attempt import Attempt, Ranks
 from evenstep.launcher.elastic.nodes import OtherNodes, Standing, compare_standings
-from evenstep.launcher.elastic.rendezvous import bound_answers, open_store
+from evenstep.launcher.elastic.rendezvous import FixedNodesRendezvous, bound_answers, open_store
 from evenstep.launcher.failure.report import Failure, StopPolicy, describe_failure, describe_ranks
 from evenstep.launcher.failure.verdict import End
 from evenstep.launcher.options.logs import name_of_run, tail
@@ -155,6 +155,7 @@ class RankAgent(ElasticAgent):
             others=others,
             # As the command says, so equal on all nodes: others may wait for a node that has no restart left.
             may_restart=most > 0,
+            needs_all_nodes=isinstance(self._spec.rdzv_handler, FixedNodesRendezvous),
             num_nodes_waiting=self._spec.rdzv_handler.num_nodes_waiting,
         )
         self.closes(attempt)

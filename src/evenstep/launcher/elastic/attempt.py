@@ -165,6 +165,7 @@ class Attempt:
         timeouts: How long they may keep others waiting.
         others: The other nodes of the run; None: there are none.
         may_restart: Ranks of this run are started again if they fail.
+        needs_all_nodes: But not without one that was asked to stop.
         num_ranks: Of all nodes.
         num_nodes_waiting: How many new nodes wait to join.
 
@@ -183,10 +184,11 @@ class Attempt:
         num_ranks: int,
         others: OtherNodes | None = None,
         may_restart: bool = False,
+        needs_all_nodes: bool = False,
         num_nodes_waiting: Callable[[], int] = lambda: 0,
     ) -> None:
         self._ranks, self._number, self._policy, self._timeouts = ranks, number, policy, timeouts
-        self._others, self._may_restart = others, may_restart
+        self._others, self._may_restart, self._needs_all_nodes = others, may_restart, needs_all_nodes
         self._num_nodes_waiting = num_nodes_waiting
         self._stop_watch = StopWatch(
             grace_s=policy.stopped_grace_s,
@@ -408,7 +410,7 @@ class Attempt:
             if self._may_restart:  # all nodes decide alike
                 longest_s = self._policy.terminate_s + self._policy.grace_s
                 self.saved = agree_on_saved(self._others, self.saved, longest_s=longest_s)
-            was_stopping = was_stopping or self._others.is_stopping
+            was_stopping = was_stopping or (self._needs_all_nodes and self._others.is_stopping)
         if failure is None:  # nothing failed on this node
             failure = Failure(self._number, Exit(ended[0].rank, ended[0].pid, ended[0].exit_code or 0), None)
         kills, before = count_memory_kills(), self._num_memory_kills

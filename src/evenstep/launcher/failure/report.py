@@ -65,7 +65,7 @@ class Failure:
         num_memory_kills: Processes that the kernel killed for memory meanwhile; None where it doesn't say.
         noticed_ns: When (monotonic).
         was_stopping: Ranks had agreed to save and stop, because somebody had asked for that; or the launcher of another
-            node was asked to.
+            node was asked to, without which there is no run.
     """
 
     attempt: int

@@ -84,6 +84,9 @@ $(RUN) tests.faults.kill_loop --kills 50 --s3
 $(RUN) tests.faults.mesh_kill_loop --kills 30
 $(foreach kind,plain sharded fsdp2,$(RUN) tests.faults.tier_kill_loop --kind $(kind) --kills 30 &&) true
 endef
+define stress_ends
+$(RUN) tests.faults.random_ends --runs 300 $(ARGS)
+endef
 define stress_servers
 $(RUN) tests.faults.server_kills --kills 50 $(ARGS)
 endef
@@ -94,8 +97,8 @@ define stress_clean
 $(RUN) tests.faults.soak --clean-steps 100000 $(ARGS)
 endef
 
-STRESS := engine collectives checkpoint kills servers soak clean
-stress: ## long tests, PART=engine, collectives, checkpoint, kills, servers, soak or clean; docs/contributing/tests.md describes them
+STRESS := engine collectives checkpoint kills ends servers soak clean
+stress: ## long tests, PART=engine, collectives, checkpoint, kills, ends, servers, soak or clean; docs/contributing/tests.md describes them
 	$(call one_of,PART,$(STRESS))
 	@sh requirements/install.sh "$(PYTHON)"
 	$(stress_$(PART))

@@ -29,12 +29,11 @@ from models import CASES
 
 import evenstep
 from evenstep.ground.health import heartbeat, peer_heartbeats, steps
-from evenstep.ground.health.first_failure import CrashReport
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts, find_awaited
 from evenstep.ground.health.telemetry import Recorder
-from evenstep.launcher.failure.detection import observe
-from evenstep.launcher.failure.hangs import HangWatch, Seen
-from evenstep.processes import time_on_core_ns
+from evenstep.launcher.failure.detection import look_at
+from evenstep.launcher.failure.hangs import HangWatch
+from evenstep.launcher.spawn.child import Child
 from evenstep.replica.gradients.buckets import bucket
 from evenstep.replica.gradients.window import Window
 from evenstep.replica.monitors.checks import DEFAULT_EVERY, DriftWatch, NonFinite
@@ -157,18 +156,15 @@ def cost_of_a_look(num_ranks: int) -> float:
     node = peer_heartbeats.NodePages(num_ranks)
     for rank, page in enumerate(node.pages):
         page.begin(rank)
+    process = Child(os.getpid())  # no child of its own, but its state is read like one's
 
     def look() -> None:
-        pages = {rank: page.read() for rank, page in enumerate(node.pages)}
-        for _ in range(num_ranks):
-            observe(os.getpid())
-        find_awaited(pages, PhaseTimeouts(), now_ns=time.monotonic_ns())
-        now_ns, on_core_ns = time.monotonic_ns(), time_on_core_ns(os.getpid())
-        watch.observe(now_ns, {rank: Seen(rank, seen, "S", on_core_ns) for rank, seen in pages.items()})
+        states = [look_at(rank, process, page) for rank, page in enumerate(node.pages)]
+        now_ns = time.monotonic_ns()
+        find_awaited({each.rank: each.page for each in states}, PhaseTimeouts(), now_ns=now_ns)
+        watch.observe(now_ns, states)
         assert not watch.is_due(now_ns)
         watch.judge(now_ns)
-        for page in node.pages:
-            CrashReport.unpack(page.report())
 
     cost_s = unit_cost(look, 500)
     node.close()

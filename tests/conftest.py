@@ -145,7 +145,9 @@ def _children(config: pytest.Config) -> Iterator[str]:
         except psutil.Error:
             continue
         # Started by multiprocessing with its first "spawn", and by the first call of the command, they end with this
-        # process.
+        # process. And the guard of the pool's ranks, which ends with them.
+        if pool is not None and pool.pids & {int(word) for word in command.split() if word.isdigit()}:
+            continue
         if "multiprocessing.resource_tracker" not in command and "tests.launcher_server" not in command:
             yield f"{pid} {command}"
 

@@ -32,7 +32,7 @@
 # The nodes find each other through Slurm's variables. To resume is the script's business: with evenstep.Checkpointer
 # it is `checkpoint.resume()`, which starts afresh where there is nothing.
 # Change: the last line, which is the training script and its arguments.
-srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
     evenstep run --nnodes "$SLURM_JOB_NUM_NODES" --shutdown-timeout 120 --log-dir logs \
     train.py
 status=$?

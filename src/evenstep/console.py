@@ -15,9 +15,19 @@ from evenstep import checks
 Item = TypeVar("Item")
 
 
+def printable(text: str) -> str:
+    """Text of another process, safe to print: control characters, as in a terminal's escapes, as text. Pure."""
+    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def say(line: str) -> None:
-    """Print a line to stderr at once."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+    """Print a line to stderr at once. What it quotes, such as a file's name or the end of a log, stays text.
+
+    Where stderr can't be written, because a disk is full or a terminal closed, nobody reads the line: nothing happens.
+    """
+    if sys.stderr is not None:  # was closed when python started; `print` would take stdout
+        with contextlib.suppress(OSError):
+            print(printable(line), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def progress(

@@ -6,11 +6,16 @@ import os
 import signal
 from pathlib import Path
 
-# They ask a run to save and stop.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# They ask a run to save and stop: schedulers, job scripts and submitit, and a connection that was dropped.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 # Places in what `stat_fields` returns.
 STATE, PARENT_PID, USER_TICKS, START_TICKS, RESIDENT_PAGES = 0, 1, 11, 19, 21
+
+
+def stays_ignored(which: signal.Signals) -> bool:
+    """Whether whoever started this process had a signal ignored, and meant that: SIGHUP, as `nohup` does."""
+    return which == signal.SIGHUP and signal.getsignal(which) == signal.SIG_IGN
 
 
 def boot_id() -> str:

@@ -117,13 +117,13 @@ def test_a_crashed_run_is_restarted_and_resumes_by_itself(tmp_path: Path):
     assert crashed.leaves_no_process()
 
 
-def stopped(directory: Path, send, script: str = TRAIN, *flags: str) -> Command:
+def stopped(directory: Path, send, script: str = TRAIN, *flags: str, status: int = 75) -> Command:
     """A run that is sent a signal once it trains."""
     flags = (*FLAGS, "--max-restarts", "3", *flags)
     command = start(directory, [*flags, "script.py", "runs", "100000"], script, PAUSE="0.01")
     command.wait_until(lambda: bool(steps(directory / "runs")))
     send(command)
-    assert command.wait() == 75, command.stderr
+    assert command.wait() == status, command.stderr
     newest = steps(directory / "runs")[-1]
     assert f"; saved runs/{folders(directory / 'runs')[newest]}, which resumes there" in command.stderr
     assert "attempt" not in command.stderr, "it is not restarted"
@@ -155,6 +155,82 @@ def test_a_sigterm_that_comes_twice_at_once_is_one_request(tmp_path: Path):
     def send(command: Command) -> None:
         command.process.send_signal(signal.SIGTERM)
         time.sleep(0.03)  # or the system makes one of two
+        command.process.send_signal(signal.SIGTERM)
+
+    stopped(tmp_path, send)
+
+
+@pytest.mark.parametrize("which", [signal.SIGUSR2, signal.SIGHUP])
+def test_other_signals_of_schedulers_and_a_dropped_connection_save_too(tmp_path: Path, which: signal.Signals):
+    stopped(tmp_path, lambda command: command.process.send_signal(which))
+
+
+def test_ctrl_c_saves_and_ends_with_130(tmp_path: Path):
+    """FAULTS.md, 40."""
+    command = stopped(tmp_path, lambda command: command.process.send_signal(signal.SIGINT), status=130)
+    first, saved, last = command.stderr.splitlines()[-3:]
+    assert first == "evenstep: interrupted: the ranks save, and end. Ctrl-C once more kills them"
+    assert saved.startswith("evenstep: stop requested (SIGINT on rank 0); saved runs/step-")
+    assert last == "evenstep: interrupted; all ranks were stopped"
+
+
+def test_a_second_ctrl_c_kills_ranks_that_would_save(tmp_path: Path):
+    """They don't come to the step in which they would."""
+    sleeps = 'checkpoint.step()\n            open(f"stepped-{world.rank}", "w").close()\n            time.sleep(100)'
+    script = TRAIN.replace("checkpoint.step()", sleeps)
+    command = start(tmp_path, [*FLAGS, "script.py", "runs", "100000"], script)
+    command.wait_until(lambda: all((tmp_path / f"stepped-{rank}").exists() for rank in range(2)))
+    command.process.send_signal(signal.SIGINT)
+    command.wait_until(lambda: "Ctrl-C once more kills them" in command.stderr)
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait() == 130, command.stderr
+    assert command.leaves_no_process()
+
+
+NOHUP = """
+    import os, signal
+    import evenstep, torch
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.tensor([is_ignored("self")])
+
+    def is_ignored(pid):
+        with open(f"/proc/{pid}/status") as status:
+            (mask,) = [line.split()[1] for line in status if line.startswith("SigIgn")]
+        return bool(int(mask, 16) >> (signal.SIGHUP - 1) & 1)
+
+    with evenstep.init() as world:
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(1, 1))
+        checkpoint = evenstep.Checkpointer("runs", model=model)
+        for worker in evenstep.DataLoader(Data(), global_batch_size=2, num_workers=1):
+            checkpoint.step()
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getppid(), signal.SIGHUP)
+        world.print(is_ignored(os.getppid()), is_ignored("self"), worker.all().item())
+"""
+
+
+@pytest.mark.parametrize("flags", [[], pytest.param(["--cold-start"], marks=pytest.mark.extended)])
+def test_under_nohup_a_dropped_connection_is_ignored_by_all(tmp_path: Path, flags: list[str]):
+    (tmp_path / "script.py").write_text(textwrap.dedent(NOHUP))
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", ignoring, sys.executable, "-m", "evenstep", "run", *FLAGS, *flags, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170)
+    assert (done.returncode, done.stdout) == (0, "True True True\n"), done.stderr
+
+
+def test_another_signal_during_the_save_is_the_same_request(tmp_path: Path):
+    """Slurm sends the one that the job has asked for, and SIGTERM when it cancels it."""
+
+    def send(command: Command) -> None:
+        command.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.03)
         command.process.send_signal(signal.SIGTERM)
 
     stopped(tmp_path, send)

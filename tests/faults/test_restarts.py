@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from evenstep.launcher.elastic.restarts import RestartLimit, Standing
+from evenstep.launcher.elastic.nodes import Standing
 from tests.commands import call
 
 TRAINS = """
@@ -82,57 +83,65 @@ def test_three_restarts_without_a_new_checkpoint_end_the_run(tmp_path: Path) -> 
     assert command.leaves_no_process()
 
 
-def test_restarts_are_counted_from_the_last_checkpoint() -> None:
-    limit = RestartLimit()
-    limit.note(attempt=0, saves=True, saved_step=None)
-    for attempt in (1, 2):
-        limit.note(attempt=attempt, saves=True, saved_step=None)
-    assert (limit.num_in_vain, limit.is_reached, limit.saved_step) == (2, False, None)
-    limit.note(attempt=3, saves=True, saved_step=40)
-    for attempt in (4, 5):
-        limit.note(attempt=attempt, saves=True, saved_step=None)
-    assert not limit.is_reached
-    limit.note(attempt=6, saves=True, saved_step=None)
-    assert (limit.is_reached, limit.saved_step) == (True, 40)
+def run_of(*saved_steps: int | None, saves: bool = True, began: Standing | None = None) -> Standing:
+    """How a run stands after attempts that have failed, of which each has committed that; not restarted any more."""
+    now = began or Standing()
+    for number, step in enumerate(saved_steps):
+        now = now.after_failure(Standing(saves=saves, saved_step=step))
+        if number < len(saved_steps) - 1:
+            now = replace(now, num_restarts=now.num_restarts + 1)
+    return now
+
+
+@pytest.mark.parametrize(
+    ("saved_steps", "num_in_vain", "newest"),
+    [
+        ([None], 0, None),
+        ([None] * 3, 2, None),
+        ([None] * 4, 3, None),
+        ([None, None, None, 40], 0, 40),
+        ([None, None, None, 40, None, None], 2, 40),
+        ([None, None, None, 40, None, None, None], 3, 40),
+    ],
+)
+def test_restarts_are_counted_from_the_last_checkpoint(
+    saved_steps: list[int | None], num_in_vain: int, newest: int | None
+) -> None:
+    now = run_of(*saved_steps)
+    assert (now.num_in_vain, now.saved_step, now.is_in_vain) == (num_in_vain, newest, num_in_vain >= 3)
 
 
 def test_nobody_knows_whether_a_run_without_a_checkpointer_gets_anywhere() -> None:
-    limit = RestartLimit()
-    for attempt in range(9):
-        limit.note(attempt=attempt, saves=False, saved_step=None)
-    assert not limit.is_reached
+    assert not run_of(*[None] * 9, saves=False).is_in_vain
 
 
 def test_what_was_saved_before_a_host_came_counts() -> None:
-    limit = RestartLimit()
-    limit.note(attempt=0, saves=True, saved_step=None)
-    limit.note(attempt=1, saves=True, saved_step=None)
-    limit.note_saved(None)
-    assert limit.num_in_vain == 1, "a host that comes while nothing is saved changes nothing"
-    limit.note_saved(7)
-    limit.note(attempt=2, saves=True, saved_step=None)
-    assert (limit.num_in_vain, limit.saved_step) == (0, 7), "the restart has come to a checkpoint"
-    limit.note(attempt=3, saves=True, saved_step=None)
-    assert limit.num_in_vain == 1
+    now = replace(run_of(None, None), num_restarts=2)
+    assert now.after(Standing(saves=True)) == now, "a host that comes while nothing is saved changes nothing"
+    assert now.num_in_vain == 1
+    now = run_of(None, began=now.after(Standing(saves=True, saved_step=7)))
+    assert (now.num_in_vain, now.saved_step) == (0, 7), "the restart has come to a checkpoint"
+    assert run_of(None, began=now).num_in_vain == 1
 
 
 def test_who_comes_later_counts_as_the_others_do() -> None:
-    ran, came = RestartLimit(), RestartLimit()
-    for attempt in range(3):
-        ran.note(attempt=attempt, saves=True, saved_step=None)
-    for standings in (
-        [ran.standing(num_restarts=2), came.standing(num_restarts=0)],
-        [came.standing(num_restarts=0), ran.standing(num_restarts=2)],
-    ):
+    ran, came = replace(run_of(*[None] * 3), num_restarts=3), Standing()
+    for standings in ([ran, came], [came, ran]):
         together = Standing.of_all_nodes(standings)
-        assert together == Standing(num_restarts=2, num_in_vain=2, saved_step=None, has_saved=False)
-    for limit in (ran, came):
-        limit.adopt(together)
-        limit.note(attempt=3, saves=True, saved_step=None)
-        assert limit.is_reached
-    one_knows = [Standing(2, 1, None, False), Standing(2, 0, 9, True)]
-    came.adopt(Standing.of_all_nodes(one_knows))
-    assert (came.num_in_vain, came.saved_step) == (0, 9)
+        assert together == ran == Standing(num_restarts=3, num_in_vain=2)
+        assert run_of(None, began=together).is_in_vain
+    one_knows = [Standing(2, 1), Standing(2, 0, True, 9, has_saved=True)]
+    assert Standing.of_all_nodes(one_knows) == one_knows[1]
+
+
+def test_all_nodes_decide_alike() -> None:
+    """Whatever each of them knows of what was saved."""
+    nothing, here = Standing(), Standing(saves=True, saved_step=5, has_saved=True)
+    elsewhere = replace(here, saved_step=10)
+    for each in ([here, elsewhere], [elsewhere, here]):
+        assert Standing.of_all_nodes(each) == elsewhere
+    assert Standing.of_all_nodes([nothing, here]) == here, "one node alone commits checkpoints"
+    assert Standing.of_all_nodes([nothing, Standing(saves=True)]) == Standing(saves=True)
 
 
 GOES_ON = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from evenstep.processes import children
 from tests.commands import Command, call, start
 
 WAITS = """
@@ -268,12 +270,29 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, kind: str) -> 
     target = {"python": ["script.py"], "program": ["--no-python", "sh", "-c", "touch up-$RANK; exec sleep 100"]}[kind]
     command = start(tmp_path, ["--nproc-per-node", "2", *target], WAITS)
     command.wait_until(lambda: is_up(command))
-    assert len(command.processes()) == 4, "launcher, template, two ranks"
+    assert len(command.processes()) == 5, "launcher, template, guard, two ranks"
     os.kill(command.process.pid, signal.SIGKILL)
     command.process.wait()
     assert command.leaves_no_process(within_s=1.0)
     (logs,) = command.left_files()
     assert logs.startswith("evenstep-logs-")
+
+
+@pytest.mark.parametrize("flags", [[], pytest.param(["--cold-start"], marks=pytest.mark.extended)])
+def test_what_ranks_have_started_ends_with_a_launcher_that_is_killed(tmp_path: Path, flags: list[str]) -> None:
+    """FAULTS.md, 8. It doesn't get the signal by which the kernel ends ranks."""
+    script = """
+        import os, subprocess, time
+        subprocess.Popen(["sleep", "100"])
+        open(f"up-{os.environ['RANK']}", "w").close()
+        time.sleep(100)
+    """
+    command = start(tmp_path, ["--nproc-per-node", "2", *flags, "script.py"], script)
+    command.wait_until(lambda: is_up(command))
+    assert len(command.processes()) >= 6, "launcher, two ranks with a process each, and what ends these"
+    os.kill(command.process.pid, signal.SIGKILL)
+    command.process.wait()
+    assert command.leaves_no_process(within_s=1.0)
 
 
 STEPS = """
@@ -476,3 +495,46 @@ def test_every_rank_is_started_once_and_its_end_known_where_sigchld_was_ignored(
         [sys.executable, "-c", ignoring, *command], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (4, "started 0 SIG_DFL\n"), done.stderr
+
+
+AS_PROCESS_1 = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+
+
+@pytest.mark.parametrize("flags", [[], pytest.param(["--cold-start"], marks=pytest.mark.extended)])
+def test_as_process_1_of_a_container_it_reaps_what_others_leave(tmp_path: Path, flags: list[str]) -> None:
+    if shutil.which("unshare") is None or subprocess.run([*AS_PROCESS_1, "true"], check=False).returncode != 0:
+        pytest.skip("no namespaces here")
+    script = """
+        import os, pathlib, sys, time
+        reader, writer = os.pipe()
+        if os.fork() == 0:
+            orphan = os.fork()
+            if orphan == 0:
+                time.sleep(0.2)
+            else:
+                os.write(writer, str(orphan).encode())
+            os._exit(0)
+        os.wait()
+        orphan = pathlib.Path("/proc", os.read(reader, 20).decode())
+        until = time.monotonic() + 20
+        while orphan.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        print("left" if orphan.exists() else "reaped", flush=True)
+        pathlib.Path("up").touch()
+        time.sleep(100 if "waits" in sys.argv else 0)
+        sys.exit(5)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    run = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", "1", "--device", "cpu", *flags, "script.py"]
+    done = subprocess.run([*AS_PROCESS_1, *run], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (5, "reaped\n"), done.stderr
+    (tmp_path / "up").unlink()
+    with subprocess.Popen([*AS_PROCESS_1, *run, "waits"], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as outside:
+        while not (tmp_path / "up").exists():
+            assert outside.poll() is None
+            time.sleep(0.05)
+        (first,) = children(outside.pid)
+        os.kill(first, signal.SIGTERM)
+        _, said = outside.communicate(timeout=60)
+    assert outside.returncode == 143
+    assert said.endswith("evenstep: stopped by SIGTERM; all ranks were stopped\n")

@@ -169,7 +169,7 @@ def test_two_of_three_hosts_go_on_from_the_newest_checkpoint_as_if_there_had_bee
     """On a slow wire; no sample is left out or used twice, so the end is that of one process."""
     script = TRAINS_ON.format(saved=str(tmp_path / "saved"))
     hosts = make_hosts(3, rate_mbit=100)
-    flags = [*hosts.elastic("2:3"), "--max-restarts", "1"]
+    flags = [*hosts.elastic("2:3"), "--max-restarts", "1", "--node-timeout", "4"]
     started = [hosts.start(host, script, flags, static=False) for host in range(3)]
     started[0].wait_until((started[0].directory / "up").exists)
     hosts.cut(2)

@@ -69,7 +69,7 @@ def test_a_host_that_comes_late_is_waited_for_by_name(make_hosts: Callable[[int]
 def test_a_host_that_is_cut_off_is_named_in_seconds_with_76(make_hosts: Callable[[int], Hosts], victim: int) -> None:
     """FAULTS.md, 9 and 43. Whichever side one looks from, the other one is gone."""
     hosts = make_hosts(2)
-    started = [hosts.start(host, LASTS, []) for host in range(2)]
+    started = [hosts.start(host, LASTS, ["--node-timeout", "4"]) for host in range(2)]
     for host in started:
         host.wait_until((host.directory / "up").exists)
     hosts.cut(victim)
@@ -151,7 +151,7 @@ def test_elastic_hosts_go_on_without_one_that_is_lost(make_hosts: Callable[[int]
                 time.sleep(0.005)
     """
     hosts = make_hosts(2)
-    flags = [*hosts.elastic("1:3"), "--max-restarts", "3"]
+    flags = [*hosts.elastic("1:3"), "--max-restarts", "3", "--node-timeout", "4"]
     slow = "join_timeout=60,last_call_timeout=12"
     first, second = (hosts.start(host, script, [*flags, "--rdzv-conf", slow], static=False) for host in range(2))
     first.wait_until((first.directory / "up-2").exists)

@@ -10,6 +10,8 @@ import textwrap
 import time
 from pathlib import Path
 
+from evenstep.checkpoint.directory import checkpoints_in
+from evenstep.checkpoint.store import LocalDirectory
 from tests.launchers.conftest import PYTHON, mpiexec
 from tests.launchers.slurm import OneNodeSlurm
 from tests.launchers.test_mpi import SERVED, TRAINS, call, lines
@@ -79,6 +81,51 @@ def test_the_example_of_a_job_script_is_submitted_and_runs(slurm: OneNodeSlurm, 
     others = [path.read_text() for path in (tmp_path / "logs").glob("*/rank-1.log")]
     assert len(others) == 1
     assert "rank 1 of 2, 1 of 2, host 0 of 1, evenstep run, shared memory" in others[0]
+
+
+SAVES = """
+    import time
+    import evenstep, torch
+
+    with evenstep.init() as world:
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(1, 1))
+        checkpoint = evenstep.Checkpointer("run", model=model)
+        while True:
+            checkpoint.step()
+            if checkpoint.num_steps == 20 and world.is_main:
+                open("trains", "w").close()
+            time.sleep(0.02)
+"""
+
+
+def test_two_launchers_that_are_sent_two_signals_save_and_the_job_is_queued_again(
+    slurm: OneNodeSlurm, tmp_path: Path
+) -> None:
+    """FAULTS.md, 39. Slurm sends what the job asked for to every process, then SIGTERM. A task stands for a node."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(SAVES))
+    (tmp_path / "logs").mkdir()
+    job = (JOBS / "slurm.sh").read_text()
+    assert '--nnodes "$SLURM_JOB_NUM_NODES"' in job
+    job = job.replace('--nnodes "$SLURM_JOB_NUM_NODES"', "--nnodes 2 --nproc-per-node 1")
+    (tmp_path / "job.sh").write_text(job.replace("    evenstep run", f"    {shlex.quote(PYTHON)} -m evenstep run"))
+    changed = ["--job-name=digits", "--nodes=1", "--ntasks=2", "--ntasks-per-node=2", "--cpus-per-task=1"]
+    number = slurm.call("sbatch", "--parsable", *changed, "--time=0:10:00", "job.sh", cwd=tmp_path).strip()
+    log = tmp_path / "logs" / f"digits-{number}.log"
+    until = time.monotonic() + 120
+    while not (tmp_path / "trains").exists():
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.1)
+    for name in ("USR1", "TERM"):
+        slurm.call("scancel", f"--signal={name}", number, cwd=tmp_path)
+    while "queued again" not in (said := log.read_text()):
+        assert time.monotonic() < until + 60, said
+        time.sleep(0.2)
+    time.sleep(1.0)
+    state = slurm.call("squeue", "--noheader", "--format=%T", f"--job={number}", cwd=tmp_path)
+    slurm.call("scancel", number, cwd=tmp_path)
+    assert "PENDING" in state or "COMPLETING" in state, "Slurm starts it again minutes later"
+    assert said.count("; saved run/step-") == 1
+    assert len(checkpoints_in(LocalDirectory(tmp_path / "run"))) == 1
 
 
 def test_evenstep_run_started_once_per_host_needs_no_flags_about_hosts(slurm: OneNodeSlurm, tmp_path: Path) -> None:

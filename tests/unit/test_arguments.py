@@ -348,6 +348,7 @@ def test_a_metric_that_never_comes_is_told_at_the_first_save_and_an_error_at_the
     [
         ("run --stopped-grace -1 x.py", 78, "--stopped-grace=-1.0"),
         ("run --stopped-grace nan x.py", 78, "--stopped-grace=nan"),
+        ("run --node-timeout 0 x.py", 78, "--node-timeout=0.0"),
         ("run --max-restarts -1 x.py", 78, "--max-restarts=-1"),
         ("run --monitor-interval 0 x.py", 78, "--monitor-interval=0.0"),
         ("run --shutdown-timeout -3 x.py", 78, "--shutdown-timeout=-3"),

@@ -11,6 +11,12 @@ import evenstep
 from evenstep import console
 
 
+def test_what_a_line_quotes_cannot_command_the_terminal(capsys):
+    """The last lines of a log, a script's name, a stack; a name that isn't UTF-8."""
+    console.say("the end:\n\t\x1b[2J\x1b]0;title\x07\r grün \udcff")
+    assert capsys.readouterr().err == "the end:\n\t\\x1b[2J\\x1b]0;title\\x07\\r grün \\udcff\n"
+
+
 def test_plain_lines_come_per_interval_and_at_the_end(capsys):
     assert list(console.progress([1, 2, 3], description="epoch 0", interval_s=0.0)) == [1, 2, 3]
     *each, last = capsys.readouterr().err.splitlines()

@@ -49,7 +49,7 @@ def test_a_shell_understands_it_and_starts_one_launcher_on_each_node(script: str
     assert (
         told[:start]
         == {
-            "slurm.sh": ["--kill-on-bad-exit=1", "--cpus-per-task=8"],
+            "slurm.sh": ["--kill-on-bad-exit=0", "--cpus-per-task=8"],
             "pbs.sh": ["-n", "2", "--ppn", "1"],
         }[script]
     )

@@ -50,8 +50,8 @@ class Checkpointer:
             checkpoint.step()
 
     It saves the given objects and every random stream of every rank. Replicated state is written once, split across
-    the ranks. The loop waits for a copy to memory only; a thread writes the files. After SIGTERM, SIGUSR1 or
-    `world.request_stop()` on any rank, all ranks save at the same step and exit with status 75.
+    the ranks. The loop waits for a copy to memory only; a thread writes the files. After SIGTERM, SIGUSR1, SIGUSR2,
+    SIGHUP or `world.request_stop()` on any rank, all ranks save at the same step and exit with status 75.
 
     Collective: every rank makes it, with the same arguments, and calls its methods in the same order. `step` is called
     equally often on all ranks: once after each step of the optimizer. Inside an accumulation window it does nothing.
@@ -257,6 +257,10 @@ class Checkpointer:
         is_slow, self._stepped_at = now - self._stepped_at > _SLOW_STEP_S, now
         is_best = self._take_metrics(metrics)
         agreed = self._requests.receive(self._status(is_slow))
+        for name in self._signals.replaced() if self._signals is not None else ():
+            self._print(
+                f"the script has set a handler of its own for {name}, which doesn't save and stop the run any more"
+            )
         if agreed.failed:
             self._finish()
         if agreed.stops:
@@ -325,6 +329,8 @@ class Checkpointer:
                     self._tier.close(removes=is_good and self.num_steps > 0)
         finally:
             self._release()
+        if self._signals is not None:  # a signal that came after the last step
+            self._signals.call_former()
         if self._lacks_best and self._has_warned_of_best:
             raise UsageError(
                 f"Checkpointer: best={self.policy.best!r}, but no step or save has given a metric of that name (given: "
@@ -437,6 +443,8 @@ class Checkpointer:
         folder = self._directory.folders[self.num_steps]
         self._print(f"stop requested ({reason} on rank {rank}); saved {self._where}/{folder}, which resumes there")
         self._requests.finish()
+        if self._signals is not None:
+            self._signals.call_former()
         raise SystemExit(EXIT_PREEMPTED)
 
     def _take_metrics(self, metrics: Mapping[str, float]) -> bool:

@@ -12,7 +12,7 @@ from typing import NoReturn
 from evenstep import console
 from evenstep.cli.commands import COMMANDS, list_parser, validate_command
 from evenstep.errors import EXIT_SCRIPT_FAILED, ConfigurationError, EvenstepError, UsageError
-from evenstep.launcher.spawn.child import keep_ended_children
+from evenstep.launcher.spawn.child import keep_ended_children, leave_process_1
 from evenstep.launcher.spawn.zygote import BecomeRank
 
 
@@ -24,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
+        _fill_streams()
+        if given[:1] == ["run"]:
+            leave_process_1()
         keep_ended_children()
     try:
         status = _main(given, owns_process=argv is None)
@@ -38,6 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     run_rank(arguments)
     return 0
+
+
+def _fill_streams() -> None:
+    """Open stdin, stdout and stderr to nothing where they are closed: a file of ours would get their numbers."""
+    for descriptor in range(3):
+        with contextlib.suppress(OSError):
+            os.fstat(descriptor)
+            continue
+        os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def _leave_at_once(status: int) -> NoReturn:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.util
 import logging
 import os
-import platform
 import shutil
 import signal
 import sys
+import threading
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import config_from_args
 
@@ -29,31 +29,26 @@ from evenstep.ground import environment
 from evenstep.ground.compat import torch_elastic
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic import rendezvous
-from evenstep.launcher.elastic.agent import RankAgent
-from evenstep.launcher.elastic.restarts import RestartLimit
-from evenstep.launcher.failure.policy import LossPolicy, StopPolicy, exit_status
-from evenstep.launcher.failure.report import Failure, describe_failure, status_of
+from evenstep.launcher.elastic.agent import RankAgent, RunFailed
+from evenstep.launcher.failure.report import StopPolicy, status_of
 from evenstep.launcher.options.flags import (
+    Nodes,
     behind_the_script,
-    fixed_port,
     for_workers,
     num_nodes,
-    on_one_host,
-    on_several_hosts,
     parse,
     placed_by,
-    rendezvous_endpoint,
+    plan_nodes,
 )
 from evenstep.launcher.options.logs import (
     PREFIX,
     OutputChoices,
     RankLogs,
     make_log_directory,
-    name_of_run,
-    tail,
 )
-from evenstep.launcher.options.resources import Host, RankPlan, look_at_host, plan_ranks
+from evenstep.launcher.options.resources import look_at_host, plan_ranks
 from evenstep.launcher.spawn.zygote import Zygote, fork_zygote
+from evenstep.processes import STOP_SIGNALS, stays_ignored
 
 
 def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
@@ -85,10 +80,11 @@ def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
 
 
 def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> int:
-    fewest, most = num_nodes(args)
+    most = num_nodes(args)[1]
     around = environment.surroundings()
     environment.refuse_independent_runs(around, num_nodes=most, what="evenstep run")
     args = placed_by(environment.node_of_task(around, num_nodes=most), args, arguments)
+    nodes = plan_nodes(args)
     host = look_at_host()
     plan = plan_ranks(
         args.nproc_per_node,
@@ -103,165 +99,149 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
     if args.inject is not None:
         # By name: nothing of evenstep imports `testing`. A mistake in it is reported here, once.
         faults = importlib.import_module("evenstep.testing.faults").parse_faults(args.inject)
-        _check_faults_ranks([fault.rank for fault in faults], most * plan.num_ranks)
+        num_ranks = most * plan.num_ranks
+        beyond = [fault.rank for fault in faults if fault.rank >= num_ranks]
+        if beyond:  # a run without a fault would be taken for one that has survived it
+            raise ConfigurationError(f"--inject: there is no rank {beyond[0]}; there are {num_ranks}, from 0.")
     choices = OutputChoices.parse(
         redirects=args.redirects, tee="3" if args.all_ranks else args.tee, local_ranks_filter=args.local_ranks_filter
     )
     choices.validate_ranks(plan.num_ranks)
-    _check_port(args)
+    _check_port(nodes)
     timeouts = PhaseTimeouts.parse(args.phase_timeout)
     log_directory = make_log_directory(args.log_dir)
-    line = _announcement(plan, host, fewest_nodes=fewest, num_nodes=most, device=args.device)
+    line = environment.announcement(
+        world_size=plan.num_ranks * most,
+        num_nodes=most,
+        device=(args.device or ("cuda" if host.num_gpus else "cpu")).partition(":")[0],
+        num_threads=plan.num_threads,
+        fewest_nodes=nodes.fewest,
+    )
     say(line)
-    logs = RankLogs(choices, log_directory)
-    return _Run(args, plan, logs, timeouts, num_nodes=most, announced=line, zygote=zygote).execute()
-
-
-def _check_faults_ranks(ranks: Sequence[int], num_ranks: int) -> None:
-    """Refuse a fault that no rank would inject: a run without a fault would be taken for one that has survived it."""
-    beyond = [rank for rank in ranks if rank >= num_ranks]
-    if beyond:
-        raise ConfigurationError(f"--inject: there is no rank {beyond[0]}; there are {num_ranks}, from 0.")
+    variables = environment.run_variables(
+        "run",
+        num_nodes=most,
+        device=args.device,
+        announced=line,
+        inject=args.inject,
+        phase_timeouts=str(timeouts) or None,
+        stamps_lines=args.log_dir is not None or None,
+        servers=args.servers,
+    ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
+    run = _Run(args, RankLogs(choices, log_directory), timeouts, num_ranks=plan.num_ranks, nodes=nodes, zygote=zygote)
+    with environment.exported(variables):
+        return run.execute()
 
 
 class _Run:
-    """One run, and what is known of its failures."""
+    """One run, from its first attempt to its status."""
 
     def __init__(
         self,
         args: Namespace,
-        plan: RankPlan,
         logs: RankLogs,
         timeouts: PhaseTimeouts,
         *,
-        num_nodes: int,
-        announced: str,
+        num_ranks: int,
+        nodes: Nodes,
         zygote: Zygote | None = None,
     ) -> None:
-        self._args = args
-        self._timeouts = timeouts
-        self._zygote = zygote
-        self._num_ranks = plan.num_ranks
-        self._num_nodes = num_nodes
-        self._num_attempts = args.max_restarts + 1
-        self._failure: Failure | None = None
-        self._was_preempted = False
-        self._limit = RestartLimit()
-        self._logs, self._log_directory = logs, Path(logs.root_log_dir)
-        self._logs_are_temporary = args.log_dir is None
-        self._variables = environment.run_variables(
-            "run",
-            num_nodes=num_nodes,
-            device=args.device,
-            announced=announced,
-            inject=args.inject,
-            phase_timeouts=str(self._timeouts) or None,
-            stamps_lines=args.log_dir is not None or None,
-            servers=args.servers,
-        ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
+        self._args, self._logs, self._timeouts, self._zygote = args, logs, timeouts, zygote
+        self._num_ranks, self._nodes = num_ranks, nodes
+        self._agent: RankAgent | None = None
 
     def execute(self) -> int:
         """Start the ranks and stay until they have ended."""
         try:
-            with environment.exported(self._variables), _quiet_torchelastic():
+            with _quiet_torchelastic(), _stopped_by(self._args.signals_to_handle):
                 self._launch()
-        except ChildFailedError as error:
-            return self._status_of(error)
+        except RunFailed as error:
+            return status_of(error.failure)
         except (SignalException, KeyboardInterrupt) as error:
-            if self._was_preempted:
-                return EXIT_PREEMPTED
             stopped_by = error.sigval if isinstance(error, SignalException) else signal.SIGINT
-            what = "interrupted" if stopped_by == signal.SIGINT else f"stopped by {stopped_by.name}"
-            say(f"evenstep: {what}; all ranks were stopped")
-            return 128 + stopped_by
+            if stopped_by == signal.SIGINT or not self._has_saved:
+                what = "interrupted" if stopped_by == signal.SIGINT else f"stopped by {stopped_by.name}"
+                say(f"evenstep: {what}; all ranks were stopped")
+                return 128 + stopped_by
         except RendezvousError as error:
             cause = error.__cause__ or error
             raise ConfigurationError(
-                f"the nodes could not meet at {self._args.rdzv_endpoint or self._args.master_addr}: {cause}. Check "
+                f"the nodes could not meet at {self._args.rdzv_endpoint or self._nodes.host}: {cause}. Check "
                 f"that every node runs the same command, and that the address and port can be reached."
             ) from None
         finally:
-            if self._logs_are_temporary and (self._failure is None or not self._has_logs()):
-                shutil.rmtree(self._log_directory, ignore_errors=True)
-        return EXIT_PREEMPTED if self._was_preempted else 0
+            directory = Path(self._logs.root_log_dir)
+            if self._args.log_dir is None and (self._agent is None or not self._agent.left_logs):
+                shutil.rmtree(directory, ignore_errors=True)
+            with contextlib.suppress(OSError):  # nothing was written, as by a command that was refused
+                directory.rmdir()
+        return EXIT_PREEMPTED if self._has_saved else 0
 
-    def _has_logs(self) -> bool:
-        return any(path.stat().st_size > 0 for path in self._log_directory.glob("rank-*.log"))
+    @property
+    def _has_saved(self) -> bool:
+        return self._agent is not None and self._agent.has_saved
 
     def _launch(self) -> None:
-        rendezvous.register()
-        args = on_one_host(for_workers(self._args, num_ranks=self._num_ranks, parent_pid=os.getpid()))
-        if args.master_port is None:
-            args.master_port = 29500
-        if self._num_nodes > 1:
-            place = rendezvous_endpoint(args)
-            args = on_several_hosts(
-                args, own_address=network.address_towards(*place), keeps_store=network.is_own_address(place[0])
-            )
+        args, nodes = for_workers(self._args, num_ranks=self._num_ranks, parent_pid=os.getpid()), self._nodes
+        if nodes.most > 1:
+            args.local_addr = args.local_addr or network.address_towards(nodes.host, nodes.port or 29500)
         try:
             config, command, command_args = config_from_args(args)
+            rendezvous.choose(nodes, config)
         except (ValueError, AssertionError) as error:
             raise ConfigurationError(f"evenstep run: {error}") from None
         config.logs_specs = self._logs
+        config.signals_to_handle = ""  # ours, from before the rendezvous on: `_stopped_by`
         config.log_line_prefix_template = PREFIX
-        config.monitor_interval = 1e-4  # the interval is spent in our own look, which ends when a rank does
         if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(line_buffering=True)  # lines of other ranks appear when they are written
-        agent = functools.partial(
-            RankAgent,
-            policy=StopPolicy(
-                terminate_s=float(args.shutdown_timeout),
-                stopped_grace_s=self._args.stopped_grace,
-                look_every_s=self._args.monitor_interval,
-            ),
-            timeouts=self._timeouts,
-            on_failure=self._on_failure,
-            on_preempted=self._on_preempted,
-            limit=self._limit,
-            name_after_s=self._args.name_after,
-            losses=LossPolicy(self._num_ranks - self._args.servers if self._args.servers else 0),
-        )
         with torch_elastic.processes_started_by(None if self._zygote is None else self._zygote.start_command):
-            torch_elastic.launch(agent, config, command, command_args)
+            torch_elastic.launch(self._make_agent, config, command, command_args)
 
-    def _on_failure(self, failure: Failure, restarts_left: int) -> bool:
-        """Print which rank failed; returns whether to restart, if that is allowed."""
-        self._failure = failure
-        self._limit.note(attempt=failure.attempt, saves=failure.saves, saved_step=failure.saved_step)
-        goes_on = restarts_left > 0 and not self._limit.is_reached and not failure.was_stopping
-        destination = self._logs.destinations.get(failure.root_cause.rank)
-        log = "" if destination is None else destination.stderr or destination.stdout
-        attempt = f"attempt {failure.attempt + 1} of {self._num_attempts}"
-        has_logs = not goes_on and self._has_logs()
-        text = describe_failure(
-            failure,
-            run=f"run {name_of_run(self._log_directory)}, {attempt}, host {platform.node()}",
-            num_nodes=self._num_nodes,
-            log=log,
-            log_tail=tail(log) if log else "",
-            other_logs=self._log_directory if has_logs else None,
-            saved_step=self._limit.saved_step,
+    def _make_agent(self, **kwargs: Any) -> RankAgent:
+        args = self._args
+        policy = StopPolicy(
+            terminate_s=float(args.shutdown_timeout),
+            stopped_grace_s=args.stopped_grace,
+            node_timeout_s=args.node_timeout,
+            look_every_s=args.monitor_interval,
+            name_after_s=args.name_after,
+            num_workers=self._num_ranks - args.servers if args.servers else 0,
         )
-        if failure.was_stopping:
-            text += "\nevenstep: the run had been asked to stop, so there is no other attempt"
-        elif restarts_left > 0 and not goes_on:
-            text += (
-                f"\nevenstep: {self._limit.num_in_vain} restarts have come to no new checkpoint, so there is no other, "
-                f"though --max-restarts {self._args.max_restarts} allows {restarts_left} more"
-            )
-        if goes_on:
-            text += f"\nevenstep: restarting all ranks: attempt {failure.attempt + 2} of {self._num_attempts}"
-        say(text)
-        return goes_on
+        self._agent = RankAgent(policy=policy, timeouts=self._timeouts, **kwargs)
+        return self._agent
 
-    def _on_preempted(self) -> None:
-        self._was_preempted = True
 
-    def _status_of(self, error: ChildFailedError) -> int:
-        if self._failure is not None:
-            return status_of(self._failure)
-        _, failure = error.get_first_failure()
-        return exit_status(failure.exitcode) or 1
+@contextlib.contextmanager
+def _stopped_by(names: str) -> Iterator[None]:
+    """Have signals raise `SignalException` inside, which stops the run.
+
+    After the first one the others that ask to save and stop mean the same, and are ignored: a second one would end the
+    save that the first began. GNU timeout signals the process that it has started, and then its group, to which that
+    process belongs; Slurm sends what the job asked for, and later SIGTERM. A second Ctrl-C is a person's, and counts.
+
+    Args:
+        names: Of the signals, with commas between them.
+    """
+    found = [getattr(signal, name.strip(), None) for name in names.split(",")]
+    chosen = [which for which in found if isinstance(which, signal.Signals) and not stays_ignored(which)]
+    is_asked = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal is_asked
+        if number not in STOP_SIGNALS or not is_asked:
+            is_asked = number in STOP_SIGNALS
+            raise SignalException(f"got {signal.Signals(number).name}", signal.Signals(number))
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {which: signal.signal(which, handle) for which in chosen} if is_main else {}
+    try:
+        yield
+    finally:
+        for which, handler in before.items():
+            # Once asked, this process is about to end, with a status that a second request must not change.
+            is_over = is_asked and which in STOP_SIGNALS
+            signal.signal(which, signal.SIG_IGN if is_over else handler or signal.SIG_DFL)  # None: python didn't set it
 
 
 @contextlib.contextmanager
@@ -281,17 +261,6 @@ def _quiet_torchelastic() -> Iterator[None]:
         logger.handlers, logger.propagate = handlers, propagate
 
 
-def _announcement(plan: RankPlan, host: Host, *, fewest_nodes: int, num_nodes: int, device: str | None) -> str:
-    kind = (device or ("cuda" if host.num_gpus else "cpu")).partition(":")[0]
-    return environment.announcement(
-        world_size=plan.num_ranks * num_nodes,
-        num_nodes=num_nodes,
-        device=kind,
-        num_threads=plan.num_threads,
-        fewest_nodes=fewest_nodes,
-    )
-
-
 def _check_target(args: Namespace) -> None:
     target = args.training_script
     if args.logs_specs is not None:
@@ -300,9 +269,13 @@ def _check_target(args: Namespace) -> None:
         raise ConfigurationError("--module and --no-python exclude each other: a module is run by python.")
     if args.module:
         # Only the first part: finding a submodule would import its parent here.
-        with _current_directory_first():
-            if importlib.util.find_spec(target.partition(".")[0]) is None:
-                raise ConfigurationError(f"no module named {target!r}. Look for a typing error, or leave out -m.")
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            found = importlib.util.find_spec(target.partition(".")[0])
+        finally:
+            sys.path.pop(0)
+        if found is None:
+            raise ConfigurationError(f"no module named {target!r}. Look for a typing error, or leave out -m.")
     elif args.no_python:
         if shutil.which(target) is None:
             raise ConfigurationError(f"{target}: no such program. Give its path, or a name that is on the PATH.")
@@ -312,23 +285,10 @@ def _check_target(args: Namespace) -> None:
         raise ConfigurationError(f"{target}: no such script (looked in {Path.cwd()}).")
 
 
-@contextlib.contextmanager
-def _current_directory_first() -> Iterator[None]:
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        yield
-    finally:
-        sys.path.pop(0)
-
-
-def _check_port(args: Namespace) -> None:
-    port = fixed_port(args)
-    if port is None or args.node_rank != 0:
-        return
-    host = args.rdzv_endpoint.rpartition(":")[0] or args.master_addr
-    if network.is_taken(host.strip("[]"), port):
-        owner = network.owner_of(port)
+def _check_port(nodes: Nodes) -> None:
+    if nodes.port is not None and nodes.rank == 0 and network.is_taken(nodes.host, nodes.port):
+        owner = network.owner_of(nodes.port)
         raise ConfigurationError(
-            f"port {port} is in use" + (f" by {owner}" if owner else "") + ". Choose another with --master-port, or on "
-            "one host leave it out: the system then chooses a free one."
+            f"port {nodes.port} is in use" + (f" by {owner}" if owner else "") + ". Choose another with --master-port, "
+            "or on one host leave it out: the system then chooses a free one."
         )

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.launcher.elastic import looks
-from evenstep.launcher.elastic.looks import WorkerStacks
+from evenstep.launcher.failure import stacks as stacks_of_ranks
+from evenstep.launcher.failure.stacks import WorkerStacks
 from evenstep.launcher.spawn.script_runner import STACK_SIGNAL
 from tests.commands import Command, call, start
 
@@ -227,7 +227,7 @@ def test_a_worker_that_answers_late_is_asked_again(tmp_path: Path, monkeypatch: 
             assert worker.stdout is not None
             worker.stdout.readline()
             asked, lines = WorkerStacks(), list[str]()
-            monkeypatch.setattr(looks, "children", lambda pid: [worker.pid])  # and no ranks of other tests
+            monkeypatch.setattr(stacks_of_ranks, "children", lambda pid: [worker.pid])  # and no ranks of other tests
             asked.ask(3, os.getpid(), stacks)
             deadline = time.monotonic() + 60
             while not lines and time.monotonic() < deadline:

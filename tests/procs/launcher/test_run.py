@@ -334,3 +334,68 @@ def test_who_listens_on_the_reserved_port_first_gets_no_rank(tmp_path: Path) -> 
     """Rank 1 connected to a stranger, and rank 0 failed."""
     code, command = call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], TAKEN)
     assert (code, command.stdout) == (0, "nobody came\n"), command.stderr
+
+
+ALONE = """
+    import os, sys, torch
+
+    if "group" in sys.argv:
+        torch.distributed.init_process_group("gloo")
+    if "world" in sys.argv:
+        import evenstep
+        evenstep.init()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(20):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    if "group" in sys.argv:
+        torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "arguments", "says"),
+    [
+        (
+            ["--nproc-per-node", "2"],
+            [],
+            "2 ranks train independent copies: the script has called neither evenstep.init",
+        ),
+        (["--nproc-per-node", "1"], [], ""),
+        (["--nproc-per-node", "2"], ["group"], ""),
+        (["--nproc-per-node", "2"], ["world"], ""),
+        (
+            ["--nproc-per-node", "2", "--servers", "1"],
+            ["world"],
+            "--servers: the script has made no evenstep.parameter",
+        ),
+    ],
+)
+def test_ranks_that_do_nothing_together_are_told(
+    tmp_path: Path, flags: list[str], arguments: list[str], says: str
+) -> None:
+    code, command = call(tmp_path, ["--device", "cpu", *flags, "script.py", *arguments], ALONE)
+    assert code == 0, command.stderr
+    found = [line for line in command.stderr.splitlines() if "independent" in line or "--servers" in line]
+    assert len(found) == bool(says)
+    assert says in "".join(found)
+
+
+def test_a_script_that_spawns_its_own_ranks_is_told_how_to_start_it(tmp_path: Path) -> None:
+    script = """
+        import os, sys
+        import torch.multiprocessing as mp
+
+        def work(rank):
+            raise OSError("EADDRINUSE")
+
+        if __name__ == "__main__":
+            mp.spawn(work, nprocs=2)
+    """
+    code, command = call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
+    assert code == 1
+    assert "each of 2 ranks has started them. Start it with python, or with --nproc-per-node 1.\n" in command.stderr
+    assert re.search(r"rank \d \(pid \d+\) failed: Process\w+Exception: \S", command.stderr), (
+        "it begins with empty lines"
+    )

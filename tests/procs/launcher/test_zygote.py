@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.launcher.spawn.post_fork import mapped_files
-from evenstep.launcher.spawn.zygote import why_not
+from evenstep.launcher.spawn.zygote import mapped_files, why_not
 from tests.commands import call
 
 DESCRIBES_ITSELF = """

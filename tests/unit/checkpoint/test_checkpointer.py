@@ -686,7 +686,7 @@ def test_saving_the_same_step_twice_replaces_it(tmp_path: Path):
 # ---------------------------------------------------------------------- stopping on request
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "request_stop()"])
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "request_stop()"])
 def test_asked_to_stop_it_saves_and_leaves_with_75(tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]):
     before = signal.getsignal(signal.SIGTERM)
     run = training(tmp_path).run_to(3)
@@ -701,6 +701,66 @@ def test_asked_to_stop_it_saves_and_leaves_with_75(tmp_path: Path, how: str, cap
     assert f"stop requested ({how} on rank 0); saved {tmp_path}/step-0000004" in capsys.readouterr().err
     run.checkpoint._release()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@contextlib.contextmanager
+def handled(which, handler):
+    before = signal.signal(which, handler)
+    yield
+    signal.signal(which, before)
+
+
+def test_a_handler_from_before_is_called_once_and_after_the_save(tmp_path: Path):
+    """submitit's requeues the job and exits, which must not be in the middle of a step."""
+    called: list[tuple[int, list[int]]] = []
+
+    def requeue(number: int, frame: object) -> None:
+        called.append((number, steps(tmp_path)))
+        sys.exit(-1)
+
+    with handled(signal.SIGUSR2, requeue):
+        run = training(tmp_path).run_to(3)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert called == []
+        with pytest.raises(SystemExit) as caught:
+            run.step()
+        run.checkpoint._release()
+    assert caught.value.code == -1
+    assert called == [(signal.SIGUSR2, [4])]
+
+
+def test_a_handler_from_before_is_called_after_the_last_save_if_no_step_follows(tmp_path: Path):
+    called: list[list[int]] = []
+    with handled(signal.SIGUSR2, lambda *_: called.append(steps(tmp_path))):
+        run = training(tmp_path).run_to(3)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        run.checkpoint.close()
+    assert called == [[3]]
+
+
+def test_a_handler_that_the_script_sets_later_replaces_ours_and_one_line_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = training(tmp_path).run_to(2)
+    heard: list[int] = []
+    with handled(signal.SIGUSR1, lambda number, _: heard.append(number)):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        run.run_to(4).checkpoint.close()
+        assert heard == [signal.SIGUSR1]
+    said = [line for line in capsys.readouterr().err.splitlines() if "handler" in line]
+    assert said == [
+        "evenstep: the script has set a handler of its own for SIGUSR1, which doesn't save and stop the run any more"
+    ]
+
+
+def test_a_dropped_connection_stays_ignored_where_nohup_had_it_so(tmp_path: Path):
+    with handled(signal.SIGHUP, signal.SIG_IGN):
+        run = training(tmp_path).run_to(1)
+        os.kill(os.getpid(), signal.SIGHUP)
+        run.run_to(3).checkpoint.close()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize("status", [0, None, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing import SignalException
 
 import evenstep
 from evenstep.cli import main as cli
 from evenstep.cli.commands import whole_parser
 from evenstep.cli.main import main
 from evenstep.errors import EXIT_PREEMPTED, EXIT_SCRIPT_FAILED, EvenstepError
+from evenstep.launcher.run import _stopped_by
 from tests import pages
 
 
@@ -63,6 +66,10 @@ def test_a_module_or_a_program_that_is_not_there(capsys: pytest.CaptureFixture[s
         (["--nnodes", "2", "--node-rank", "5"], "--node-rank 5: with --nnodes 2 it lies between 0 and 1"),
         (["--nnodes", "1:4", "--node-rank=-1"], "--node-rank -1"),
         (["--node-rank", "1"], "with --nnodes 1 it is 0"),
+        (
+            ["--nnodes", "2", "--node-rank", "1"],
+            "--node-rank 1 of 2: where is node 0? Give all nodes its address, with",
+        ),
         (["--nproc-per-node", "2", "--local-ranks-filter", "7"], "--local-ranks-filter 7: no such rank on this host"),
         (["--nproc-per-node", "2", "--local-ranks-filter", "0,2"], "there are 0 and 1"),
         (["--nproc-per-node", "1", "--tee", "1:3"], "--tee 1:3: no such rank on this host; there is 0"),
@@ -81,6 +88,15 @@ def test_flags_that_make_no_sense(
     capsys: pytest.CaptureFixture[str], script: str, flags: list[str], message: str
 ) -> None:
     assert message in refused(capsys, *flags, script)
+
+
+def test_a_command_that_is_refused_late_leaves_no_folder(
+    capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path
+) -> None:
+    given = ["--nnodes", "2", "--rdzv-conf", "nonsense", "--log-dir", str(tmp_path / "logs")]
+    assert main(["run", *given, script]) == 78
+    assert "nonsense" in capsys.readouterr().err
+    assert [*(tmp_path / "logs").iterdir()] == []
 
 
 def test_more_ranks_than_gpus(capsys: pytest.CaptureFixture[str], script: str) -> None:
@@ -331,3 +347,18 @@ def test_other_commands_name_the_option_that_was_meant(script: str, capsys: pyte
 def test_a_fault_of_a_rank_that_there_is_not(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "--nproc-per-node", "2", "--inject", "kill:rank=2,step=1", script)
     assert "there is no rank 2; there are 2, from 0" in said
+
+
+def test_a_second_request_changes_no_status_and_handlers_are_as_before() -> None:
+    """Slurm sends SIGTERM some time after the signal that a job asked for: perhaps just before the launcher ends."""
+    before = signal.getsignal(signal.SIGTERM)
+    with _stopped_by("SIGTERM, SIGUSR1, nonsense"):
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
+    try:
+        with pytest.raises(SignalException, match="SIGUSR1"), _stopped_by("SIGTERM,SIGUSR1"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)

@@ -30,7 +30,7 @@ def fork(body: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize(("ending", "code"), [(lambda: None, 5), (lambda: os.kill(os.getpid(), 9), -9)])
 def test_a_child_that_has_ended_is_looked_at_and_not_reaped(ending: Callable[[], object], code: int) -> None:
-    child = Child(fork(ending), ["rank"])
+    child = Child(fork(ending))
     assert child.wait(30) == child.poll() == child.returncode == code
     assert state_and_start(child.pid)[0] == "Z", "its number is nobody else's"
     child.release()
@@ -39,7 +39,7 @@ def test_a_child_that_has_ended_is_looked_at_and_not_reaped(ending: Callable[[],
 
 
 def test_a_child_that_runs_is_not_released() -> None:
-    child = Child(fork(lambda: time.sleep(60)), ["rank"])
+    child = Child(fork(lambda: time.sleep(60)))
     with pytest.raises(subprocess.TimeoutExpired):
         child.wait(0.01)
     child.release()
@@ -60,7 +60,7 @@ def test_a_group_is_killed_after_its_leader_and_a_strangers_is_not(
             ready.write_text(str(os.getpid()))
             time.sleep(60)
 
-    child = Child(fork(leave_a_worker), ["rank"])
+    child = Child(fork(leave_a_worker))
     assert child.wait(30) == 5
     while not (ready.exists() and ready.read_text()):
         time.sleep(0.01)

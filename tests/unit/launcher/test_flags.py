@@ -7,12 +7,12 @@ import pytest
 from torch.distributed.run import config_from_args, get_args_parser
 
 from evenstep.errors import ConfigurationError
+from evenstep.launcher.elastic.rendezvous import FixedNodesRendezvous, OneNodeRendezvous, choose
 from evenstep.launcher.options.flags import (
     behind_the_script,
-    fixed_port,
     for_workers,
     num_nodes,
-    on_one_host,
+    plan_nodes,
 )
 from evenstep.launcher.options.flags import parse as parse_line
 
@@ -35,8 +35,8 @@ def test_variables_of_torchrun_beat_our_defaults(monkeypatch: pytest.MonkeyPatch
     assert parse("--nproc-per-node", "1", "train.py").nproc_per_node == "1"
     assert parse("train.py").master_port is None
     monkeypatch.setenv("PET_MASTER_PORT", "29411")
-    assert fixed_port(parse("train.py")) == 29411
-    assert fixed_port(parse("--master-port", "29412", "train.py")) == 29412
+    assert plan_nodes(parse("train.py")).port == 29411
+    assert plan_nodes(parse("--master-port", "29412", "train.py")).port == 29412
 
 
 def test_torchelastics_variable_says_how_long_ranks_may_take_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,21 +123,44 @@ def test_the_worker_is_run_in_place_of_the_target(flags: list[str], kind: str) -
 
 
 @pytest.mark.parametrize(
-    ("flags", "backend", "endpoint"),
+    ("flags", "meets", "where"),
     [
-        ([], "evenstep", ""),
-        (["--standalone"], "evenstep", ""),
-        (["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29400"], "evenstep", ""),
-        (["--master-port", "29411"], "evenstep", "localhost:29411"),
-        (["--rdzv-endpoint", "localhost:29411"], "evenstep", "localhost:29411"),
-        (["--nnodes", "2", "--master-addr", "a"], "static", ""),
-        (["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1"], "c10d", "a:1"),
-        (["--rdzv-backend", "etcd", "--rdzv-endpoint", "a:1"], "etcd", "a:1"),
+        ("", OneNodeRendezvous, ("127.0.0.1", 0)),
+        ("--standalone", OneNodeRendezvous, ("127.0.0.1", 0)),
+        ("--nnodes 1 --rdzv-backend c10d --rdzv-endpoint localhost:29400", OneNodeRendezvous, ("127.0.0.1", 0)),
+        ("--master-port 29411", OneNodeRendezvous, ("127.0.0.1", 29411)),
+        ("--rdzv-endpoint localhost:29411", OneNodeRendezvous, ("127.0.0.1", 29411)),
+        ("--nnodes 2 --master-addr a", FixedNodesRendezvous, ("a", 29500)),
+        ("--nnodes 2 --node-rank 1 --rdzv-endpoint [fd00::1]:29411", FixedNodesRendezvous, ("fd00::1", 29411)),
+        ("--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint a:1", None, "a:1"),
+        ("--rdzv-backend etcd --rdzv-endpoint a:1", None, "a:1"),
     ],
 )
-def test_one_host_meets_within_itself(flags: list[str], backend: str, endpoint: str) -> None:
-    args = on_one_host(parse(*flags, "train.py"))
-    assert (args.rdzv_backend, args.rdzv_endpoint) == (backend, endpoint)
+def test_where_the_nodes_of_a_run_meet(flags: str, meets: type | None, where: object) -> None:
+    args = parse(*flags.split(), "train.py")
+    nodes, (config, _, _) = plan_nodes(args), config_from_args(for_workers(args, num_ranks=1, parent_pid=1))
+    backend = config.rdzv_backend
+    choose(nodes, config)
+    if meets is None:
+        assert (config.rdzv_backend, config.rdzv_endpoint) == (backend, where)
+        return
+    handler = config.rdzv_configs["handler"]
+    assert type(handler) is meets
+    assert (handler.master_addr, handler.master_port) == where
+    assert (handler.rank, handler.world_size) == (nodes.rank, nodes.most)
+
+
+def test_how_long_nodes_wait_for_each_other_is_torchruns_unless_said() -> None:
+    for conf, seconds in (("", 900), ("--rdzv-conf timeout=60", 60)):
+        args = parse(*f"--nnodes 2 --master-addr a {conf} train.py".split())
+        config, _, _ = config_from_args(for_workers(args, num_ranks=1, parent_pid=1))
+        choose(plan_nodes(args), config)
+        assert config.rdzv_configs["handler"].timeout.total_seconds() == seconds
+
+
+def test_a_node_that_has_to_be_told_where_the_others_are() -> None:
+    with pytest.raises(ConfigurationError, match="where is node 0"):
+        plan_nodes(parse("--nnodes", "2", "--node-rank", "1", "train.py"))
 
 
 @pytest.mark.parametrize("nnodes", ["0", "x", "2:1", "1:2:3", "-1"])
@@ -149,7 +172,7 @@ def test_numbers_of_hosts_that_cannot_be(nnodes: str) -> None:
 @pytest.mark.parametrize("endpoint", ["localhost", "localhost:", ":29500", "localhost:x"])
 def test_endpoints_that_cannot_be(endpoint: str) -> None:
     with pytest.raises(ConfigurationError, match="HOST:PORT"):
-        fixed_port(parse("--rdzv-endpoint", endpoint, "train.py"))
+        plan_nodes(parse("--rdzv-endpoint", endpoint, "train.py"))
 
 
 @pytest.mark.parametrize(

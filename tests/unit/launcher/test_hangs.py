@@ -12,8 +12,8 @@ import pytest
 
 from evenstep.ground.health.heartbeat import Heartbeat, Phase
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
-from evenstep.launcher.elastic.looks import packed, unpacked
-from evenstep.launcher.failure.hangs import HangWatch, RankLook, Seen, find_held_up
+from evenstep.launcher.failure.detection import RankState
+from evenstep.launcher.failure.hangs import HangWatch, RankLook, find_held_up, packed, unpacked
 from tests.unit.launcher.test_stacks import ENGINE, TORCH, dump
 
 SECOND = 1_000_000_000
@@ -39,7 +39,9 @@ class Ranks:
         num = num_ranks + num_others
         self.watch = HangWatch(after_s=after_s, timeouts=PhaseTimeouts(), num_ranks=num, may_have_gpus=gpus)
         self.now_s = 100.0
-        self.seen = {rank: Seen(10 + rank, page(), "S", 0) for rank in range(num_ranks)}
+        self.seen = {
+            rank: RankState(rank, 10 + rank, page=page(), state="S", on_core_ns=0) for rank in range(num_ranks)
+        }
         self.stacks = dict.fromkeys(self.seen, ASLEEP)
         self.runs: set[int] = set(self.seen)
         self.gpus = set(self.seen) if gpus else set()
@@ -76,13 +78,13 @@ class Ranks:
             for rank, seen in self.seen.items():
                 if rank in self.runs:
                     self.seen[rank] = replace(seen, on_core_ns=(seen.on_core_ns or 0) + SECOND // 5)
-            self.watch.observe(now_ns, self.seen)
+            self.watch.observe(now_ns, self.seen.values())
             if self.watch.is_due(now_ns, self.others):
                 self.asked.append(self.now_s)
                 self.watch.asked()
                 for rank, seen in self.seen.items():  # to write its stacks takes a moment
                     self.seen[rank] = replace(seen, on_core_ns=(seen.on_core_ns or 0) + 2_000_000)
-                self.watch.observe(now_ns, self.seen)
+                self.watch.observe(now_ns, self.seen.values())
                 self.stacks |= next(self.changes, {})
                 self.watch.read(now_ns, self.stacks, with_gpu=self.gpus)
             self.said += [(self.now_s, line) for line in self.watch.judge(now_ns, self.others)]

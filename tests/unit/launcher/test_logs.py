@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,13 @@ def test_tail(tmp_path: Path) -> None:
 def test_a_run_is_named_as_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert re.fullmatch(rf"{os.getpid()}-\w+", name_of_run(make_log_directory(None)))
+
+
+def test_logs_have_the_hosts_name_and_a_folder_is_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launchers of several pods have pid 1, and may start in the same second."""
+    monkeypatch.setattr(time, "strftime", lambda _: "now")
+    first = make_log_directory(str(tmp_path))
+    assert first.name == f"now-{platform.node()}-{os.getpid()}"
+    assert make_log_directory(str(tmp_path)).name == f"{first.name}-2"
+    monkeypatch.setattr(platform, "node", lambda: "another")
+    assert make_log_directory(str(tmp_path)).name == f"now-another-{os.getpid()}"

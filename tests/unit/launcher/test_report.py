@@ -8,8 +8,18 @@ import pytest
 from evenstep.ground.health.first_failure import CrashReport, Exit
 from evenstep.ground.health.heartbeat import Heartbeat, Phase
 from evenstep.launcher.failure.detection import Hang
-from evenstep.launcher.failure.policy import StopPolicy, describe_exit, exit_status, is_evident
-from evenstep.launcher.failure.report import Failure, RemoteFailure, describe_failure, describe_ranks, judge, status_of
+from evenstep.launcher.failure.report import (
+    Failure,
+    RemoteFailure,
+    StopPolicy,
+    describe_exit,
+    describe_failure,
+    describe_ranks,
+    exit_status,
+    failure_of,
+    is_evident,
+    status_of,
+)
 
 TRACEBACK = "Traceback (most recent call last):\n  File ...\nValueError: boom\nand more"
 GENUINE = CrashReport(1, 101, 5, False, 1, "ValueError: boom\nand more", TRACEBACK)
@@ -18,7 +28,7 @@ MISTAKE = CrashReport(1, 101, 5, False, 78, "ConfigurationError: bad", "Configur
 
 
 def test_the_traceback_comes_first_and_the_verdict_last() -> None:
-    failure = judge([Exit(0, 100, 76), Exit(1, 101, 1)], [WITNESS, GENUINE], attempt=0)
+    failure = failure_of([Exit(0, 100, 76), Exit(1, 101, 1)], [WITNESS, GENUINE], attempt=0)
     assert failure is not None
     text = describe_failure(failure, other_logs=Path("/logs"))
     assert text.splitlines()[0] == "evenstep: output of the other ranks: /logs"
@@ -27,7 +37,7 @@ def test_the_traceback_comes_first_and_the_verdict_last() -> None:
 
 
 def test_a_users_mistake_is_said_once_and_without_traceback() -> None:
-    failure = judge([Exit(1, 101, 78)], [MISTAKE], attempt=0)
+    failure = failure_of([Exit(1, 101, 78)], [MISTAKE], attempt=0)
     assert failure is not None
     assert (
         describe_failure(failure) == "evenstep: rank 1 (pid 101) failed: ConfigurationError: bad\n  at train.py, line 3"
@@ -37,7 +47,7 @@ def test_a_users_mistake_is_said_once_and_without_traceback() -> None:
 def test_a_syntax_error_has_no_traceback_and_still_its_lines() -> None:
     shown = '  File "train.py", line 1\n    x = (\n        ^\nSyntaxError: never closed'
     report = CrashReport(0, 100, 5, False, 1, "SyntaxError: never closed (train.py, line 1)", shown)
-    failure = judge([Exit(0, 100, 1)], [report], attempt=0)
+    failure = failure_of([Exit(0, 100, 1)], [report], attempt=0)
     assert failure is not None
     assert describe_failure(failure).splitlines() == [
         *shown.splitlines(),
@@ -46,7 +56,7 @@ def test_a_syntax_error_has_no_traceback_and_still_its_lines() -> None:
 
 
 def test_who_died_without_a_word_leaves_the_end_of_its_log() -> None:
-    failure = judge([Exit(0, 100, 76), Exit(1, 101, -11)], [WITNESS], attempt=0)
+    failure = failure_of([Exit(0, 100, 76), Exit(1, 101, -11)], [WITNESS], attempt=0)
     assert failure is not None
     assert describe_failure(failure, log="/logs/rank-1.log", log_tail="Fatal Python error").splitlines() == [
         "evenstep: the last lines of rank 1 (/logs/rank-1.log):",
@@ -55,8 +65,15 @@ def test_who_died_without_a_word_leaves_the_end_of_its_log() -> None:
     ]
 
 
+def test_a_mistake_that_all_ranks_have_made_is_not_rank_1s() -> None:
+    other = replace(MISTAKE, rank=0, pid=100, time_ns=9)
+    failure = failure_of([Exit(0, 100, 78), Exit(1, 101, 78)], [MISTAKE, other], attempt=0)
+    assert failure is not None
+    assert describe_failure(failure) == "evenstep: all ranks failed: ConfigurationError: bad\n  at train.py, line 3"
+
+
 def told(exits: list[Exit], reports: list[CrashReport], *, num_nodes: int = 1) -> list[str]:
-    failure = judge(exits, reports, attempt=0)
+    failure = failure_of(exits, reports, attempt=0)
     assert failure is not None
     return describe_failure(failure, num_nodes=num_nodes).splitlines()
 
@@ -140,7 +157,7 @@ def test_only_secondary_failures_point_at_other_nodes_where_there_are_any() -> N
     assert "other nodes" not in "".join(told([Exit(0, 100, 76)], [WITNESS]))
     assert "other nodes" in told([Exit(0, 100, 76)], [WITNESS], num_nodes=2)[0]
     text = told([Exit(0, 100, 76), Exit(1, 101, 0)], [WITNESS], num_nodes=2)
-    assert "other nodes" in text[0]
+    assert not any("other nodes" in line for line in text), "it is known who left"
     assert "had ended with status 0" in text[-1]
     missing = told([Exit(0, 100, 71)], [waited(0, "rank 3 (pid 8)")], num_nodes=2)
     assert "other nodes" in missing[0]
@@ -148,7 +165,7 @@ def test_only_secondary_failures_point_at_other_nodes_where_there_are_any() -> N
 
 
 def test_nobody_failed() -> None:
-    assert judge([Exit(0, 100, 0)], [], attempt=0) is None
+    assert failure_of([Exit(0, 100, 0)], [], attempt=0) is None
 
 
 @pytest.mark.parametrize(
@@ -182,7 +199,7 @@ def test_a_policy_is_validated() -> None:
         StopPolicy(grace_s=-1)
 
 
-LEFT = judge([Exit(0, 100, 76), Exit(1, 101, 0)], [WITNESS], attempt=0)
+LEFT = failure_of([Exit(0, 100, 76), Exit(1, 101, 0)], [WITNESS], attempt=0)
 
 
 def test_who_left_early_is_a_mismatch_and_told_with_its_step() -> None:
@@ -204,7 +221,7 @@ def test_who_left_early_is_a_mismatch_and_told_with_its_step() -> None:
     ],
 )
 def test_status(exits: list[Exit], reports: list[CrashReport], status: int) -> None:
-    failure = judge(exits, reports, attempt=0)
+    failure = failure_of(exits, reports, attempt=0)
     assert failure is not None
     assert status_of(failure) == status
 
@@ -218,14 +235,14 @@ def test_status(exits: list[Exit], reports: list[CrashReport], status: int) -> N
     ],
 )
 def test_who_was_killed_for_memory(kills: int | None, says: str) -> None:
-    failure = judge([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=0)
+    failure = failure_of([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=0)
     assert failure is not None
     sizes = {0: 1 << 30, 1: 2 << 30}
     assert says in describe_failure(replace(failure, resident_bytes=sizes, num_memory_kills=kills))
 
 
 def test_a_hang_is_71_and_the_last_line() -> None:
-    failure = judge([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=0)
+    failure = failure_of([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=0)
     assert failure is not None
     hung = replace(failure, hang=Hang(1, 101, 30.0, Heartbeat(101, Phase.BACKWARD, 7, 9, False, 1)))
     assert status_of(hung) == 71
@@ -243,7 +260,7 @@ def test_what_a_rank_says_cannot_command_the_terminal() -> None:
 
 
 def test_the_state_of_the_root_cause_and_of_who_waits_comes_first() -> None:
-    failure = judge([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=1)
+    failure = failure_of([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=1)
     assert failure is not None
     pages = {
         0: Heartbeat(100, Phase.BACKWARD, 7, 9, True, 1, waiting_since_ns=500_000_000),
@@ -260,7 +277,7 @@ def test_the_state_of_the_root_cause_and_of_who_waits_comes_first() -> None:
 
 @pytest.mark.parametrize("seen", [None, Heartbeat(101, Phase.STARTING, 0, 0, False, 1)])
 def test_nothing_is_said_of_the_state_before_the_first_step(seen: Heartbeat | None) -> None:
-    failure = judge([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=0)
+    failure = failure_of([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=0)
     assert failure is not None
     pages = {} if seen is None else {1: seen}
     assert describe_failure(replace(failure, pages=pages), run="run R") == describe_failure(

@@ -17,7 +17,7 @@ from torch import Tensor
 from evenstep.ground.environment import current_placement
 from evenstep.ground.health.heartbeat import Note
 from evenstep.ground.health.peer_heartbeats import own_page
-from evenstep.processes import STOP_SIGNALS
+from evenstep.processes import STOP_SIGNALS, stays_ignored
 from evenstep.transport.base import Work
 from evenstep.world import World
 
@@ -92,20 +92,39 @@ def note(what: Note) -> None:
 
 
 class StopSignals:
-    """Handlers of SIGTERM and SIGUSR1 that request a stop. In a main thread only.
+    """Handlers of `STOP_SIGNALS` that request a stop. In a main thread only. SIGHUP stays ignored under nohup.
 
-    A handler that the script has set before is called too.
+    A handler that was set before, by the script or submitit, is called once, when the step has been saved: inside the
+    signal it would leave in the middle of a step, as submitit's does, which requeues the job and exits.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._pid = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
+        self._due: tuple[int, Callable[[int, FrameType | None], object]] | None = None  # the first signal's
         if threading.current_thread() is not threading.main_thread():
             return
-        for which in STOP_SIGNALS:
-            self._before[which] = signal.signal(which, self._handle)
+        # Under our launcher alone, from which a second Ctrl-C kills; and not in the place of a script's own handler.
+        is_ours = current_placement().launcher == "evenstep run"
+        also = {signal.SIGINT} if is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler else ()
+        for which in (*STOP_SIGNALS, *also):
+            if not stays_ignored(which):
+                self._before[which] = signal.signal(which, self._handle)
         note(Note.SAVES)
+
+    def replaced(self) -> list[str]:
+        """Signals for which the script has set another handler since; each is listed once."""
+        found = [which for which in self._before if signal.getsignal(which) != self._handle]
+        for which in found:
+            del self._before[which]
+        return [which.name for which in found]
+
+    def call_former(self) -> None:
+        """Call the handler that the first signal had before, once. It may raise, as one that exits does."""
+        due, self._due = self._due, None
+        if due is not None:
+            due[1](due[0], None)
 
     def close(self) -> None:
         """Restore the former handlers, unless the script has set others since."""
@@ -123,6 +142,6 @@ class StopSignals:
             os.kill(os.getpid(), number)
             return
         self._world.request_stop(signal.Signals(number).name)
-        before: Callable[[int, FrameType | None], object] | Any = self._before.get(signal.Signals(number))
-        if callable(before):
-            before(number, frame)
+        before = self._before.get(signal.Signals(number))
+        if self._due is None and callable(before) and before is not signal.default_int_handler:
+            self._due = number, before

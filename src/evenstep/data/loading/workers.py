@@ -18,7 +18,7 @@ from evenstep.control_groups import count_cpus
 from evenstep.data.loading.fetch import Loaded, unpack
 from evenstep.errors import ConfigurationError, DataError
 from evenstep.ground.compat.torch_data import WorkerLoader, shut_down_workers, worker_processes
-from evenstep.processes import STOP_SIGNALS
+from evenstep.processes import STOP_SIGNALS, stays_ignored
 from evenstep.world import World
 
 _MOST_WORKERS = 8  # with "auto"
@@ -140,7 +140,8 @@ class _WorkerInit:
                 os.kill(os.getpid(), number)
 
         for which in STOP_SIGNALS:
-            signal.signal(which, end_with_rank)  # a handler and not SIG_IGN: what a worker starts has none
+            if not stays_ignored(which):
+                signal.signal(which, end_with_rank)  # a handler and not SIG_IGN: what a worker starts has none
         if self._users is not None:
             self._users(worker)
 

@@ -1,7 +1,7 @@
 """Parts of torchelastic that have no public names. All of them are in torch 2.11 to 2.13.
 
-`ElasticAgent` names the methods of torchelastic's agent that ours extends. The functions give torchelastic another
-agent, another way to start processes, or another store, each only inside a `with` or a call.
+`ElasticAgent` is torchelastic's agent with another loop. The functions give torchelastic another agent, another way to
+start processes, or another store, each only inside a `with` or a call.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
-from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events import record
+from torch.distributed.elastic.events.api import EventSource
 from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.launcher import api
@@ -25,66 +27,48 @@ StartProcess = Callable[[Sequence[str], Mapping[str, str], Sequence[int]], Any]
 
 
 class ElasticAgent(LocalElasticAgent):
-    """torchelastic's agent, with public names for the methods that a subclass extends."""
+    """torchelastic's agent without its loop: `run_attempts` of a subclass stands in that one's place.
 
-    def meet(self, worker_group: Any) -> None:
-        """Meet the other nodes and assign ranks. Collective over nodes."""
-        super()._rendezvous(worker_group)
+    torchelastic assigns ranks, starts processes with their variables, and closes what `closes` has named last.
+    """
 
-    def start_processes(self, worker_group: Any) -> dict[int, Any]:
-        """Start the processes; returns an identifier of each, by local rank."""
-        started: dict[int, Any] = super()._start_workers(worker_group)
-        return started
+    def run_attempts(self) -> None:
+        """Meet, start processes and watch them; returns when all have ended as they should."""
+        raise NotImplementedError
 
-    def look(self, worker_group: Any) -> RunResult:
-        """Look at the processes once."""
-        found: RunResult = super()._monitor_workers(worker_group)
-        return found
+    def meet(self, open_store: Callable[..., Any]) -> Any:
+        """Meet the other nodes and assign ranks; returns torchelastic's group of them. Collective over nodes.
 
-    def restart(self, worker_group: Any) -> None:
-        """Stop the processes, meet the nodes again, and start processes."""
-        super()._restart_workers(worker_group)
+        Args:
+            open_store: Opens a store of this rendezvous alone.
+        """
+        group = self.get_worker_group()
+        if self._pcontext is not None:
+            self._shutdown()  # torchelastic's own watchdog of the attempt before
+        with _fresh_store(group.spec.rdzv_handler, open_store):
+            self._rendezvous(group)
+        return group
 
-    def stop(self, worker_group: Any) -> None:
-        """Stop the processes."""
-        super()._stop_workers(worker_group)
-
-    @property
-    def processes(self) -> Any:
-        """torchelastic's context of the running processes, or what stands in its place; None before the first."""
+    def start_processes(self, *, num_restarts: int) -> Any:
+        """Start the processes of those ranks; returns torchelastic's context of them."""
+        group = self.get_worker_group()
+        spec = group.spec
+        self._remaining_restarts = spec.max_restarts - num_restarts
+        for local_rank, pid in self._start_workers(group).items():
+            worker = group.workers[local_rank]
+            worker.id = pid
+            record(self._construct_event("START", EventSource.WORKER, worker), spec.event_log_handler)
         return self._pcontext
 
-    @processes.setter
-    def processes(self, context: Any) -> None:
-        """Put something in its place."""
+    def closes(self, context: Any) -> None:
+        """Have torchelastic call `close(signal, timeout)` of this when a signal or an error ends the run."""
         self._pcontext = context
 
-    @property
-    def restarts_left(self) -> int:
-        """How many failed attempts may still be followed by another."""
-        return int(self._remaining_restarts)
-
-    @restarts_left.setter
-    def restarts_left(self, count: int) -> None:
-        """Change how many."""
-        self._remaining_restarts = count
-
-    # Called by torchelastic.
-
-    def _rendezvous(self, worker_group: Any) -> None:
-        self.meet(worker_group)
-
-    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-        return self.start_processes(worker_group)
-
-    def _monitor_workers(self, worker_group: Any) -> RunResult:
-        return self.look(worker_group)
-
-    def _restart_workers(self, worker_group: Any) -> None:
-        self.restart(worker_group)
-
-    def _stop_workers(self, worker_group: Any) -> None:
-        self.stop(worker_group)
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        """Called by torchelastic."""
+        self.run_attempts()
+        ranks = [worker.global_rank for worker in self.get_worker_group().workers]
+        return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
 
 
 def launch(agent: Callable[..., LocalElasticAgent], config: Any, command: Any, arguments: Sequence[str]) -> Any:
@@ -122,7 +106,7 @@ class _Handler(SubprocessHandler):
 
 
 @contextlib.contextmanager
-def fresh_store(handler: Any, open_store: Callable[..., Any]) -> Iterator[None]:
+def _fresh_store(handler: Any, open_store: Callable[..., Any]) -> Iterator[None]:
     """Have torch's elastic rendezvous, if `handler` is that, open another store for a rendezvous inside.
 
     It would reuse the store of the first rendezvous: with the addresses of ranks that are gone, or on a node that no
@@ -142,11 +126,6 @@ def fresh_store(handler: Any, open_store: Callable[..., Any]) -> Iterator[None]:
         del before
 
 
-def is_stop_handler(handler: Any) -> bool:
-    """Whether a signal handler is the one by which torchelastic stops a run."""
-    return getattr(handler, "__name__", "") == "_terminate_process_handler"
-
-
 # What isn't looked for when evenstep is imported.
 _ELASTIC = "torch.distributed.elastic"
 _AGENT = f"{_ELASTIC}.agent.server.local_elastic_agent:LocalElasticAgent"
@@ -155,18 +134,20 @@ _NO_RUN = "evenstep run can't start ranks"
 _NO_RESTART = "evenstep run can't restart ranks"
 NAMES = (
     *(
-        PrivateName(f"{_AGENT}.{name}", "a method of torchelastic's agent that ours extends", _NO_RUN)
+        PrivateName(f"{_AGENT}.{name}", "a method of torchelastic's agent that ours calls, or replaces", _NO_RUN)
         for name in (
+            "_invoke_run",
             "_rendezvous",
             "_start_workers",
-            "_monitor_workers",
-            "_restart_workers",
-            "_stop_workers",
+            "_construct_event",
+            "_shutdown",
             "__init__~_pcontext",
         )
     ),
     PrivateName(
-        f"{_ELASTIC}.agent.server.api:SimpleElasticAgent.__init__~_remaining_restarts", "restarts left", _NO_RESTART
+        f"{_ELASTIC}.agent.server.api:SimpleElasticAgent.__init__~_remaining_restarts",
+        "the number of the attempt, as ranks get it",
+        _NO_RESTART,
     ),
     PrivateName("torch.distributed.launcher.api:launch_agent~LocalElasticAgent", "the agent that is started", _NO_RUN),
     PrivateName(
@@ -175,11 +156,6 @@ NAMES = (
         "ranks are new pythons, and start in seconds",
     ),
     PrivateName(f"{_ELASTIC}.multiprocessing.subprocess_handler:SubprocessHandler._popen", "starts a process", _NO_RUN),
-    PrivateName(
-        f"{_ELASTIC}.multiprocessing.api:_terminate_process_handler",
-        "how torchelastic stops a run on a signal",
-        "its handler isn't told from a script's own",
-    ),
     *(
         PrivateName(where, "the store of a rendezvous", "a restart on several nodes meets in the old store")
         for where in (

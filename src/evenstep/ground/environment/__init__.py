@@ -57,7 +57,9 @@ __all__ = [
     "detect",
     "export",
     "exported",
+    "is_claimed",
     "is_set",
+    "lacks_servers",
     "meeting_point",
     "node_identity",
     "node_of_task",
@@ -78,6 +80,7 @@ __all__ = [
 ]
 
 _RANK_PROCESS = "EVENSTEP_RANK_PROCESS"
+_has_roles = False  # see `num_servers`
 _SERVERS = "EVENSTEP_SERVERS"
 
 
@@ -131,6 +134,11 @@ def claim_rank() -> None:
         pid = os.getpid()
         claim = RankProcess(pid, state_and_start(pid)[1], placement.rank, placement.world_size, identity(described))
         os.environ[_RANK_PROCESS] = str(claim)
+
+
+def is_claimed() -> bool:
+    """Whether this rank, or the process that started this one, has joined the others: see `claim_rank`."""
+    return is_set(_RANK_PROCESS)
 
 
 def _rank_inherited_from() -> RankProcess | None:
@@ -261,8 +269,15 @@ def num_servers() -> int:
     Raises:
         ConfigurationError: The variable is no whole number.
     """
+    global _has_roles
+    _has_roles = True
     text = os.environ.get(_SERVERS, "").strip() or "0"
     return checks.whole(_SERVERS, int(text) if text.isdigit() else text, least=0)
+
+
+def lacks_servers() -> bool:
+    """Whether there are to be servers, and the script has never asked which ranks they are."""
+    return is_set(_SERVERS) and not _has_roles
 
 
 def rpc_variables(interface: str | None) -> dict[str, str]:

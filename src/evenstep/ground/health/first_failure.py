@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
+from evenstep.console import printable
 from evenstep.errors import EvenstepError
 from evenstep.ground.health.heartbeat import REPORT_BYTES
 
@@ -51,7 +52,7 @@ class CrashReport:
     @classmethod
     def of(cls, error: BaseException, *, rank: int, traceback: str) -> CrashReport:
         """Describe the exception that is about to end this process."""
-        summary = f"{type(error).__name__}: {error}"
+        summary = f"{type(error).__name__}: {str(error).strip()}"  # torch's spawn begins with empty lines
         return cls(
             rank=rank,
             pid=os.getpid(),
@@ -127,8 +128,3 @@ def choose_root_cause(exits: Iterable[Exit], reports: Iterable[CrashReport]) -> 
     for end in sorted(silent, key=lambda end: end.exit_code >= 0):  # signals first
         return end
     return failed[reported[0].rank] if reported else None
-
-
-def printable(text: str) -> str:
-    """Text of another process, safe to print: control characters, as in a terminal's escapes, as text. Pure."""
-    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)

@@ -14,10 +14,12 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from evenstep.console import say
+from evenstep.ground.environment import Placement, current_placement, is_claimed, lacks_servers
 from evenstep.ground.health import heartbeat, peer_heartbeats
 from evenstep.ground.health.heartbeat import Heartbeat, Phase, mark
 
@@ -66,7 +68,22 @@ def _optimizer_ended(optimizer: Any, *_: object) -> None:
     mark(Phase.BETWEEN_STEPS, step=most)
     if most % _LOOK_EVERY_STEPS == 0:
         mark_compilations()
+        for line in find_misuse(current_placement()) if most == _LOOK_EVERY_STEPS else ():
+            say(f"evenstep: {line}")
         _watch.look(time.monotonic())
+
+
+def find_misuse(placement: Placement) -> list[str]:
+    """Lines of rank 0, once it trains, on ranks that don't do together what the command that started them says."""
+    lines = []
+    if placement.rank == 0 and placement.world_size > 1 and not (is_claimed() or torch.distributed.is_initialized()):
+        lines.append(
+            f"{placement.world_size} ranks train independent copies: the script has called neither evenstep.init nor "
+            f"torch.distributed.init_process_group. Call one of them, or start one rank."
+        )
+    if placement.rank == 0 and lacks_servers():
+        lines.append("--servers: the script has made no evenstep.parameter_server, so no rank is one. Leave it out.")
+    return lines
 
 
 def _call_listeners(optimizer: Optimizer, has_ended: bool) -> None:

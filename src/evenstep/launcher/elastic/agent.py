@@ -1,170 +1,162 @@
-"""torchelastic's agent of one node: rendezvous, starting the ranks, restarting them."""
+"""The agent of one node: the one place that decides whether a run ends, starts its ranks again, or was stopped."""
 
 from __future__ import annotations
 
-import math
-import signal
-import threading
+import platform
 import time
 import uuid
-from collections.abc import Callable
-from types import FrameType
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
-
+from evenstep.console import say
 from evenstep.ground import environment
-from evenstep.ground.compat.torch_elastic import ElasticAgent, fresh_store, is_stop_handler
+from evenstep.ground.compat.torch_elastic import ElasticAgent
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
-from evenstep.launcher.elastic.heartbeat import OtherNodes
-from evenstep.launcher.elastic.rendezvous import bound_answers, open_store
-from evenstep.launcher.elastic.restarts import RestartLimit, compare_standings
-from evenstep.launcher.elastic.supervisor import WatchedRanks
-from evenstep.launcher.failure.policy import LossPolicy, StopPolicy
-from evenstep.launcher.failure.report import Failure, describe_ranks
+from evenstep.launcher.elastic.attempt import Attempt, Ranks
+from evenstep.launcher.elastic.nodes import OtherNodes, Standing, compare_standings
+from evenstep.launcher.elastic.rendezvous import FixedNodesRendezvous, bound_answers, open_store
+from evenstep.launcher.failure.report import Failure, StopPolicy, describe_failure, describe_ranks
+from evenstep.launcher.failure.verdict import End
+from evenstep.launcher.options.logs import name_of_run, tail
 
-_SAME_REQUEST_S = 1.0  # a signal that is repeated within this time was sent twice
+
+class RunFailed(Exception):
+    """An attempt has failed, and no other follows; said already."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__()
+        self.failure = failure
+
+
+def plan_next(now: Standing, *, max_restarts: int, was_stopping: bool) -> tuple[bool, str]:
+    """Whether another attempt follows one that has failed, and a line for people; "": nothing is to be said. Pure.
+
+    Args:
+        now: The run's standing after that attempt.
+        max_restarts: As the command says.
+        was_stopping: Somebody had asked the run to stop.
+    """
+    num_left = max_restarts - now.num_restarts
+    if was_stopping:
+        return False, "the run had been asked to stop, so there is no other attempt"
+    if num_left <= 0:
+        return False, ""
+    if now.is_in_vain:
+        return False, (
+            f"{now.num_in_vain} restarts have come to no new checkpoint, so there is no other, though --max-restarts "
+            f"{max_restarts} allows {num_left} more"
+        )
+    return True, f"restarting all ranks: attempt {now.num_restarts + 2} of {max_restarts + 1}"
 
 
 class RankAgent(ElasticAgent):
-    """torchelastic's agent of this node, which watches its ranks through `WatchedRanks`.
+    """torchelastic's agent of this node, with attempts of ours.
 
-    `on_failure` receives a failed attempt and the number of restarts left, and returns whether to restart. `limit`
-    counts restarts in vain; nodes that join later adopt its count.
+    A node that joins is no failure: the ranks start again without counting that. But its nodes find out one by one,
+    while ranks of one end because those of another were stopped; and a node that joins later counts from 0. So the
+    first node to see a new one announces it to the others, and at every rendezvous the nodes compare counts.
 
-    A node that joins is no failure: torchelastic restarts the ranks without counting that. But its nodes find out one
-    by one, while ranks of one end because those of another were stopped; and a node that joins later counts from 0.
-    So the first node to see a new one announces it to the others, and at every rendezvous the nodes compare counts.
+    Args:
+        policy: How ranks are watched and stopped.
+        timeouts: How long they may keep others waiting.
+        kwargs: torch's.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        policy: StopPolicy,
-        timeouts: PhaseTimeouts,
-        on_failure: Callable[[Failure, int], bool],
-        on_preempted: Callable[[], None],
-        limit: RestartLimit,
-        name_after_s: float,
-        losses: LossPolicy,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        bound_answers(kwargs["spec"].rdzv_handler)
-        self._policy = policy
-        self._timeouts = timeouts
-        self._on_failure = on_failure
-        self._on_preempted = on_preempted
-        self._limit = limit
-        self._name_after_s = name_after_s
-        self._losses = losses
-        self._stopped_for_new_node = False
-
-    def meet(self, worker_group: Any) -> None:
-        """See base class."""
-        with fresh_store(worker_group.spec.rdzv_handler, open_store):
-            super().meet(worker_group)
-        if worker_group.group_world_size > 1:
-            most = worker_group.spec.max_restarts
-            together = compare_standings(
-                worker_group.store,
-                self._limit.standing(num_restarts=most - self.restarts_left),
-                node_rank=worker_group.group_rank,
-                num_nodes=worker_group.group_world_size,
-            )
-            self._limit.adopt(together)
-            self.restarts_left = max(0, most - together.num_restarts)
-
-    def look(self, worker_group: Any) -> RunResult:
-        """See base class."""
-        found = super().look(worker_group)
-        if self._ranks is not None and self._ranks.should_admit_node:
-            worker_group.state = WorkerState.HEALTHY
-            self.restart(worker_group)
-            return RunResult(state=WorkerState.HEALTHY)
-        return found
-
-    def restart(self, worker_group: Any) -> None:
-        """See base class."""
-        if worker_group.state == WorkerState.HEALTHY and self._ranks is not None:
-            self._limit.note_saved(self._ranks.stop_for_new_node())
-            self._stopped_for_new_node = True
-        super().restart(worker_group)
-        self._stopped_for_new_node = False
-
-    def stop(self, worker_group: Any) -> None:
-        """See base class."""
-        if not self._stopped_for_new_node:  # its ranks have saved and ended, as at the end of the run
-            super().stop(worker_group)
+    def __init__(self, *, policy: StopPolicy, timeouts: PhaseTimeouts, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._spec, self._logs = kwargs["spec"], kwargs["logs_specs"]
+        bound_answers(self._spec.rdzv_handler)
+        self._policy, self._timeouts = policy, timeouts
+        self._standing = Standing()
+        self._attempt: Attempt | None = None
+        self._failure: Failure | None = None  # of the last attempt that has failed
 
     @property
-    def _ranks(self) -> WatchedRanks | None:
-        return self.processes if isinstance(self.processes, WatchedRanks) else None
+    def has_saved(self) -> bool:
+        """Whether the ranks have saved and ended after a request to stop."""
+        return self._attempt is not None and self._attempt.has_saved
 
-    def start_processes(self, worker_group: Any) -> dict[int, Any]:
-        """See base class."""
-        attempt = worker_group.spec.max_restarts - self.restarts_left
+    @property
+    def left_logs(self) -> bool:
+        """Whether an attempt has failed, and left a log."""
+        logs = Path(self._logs.root_log_dir).glob("rank-*.log")
+        return self._failure is not None and any(path.stat().st_size > 0 for path in logs)
+
+    def run_attempts(self) -> None:
+        """Start the ranks, again and again if need be, until they have ended well, or have saved.
+
+        Raises:
+            RunFailed: An attempt has failed, and no other follows.
+        """
+        while True:
+            self._attempt = self._begin()
+            end = self._attempt.watch()
+            if end in (End.WELL, End.SAVED):
+                return
+            if self._attempt.failure is not None:
+                self._decide(self._attempt.failure, self._attempt.saved)
+            else:
+                self._standing = self._standing.after(self._attempt.saved)
+
+    def _decide(self, failure: Failure, saved: Standing) -> None:
+        """Say which rank failed, and go on to another attempt, or raise `RunFailed`."""
+        self._failure, now, most = failure, self._standing.after_failure(saved), self._spec.max_restarts
+        goes_on, remark = plan_next(now, max_restarts=most, was_stopping=failure.was_stopping)
+        destination = self._logs.destinations.get(failure.root_cause.rank)
+        log = "" if destination is None else destination.stderr or destination.stdout
+        directory = Path(self._logs.root_log_dir)
+        run = f"run {name_of_run(directory)}, attempt {failure.attempt + 1} of {most + 1}, host {platform.node()}"
+        text = describe_failure(
+            failure,
+            run=run,
+            num_nodes=self.get_worker_group().group_world_size or 1,
+            log=log,
+            log_tail=tail(log) if log else "",
+            other_logs=directory if not goes_on and self.left_logs else None,
+            saved_step=now.saved_step,
+        )
+        say(text + (f"\nevenstep: {remark}" if remark else ""))
+        if not goes_on:
+            raise RunFailed(failure)
+        self._standing = replace(now, num_restarts=now.num_restarts + 1)
+
+    def _begin(self) -> Attempt:
+        """Meet the other nodes, and start the ranks. Collective over nodes."""
+        group, most = self.meet(open_store), self._spec.max_restarts
         session = ""
-        if worker_group.group_world_size > 1:
+        if group.group_world_size > 1:
+            self._standing = compare_standings(
+                group.store, self._standing, node_rank=group.group_rank, num_nodes=group.group_world_size
+            )
             # Every node counts restarts by itself; the store is one of this rendezvous alone.
-            session = worker_group.store.compare_set("evenstep/session", "", uuid.uuid4().hex).decode()
-        pages = NodePages(len(worker_group.workers))
+            session = group.store.compare_set("evenstep/session", "", uuid.uuid4().hex).decode()
+        pages, ranks = NodePages(len(group.workers)), [worker.global_rank for worker in group.workers]
         with environment.exported(environment.changed_settings(rendezvous=session, **pages.settings)):
-            pids = super().start_processes(worker_group)
-        _merge_repeated_requests()
-        ranks = [worker.global_rank for worker in worker_group.workers]
+            started = self.start_processes(num_restarts=self._standing.num_restarts)
         others = None
         if session:
             others = OtherNodes(
-                worker_group.master_addr,
-                worker_group.master_port,
+                group.master_addr,
+                group.master_port,
                 session=session,
-                node_rank=worker_group.group_rank,
-                num_nodes=worker_group.group_world_size,
+                node_rank=group.group_rank,
+                num_nodes=group.group_world_size,
+                lost_after_s=self._policy.node_timeout_s,
                 describe=lambda: describe_ranks(pages.read(ranks), now_ns=time.monotonic_ns()),
             )
-        self.processes = WatchedRanks(
-            self.processes,
-            ranks=ranks,
-            attempt=attempt,
-            others=others,
-            # As the command says, so equal on all nodes: others may wait for a node that has no restart left.
-            may_restart=worker_group.spec.max_restarts > 0,
-            pages=pages,
+        attempt = Attempt(
+            Ranks(started, ranks=ranks, pages=pages),
+            number=self._standing.num_restarts,
             policy=self._policy,
             timeouts=self._timeouts,
-            on_failure=self._attempt_failed,
-            on_preempted=self._on_preempted,
-            num_ranks=worker_group.workers[0].world_size,
-            name_after_s=self._name_after_s,
-            losses=self._losses,
+            num_ranks=group.workers[0].world_size,
+            others=others,
+            # As the command says, so equal on all nodes: others may wait for a node that has no restart left.
+            may_restart=most > 0,
+            needs_all_nodes=isinstance(self._spec.rdzv_handler, FixedNodesRendezvous),
+            num_nodes_waiting=self._spec.rdzv_handler.num_nodes_waiting,
         )
-        return pids
-
-    def _attempt_failed(self, failure: Failure) -> None:
-        if not self._on_failure(failure, self.restarts_left):
-            self.restarts_left = 0
-
-
-def _merge_repeated_requests() -> None:
-    """Handle a stop signal that comes twice at once as one; a second one would end the save that the first began.
-
-    GNU timeout signals the process that it has started, and then its group, to which that process belongs. A second
-    Ctrl-C is a person's, and counts whenever it comes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    last: dict[int, float] = {}
-    for which in signal.valid_signals() - {signal.SIGINT}:
-        stops = signal.getsignal(which)
-        if not is_stop_handler(stops):
-            continue
-
-        def handle(number: int, frame: FrameType | None, stops: Any = stops) -> None:
-            now = time.monotonic()
-            if now - last.get(number, -math.inf) > _SAME_REQUEST_S:
-                last[number] = now
-                stops(number, frame)
-
-        signal.signal(which, handle)
+        self.closes(attempt)
+        return attempt

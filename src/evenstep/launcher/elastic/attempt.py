@@ -1,215 +1,453 @@
-"""The rank processes of one attempt on this node: which run, how they ended, what they reported; and stopping them."""
+"""One attempt on this node: the processes of its ranks, and the loop that watches them until they have ended.
+
+What is to be done is decided by `failure/verdict.py`, from a look; here it is done.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import RunProcsResult, SubprocessContext
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing import SubprocessContext
 
 from evenstep.console import say
-from evenstep.ground.health.first_failure import CrashReport, Exit
-from evenstep.ground.health.heartbeat import Heartbeat, Note, Phase
+from evenstep.errors import EXIT_PREEMPTED
+from evenstep.ground.health.first_failure import Exit
+from evenstep.ground.health.heartbeat import Note
 from evenstep.ground.health.peer_heartbeats import NodePages
-from evenstep.launcher.elastic.looks import RankProcess
-from evenstep.launcher.failure.detection import Ends
-from evenstep.launcher.failure.report import Failure
-from evenstep.launcher.spawn.child import Child
+from evenstep.ground.health.phase_timeouts import PhaseTimeouts
+from evenstep.launcher.elastic.nodes import OtherNodes, Parting, Standing, agree_on_cause, agree_on_saved
+from evenstep.launcher.failure.detection import (
+    Ends,
+    Hang,
+    RankState,
+    StopWatch,
+    count_memory_kills,
+    find_overdue,
+    look_at,
+)
+from evenstep.launcher.failure.hangs import HangWatch, packed, unpacked
+from evenstep.launcher.failure.report import (
+    Failure,
+    RemoteFailure,
+    StopPolicy,
+    describe_exit,
+    failure_of,
+)
+from evenstep.launcher.failure.stacks import StackRequest, WorkerStacks
+from evenstep.launcher.failure.verdict import (
+    End,
+    Situation,
+    Step,
+    ends_of,
+    find_lost,
+    is_known,
+    judge,
+    reports_of,
+)
+from evenstep.launcher.spawn.child import Child, Guard, stop
+from evenstep.processes import has_gpu, has_gpu_driver
 
 _POLL_S = 0.02
+_LOOK_EVERY_S = 0.25  # for hangs
+_STACK_S = 0.3
 
 
-class Attempt:
+class Ranks:
     """The rank processes of one attempt on this node, and what they leave on their pages.
 
     Args:
         context: torchelastic's, with the processes already started.
         ranks: Global rank of each local rank.
-        number: How many restarts there were.
-        pages: Of these ranks. Closed with the attempt.
+        pages: Of these ranks. Closed with them.
 
     Attributes:
-        processes: By local rank, that of each.
-        pids: By local rank, as torchelastic has started it.
-        lost: Local ranks without which the others go on.
-        stopped: Local ranks that a signal of ours reached alive.
+        lost: Ranks without which the others go on.
+        stopped: Ranks that a signal of ours reached alive.
     """
 
-    def __init__(self, context: SubprocessContext, *, ranks: list[int], number: int, pages: NodePages) -> None:
-        self._context = context
-        self.ranks = ranks
-        self.number = number
-        self._pages = pages
-        self.processes: dict[int, RankProcess] = {}
+    def __init__(self, context: SubprocessContext, *, ranks: Sequence[int], pages: NodePages) -> None:
+        self._context, self._all_pages = context, pages
+        self._processes: dict[int, Child] = {}
         for local_rank, handler in context.subprocess_handlers.items():
             # In its place, too: what polls a `Popen` would reap it.
             started: Any = handler
-            started.proc = Child.of(handler.proc) if isinstance(handler.proc, subprocess.Popen) else handler.proc
-            self.processes[local_rank] = started.proc
-        self.pids = {local_rank: process.pid for local_rank, process in self.processes.items()}
-        self._ends = Ends(self.pids.values())
+            if isinstance(handler.proc, subprocess.Popen):
+                started.proc = Child(handler.proc.pid, reap=handler.proc.poll)
+            self._processes[ranks[local_rank]] = started.proc
+        self._pages = dict(zip(ranks, pages.pages, strict=True))
+        self._files = {rank: Path(file) for rank, file in zip(ranks, pages.files, strict=True)}
+        self._ends = Ends(process.pid for process in self._processes.values())
+        self._guard = Guard(process.pid for process in self._processes.values())
         self.lost: set[int] = set()
         self.stopped: set[int] = set()
 
     # ------------------------------------------------------------------ what is seen of them
 
-    def codes(self) -> list[int | None]:
-        """How each has ended, of those that are not lost; None: it runs."""
-        return [process.poll() for local_rank, process in self.processes.items() if local_rank not in self.lost]
-
-    def alive(self) -> dict[int, RankProcess]:
-        """By local rank, those that run."""
-        return {local_rank: process for local_rank, process in self.processes.items() if process.poll() is None}
+    def look(self) -> list[RankState]:
+        """What each is like now."""
+        return [
+            look_at(rank, process, self._pages[rank], was_stopped=rank in self.stopped, is_lost=rank in self.lost)
+            for rank, process in self._processes.items()
+        ]
 
     def await_end(self, longest_s: float) -> None:
         """Wait until one ends, but not for longer."""
         self._ends.wait(longest_s)
 
-    def pages(self) -> dict[int, Heartbeat | None]:
-        """Their heartbeat pages as they are now, by rank."""
-        return self._pages.read(self.ranks)
+    def request_stacks(self, states: Iterable[RankState]) -> StackRequest:
+        """Ask ranks for their stacks: those that run and write any. Others would end by the signal, or never answer."""
+        asked = [each for each in states if each.runs and not each.is_suspended and Note.WRITES_STACKS in each.notes]
+        return StackRequest({each.rank: (each.pid, self._files[each.rank]) for each in asked})
 
-    def has_noted(self, what: Note) -> bool:
-        """Whether any of them has noted something on its page."""
-        return any(page.words[what] for page in self._pages.pages)
+    def request_worker_stacks(self, requests: WorkerStacks, states: Iterable[RankState]) -> None:
+        """Ask the workers of ranks' loaders for theirs."""
+        for each in states:
+            if Note.WRITES_STACKS in each.notes:
+                requests.ask(each.rank, each.pid, self._files[each.rank])
 
-    def stack_files(self, local_ranks: Iterable[int]) -> dict[int, tuple[int, Path]]:
-        """By rank, its pid and the file that its stacks go to; without those that don't write any."""
-        return {
-            self.ranks[each]: (self.processes[each].pid, Path(self._pages.files[each]))
-            for each in local_ranks
-            if self._pages.pages[each].words[Note.WRITES_STACKS]
-        }
-
-    def reports(self) -> list[CrashReport]:
-        """What they have reported. What another process has reported in a rank's name counts only with the rank's end.
-
-        That may be the script behind a program of the user's, whose status says whether the rank failed; or a child
-        that failed, and whose parent has caught that.
-        """
-        reports = []
-        for local_rank, process in self.processes.items():
-            report = CrashReport.unpack(self._pages.pages[local_rank].report())
-            if report is not None and (report.pid == process.pid or (process.poll() or 0) > 0):
-                reports.append(report)
-        return reports
-
-    def exits(self) -> list[Exit]:
-        """How they ended; a rank that has reported counts as failed, however it ended then.
-
-        It may have been stopped before its end, or have an exit handler that ends it with status 0.
-        """
-        reports = {report.rank: report for report in self.reports()}
-        exits = []
-        for local_rank, process in self.processes.items():
-            code, rank = process.poll(), self.ranks[local_rank]
-            if code is None or local_rank in self.lost:
-                continue
-            was_stopped = local_rank in self.stopped
-            if (was_stopped or code == 0) and rank in reports:
-                code, was_stopped = reports[rank].exit_code, False
-            exits.append(Exit(rank, process.pid, code, stopped_by_launcher=was_stopped))
-        return exits
-
-    def has_reported(self, *, longest_s: float) -> bool:
-        """Whether a rank has reported an error and only python's own end is left, which takes a third of a second.
-
-        Or the rest takes too long: a thread or an exit handler of the script holds the rank. Or it has ended, with
-        whatever status an exit handler has chosen.
-        """
-        reports = self.reports()
-        if not reports:
-            return False
-        pages = self.pages()
-        done = {rank for rank, seen in pages.items() if seen is not None and seen.is_done}
-        done |= set(self.ranks) - {self.ranks[local_rank] for local_rank in self.alive()}
-        return any(r.rank in done or time.monotonic_ns() - r.time_ns > longest_s * 1e9 for r in reports)
-
-    def only_end(self) -> bool:
-        """Whether all that are left have reported an error, and written what they had to write."""
-        pages, reporting = self.pages(), {report.rank for report in self.reports()}
-        ranks = [self.ranks[local_rank] for local_rank in self.alive()]
-        return all(rank in reporting and (seen := pages[rank]) is not None and seen.is_done for rank in ranks)
-
-    def anybody_is_leaving(self) -> bool:
-        """Whether one that still runs has left its world."""
-        pages = self.pages()
-        leaving = {rank for rank, seen in pages.items() if seen is not None and seen.phase is Phase.ENDED}
-        return any(self.ranks[local_rank] in leaving for local_rank in self.alive())
+    def _running(self) -> dict[int, Child]:
+        return {rank: process for rank, process in self._processes.items() if process.poll() is None}
 
     # ------------------------------------------------------------------ what is done to them
 
     def kill(self, rank: int) -> None:
         """Kill one rank and what it has started."""
-        self.processes[self.ranks.index(rank)].signal_group(signal.SIGKILL)
+        self._processes[rank].signal_group(signal.SIGKILL)
 
     def stop(self, first: signal.Signals, *, patience_s: float, terminate_s: float) -> None:
-        """Stop the ranks and what they started. A signal to us meanwhile means SIGKILL now.
+        """Stop the ranks and what they started; see `child.stop`."""
+        self.stopped |= self._running().keys()
+        ask = functools.partial(self._request, first)
+        for rank in stop(self._processes, ask, patience_s=patience_s, terminate_s=terminate_s):
+            say(f"evenstep: rank {rank} (pid {self._processes[rank].pid}) can't be killed, and is left behind")
 
-        Args:
-            first: Sent first, to the ranks alone: they may need what they have started, such as the workers of their
-                loaders, for the steps until they save. SIGKILL follows, to everything.
-            patience_s: Until then.
-            terminate_s: From SIGKILL until a rank that still runs is left behind.
-        """
-        self.stopped |= self.alive().keys()
-        try:
-            for local_rank in self.alive():
-                ready = self._pages.pages[local_rank].words[Note.IS_READY]
-                self._request(local_rank, signal.SIGTERM if first == signal.SIGINT and not ready else first)
-            self._await_all(patience_s)
-        finally:
-            if self.stopped:
-                for process in self.processes.values():
-                    process.signal_group(signal.SIGKILL)
-        self._await_all(terminate_s)
-        for local_rank, process in self.alive().items():
-            message = f"evenstep: rank {self.ranks[local_rank]} (pid {process.pid}) can't be killed, and is left behind"
-            say(message)
-
-    def _request(self, local_rank: int, which: signal.Signals) -> None:
+    def _request(self, which: signal.Signals, rank: int) -> None:
         """Send a signal to the process that trains: behind a shell script it isn't the one that was started."""
-        process, seen = self.processes[local_rank], self._pages.pages[local_rank].read()
+        process, page = self._processes[rank], self._pages[rank]
+        seen = page.read()
+        if which == signal.SIGINT and not page.words[Note.IS_READY]:
+            which = signal.SIGTERM
         with contextlib.suppress(OSError):
             if seen is not None and os.getsid(seen.pid) == process.pid:
                 os.kill(seen.pid, which)
                 return
         process.send_signal(which)
 
-    def _await_all(self, longest_s: float) -> None:
-        deadline = time.monotonic() + longest_s
-        while self.alive() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-
     def close(self) -> None:
         """Close after all ranks have ended or can't be killed. Writes the rest of what goes to the terminal."""
         self._ends.close()
-        self._pages.close()
+        self._guard.close()
+        self._all_pages.close()
         self._context.close(signal.SIGKILL, timeout=0)
-        for process in self.processes.values():
+        for process in self._processes.values():
             process.release()
 
-    def result_of(self, failure: Failure | None) -> RunProcsResult:
-        """For torchelastic, after `close`: which ranks failed, and at least one where the attempt did."""
-        failures = {
-            local_rank: ProcessFailure(
-                local_rank=local_rank,
-                pid=process.pid,
-                exitcode=process.returncode,
-                error_file=self._context.error_files[local_rank],
+
+class Attempt:
+    """One attempt on this node: watches its ranks, finds the root cause of a failure, and only then stops the others.
+
+    It stands in the place of torchelastic's process context, which `close`s it when a signal has ended `watch`.
+
+    Args:
+        ranks: Their processes, already started.
+        number: How many restarts there were.
+        policy: How ranks are watched and stopped.
+        timeouts: How long they may keep others waiting.
+        others: The other nodes of the run; None: there are none.
+        may_restart: Ranks of this run are started again if they fail.
+        needs_all_nodes: But not without one that was asked to stop.
+        num_ranks: Of all nodes.
+        num_nodes_waiting: How many new nodes wait to join.
+
+    Attributes:
+        failure: Why it has failed, once it has.
+        saved: What it has saved, once it has ended: on any node if it has failed, and else on this one.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        number: int,
+        policy: StopPolicy,
+        timeouts: PhaseTimeouts,
+        num_ranks: int,
+        others: OtherNodes | None = None,
+        may_restart: bool = False,
+        needs_all_nodes: bool = False,
+        num_nodes_waiting: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._ranks, self._number, self._policy, self._timeouts = ranks, number, policy, timeouts
+        self._others, self._may_restart, self._needs_all_nodes = others, may_restart, needs_all_nodes
+        self._num_nodes_waiting = num_nodes_waiting
+        self._stop_watch = StopWatch(
+            grace_s=policy.stopped_grace_s,
+            follows=lambda rank: "it is killed" if rank < policy.num_workers else "all ranks are stopped",
+        )
+        self._hang_watch = HangWatch(
+            after_s=policy.name_after_s, timeouts=timeouts, num_ranks=num_ranks, may_have_gpus=has_gpu_driver()
+        )
+        self._stack_request: StackRequest | None = None
+        self._worker_stacks = WorkerStacks()
+        self._last_look = 0.0
+        self._num_memory_kills = count_memory_kills()
+        self._noticed: list[RankState] = []  # as they were when the attempt was noticed to have failed
+        self._saved_ns: int | None = None
+        self._failed_ns: int | None = None
+        self._hang: Hang | None = None
+        self._remote_failure: RemoteFailure | None = None
+        self._stacks: dict[int, str] = {}
+        self._new_node_waits = self._was_left = self._is_closed = False
+        self.failure: Failure | None = None
+        self.saved = Standing()
+
+    def watch(self) -> End:
+        """Stay until all ranks have ended, or can't be killed. A signal raises through it."""
+        while True:
+            states = self._look()
+            step = judge(
+                Situation(
+                    states,
+                    self._policy,
+                    time.monotonic_ns(),
+                    saved_ns=self._saved_ns,
+                    failed_ns=self._failed_ns,
+                    is_given_up=self._hang is not None,
+                    failed_elsewhere=self._remote_failure is not None,
+                    new_node_waits=self._new_node_waits or (self._others is not None and self._others.new_node_waits),
+                )
             )
-            for local_rank, process in self.processes.items()
-            if process.returncode
-        }
-        if failure is not None and not failures:  # of a rank that ended with status 0, or on another node
-            local_rank = self.ranks.index(failure.root_cause.rank)
-            pid, file = failure.root_cause.pid, self._context.error_files[local_rank]
-            failures[local_rank] = ProcessFailure(local_rank=local_rank, pid=pid, exitcode=1, error_file=file)
-        return RunProcsResult(failures=failures, return_values=dict.fromkeys(self.processes))
+            if step is Step.WAIT:
+                self._wait(states)
+            elif step is Step.NOTICE:
+                self._notice(states)
+            elif step is Step.LEAVE_BEHIND:
+                self._leave_behind([each for each in states if each.runs])
+            else:
+                return self._end(step, states)
+
+    def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Stop the ranks that are left, for torchelastic; `timeout` is its own, the policy's counts."""
+        if not self._is_closed:
+            may_save = self._others is None or self._others.look() is None
+            if self._others is not None:
+                self._others.announce_stop()
+            self._stop(death_sig, may_save=may_save)
+            if self.has_saved:
+                self._part(Parting.SAVED)
+            self._close()
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether all ranks have saved and ended after a request to stop; without those that were left behind."""
+        return {each.exit_code for each in self._ranks.look() if not each.is_lost} == {EXIT_PREEMPTED}
+
+    # ------------------------------------------------------------------ while it runs
+
+    def _look(self) -> list[RankState]:
+        """The ranks that count. Those that were killed, and without which the others go on, don't any more."""
+        states = [each for each in self._ranks.look() if not each.is_lost]
+        if self._failed_ns is None and not self._ranks.stopped:
+            for each in find_lost(states, self._policy.num_workers):
+                self._ranks.lost.add(each.rank)
+                self._ranks.kill(each.rank)  # what it had started
+                states.remove(each)
+                who = f"worker {each.rank} (rank {each.rank}, pid {each.pid})"
+                say(f"evenstep: {who} {describe_exit(each.exit_code or 0)}; the others go on without it")
+        if self._saved_ns is None and any(each.exit_code == EXIT_PREEMPTED for each in states):
+            self._saved_ns = time.monotonic_ns()
+        return states
+
+    def _wait(self, states: Sequence[RankState]) -> None:
+        """Wait for the next look. While no failure is known, first look at what isn't seen of the ranks' ends."""
+        if self._failed_ns is not None:
+            self._ranks.await_end(_POLL_S)
+            return
+        self._hang = self._find_hang(states)
+        if self._hang is not None and self._hang.is_suspended and self._hang.rank < self._policy.num_workers:
+            self._ranks.kill(self._hang.rank)  # and is then lost like any other that was killed
+            self._hang = None
+        if self._others is not None:
+            self._remote_failure = self._others.look()
+            if any(each.is_leaving or each.exit_code == 0 for each in states):
+                self._others.publish_leaving()
+        self._new_node_waits = self._num_nodes_waiting() > 0
+        if self._hang is None and self._remote_failure is None and not self._new_node_waits:
+            self._ranks.await_end(self._policy.look_every_s)
+
+    def _find_hang(self, states: Sequence[RankState]) -> Hang | None:
+        """Report suspended and overdue ranks; returns one that is given up."""
+        now = time.monotonic()
+        lines, hang = self._stop_watch.look(now, states)
+        if now - self._last_look >= _LOOK_EVERY_S:
+            self._last_look = now
+            # Suspended ranks have been named already.
+            running = {each.rank: each.page for each in states if not each.is_suspended}
+            hang = hang or find_overdue(running, self._timeouts, now_ns=time.monotonic_ns())
+            lines += self._look_for_hangs(states)
+        for line in lines:
+            say(f"evenstep: {line}")
+        return hang
+
+    def _look_for_hangs(self, states: Sequence[RankState]) -> list[str]:
+        """Lines on ranks that keep the others waiting. Never blocks: stacks are asked for now, and read later."""
+        now_ns, watch = time.monotonic_ns(), self._hang_watch
+        watch.observe(now_ns, states)
+        others = unpacked(self._others.looks()) if self._others is not None else []
+        if self._stack_request is not None:
+            if self._stack_request.is_complete():
+                with_gpu = [each.rank for each in states if each.runs and has_gpu(each.pid)]
+                watch.read(now_ns, self._stack_request.stacks(), with_gpu=with_gpu)
+                self._stack_request = None
+        elif not self._worker_stacks.is_busy and watch.is_due(now_ns, others):
+            self._stack_request = self._ranks.request_stacks(states)
+            watch.asked()
+        if self._others is not None:
+            self._others.publish_looks(packed(watch.looks(now_ns)))
+        lines, loading = watch.judge(now_ns, others), watch.loading()
+        self._ranks.request_worker_stacks(self._worker_stacks, (each for each in states if each.rank in loading))
+        if self._stack_request is None:  # they write to the same file
+            lines += self._worker_stacks.look()
+        return lines
+
+    def _leave_behind(self, late: Sequence[RankState]) -> None:
+        """Kill ranks that don't end, in a slow exit handler perhaps, though all have saved."""
+        for each in late:
+            say(
+                f"evenstep: rank {each.rank} (pid {each.pid}) still runs {self._policy.terminate_s:g} s after others "
+                f"have saved and stopped: it is killed"
+            )
+            self._ranks.lost.add(each.rank)
+        self._stop(signal.SIGTERM)
+
+    def _notice(self, states: list[RankState]) -> None:
+        """Remember when the attempt has failed, and where ranks were; and kill a rank that was given up."""
+        self._failed_ns, self._noticed = time.monotonic_ns(), states
+        if self._others is not None:
+            self._others.request_states()
+        if self._hang is not None:
+            if not self._hang.is_suspended:
+                self._stacks = self._read_stacks(states)
+            # A suspended rank receives no other signal. Its peers report that they have lost it, as after any death.
+            self._ranks.kill(self._hang.rank)
+
+    def _read_stacks(self, states: Iterable[RankState]) -> dict[int, str]:
+        """Stacks of the ranks that still run and have reported no error."""
+        return self._ranks.request_stacks(each for each in states if each.report is None).await_stacks(_STACK_S)
+
+    # ------------------------------------------------------------------ how it ends
+
+    def _end(self, step: Step | End, states: Sequence[RankState]) -> End:
+        end = step if isinstance(step, End) else self._fail(step, states)
+        if end in (End.WELL, End.SAVED):
+            for line in self._hang_watch.ended_well():
+                say(f"evenstep: {line}")
+            if end is End.SAVED and self._others is not None and self._others.check_for_new_node():
+                end = End.NODE_COMES
+            elif not self._part(Parting[end.name]):
+                self._notice([*states])
+                end = self._fail(Step.STOP, states)
+        if end is End.NODE_COMES:
+            say("evenstep: another node has come: all ranks are stopped, and start again with it")
+            if self._others is not None:
+                self._others.announce_new_node()  # before another node can take the end of our ranks for a failure
+            self._stop(signal.SIGTERM, may_save=True)
+            self.saved = _saved_here(self._ranks.look())
+        self._close()
+        return end
+
+    def _part(self, how: Parting) -> bool:
+        """Wait until the attempt has ended on the other nodes, too; returns whether it has ended as well there.
+
+        Ranks that have saved had agreed on that: whatever comes after it is no failure of this node.
+        """
+        if self._others is None:
+            return True
+        self._others.publish_end(how)
+        ends = self._others.await_ends(self._policy.terminate_s if how is Parting.SAVED else math.inf)
+        self._remote_failure = self._others.look()
+        self._was_left = Parting.LOST in ends
+        return how is Parting.SAVED or not (self._remote_failure is not None or self._was_left)
+
+    def _fail(self, step: Step, states: Sequence[RankState]) -> End:
+        """Stop the ranks that run, and find the root cause, here or on another node."""
+        if not (is_known(states) or self._hang or self._remote_failure):
+            self._stacks = self._read_stacks(states)
+        self._stop(signal.SIGKILL if step is Step.KILL else signal.SIGTERM)
+        ended, on_other_nodes = self._ranks.look(), list[str]()
+        was_stopping = any(Note.STOPS in each.notes for each in ended)
+        failure = failure_of(ends_of(ended), reports_of(ended), attempt=self._number)
+        if failure is None and self._hang is not None:  # it can't be killed
+            failure = Failure(self._number, Exit(self._hang.rank, self._hang.pid, -signal.SIGKILL), None)
+        if self._was_left and self._remote_failure is None:
+            exits = ends_of(ended)
+            failure = Failure(self._number, exits[0], None, only_secondary=True, exits=tuple(exits))
+        if failure is not None:
+            pages = {each.rank: each.page for each in self._noticed if each.page is not None}
+            failure = replace(failure, hang=self._hang, pages=pages, noticed_ns=self._failed_ns or 0)
+        self.saved = _saved_here(ended)
+        if self._others is not None:
+            self._remote_failure = agree_on_cause(
+                self._others,
+                failure,
+                self._remote_failure,
+                grace_s=self._policy.grace_s,
+                patience_s=self._policy.node_timeout_s,
+            )
+            on_other_nodes = self._others.states()
+            if self._others.new_node_waits and (failure is None or failure.only_secondary):
+                return End.NODE_COMES
+            if self._may_restart:  # all nodes decide alike
+                longest_s = self._policy.terminate_s + self._policy.grace_s
+                self.saved = agree_on_saved(self._others, self.saved, longest_s=longest_s)
+            was_stopping = was_stopping or (self._needs_all_nodes and self._others.is_stopping)
+        if failure is None:  # nothing failed on this node
+            failure = Failure(self._number, Exit(ended[0].rank, ended[0].pid, ended[0].exit_code or 0), None)
+        kills, before = count_memory_kills(), self._num_memory_kills
+        self.failure = replace(
+            failure,
+            remote_failure=self._remote_failure,
+            stacks=self._stacks,
+            on_other_nodes=on_other_nodes,
+            resident_bytes=self._stop_watch.resident_bytes,
+            num_memory_kills=None if kills is None or before is None else kills - before,
+            was_stopping=was_stopping,
+        )
+        return End.FAILED
+
+    def _stop(self, first: signal.Signals, *, may_save: bool = False) -> None:
+        """Stop the ranks and what they started; see `Ranks.stop`.
+
+        Args:
+            first: Sent first.
+            may_save: All ranks are there, which a save needs: those that save then have the time for it.
+        """
+        saves, policy = may_save and _saved_here(self._ranks.look()).saves, self._policy
+        if saves and first == signal.SIGINT:
+            say("evenstep: interrupted: the ranks save, and end. Ctrl-C once more kills them")
+        patience_s = policy.save_s if saves else policy.terminate_s
+        self._ranks.stop(first, patience_s=patience_s, terminate_s=policy.terminate_s)
+
+    def _close(self) -> None:
+        """Close after all ranks have ended or can't be killed."""
+        self._ranks.close()
+        if self._others is not None:
+            self._others.close()
+        self._is_closed = True
+
+
+def _saved_here(states: Iterable[RankState]) -> Standing:
+    states = [*states]
+    steps = [each.page.saved_step for each in states if each.page is not None and each.page.saved_step is not None]
+    saves = any(Note.SAVES in each.notes for each in states)
+    return Standing(saves=saves, saved_step=max(steps, default=None), has_saved=bool(steps))

@@ -10,7 +10,6 @@ import errno
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
@@ -21,14 +20,17 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.launcher.api import LaunchConfig
 
 from evenstep import network
 from evenstep.console import say
 from evenstep.errors import ConfigurationError
 from evenstep.ground.coordination.rendezvous_store import call_within
-from evenstep.launcher.options.flags import FIXED_NODES, ONE_NODE
+from evenstep.launcher.options.flags import Nodes
 
-_TIMEOUT_S = 600.0
+_BACKEND = "evenstep"  # torchelastic's name for both
+_PORT = 29500  # torchrun's
 _ANSWER_S = 2.0
 _REPORT_AFTER_S = 10.0
 _LOOK_S = 0.1
@@ -53,7 +55,7 @@ def open_store(address: str, port: int, **settings: Any) -> TCPStore:
     )
 
 
-class OneNodeRendezvous(RendezvousHandler):
+class OneNodeRendezvous(StaticTCPRendezvous):
     """The rendezvous of a run on one node: it listens on no port and waits for no node.
 
     Args:
@@ -66,43 +68,23 @@ class OneNodeRendezvous(RendezvousHandler):
     """
 
     def __init__(self, run_id: str, port: int = 0) -> None:
-        self._run_id = run_id
-        self._fixed_port = port
+        super().__init__(network.LOOPBACK, port, 0, 1, run_id, 0)
         self._reservation: network.Reservation | None = None
-        self._num_rounds = 0
-        self._store = HashStore()
 
     use_agent_store = False  # rank 0 hosts torch's store, if the script wants one
 
     def get_backend(self) -> str:
         """See base class."""
-        return ONE_NODE
+        return _BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See base class."""
         self.shutdown()
-        port = self._fixed_port
+        port = self.master_port
         if not port:
             self._reservation = network.Reservation()
             port = self._reservation.port
-        self._num_rounds += 1
-        store = PrefixStore(f"round-{self._num_rounds}", self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(network.LOOPBACK, port))
-
-    def is_closed(self) -> bool:
-        """See base class."""
-        return False
-
-    def set_closed(self) -> None:
-        """See base class."""
-
-    def num_nodes_waiting(self) -> int:
-        """See base class."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """See base class."""
-        return self._run_id
+        return RendezvousInfo(HashStore(), self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, port))
 
     def shutdown(self) -> bool:
         """See base class."""
@@ -112,7 +94,7 @@ class OneNodeRendezvous(RendezvousHandler):
         return True
 
 
-class FixedNodesRendezvous(RendezvousHandler):
+class FixedNodesRendezvous(StaticTCPRendezvous):
     """The rendezvous of a fixed number of nodes, given `--node-rank`, `--master-addr` and `--master-port`.
 
     It replaces torch's "static" rendezvous, and differs in three things: the store listens on the given address and
@@ -126,24 +108,29 @@ class FixedNodesRendezvous(RendezvousHandler):
         num_nodes: All nodes.
         run_id: Name of the run.
         timeout_s: How long to wait for the others.
+        may_restart: The nodes meet again after a failure, and a lost node may come back as a new process.
     """
 
-    use_agent_store = True
-
     def __init__(
-        self, address: str, port: int, *, node_rank: int, num_nodes: int, run_id: str, timeout_s: float = _TIMEOUT_S
+        self,
+        address: str,
+        port: int,
+        *,
+        node_rank: int,
+        num_nodes: int,
+        run_id: str,
+        timeout_s: float,
+        may_restart: bool = False,
     ) -> None:
-        self._address, self._port = address, port
-        self._node_rank, self._num_nodes = node_rank, num_nodes
-        self._run_id = run_id
-        self._timeout_s = timeout_s
-        self._store: Store | None = None
+        super().__init__(address, port, node_rank, num_nodes, run_id, int(timeout_s))
+        self._may_restart = may_restart
+        self._opened: Store | None = None
         self._ranks_store: TCPStore | None = None
-        self._num_rounds = 0
+        self._round = 0
 
     def get_backend(self) -> str:
         """See base class."""
-        return FIXED_NODES
+        return _BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until all nodes are here.
@@ -151,97 +138,102 @@ class FixedNodesRendezvous(RendezvousHandler):
         Raises:
             ConfigurationError: They were given different commands, or don't come.
         """
-        store = self._store = self._store or self._open()
-        self._num_rounds += 1
-        here = PrefixStore(f"round-{self._num_rounds}", store)
+        store = self._opened = self._opened or self._open()
+        here = self._take_place(store)
         self._await_all(here)
-        info = RendezvousStoreInfo(self._address, self._find_port(here))
-        return RendezvousInfo(here, self._node_rank, self._num_nodes, info)
+        info = RendezvousStoreInfo(self.master_addr, self._find_port(here))
+        return RendezvousInfo(here, self.rank, self.world_size, info)
 
     def _find_port(self, here: Store) -> int:
         """The port of this attempt's store: the given one at first, and then that of a new store.
 
         torch's own `init_process_group` has one name for all attempts: it would find the addresses of the ranks before.
         """
-        if self._num_rounds == 1:
-            return self._port
-        if self._node_rank == 0:
-            self._ranks_store = open_store(self._address, 0)  # no node reads the one before any more
+        if self._round == 1:
+            return self.master_port
+        if self.rank == 0:
+            self._ranks_store = open_store(self.master_addr, 0)  # no node reads the one before any more
             here.set("port", str(self._ranks_store.port))
         return int(here.get("port"))
 
-    def is_closed(self) -> bool:
-        """See base class."""
-        return False
-
-    def set_closed(self) -> None:
-        """See base class."""
-
-    def num_nodes_waiting(self) -> int:
-        """See base class."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """See base class."""
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        """See base class."""
-        return True
-
     def _open(self) -> Store:
-        where = f"{self._address}:{self._port}"
-        if self._node_rank == 0:
+        where = f"{self.master_addr}:{self.master_port}"
+        if self.rank == 0:
             try:
-                return open_store(self._address, self._port, timeout=timedelta(seconds=self._timeout_s))
+                return open_store(self.master_addr, self.master_port, timeout=self.timeout)
             except OSError as error:
                 remedy = "--master-addr names the node with --node-rank 0, by an address that it has."
                 if error.errno == errno.EADDRINUSE:
-                    owner = network.owner_of(self._port) or "another process"
+                    owner = network.owner_of(self.master_port) or "another process"
                     remedy = f"It is in use by {owner}: choose another --master-port."
                 raise ConfigurationError(f"can't listen at {where}: {error.strerror}. {remedy}") from None
         try:
             return TCPStore(
-                self._address,
-                self._port,
+                self.master_addr,
+                self.master_port,
                 is_master=False,
-                timeout=timedelta(seconds=self._timeout_s),
+                timeout=self.timeout,
                 wait_for_workers=False,
             )
         except RuntimeError as error:
             raise ConfigurationError(
-                f"node 0 did not answer at {where} within {self._timeout_s:g} s "
+                f"node 0 did not answer at {where} within {self.timeout.total_seconds():g} s "
                 f"({(str(error).splitlines() or [''])[0]}). Check that it runs the same command, and that the address "
                 f"and port can be reached."
             ) from None
 
+    def _take_place(self, store: Store) -> Store:
+        """Wait for the next round, which node 0 begins, and take this node's rank in it; returns its part of the store.
+
+        The number is the store's: who comes in place of a lost node knows nothing of the rounds before.
+        """
+        if self.rank == 0:
+            store.add("round", 1)
+        started = time.monotonic()
+        while time.monotonic() - started < self.timeout.total_seconds():
+            newest = store.add("round", 0)
+            if newest > self._round:
+                self._round = newest
+                here = PrefixStore(f"round-{newest}", store)
+                if here.add(f"taken-{self.rank}", 1) == 1:
+                    return here
+                is_running = here.check([f"node-{node}" for node in range(self.world_size)])
+                if not (is_running and self._may_restart):
+                    raise ConfigurationError(
+                        f"two nodes have --node-rank {self.rank}. Give every node its own, 0 to {self.world_size - 1}."
+                    )
+                say(
+                    f"evenstep: the run goes on with another node of --node-rank {self.rank}: this one waits for the "
+                    f"next attempt, to take its place"
+                )
+            time.sleep(_LOOK_S)
+        raise ConfigurationError(
+            f"node 0 began no other attempt within {self.timeout.total_seconds():g} s. Start all nodes anew."
+        )
+
     def _await_all(self, store: Store) -> None:
-        expected = f"--nnodes {self._num_nodes} --rdzv-id {self._run_id}"
-        if store.add(f"taken-{self._node_rank}", 1) > 1:
-            raise ConfigurationError(
-                f"two nodes have --node-rank {self._node_rank}. Give every node its own, 0 to {self._num_nodes - 1}."
-            )
-        store.set(f"node-{self._node_rank}", expected)
+        expected = f"--nnodes {self.world_size} --rdzv-id {self.run_id}"
+        store.set(f"node-{self.rank}", expected)
         started = time.monotonic()
         is_reported = False
         while True:
-            here = [node for node in range(self._num_nodes) if store.check([f"node-{node}"])]
+            here = [node for node in range(self.world_size) if store.check([f"node-{node}"])]
             expectations = {node: store.get(f"node-{node}").decode() for node in here}
             for node, text in expectations.items():
                 if text != expected:
                     time.sleep(_LINGER_S)
                     raise ConfigurationError(
-                        f"the nodes were given different commands: {expected} on node {self._node_rank}, {text} on "
+                        f"the nodes were given different commands: {expected} on node {self.rank}, {text} on "
                         f"node {node}. Start all of them with the same."
                     )
-            missing = [node for node in range(self._num_nodes) if node not in expectations]
+            missing = [node for node in range(self.world_size) if node not in expectations]
             if not missing:
                 return
             waited_s = time.monotonic() - started
-            names = f"{'node' if len(missing) == 1 else 'nodes'} {', '.join(map(str, missing))} of {self._num_nodes}"
-            if waited_s > self._timeout_s:
+            names = f"{'node' if len(missing) == 1 else 'nodes'} {', '.join(map(str, missing))} of {self.world_size}"
+            if waited_s > self.timeout.total_seconds():
                 raise ConfigurationError(
-                    f"{names} did not come to {self._address}:{self._port} within {waited_s:.0f} s."
+                    f"{names} did not come to {self.master_addr}:{self.master_port} within {waited_s:.0f} s."
                 )
             if waited_s > _REPORT_AFTER_S and not is_reported:
                 is_reported = True
@@ -255,7 +247,7 @@ def bound_answers(handler: RendezvousHandler) -> None:
     torch's own asks its store, and on a host that is cut off that store never answers, whatever its timeout: the
     launcher couldn't say what has happened, nor end.
     """
-    if isinstance(handler, OneNodeRendezvous | FixedNodesRendezvous):
+    if isinstance(handler, StaticTCPRendezvous):
         return  # ours ask nobody
     bounded: Any = handler
     bounded.num_nodes_waiting = _Bounded(handler.num_nodes_waiting, otherwise=0)
@@ -278,24 +270,39 @@ class _Bounded:
         return self._otherwise
 
 
-def register() -> None:
-    """Register both rendezvous with torchelastic. Twice is once."""
-    rendezvous_handler_registry.register(ONE_NODE, _one_node)
-    rendezvous_handler_registry.register(FIXED_NODES, _fixed_nodes)
+def choose(nodes: Nodes, config: LaunchConfig) -> None:
+    """Have torchelastic's launch use the rendezvous that a command line means.
+
+    Args:
+        nodes: Of the command line.
+        config: torch's, in which it is changed.
+
+    Raises:
+        ValueError: `--rdzv-conf` has a timeout that is no number.
+    """
+    settings = config.rdzv_configs
+    handler: RendezvousHandler
+    if nodes.most == 1 and nodes.backend in ("static", "c10d"):
+        handler = OneNodeRendezvous(config.run_id, nodes.port or 0)
+    elif nodes.fewest == nodes.most > 1 and nodes.backend == "static":
+        handler = FixedNodesRendezvous(
+            nodes.host,
+            nodes.port or _PORT,
+            node_rank=nodes.rank,
+            num_nodes=nodes.most,
+            run_id=config.run_id,
+            timeout_s=float(settings["timeout"]),
+            may_restart=nodes.may_restart,
+        )
+    else:
+        if nodes.backend == "c10d" and network.is_own_address(nodes.host):
+            # torch compares the endpoint with what this host's name means, another address where it has several.
+            settings.setdefault("is_host", "1")
+        return
+    config.rdzv_backend, config.rdzv_configs = _BACKEND, {"handler": handler}
+    rendezvous_handler_registry.register(_BACKEND, _given)
 
 
-def _one_node(parameters: RendezvousParameters) -> Any:
-    port = parameters.endpoint.rpartition(":")[2]
-    return OneNodeRendezvous(parameters.run_id, int(port or 0))
-
-
-def _fixed_nodes(parameters: RendezvousParameters) -> Any:
-    address, _, port = parameters.endpoint.rpartition(":")
-    return FixedNodesRendezvous(
-        address.strip("[]"),
-        int(port),
-        node_rank=int(parameters.config["rank"]),
-        num_nodes=parameters.max_nodes,
-        run_id=parameters.run_id,
-        timeout_s=float(parameters.config.get("timeout", _TIMEOUT_S)),
-    )
+def _given(parameters: RendezvousParameters) -> RendezvousHandler:
+    found: RendezvousHandler = parameters.config["handler"]
+    return found

@@ -1,34 +1,113 @@
-"""Looking at ranks from outside while they run: who is stopped, how large each has become, what the pages say.
+"""Looking at ranks from outside: how each is (`RankState`), who is suspended, and who is overdue.
 
-The decisions are pure (`StopWatch.look`); `observe` is what reads `/proc`.
+`look_at` reads /proc, how a process has ended, and its page. What is decided from that is pure.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import select
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenstep.ground.health.heartbeat import Heartbeat
+from evenstep.ground.health.first_failure import CrashReport, Exit
+from evenstep.ground.health.heartbeat import Heartbeat, Note, Page, Phase
 from evenstep.ground.health.phase_timeouts import AwaitedRank, PhaseTimeouts, find_awaited
-from evenstep.processes import RESIDENT_PAGES, STATE, stat_fields
+from evenstep.launcher.spawn.child import Child
+from evenstep.processes import RESIDENT_PAGES, STATE, stat_fields, time_on_core_ns
 
 
 @dataclass(frozen=True)
-class Observation:
-    """One look at a rank's process.
+class RankState:
+    """One look at a rank of this node: its process, and its heartbeat page. `look_at` makes it.
 
     Attributes:
-        state: As in `/proc/PID/stat`: T is stopped by a signal, t by a debugger; "" if it can't be seen.
+        exit_code: How its process has ended, negative for a signal; None: it runs.
+        page: What its page says; None: nobody writes to it yet, or a program that isn't python.
+        notes: What it has noted there.
+        report: Of the error that ends it. What another process has reported in its name counts only with its end: that
+            may be the script behind a program of the user's, whose status says whether the rank failed; or a child
+            that failed, and whose parent has caught that.
+        was_stopped: A signal of ours reached it alive.
+        is_lost: The others go on without it.
+        state: As in `/proc/PID/stat`: T is stopped by a signal, t by a debugger; "" if it can't be seen, or has ended.
         resident_bytes: Memory that it holds.
+        on_core_ns: How long its main thread has used a processor in all; None where that can't be seen.
     """
 
+    rank: int
     pid: int
-    state: str
-    resident_bytes: int
+    exit_code: int | None = None
+    page: Heartbeat | None = None
+    notes: frozenset[Note] = frozenset()
+    report: CrashReport | None = None
+    was_stopped: bool = False
+    is_lost: bool = False
+    state: str = ""
+    resident_bytes: int = 0
+    on_core_ns: int | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether its process has not ended."""
+        return self.exit_code is None
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether a signal or a debugger has stopped it."""
+        return self.runs and self.state in ("T", "t")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has reported an error, and only python's own end is left of it, or not even that."""
+        return self.report is not None and (not self.runs or (self.page is not None and self.page.is_done))
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it has left its world as it should, and still runs."""
+        return self.runs and self.page is not None and self.page.phase is Phase.ENDED
+
+    @property
+    def end(self) -> Exit | None:
+        """How it has ended; None: it has not, or the others go on without it.
+
+        A rank that has reported counts as failed, however it ended then: it may have been stopped before its end, have
+        an exit handler that ends it with status 0, or be one that can't be killed.
+        """
+        if self.is_lost:
+            return None
+        if self.report is not None and (self.was_stopped or not self.exit_code):
+            return Exit(self.rank, self.pid, self.report.exit_code)
+        return None if self.exit_code is None else Exit(self.rank, self.pid, self.exit_code, self.was_stopped)
+
+
+def look_at(rank: int, process: Child, page: Page, *, was_stopped: bool = False, is_lost: bool = False) -> RankState:
+    """What a rank is like now: the only reader of its process and its page while it is watched."""
+    # First: a rank reports before it ends, so one that has ended without a report has left none.
+    code = process.poll()
+    report = CrashReport.unpack(page.report())
+    if report is not None and report.pid != process.pid and (code or 0) <= 0:
+        report = None
+    try:
+        fields = stat_fields(process.pid) if code is None else []
+    except OSError:
+        fields = []
+    return RankState(
+        rank,
+        process.pid,
+        code,
+        page.read(),
+        frozenset(each for each in Note if page.words[each]),
+        report,
+        was_stopped,
+        is_lost,
+        state=fields[STATE] if fields else "",
+        resident_bytes=int(fields[RESIDENT_PAGES]) * os.sysconf("SC_PAGE_SIZE") if fields else 0,
+        on_core_ns=time_on_core_ns(process.pid) if code is None else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -87,33 +166,29 @@ class StopWatch:
         self._told: set[int] = set()
         self.resident_bytes: dict[int, int] = {}  # by rank, as last seen
 
-    def is_stopped(self, rank: int) -> bool:
-        """Whether a rank was stopped when it was last looked at."""
-        return rank in self._since
-
-    def look(
-        self, now: float, observations: Mapping[int, Observation], pages: Mapping[int, Heartbeat | None]
-    ) -> tuple[list[str], Hang | None]:
+    def look(self, now: float, states: Iterable[RankState]) -> tuple[list[str], Hang | None]:
         """(Lines to print, who is given up).
 
         Args:
             now: Seconds on any clock that doesn't stop.
-            observations: By rank, of those that run.
-            pages: By rank, what they say of themselves.
+            states: Of this node's ranks.
         """
         lines: list[str] = []
         given_up: Hang | None = None
-        for rank, seen in observations.items():
+        for seen in states:
+            rank = seen.rank
+            if not seen.runs:
+                continue
             if seen.resident_bytes:
                 self.resident_bytes[rank] = seen.resident_bytes
-            if seen.state not in ("T", "t"):
+            if not seen.is_suspended:
                 if rank in self._told:
                     lines.append(f"rank {rank} (pid {seen.pid}) goes on")
                 self._since.pop(rank, None)
                 self._told.discard(rank)
                 continue
             stopped_s = now - self._since.setdefault(rank, now)
-            hang = Hang(rank, seen.pid, stopped_s, pages.get(rank))
+            hang = Hang(rank, seen.pid, stopped_s, seen.page)
             if seen.state == "T" and stopped_s >= max(self.grace_s, self.report_after_s):
                 given_up = given_up or hang
             elif stopped_s >= self.report_after_s and rank not in self._told:
@@ -124,33 +199,22 @@ class StopWatch:
         return lines, given_up
 
 
-class TimeoutWatch:
-    """Notices ranks for which others wait, and gives them up when their phase allows no more. `HangWatch` names them.
+def find_overdue(
+    pages: Mapping[int, Heartbeat | None], timeouts: PhaseTimeouts, *, now_ns: int, margin_s: float = 5.0
+) -> Hang | None:
+    """A rank that others wait for longer than its phase allows: who is given up. `HangWatch` names them. Pure.
 
     The ranks have deadlines of their own, whose errors say more. This one is for ranks that can't raise any more.
 
     Args:
+        pages: By rank, of those that run and aren't suspended.
         timeouts: What each phase allows.
+        now_ns: Monotonic time.
         margin_s: How long after that time the ranks' own deadlines may still speak.
     """
-
-    def __init__(self, timeouts: PhaseTimeouts, *, margin_s: float = 5.0) -> None:
-        self._timeouts = timeouts
-        self._margin_s = margin_s
-
-    def look(self, pages: Mapping[int, Heartbeat | None], now_ns: int | None = None) -> Hang | None:
-        """Who is given up.
-
-        Args:
-            pages: By rank, of those that run and aren't suspended.
-            now_ns: Monotonic time; None: now.
-        """
-        late = find_awaited(pages, self._timeouts, now_ns=time.monotonic_ns() if now_ns is None else now_ns)
-        over = [each for each in late if each.overdue_s > self._margin_s]
-        given_up = min(over, key=lambda each: each.seen.time_ns, default=None)
-        if given_up is None:
-            return None
-        return Hang(given_up.rank, given_up.seen.pid, given_up.waited_s, given_up.seen, given_up)
+    over = [each for each in find_awaited(pages, timeouts, now_ns=now_ns) if each.overdue_s > margin_s]
+    late = min(over, key=lambda each: each.seen.time_ns, default=None)
+    return None if late is None else Hang(late.rank, late.seen.pid, late.waited_s, late.seen, late)
 
 
 class Ends:
@@ -184,22 +248,10 @@ class Ends:
             os.close(self._fds.pop())
 
 
-def observe(pid: int) -> Observation:
-    """State and size of a process."""
-    try:
-        fields = stat_fields(pid)
-        return Observation(pid, fields[STATE], int(fields[RESIDENT_PAGES]) * os.sysconf("SC_PAGE_SIZE"))
-    except (OSError, ValueError, IndexError):
-        return Observation(pid, "", 0)
-
-
 def count_memory_kills() -> int | None:
     """How many processes the kernel has killed for memory since it started; None where it doesn't say."""
     try:
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return None
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None

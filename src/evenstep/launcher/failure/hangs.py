@@ -15,18 +15,21 @@ A rank *waits* if its stack says so, and if it has used no processor since. Wher
 the rendezvous) three looks must find the same stack. Who doesn't wait while others do is *missing*. It is named once,
 and again when it has come. Where it had come by itself, a later wait at the same place is reported after twice as long.
 
-Everything here is pure: `launcher.elastic.looks` reads /proc and sends the signal.
+Everything here is pure: `stacks.StackRequest` sends the signal, and `evenstep.processes` reads /proc.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
+from evenstep.console import printable
 from evenstep.ground.health.heartbeat import WORDS, Heartbeat, Phase
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts, patience
+from evenstep.launcher.failure.detection import RankState
 from evenstep.launcher.failure.stacks import LOADING, Place, parse_stacks, place_of
 
 DEFAULT_AFTER_S = 10.0
@@ -42,26 +45,10 @@ _SAME_CALL = 6.0  # times as long: a slow network is no hang
 _CONFIRM_NS = 500_000_000  # a rank that raises instead has ended by then
 _MOST_STACKS = 3
 _MOST_SITES = 6
+_MOST_SENT = 64  # ranks of a node, to other nodes
+_MOST_TEXT = 3000  # characters, of a stack
 UNDER_NO_IF = "What ranks do together (world.mean, a save) stands under no `if` that holds on some of them only."
 _KNOWN_LONG = (Phase.EVALUATING, Phase.SAVING, Phase.COMPILING, Phase.MAIN_FIRST)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A rank's process as it was seen from outside.
-
-    Attributes:
-        page: None: it has none, as a program that isn't python.
-        state: As in `/proc/PID/stat`; "" where that can't be seen.
-        on_core_ns: How long its main thread has used a processor in all; None where that can't be seen.
-        exit_code: None while it runs.
-    """
-
-    pid: int
-    page: Heartbeat | None
-    state: str = ""
-    on_core_ns: int | None = None
-    exit_code: int | None = None
 
 
 @dataclass(frozen=True)
@@ -248,12 +235,11 @@ class _Track:
 
     pid: int
     changed_ns: int
-    seen: Seen
+    seen: RankState
     on_core_ns: int | None = None
     idle_since_ns: int | None = None
     quiet_since_ns: int | None = None
     used: tuple[int, int] = (0, 0)  # when, and how much of the processor by then
-    num_excused: int = 0  # looks at which it may have run because it was asked for its stacks
     stepped: tuple[int, int] = (0, 0)
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
     num_looks: int = 0  # since the page changed
@@ -279,6 +265,7 @@ class HangWatch:
         self._num_ranks = num_ranks
         self._tracks: dict[int, _Track] = {}
         self._looked_ns = 0
+        self._num_excused = 0  # looks at which ranks may have run because they were asked for their stacks
         self._event: HeldUp | None = None
         self._unshown: set[int] = set()  # ranks that were named without their stacks
         self._workers_due: set[int] = set()  # ranks that were named, and whose loaders' workers may say more
@@ -286,16 +273,17 @@ class HangWatch:
         self._moved_ns: int | None = None
         self._longer: dict[object, float] = {}
 
-    def observe(self, now_ns: int, ranks: Mapping[int, Seen]) -> None:
+    def observe(self, now_ns: int, states: Iterable[RankState]) -> None:
         """Note what ranks look like now."""
-        for rank, seen in ranks.items():
-            track = self._tracks.get(rank)
+        for seen in states:
+            track = self._tracks.get(seen.rank)
             if track is None or track.pid != seen.pid:
-                track = self._tracks[rank] = _Track(seen.pid, now_ns, seen)
+                track = self._tracks[seen.rank] = _Track(seen.pid, now_ns, seen)
             track.seen = seen
             if seen.page is not None:
                 self._note_page(track, seen.page)
             self._note_use(track, seen.on_core_ns, now_ns)
+        self._num_excused = max(0, self._num_excused - 1)
 
     def is_due(self, now_ns: int, others: Sequence[RankLook] = ()) -> bool:
         """Whether the stacks of this node's ranks are needed.
@@ -331,8 +319,7 @@ class HangWatch:
 
     def asked(self) -> None:
         """Note that ranks are asked for their stacks now: to write them takes a moment of a thread that waits."""
-        for track in self._tracks.values():
-            track.num_excused = _MOST_EXCUSED
+        self._num_excused = _MOST_EXCUSED
 
     def read(self, now_ns: int, stacks: Mapping[int, str], *, with_gpu: Iterable[int] = ()) -> None:
         """Note the stacks of ranks, as they were just now.
@@ -344,8 +331,7 @@ class HangWatch:
         """
         allowed_ns = self._allowed_s() * 1e9
         gpus = frozenset(with_gpu)
-        for track in self._tracks.values():
-            track.num_excused = min(1, track.num_excused)
+        self._num_excused = min(1, self._num_excused)
         self._looked_ns = now_ns
         for rank, track in self._tracks.items():
             if not _runs(track.seen):
@@ -451,9 +437,8 @@ class HangWatch:
             track.quiet_since_ns = None if share > _QUIET else track.quiet_since_ns or now_ns
         if on_core_ns is None:
             track.idle_since_ns = None
-        elif track.num_excused and track.on_core_ns is not None:
+        elif self._num_excused and track.on_core_ns is not None:
             track.on_core_ns = on_core_ns
-            track.num_excused -= 1
         elif track.on_core_ns is None or on_core_ns - track.on_core_ns > _RUNS_NS:
             was_idle = track.idle_since_ns is not None and track.idle_since_ns < track.looked_ns
             if was_idle and track.place is not None and track.place.call:
@@ -473,7 +458,7 @@ class HangWatch:
             return replace(look, phase=how, has_ended=True) if seen.exit_code == 0 else None
         if page is None:
             return None
-        if seen.state in ("T", "t"):
+        if seen.is_suspended:
             return replace(look, phase=f"stopped (state {seen.state}){_of_step(step)}", is_suspended=True)
         place = track.place
         if place is None:
@@ -502,7 +487,7 @@ class HangWatch:
         )
 
     def _limit_s(self, page: Heartbeat) -> float | None:
-        """When `TimeoutWatch` gives it up: if others of this node wait for it in evenstep's own collectives."""
+        """When `find_overdue` gives it up: if others of this node wait for it in evenstep's own collectives."""
         pages = (track.seen.page for track in self._tracks.values())
         waits = any(each is not None and each.waiting_since_ns is not None for each in pages)
         return self._timeouts.of(page) if waits and page.phase != Phase.ENDED else None
@@ -519,8 +504,8 @@ def _next_look(number: int, stalled: float) -> int:
     return number
 
 
-def _runs(seen: Seen) -> bool:
-    return seen.exit_code is None and seen.state not in ("T", "t")
+def _runs(seen: RankState) -> bool:
+    return seen.runs and not seen.is_suspended
 
 
 def _phase(page: Heartbeat, place: Place, state: str) -> str:
@@ -530,3 +515,39 @@ def _phase(page: Heartbeat, place: Place, state: str) -> str:
     if not place.stack:
         words += f" (it doesn't say where; process state {state})"
     return f"{words}{_of_step(page.step)}"
+
+
+def packed(looks: Sequence[RankLook]) -> str:
+    """Looks as the launchers of other nodes read them; "" if nobody waits or is missing."""
+    told = sorted(looks, key=lambda look: bool(look.call))[:_MOST_SENT]
+    return json.dumps([asdict(replace(look, stack=look.stack[-_MOST_TEXT:])) for look in told]) if told else ""
+
+
+def unpacked(texts: Iterable[tuple[str, str]]) -> list[RankLook]:
+    """What other nodes have published; what can't be understood is passed over.
+
+    Args:
+        texts: (the node, in words; what it has published).
+    """
+    looks = []
+    for node, text in texts:
+        try:
+            for each in json.loads(text) if text else []:
+                look = RankLook(**each)
+                looks.append(
+                    replace(
+                        look,
+                        call=_safe(look.call),
+                        phase=_safe(look.phase),
+                        site=_safe(look.site),
+                        stack=_safe(look.stack),
+                        where=_safe(node),
+                    )
+                )
+        except (ValueError, TypeError):
+            continue
+    return looks
+
+
+def _safe(text: object) -> str:
+    return printable(str(text))[:_MOST_TEXT]

@@ -5,17 +5,16 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 from evenstep.checks import counted
 from evenstep.errors import CollectiveTimeoutError, MismatchError, PeerLostError
-from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause, printable
+from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause
 from evenstep.ground.health.heartbeat import Heartbeat
 from evenstep.ground.health.users_code import is_users
 from evenstep.launcher.failure.detection import Hang
-from evenstep.launcher.failure.hangs import UNDER_NO_IF
-from evenstep.launcher.failure.policy import describe_exit, exit_status
+from evenstep.launcher.failure.hangs import DEFAULT_AFTER_S, UNDER_NO_IF
 
 # As a `CollectiveTimeoutError` of ours names the ranks that it has waited for.
 _MISSING = re.compile(r"Missing: (rank \d+ \([^)]*\)(?:, rank \d+ \([^)]*\))*)")
@@ -65,9 +64,8 @@ class Failure:
         resident_bytes: How much memory each rank held when it was last looked at.
         num_memory_kills: Processes that the kernel killed for memory meanwhile; None where it doesn't say.
         noticed_ns: When (monotonic).
-        saves: There was a `Checkpointer`, on this node or another.
-        saved_step: The step of the last checkpoint that this attempt has committed, on any node; None: none.
-        was_stopping: Ranks had agreed to save and stop, because somebody had asked for that.
+        was_stopping: Ranks had agreed to save and stop, because somebody had asked for that; or the launcher of another
+            node was asked to, without which there is no run.
     """
 
     attempt: int
@@ -84,12 +82,16 @@ class Failure:
     resident_bytes: Mapping[int, int] = field(default_factory=dict)
     num_memory_kills: int | None = None
     noticed_ns: int = 0
-    saves: bool = False
-    saved_step: int | None = None
     was_stopping: bool = False
 
+    @property
+    def left(self) -> list[Exit]:
+        """The ranks that have ended as they should, and early, where the others only lost a peer."""
+        ended = [each for each in self.exits if each.exit_code == 0 and not each.stopped_by_launcher]
+        return ended if self.only_secondary else []
 
-def judge(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt: int) -> Failure | None:
+
+def failure_of(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt: int) -> Failure | None:
     """The failure with its root cause; None if no rank failed."""
     root_cause = choose_root_cause(exits, reports)
     if root_cause is None:
@@ -109,11 +111,10 @@ def status_of(failure: Failure) -> int:
         return failure.remote_failure.status
     if failure.hang is not None:
         return CollectiveTimeoutError.exit_code
-    if failure.only_secondary:
-        if _left(failure):
-            return MismatchError.exit_code
-        if failure.root_cause.exit_code == 1:  # torch's own errors, of Gloo or NCCL
-            return PeerLostError.exit_code
+    if failure.left:
+        return MismatchError.exit_code
+    if failure.only_secondary and failure.root_cause.exit_code == 1:  # torch's own errors, of Gloo or NCCL
+        return PeerLostError.exit_code
     return exit_status(failure.root_cause.exit_code)
 
 
@@ -149,29 +150,33 @@ def describe_failure(
         lines.append(f"evenstep: the newest checkpoint is that of step {saved_step}")
     for rank, stack in sorted(failure.stacks.items()):
         if stack and (failure.only_secondary or (failure.hang is not None and failure.hang.rank == rank)):
-            lines += [f"evenstep: rank {rank} was here:", printable(stack)]
+            lines += [f"evenstep: rank {rank} was here:", stack]
     if failure.remote_failure is not None:
         lines.append(f"evenstep: {failure.remote_failure.text}. The ranks of this node were stopped")
     elif failure.hang is not None:
         lines.append(f"evenstep: {failure.hang.verdict}")
+    elif report is None and failure.left:
+        lines += [f"evenstep: {line}" for line in _name_the_missing(failure)]
     elif report is None:
         if log_tail:
             lines += [f"evenstep: the last lines of rank {root_cause.rank} ({log}):", log_tail]
-        lines.append(
-            f"evenstep: {who} {describe_exit(root_cause.exit_code, guess=False)}{_memory(failure)}{_place(failure)}"
-        )
+        how, where = describe_exit(root_cause.exit_code, guess=False), _where(failure.pages.get(root_cause.rank))
+        lines.append(f"evenstep: {who} {how}{_memory(failure)}{where and f' {where}'}")
     elif not report.traceback or report.traceback.startswith(report.summary):
         # A user's mistake: its message says it all, and must not be said twice.
+        num_ranks, said = len(failure.exits), [each.summary for each in failure.reports]
+        if num_ranks > 1 and said == [report.summary] * num_ranks:
+            who = "all ranks" if num_nodes == 1 else "all ranks of this node"
         lines.append(f"evenstep: {who} failed: {report.traceback or report.summary}")
     else:
         summary = (report.summary.splitlines() or [""])[0]
         verdict = [f"{who} failed: {summary}"]
         if failure.only_secondary:
-            if num_nodes > 1:
+            if num_nodes > 1 and not failure.left:
                 hint = "the ranks of this node only lost another one; see the other nodes, or the traceback."
                 lines.append(f"evenstep: {hint}")
             verdict = _name_the_missing(failure) or [*_still_running(failure), *verdict]
-        if not (failure.only_secondary and _left(failure)):  # else the verdict says where it waited
+        if not failure.left:  # else the verdict says where it waited
             lines.append(report.traceback)
         lines += [f"evenstep: {line}" for line in verdict]
     return "\n".join(lines)
@@ -185,9 +190,8 @@ def summary_of(failure: Failure) -> str:
 def _name_the_missing(failure: Failure) -> list[str]:
     """Lines on the silent ranks for which others waited; empty if that can't be known."""
     missing_of = {report.rank: _missing(report) for report in failure.reports}
-    left = _left(failure)
-    if left:
-        waiting = _listed(f"rank {rank}" for rank in sorted(missing_of))
+    if left := failure.left:
+        waiting = _listed(f"rank {rank}" for rank in sorted(missing_of)) or "ranks of other nodes"
         loops = "its loop was shorter, or it left" if len(left) == 1 else "their loops were shorter, or they left"
         ended = f"{_named(left)} had ended with status 0 while {waiting} still waited: {loops} early"
         return [f"{ended}{_steps(failure, left)}. {_waited(failure)}{_UNEVEN}"]
@@ -206,10 +210,6 @@ def _name_the_missing(failure: Failure) -> list[str]:
             how = "it came later, and found no other rank"
         lines.append(f"rank {rank} (pid {found['pid']}) had not arrived where {waiting} waited; {how}")
     return lines
-
-
-def _left(failure: Failure) -> list[Exit]:
-    return [end for end in failure.exits if end.exit_code == 0 and not end.stopped_by_launcher]
 
 
 def _steps(failure: Failure, left: Sequence[Exit]) -> str:
@@ -231,14 +231,19 @@ def _waited(failure: Failure) -> str:
     return f"Rank {failure.root_cause.rank} waited at {users[-1]['file']}, line {users[-1]['line']}. "
 
 
+def _where(seen: Heartbeat | None) -> str:
+    """Where a rank was; "" before the first step, or where its page doesn't say."""
+    return str(seen) if seen is not None and (seen.step or seen.collective) else ""
+
+
 def describe_ranks(pages: Mapping[int, Heartbeat | None], *, now_ns: int) -> str:
     """What the ranks of one node are doing, in a line for others; "" before the first step. Pure.
 
     Those that don't wait come first: they are what others wait for.
     """
-    known = {rank: seen for rank, seen in pages.items() if seen is not None and (seen.step or seen.collective)}
+    known = [(rank, seen) for rank, seen in pages.items() if seen is not None and _where(seen)]
     parts = []
-    for rank, seen in sorted(known.items(), key=lambda item: (item[1].is_waiting, item[0])):
+    for rank, seen in sorted(known, key=lambda item: (item[1].is_waiting, item[0])):
         since = seen.waiting_since_ns
         waits = "" if since is None else f", waiting for others for {max(0, now_ns - since) / 1e9:.1f} s"
         parts.append(f"rank {rank} (pid {seen.pid}) was {seen}{waits}")
@@ -249,25 +254,18 @@ def state_of(failure: Failure) -> str:
     """Where the root cause was, and which ranks waited; "" before the first step, or where pages don't say. Pure."""
     if failure.remote_failure is not None:
         return failure.remote_failure.state
-    rank = failure.root_cause.rank if failure.hang is None else failure.hang.rank
-    seen = failure.pages.get(rank)
-    if failure.only_secondary or seen is None or not (seen.step or seen.collective):
+    found = failure.root_cause if failure.hang is None else failure.hang
+    where = _where(failure.pages.get(found.rank))
+    if failure.only_secondary or not where:
         return ""
-    since = {
-        other: page.waiting_since_ns
-        for other, page in sorted(failure.pages.items())
-        if other != rank and page.waiting_since_ns is not None
+    waited = {
+        rank: seen.waiting_since_ns
+        for rank, seen in sorted(failure.pages.items())
+        if rank != found.rank and seen.waiting_since_ns is not None
     }
-    waiting = ""
-    if since:
-        longest_s = max(0, failure.noticed_ns - min(since.values())) / 1e9
-        waiting = f"; {_listed(f'rank {other}' for other in since)} waited for others, for {longest_s:.1f} s"
-    return f"rank {rank} (pid {seen.pid}) was {seen}{waiting}"
-
-
-def _place(failure: Failure) -> str:
-    seen = failure.pages.get(failure.root_cause.rank)
-    return f" {seen}" if seen is not None and (seen.step or seen.collective) else ""
+    who, longest_ns = _listed(f"rank {rank}" for rank in waited), failure.noticed_ns - min(waited.values(), default=0)
+    waiting = f"; {who} waited for others, for {max(0, longest_ns) / 1e9:.1f} s" if waited else ""
+    return f"rank {found.rank} (pid {failure.pages[found.rank].pid}) was {where}{waiting}"
 
 
 def _memory(failure: Failure) -> str:
@@ -312,3 +310,60 @@ def _listed(names: Iterable[str]) -> str:
     if len(others) >= _MAX_NAMES:
         others, last = others[: _MAX_NAMES - 1], f"{len(others) + 2 - _MAX_NAMES} others"
     return f"{', '.join(others)} and {last}" if others else last
+
+
+@dataclass(frozen=True)
+class StopPolicy:
+    """How ranks are watched, and how the others are stopped once one has failed.
+
+    Attributes:
+        grace_s: How long they may end by themselves and report why, while only secondary failures are known.
+        evident_grace_s: The same once the root cause is known.
+        terminate_s: From the first signal to SIGKILL.
+        stopped_grace_s: How long a rank may be stopped (state T) before it is given up.
+        node_timeout_s: How long another node may be silent before it is lost.
+        look_every_s: Time between two looks at ranks that run. That one has ended is known at once.
+        save_s: From a stop signal to SIGKILL for ranks that save then. A second signal ends that at once.
+        name_after_s: See `HangWatch`.
+        num_workers: Of parameter servers; see `verdict.find_lost`.
+    """
+
+    grace_s: float = 1.0
+    evident_grace_s: float = 0.2
+    terminate_s: float = 5.0
+    save_s: float = 600.0
+    stopped_grace_s: float = 30.0
+    node_timeout_s: float = 30.0
+    look_every_s: float = 0.1
+    name_after_s: float = DEFAULT_AFTER_S
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        if min(astuple(self)) < 0:
+            raise ValueError(f"{self}: times are at least 0")
+
+
+def is_evident(exits: Iterable[Exit], reports: Sequence[CrashReport]) -> bool:
+    """Whether the root cause is known: it has reported, or died silently. Else all failures are secondary yet."""
+    reporting = {report.rank for report in reports}
+    died_silently = any(
+        end.exit_code != 0 and not end.stopped_by_launcher and end.rank not in reporting for end in exits
+    )
+    return died_silently or any(not report.is_consequence for report in reports)
+
+
+def describe_exit(exit_code: int, *, guess: bool = True) -> str:
+    """How a process without a report ended, in words; with a guess why, where nothing better is known."""
+    if exit_code >= 0:
+        return f"exited with status {exit_code}"
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    hint = ": out of memory, or killed from outside" if guess and -exit_code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+def exit_status(exit_code: int) -> int:
+    """The status with which a shell would report this end: 128 and the signal's number for signals."""
+    return 128 - exit_code if exit_code < 0 else exit_code

@@ -1,4 +1,4 @@
-"""What a rank is doing, read from the python stacks that faulthandler has written. Pure.
+"""What a rank is doing, read from the python stacks that faulthandler has written. Pure, but for `StackRequest`.
 
 A rank whose innermost python frame lies in torch's distributed parts, or in a backward pass that uses no processor,
 waits for other ranks; so does one whose line calls `wait` of a collective's handle. A rank with a GPU also waits where
@@ -7,14 +7,25 @@ its line reads a number back from the GPU: it can't, until the collectives befor
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import linecache
 import os
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from evenstep.ground.health.users_code import PACKAGE, TORCH, is_users
+from evenstep.launcher.spawn.script_runner import STACK_SIGNAL
+from evenstep.processes import children, handles_signal
+
+_LONGEST_S = 0.5
+_MOST_WORKERS = 8
+_TRIES = 6  # on a busy node a worker may not run for so long that it doesn't answer
+_POLL_S = 0.02
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
 _THREAD = re.compile(r"^(?:Current thread 0x[0-9a-f]+|Thread 0x[0-9a-f]+|Stack \(most recent).*:$")
@@ -88,6 +99,48 @@ def parse_stacks(text: str) -> list[list[Frame]]:
             number = int(found["line"]) if found["line"].isdigit() else 0
             threads[-1].append(Frame(found["file"], number, found["function"]))
     return [frames for frames in threads if frames]
+
+
+class StackRequest:
+    """Stacks that were asked for by a signal. `is_complete` says when they are there.
+
+    Args:
+        processes: (pid, the file that it writes to), by rank; who doesn't handle the signal is left out.
+    """
+
+    def __init__(self, processes: Mapping[int, tuple[int, Path]]) -> None:
+        self._sent = time.monotonic()
+        self._begins: dict[int, tuple[Path, int]] = {}
+        self._sizes: dict[int, int] = {}
+        for rank, (pid, path) in processes.items():
+            # Anything else would die of it: a script may have become another program.
+            if handles_signal(pid, STACK_SIGNAL):
+                self._begins[rank] = (path, path.stat().st_size)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, STACK_SIGNAL)
+
+    def is_complete(self) -> bool:
+        """Whether all have written, and no file has grown since the last call; or too much time has passed."""
+        sizes = {rank: path.stat().st_size for rank, (path, _) in self._begins.items()}
+        is_still = sizes == self._sizes and all(sizes[rank] > begin for rank, (_, begin) in self._begins.items())
+        self._sizes = sizes
+        return is_still or time.monotonic() - self._sent > _LONGEST_S
+
+    def await_stacks(self, longest_s: float) -> dict[int, str]:
+        """`stacks`, as soon as they are there, but not later."""
+        deadline = time.monotonic() + longest_s
+        while time.monotonic() < deadline and not self.is_complete():
+            time.sleep(_POLL_S)
+        return self.stacks()
+
+    def stacks(self) -> dict[int, str]:
+        """What each has written, by rank; "" if it has not."""
+        found = {}
+        for rank, (path, begin) in self._begins.items():
+            with path.open("rb") as file:
+                file.seek(begin)
+                found[rank] = file.read().decode(errors="replace").strip()
+        return found
 
 
 def place_of(
@@ -197,3 +250,40 @@ def _shown(frames: Sequence[Frame], source: Callable[[str, int], str], *, most: 
         text = source(frame.file, frame.line).strip() if is_users(frame.file) else ""
         lines += [f"    {text}"] if text else []
     return "\n".join(lines)
+
+
+class WorkerStacks:
+    """Where the workers of a rank's loader are, one after the other: they write to their rank's file."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, int, Path, int]] = deque()  # with how often each may still be asked
+        self._asked: tuple[int, int, Path, int] | None = None
+        self._request = StackRequest({})
+
+    def ask(self, rank: int, pid: int, path: Path) -> None:
+        """Ask the workers that a rank has forked."""
+        self._waiting.extend((rank, child, path, _TRIES) for child in children(pid)[:_MOST_WORKERS])
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether one of them writes now."""
+        return self._asked is not None
+
+    def look(self) -> list[str]:
+        """Lines on workers that are in the user's code; others wait for something to do. Never blocks."""
+        lines = []
+        if self._asked is not None:
+            rank, worker, path, tries = self._asked
+            if not self._request.is_complete():
+                return []
+            self._asked = None
+            stacks = self._request.stacks()
+            place = place_in_worker(parse_stacks(stacks.get(rank, "")))
+            if place is not None:
+                lines.append(f"a worker of rank {rank}'s loader (pid {worker}) is here:\n{place.stack}")
+            elif stacks.get(rank) == "" and tries > 1:
+                self._waiting.append((rank, worker, path, tries - 1))
+        if self._waiting:
+            self._asked = rank, worker, path, _ = self._waiting.popleft()
+            self._request = StackRequest({rank: (worker, path)})
+        return lines

@@ -7,6 +7,7 @@ import contextlib
 import io
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from torch.distributed.argparse_util import check_env, env
 from evenstep import checks
 from evenstep.errors import ConfigurationError
 from evenstep.ground.environment import is_set, value
+from evenstep.network import LOOPBACK
 
 _DESCRIPTION = """\
 Start a training script on several ranks: on this host, or, with --nnodes, on several.
@@ -54,8 +56,6 @@ Passed on to torch: --role, --start-method, --event-log-handler, --numa-binding,
 # Other names for --nproc-per-node, which all commands take.
 RANKS_ALIASES = ("--nproc_per_node", "--ranks", "--replicas", "--ranks-per-node")
 
-# Names of the rendezvous in `launcher.elastic.rendezvous`.
-ONE_NODE, FIXED_NODES = "evenstep", "evenstep-nodes"
 _CHECK = "evenstep.preflight.rank_check"
 _LAUNCHERS_ALONE = (
     "--nproc-per-node",
@@ -68,6 +68,7 @@ _LAUNCHERS_ALONE = (
     "--threads-per-rank",
     "--all-ranks",
     "--stopped-grace",
+    "--node-timeout",
     "--name-after",
     "--cold-start",
 )
@@ -142,8 +143,8 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
         "--log-dir",
         action=env,
         metavar="DIR",
-        help="Where the output of ranks other than 0 goes: DIR/<time>-<pid>/rank-1.log. With a directory, every line "
-        "begins with time, rank and step (default: a temporary directory, removed when all went well).",
+        help="Where the output of ranks other than 0 goes: DIR/<time>-<host>-<pid>/rank-1.log. With a directory, every "
+        "line begins with time, rank and step (default: a temporary directory, removed when all went well).",
     )
     add(
         "--max-restarts",
@@ -167,7 +168,6 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
     add(
         "--master-addr",
         action=env,
-        default="127.0.0.1",
         metavar="HOST",
         help="Name or address of host 0, where the hosts meet (default: 127.0.0.1).",
     )
@@ -305,6 +305,14 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
         help="Seconds that a rank may be suspended (SIGSTOP) before the run is ended with status 71 (default: 30).",
     )
     add(
+        "--node-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="Seconds that another node may be silent before it is lost, and the run is ended with status 76 "
+        "(default: 30).",
+    )
+    add(
         "--shutdown-timeout",
         action=env,
         type=int,
@@ -315,9 +323,9 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
     add(
         "--signals-to-handle",
         action=env,
-        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2",
         metavar="NAMES",
-        help="Signals on which the ranks are stopped (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1).",
+        help="Signals on which the ranks are stopped (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2).",
     )
     add(
         "--monitor-interval",
@@ -412,6 +420,7 @@ def validated(args: Namespace) -> Namespace:
         ConfigurationError: One doesn't.
     """
     checks.number("--stopped-grace", args.stopped_grace, least=0, finite=False)
+    checks.number("--node-timeout", args.node_timeout, above=0, finite=False)
     checks.number("--name-after", args.name_after, above=0, finite=False)
     checks.number("--monitor-interval", args.monitor_interval, above=0)
     checks.whole("--max-restarts", args.max_restarts, least=0)
@@ -481,59 +490,60 @@ def for_workers(args: Namespace, *, num_ranks: int, parent_pid: int) -> Namespac
         "tee": "0",
         "log_dir": "/dev/null",
         "local_ranks_filter": "",
+        "master_port": 29500 if args.master_port is None else args.master_port,
     }
     return Namespace(**{**vars(args), **changed})
 
 
-def on_one_host(args: Namespace) -> Namespace:
-    """The same arguments, with our one-node rendezvous unless a flag names another. Pure."""
-    _, most = num_nodes(args)
-    if most > 1 or args.rdzv_backend not in ("static", "c10d"):
-        return args
-    port = fixed_port(args)
-    changed = {
-        "rdzv_backend": ONE_NODE,
-        "rdzv_conf": "",
-        "rdzv_endpoint": "" if port is None else f"localhost:{port}",
-    }
-    return Namespace(**{**vars(args), **changed, "node_rank": 0})
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a run as one of them sees them, and where they meet.
+
+    Attributes:
+        fewest: So many, at least.
+        most: So many, at most.
+        rank: Which of them this one is, where their number is fixed.
+        host: Name or address of node 0.
+        port: On which node 0 listens for the others; of a run on one node, `MASTER_PORT` of the ranks. None: not given.
+        backend: torch's name of how they meet.
+        may_restart: Ranks are started again if they fail.
+    """
+
+    fewest: int
+    most: int
+    rank: int
+    host: str
+    port: int | None
+    backend: str
+    may_restart: bool
 
 
-def on_several_hosts(args: Namespace, *, own_address: str | None, keeps_store: bool = False) -> Namespace:
-    """The same arguments for several nodes, with our rendezvous where each node has a `--node-rank`. Pure.
+def plan_nodes(args: Namespace) -> Nodes:
+    """The nodes that a command line means. Pure.
 
-    Args:
-        args: The arguments.
-        own_address: This node's address on the way to the rendezvous; None: torch resolves this host's name.
-        keeps_store: The rendezvous is at an address of this node (and not loopback, which every node has).
+    Raises:
+        ConfigurationError: It says something that can't be, or not where they meet.
     """
     fewest, most = num_nodes(args)
-    changed: dict[str, object] = {} if args.local_addr else {"local_addr": own_address}
-    if fewest == most and args.rdzv_backend == "static":
-        conf = ",".join(filter(None, [args.rdzv_conf, f"rank={args.node_rank}"]))
-        endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
-        changed |= {"rdzv_backend": FIXED_NODES, "rdzv_conf": conf, "rdzv_endpoint": endpoint}
-    elif args.rdzv_backend == "c10d" and keeps_store and "is_host" not in args.rdzv_conf:
-        # torch compares the endpoint with what this host's name means, which is another address where it has several.
-        changed["rdzv_conf"] = ",".join(filter(None, [args.rdzv_conf, "is_host=1"]))
-    return Namespace(**{**vars(args), **changed})
-
-
-def rendezvous_endpoint(args: Namespace) -> tuple[str, int]:
-    """Address and port of the rendezvous of several nodes. Pure."""
+    is_static = args.rdzv_backend == "static" and not args.standalone
     host, _, port = args.rdzv_endpoint.rpartition(":")
-    if host and port.isdigit():
-        return host.strip("[]"), int(port)
-    return (args.rdzv_endpoint or args.master_addr), int(args.master_port or 29500)
-
-
-def fixed_port(args: Namespace) -> int | None:
-    """The user's port for the rendezvous of the ranks; None if the system may choose. Pure."""
-    if args.standalone or args.rdzv_backend != "static":
-        return None
-    host, _, port = args.rdzv_endpoint.rpartition(":")
-    if args.rdzv_endpoint:
-        if not host or not port.isdigit():
+    if not args.rdzv_endpoint:
+        host, port = args.master_addr, args.master_port
+        if most > 1 and is_static and args.node_rank and not host:
+            raise ConfigurationError(
+                f"--node-rank {args.node_rank} of {most}: where is node 0? Give all nodes its address, with "
+                f"--master-addr."
+            )
+    elif not host or not port.isdigit():
+        if is_static:
             raise ConfigurationError(f"--rdzv-endpoint {args.rdzv_endpoint}: use HOST:PORT.")
-        return int(port) or None
-    return args.master_port or None
+        host = args.rdzv_endpoint
+    return Nodes(
+        fewest,
+        most,
+        rank=args.node_rank if most > 1 else 0,
+        host=(host or LOOPBACK).strip("[]"),
+        port=int(port or 0) or None if is_static else None,
+        backend=args.rdzv_backend,
+        may_restart=args.max_restarts > 0,
+    )

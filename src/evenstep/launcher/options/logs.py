@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import platform
 import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std, to_map
 
 from evenstep.errors import ConfigurationError
 from evenstep.temporary import temporary_root
@@ -92,8 +95,13 @@ def make_log_directory(log_dir: str | None) -> Path:
     try:
         if log_dir is None:
             return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY_LOGS}{os.getpid()}-", dir=temporary_root()))
-        directory = Path(log_dir).absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        directory.mkdir(parents=True, exist_ok=True)
+        # Of several pods all launchers have pid 1, and perhaps one host's name.
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{platform.node()}-{os.getpid()}"
+        for number in itertools.count(1):
+            directory = Path(log_dir).absolute() / (f"{name}-{number}" if number > 1 else name)
+            with contextlib.suppress(FileExistsError):
+                directory.mkdir(parents=True)
+                break
     except OSError as error:
         where = "no directory for the logs of the ranks" if log_dir is None else f"--log-dir {log_dir}"
         raise ConfigurationError(
@@ -120,11 +128,11 @@ def plan_destination(
     """
     is_shown = choices.shown is None or local_rank in choices.shown
     if rank == 0:
-        to_file = Std.ALL if not is_shown else _of(choices.redirects, local_rank)
+        to_file = Std.ALL if not is_shown else to_map(choices.redirects, local_rank + 1)[local_rank]
         tee = Std.NONE
     else:
         to_file = Std.ALL
-        tee = _of(choices.tee, local_rank)
+        tee = to_map(choices.tee, local_rank + 1)[local_rank]
         if choices.shown is not None:
             tee = Std.ALL if is_shown else Std.NONE
     stem = str(directory / (f"rank-{rank}" + (f".attempt-{attempt}" if attempt else "")))
@@ -197,7 +205,3 @@ def tail(path: str, *, num_lines: int = 20) -> str:
 
 def _by_rank(choice: Std | dict[int, Std]) -> dict[int, Std]:
     return choice if isinstance(choice, dict) else {}
-
-
-def _of(choice: Std | dict[int, Std], local_rank: int) -> Std:
-    return choice.get(local_rank, Std.NONE) if isinstance(choice, dict) else choice

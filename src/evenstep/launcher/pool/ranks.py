@@ -14,34 +14,119 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
 import signal
-import threading
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import spawn
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError, UsageError
 from evenstep.ground import environment
+from evenstep.ground.health.excepthook import describe
 from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause
-from evenstep.ground.health.heartbeat import PAGE_BYTES
-from evenstep.ground.health.peer_heartbeats import NodePages, own_page
-from evenstep.launcher.failure.policy import StopPolicy, describe_exit, is_evident
-from evenstep.launcher.pool.rank_process import STACK_SIGNAL, Failed, Setup, Succeeded, Task, serve
-from evenstep.launcher.pool.remote import pack_call
-from evenstep.launcher.spawn.child import keep_ended_children
+from evenstep.ground.health.peer_heartbeats import NodePages
+from evenstep.launcher.failure.report import StopPolicy, describe_exit, is_evident
+from evenstep.launcher.failure.stacks import StackRequest
+from evenstep.launcher.pool.remote import pack_answer, pack_call, unpack_call
+from evenstep.launcher.spawn.child import Child, Guard, await_ends, keep_ended_children, stop
+from evenstep.launcher.spawn.start_worker import WORKER
 from evenstep.network import LOOPBACK, Reservation
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call.
+
+    Attributes:
+        preparation: In a rank's first task, how multiprocessing's new processes import the parent's `__main__`.
+    """
+
+    call: bytes
+    wants_result: bool
+    preparation: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank sends back.
+
+    Attributes:
+        value: The packed result, or exception; None: the parent doesn't want it, or it can't travel.
+        report: Of what the rank raised; None: it succeeded.
+    """
+
+    value: bytes | None
+    report: CrashReport | None = None
+
+
+Answers = dict[int, Answer | Exit]
+"""By rank; an `Exit` of one that died without an answer."""
+
+
+def serve(descriptor: int, rank: int) -> None:
+    """Run one task after the other until the parent closes the pipe, or one fails. In the rank."""
+    os.set_inheritable(descriptor, False)
+    connection: Connection[Answer, Task] = Connection(descriptor)
+    while True:
+        try:
+            task = connection.recv()
+        except (EOFError, OSError):
+            return
+        answer = _perform(task, rank)
+        try:
+            connection.send(answer)
+        except OSError:
+            return
+        if answer.report is not None:
+            # Only now may sockets close: peers that see them break report after this rank.
+            raise SystemExit(answer.report.exit_code)
+
+
+def _perform(task: Task, rank: int) -> Answer:
+    try:
+        if task.preparation is not None:
+            _import_main(task.preparation)
+        fn, args, kwargs = unpack_call(task.call)
+        try:
+            result = fn(*args, **kwargs)
+        except SystemExit as error:
+            if error.code:
+                raise
+            result = None
+        return Answer(pack_answer(result) if task.wants_result else None)
+    except BaseException as error:
+        report, exception = CrashReport.of(error, rank=rank, traceback=describe(error)), None
+        if isinstance(error, SystemExit):
+            # `sys.exit(3)` on a rank must not end the parent: it arrives as the text of a RankFailedError.
+            report = replace(report, exit_code=error.code if isinstance(error.code, int) else 1)
+        else:
+            with contextlib.suppress(TypeError):
+                exception = pack_answer(error)
+        return Answer(exception, report)
+
+
+def _import_main(preparation: dict[str, Any]) -> None:
+    process: Any = multiprocessing.current_process()
+    process._inheriting = True  # what starts processes meanwhile would do so without end: `_refuse_while_importing`
+    try:
+        spawn.prepare(preparation)
+    finally:
+        del process._inheriting
+
 
 # A signal that comes just before the parent sleeps is noted and doesn't wake it: an interrupt would count only when a
 # rank answers. So it sleeps in short stretches.
 _LOOK_EVERY_S = 0.5
+_STACK_S = 0.5
 
 
 class RemoteTraceback(Exception):
@@ -53,33 +138,12 @@ class RemoteTraceback(Exception):
 
 @dataclass
 class _Rank:
-    process: SpawnProcess
-    connection: Connection
-
-
-@dataclass
-class _Answers:
-    """What is known of a running task."""
-
-    succeeded: dict[int, Succeeded]
-    failed: dict[int, Failed]
-    died: dict[int, Exit]
-
-    def __init__(self) -> None:
-        self.succeeded, self.failed, self.died = {}, {}, {}
-
-    @property
-    def reports(self) -> list[CrashReport]:
-        return [answer.report for answer in self.failed.values()]
-
-    @property
-    def exits(self) -> list[Exit]:
-        raised = [Exit(report.rank, report.pid, report.exit_code or 1) for report in self.reports]
-        return raised + list(self.died.values())
+    process: Child
+    connection: Connection[Task, Answer]
 
 
 class RankGroup:
-    """Processes of this host, one per rank, that are kept between tasks. Linux; start method "spawn".
+    """Processes of this host, one per rank, that are kept between tasks. Linux.
 
     The processes die with the thread that made the group, so make it where it is used.
 
@@ -105,18 +169,18 @@ class RankGroup:
         self._policy = policy or StopPolicy()
         self._servers = servers
         self._ranks: list[_Rank] = []
+        self._guard: Guard | None = None
         self._num_tasks = 0
         self._is_closed = False
         self._pid = os.getpid()
         self._restore_signals = keep_ended_children()
         self._pages = NodePages(num_ranks)
         self._port = Reservation()
-        # Before multiprocessing's own exit handler, which would wait for the ranks for ever.
         atexit.register(self.close)
         try:
-            with _interrupts_ignored():
-                for rank in range(num_ranks):
-                    self._ranks.append(self._start(rank, num_threads, device))
+            for rank in range(num_ranks):
+                self._start(rank, num_threads, device)
+            self._guard = Guard(self.pids)
         except BaseException:
             self._stop()  # they import torch, and would see the closed pipe only then
             raise
@@ -133,7 +197,7 @@ class RankGroup:
     @property
     def pids(self) -> list[int]:
         """The processes, in order of rank."""
-        return [rank.process.pid or 0 for rank in self._ranks]
+        return [rank.process.pid for rank in self._ranks]
 
     def run(
         self,
@@ -165,25 +229,32 @@ class RankGroup:
         if self._is_closed:
             raise UsageError(f"{self!r} can't run another task: a task failed, or it was closed. Make a new one.")
         call = pack_call(fn, args, kwargs or {})
+        preparation = None
+        if self._num_tasks == 0:
+            preparation = spawn.get_preparation_data("evenstep rank")
+            for name in ("authkey", "start_method"):  # neither can travel here, nor does a script's rank have them
+                del preparation[name]
         self._num_tasks += 1
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+        answers: Answers = {}
         try:
             for index, rank in enumerate(self._ranks):
-                task = Task(call, wants_result=results == "all" or index == 0)
+                task = Task(call, wants_result=results == "all" or index == 0, preparation=preparation)
                 # A rank that is already dead is noticed, with its signal, where the answers are awaited.
                 with contextlib.suppress(OSError):
-                    rank.connection.send_bytes(pickle.dumps(task))
-            answers = self._await_answers(_Answers(), deadline)
-            if answers.failed or answers.died:
-                self._raise_failure(self._await_secondary(answers))
-            if len(answers.succeeded) < self.num_ranks:
+                    rank.connection.send(task)
+            self._await_answers(answers, deadline)
+            if _exits(answers):
+                self._await_secondary(answers)
+                self._raise_failure(answers)
+            if len(answers) < self.num_ranks:
                 raise self._too_late(answers, timeout_s or 0.0)
         except BaseException:
             # Also a KeyboardInterrupt here: no rank is left behind.
             self._stop()
             raise
-        wanted = range(self.num_ranks) if results == "all" else range(1)
-        return [pickle.loads(answers.succeeded[rank].result or b"") for rank in wanted]
+        found = (answer.value for _, answer in sorted(answers.items()) if isinstance(answer, Answer))
+        return [pickle.loads(value) for value in found if value is not None]
 
     def close(self) -> None:
         """End the processes and remove what they met in. Twice is once."""
@@ -191,23 +262,12 @@ class RankGroup:
             return
         for rank in self._ranks:
             rank.connection.close()  # the rank sees the end of the pipe, and leaves
-        deadline = time.monotonic() + self._policy.terminate_s
-        for rank in self._ranks:
-            rank.process.join(max(0.0, deadline - time.monotonic()))
+        await_ends((rank.process for rank in self._ranks), self._policy.terminate_s)
         self._stop()
 
     # ------------------------------------------------------------------ starting
 
-    def _start(self, rank: int, num_threads: int, device: str | None) -> _Rank:
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        setup = Setup(
-            rank=rank,
-            parent_pid=os.getpid(),
-            num_threads=num_threads,
-            stack_file=self._pages.files[rank],
-        )
-        process = context.Process(target=serve, args=(theirs, setup), name=f"evenstep rank {rank}")
+    def _start(self, rank: int, num_threads: int, device: str | None) -> None:
         variables = environment.rank_variables(
             rank=rank,
             world_size=self.num_ranks,
@@ -221,157 +281,127 @@ class RankGroup:
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(self._port.port),
         }
-        with environment.exported(variables):
-            process.start()
-        # Ours must be the only copy of the other end that is left, or its end would never be seen.
-        theirs.close()
-        return _Rank(process, ours)
+        ours, theirs = multiprocessing.Pipe()
+        python, *options = spawn.get_command_line()  # with the options of this interpreter
+        command = [python, *options[: options.index("-c")], "-u", WORKER, str(os.getpid()), "function"]
+        try:
+            # Ours must be the only copy of the other end that is left, or its end would never be seen.
+            with theirs, environment.exported(variables):
+                process = subprocess.Popen(
+                    [*command, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # Ctrl-C is the parent's
+                )
+            self._ranks.append(_Rank(Child(process.pid, reap=process.poll), ours))
+        except BaseException:
+            ours.close()  # where an interrupt came just now, a rank of which nobody knows ends by this
+            raise
 
     # ------------------------------------------------------------------ answers
 
-    def _await_answers(self, answers: _Answers, deadline: float | None, *, stop_early: bool = True) -> _Answers:
+    def _await_answers(self, answers: Answers, deadline: float, *, stop_early: bool = True) -> None:
         """Collect until all ranks have answered or died, one has failed, or the deadline has passed."""
-        while True:
-            known = answers.succeeded.keys() | answers.failed.keys() | answers.died.keys()
-            pending = {index: rank for index, rank in enumerate(self._ranks) if index not in known}
-            if not pending or (stop_early and (answers.failed or answers.died)):
-                return answers
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return answers
-            look_s = _LOOK_EVERY_S if left is None else min(left, _LOOK_EVERY_S)
-            sources = {rank.connection: index for index, rank in pending.items()}
-            sentinels = {rank.process.sentinel: index for index, rank in pending.items()}
-            ready = multiprocessing.connection.wait([*sources, *sentinels], timeout=look_s)
-            for source in ready:
-                index = sentinels[source] if isinstance(source, int) else sources[source]  # type: ignore[index]
-                self._receive(index, answers)
+        while pending := {index: rank for index, rank in enumerate(self._ranks) if index not in answers}:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or (stop_early and _exits(answers)):
+                return
+            connections = [rank.connection for rank in pending.values()]
+            ready = multiprocessing.connection.wait(connections, timeout=min(left_s, _LOOK_EVERY_S))
+            for index, rank in pending.items():
+                # What a rank has forked may hold its end of the pipe.
+                if rank.connection in ready or rank.process.poll() is not None:
+                    answers[index] = self._receive(index, rank)
 
-    def _receive(self, index: int, answers: _Answers) -> None:
-        rank = self._ranks[index]
-        if index in answers.died or index in answers.failed or index in answers.succeeded:
-            return
-        try:
-            answer = pickle.loads(rank.connection.recv_bytes()) if rank.connection.poll() else None
-        except (EOFError, OSError):
-            answer = None
-        if isinstance(answer, Succeeded):
-            answers.succeeded[index] = answer
-        elif isinstance(answer, Failed):
-            answers.failed[index] = answer
-        else:
-            rank.process.join(self._policy.terminate_s)
-            code = rank.process.exitcode
-            answers.died[index] = Exit(index, rank.process.pid or 0, 1 if code is None else code)
+    def _receive(self, index: int, rank: _Rank) -> Answer | Exit:
+        with contextlib.suppress(EOFError, OSError):
+            if rank.connection.poll():
+                return rank.connection.recv()
+        await_ends([rank.process], self._policy.terminate_s)
+        code = rank.process.poll()
+        return Exit(index, rank.process.pid, 1 if code is None else code)
 
-    def _await_secondary(self, answers: _Answers) -> _Answers:
+    def _await_secondary(self, answers: Answers) -> None:
         """After the first failure: let the others end by themselves, longer while the root cause is unknown."""
         started = time.monotonic()
         for grace_s in (self._policy.evident_grace_s, self._policy.grace_s):
             self._await_answers(answers, started + grace_s, stop_early=False)
-            if is_evident(answers.exits, answers.reports):
+            if is_evident(_exits(answers), _reports(answers)):
                 break
-        return answers
 
     # ------------------------------------------------------------------ failing
 
-    def _raise_failure(self, answers: _Answers) -> None:
-        root_cause = choose_root_cause(answers.exits, answers.reports) or answers.exits[0]
+    def _raise_failure(self, answers: Answers) -> None:
+        exits = _exits(answers)
+        root_cause = choose_root_cause(exits, _reports(answers)) or exits[0]
         who = f"rank {root_cause.rank} (pid {root_cause.pid})"
-        failed = answers.failed.get(root_cause.rank)
-        if failed is None:
-            report = CrashReport.unpack(self._pages.pages[root_cause.rank].report())
-            if report is not None and report.pid == root_cause.pid:
-                # It ended while it imported the script, and has left word why.
-                raise ConfigurationError(report.summary.partition(": ")[2])
+        answer = answers[root_cause.rank]
+        if isinstance(answer, Exit) or answer.report is None:
             message = f"{who} of {self.num_ranks} {describe_exit(root_cause.exit_code)}"
             raise RankFailedError(message, rank=root_cause.rank, exitcode=root_cause.exit_code)
-        remote = RemoteTraceback(f"on {who} of {self.num_ranks}:\n{failed.report.traceback}")
+        report = answer.report
+        remote = RemoteTraceback(f"on {who} of {self.num_ranks}:\n{report.traceback}")
         error: BaseException | None = None
-        if failed.exception is not None:
-            with contextlib.suppress(Exception):  # e.g. its class exists only in the ranks
-                error = pickle.loads(failed.exception)
+        with contextlib.suppress(Exception):  # nothing was sent, or e.g. its class exists only in the ranks
+            error = pickle.loads(answer.value or b"")
         if error is None:
-            message = f"{who} of {self.num_ranks} failed: {failed.report.summary}"
+            message = f"{who} of {self.num_ranks} failed: {report.summary}"
             error = RankFailedError(message, rank=root_cause.rank, exitcode=root_cause.exit_code)
         if hasattr(error, "add_note"):  # python 3.11 and later
-            _, at, where = failed.report.traceback.rpartition("\n  at ")  # of a user's mistake
+            _, at, where = report.traceback.rpartition("\n  at ")  # of a user's mistake
             error.add_note(f"raised on {who} of {self.num_ranks}" + (f", at {where}" if at else ""))
         raise error from remote
 
-    def _too_late(self, answers: _Answers, timeout_s: float) -> CollectiveTimeoutError:
-        missing = [index for index in range(self.num_ranks) if index not in answers.succeeded]
-        stacks = []
-        for index in missing:
-            process = self._ranks[index].process
-            if process.pid is not None and process.is_alive():
-                os.kill(process.pid, STACK_SIGNAL)
-        time.sleep(0.2)
-        for index in missing:
-            with open(self._pages.files[index], "rb") as file:
-                file.seek(PAGE_BYTES)
-                stacks.append(f"rank {index}:\n{file.read().decode(errors='replace')}")
+    def _too_late(self, answers: Answers, timeout_s: float) -> CollectiveTimeoutError:
+        missing = [index for index in range(self.num_ranks) if index not in answers]
+        stacks = StackRequest(
+            {index: (self._ranks[index].process.pid, Path(self._pages.files[index])) for index in missing}
+        ).await_stacks(_STACK_S)
         names = ", ".join(map(str, missing))
         return CollectiveTimeoutError(
             f"task {self._num_tasks} was not done after {timeout_s:g} s; missing: rank {names} of {self.num_ranks}. "
-            f"The ranks were stopped. They were here:\n" + "\n".join(stacks)
+            f"The ranks were stopped. They were here:\n"
+            + "\n".join(f"rank {index}:\n{stacks.get(index, '')}" for index in missing)
         )
 
     def _stop(self) -> None:
-        """Send SIGTERM, then SIGKILL, to the ranks that are left."""
+        """Stop the ranks that are left, and what those have started."""
         self._is_closed = True
         atexit.unregister(self.close)
-        alive = [rank.process for rank in self._ranks if rank.process.is_alive()]
-        for process in alive:
-            process.terminate()
-        deadline = time.monotonic() + self._policy.terminate_s
-        for process in alive:
-            process.join(max(0.0, deadline - time.monotonic()))
-        for process in alive:
-            if process.is_alive():
-                process.kill()
-                process.join(self._policy.terminate_s)
-        for rank in self._ranks:
-            rank.connection.close()
-            if not rank.process.is_alive():
-                rank.process.close()
-        self._ranks = []
-        self._restore_signals()
-        self._port.close()
-        self._pages.close()
+        ranks, self._ranks, policy = dict(enumerate(self._ranks)), [], self._policy
+        children = {index: rank.process for index, rank in ranks.items()}
+        try:
+            stop(
+                children,
+                lambda index: children[index].send_signal(signal.SIGTERM),
+                patience_s=policy.terminate_s,
+                terminate_s=policy.terminate_s,
+            )
+        finally:
+            if self._guard is not None:
+                self._guard.close()
+            for rank in ranks.values():
+                rank.connection.close()
+                rank.process.release()
+            self._restore_signals()
+            self._port.close()
+            self._pages.close()
+
+
+def _reports(answers: Answers) -> list[CrashReport]:
+    return [each.report for each in answers.values() if isinstance(each, Answer) and each.report is not None]
+
+
+def _exits(answers: Answers) -> list[Exit]:
+    """Of ranks that have failed."""
+    raised = [Exit(report.rank, report.pid, report.exit_code or 1) for report in _reports(answers)]
+    return raised + [each for each in answers.values() if isinstance(each, Exit)]
 
 
 def _refuse_while_importing() -> None:
     """A rank that imports its script must not start ranks: it would do so without end."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        placement = environment.current_placement()
-        error = ConfigurationError(
+        raise ConfigurationError(
             "evenstep.launch was called while a rank was importing the script. The ranks import it to find the "
             'function, so start them only under `if __name__ == "__main__":`.'
         )
-        page = own_page(placement)
-        if page is not None:
-            page.write_report(CrashReport.of(error, rank=placement.rank, traceback="").pack())
-        # Not the error itself: every rank would print its traceback. The parent raises it, once.
-        raise SystemExit(error.exit_code)
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Ranks started inside ignore Ctrl-C: the parent receives it, and stops them.
-
-    One that comes meanwhile is handled at the end: Linux keeps a signal that is blocked, even while it is ignored. The
-    ranks unblock it themselves.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    # The first rank would start it, which ends with interrupts unblocked.
-    resource_tracker.ensure_running()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -56,29 +56,21 @@ def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
     return fn, args, kwargs
 
 
-def pack_exception(error: BaseException) -> bytes | None:
-    """An exception as bytes; None for one that would not survive the way."""
-    for dumps in _serializers():
-        try:
-            data = dumps(error)
-            pickle.loads(data)
-        except Exception:  # whatever a foreign __reduce__ or __init__ raises: the text travels instead
-            continue
-        return data
-    return None
-
-
-def pack_result(value: Any) -> bytes:
-    """A result as bytes; tensors by value, and not through shared memory that the caller would have to free.
+def pack_answer(value: Any) -> bytes:
+    """A result or an exception as bytes; tensors by value, and not through memory that the caller would have to free.
 
     Raises:
-        TypeError: It can't be sent.
+        TypeError: It can't be sent, or would not survive the way, as an exception with a constructor of its own.
     """
+    cloudpickle = sys.modules.get("cloudpickle")  # loaded in a rank exactly when the call came by value
     problems = []
-    for dumps in _serializers():
+    for dumps in [pickle.dumps] if cloudpickle is None else [pickle.dumps, cloudpickle.dumps]:
         try:
-            return dumps(value)
-        except Exception as error:
+            data: bytes = dumps(value)
+            if isinstance(value, BaseException):
+                pickle.loads(data)
+            return data
+        except Exception as error:  # whatever a foreign __reduce__ or __init__ raises
             problems.append(str(error))
     raise TypeError(f"the function returned a {type(value).__name__} that can't be sent to the parent: {problems[0]}")
 
@@ -90,8 +82,3 @@ def main_is_importable() -> bool:
         return True
     path = getattr(main, "__file__", None)
     return path is not None and not path.startswith("<")
-
-
-def _serializers() -> list[Callable[[Any], bytes]]:
-    cloudpickle = sys.modules.get("cloudpickle")  # loaded in a rank exactly when the call came by value
-    return [pickle.dumps] if cloudpickle is None else [pickle.dumps, cloudpickle.dumps]

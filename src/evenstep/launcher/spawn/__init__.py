@@ -2,10 +2,12 @@
 
 Reading order:
 
-1. `zygote`: a process that has imported torch, forked for every rank: [Note: ranks forked from a zygote].
-2. `post_fork`: makes a forked rank like a process that python has just started.
-3. `start_worker`: the file that python executes where there is no zygote; it dies with its launcher.
-4. `script_runner`: prepares the process (heartbeat page, excepthook, faults) and runs the script as `__main__`.
-5. `child`: a rank's process as the launcher sees it: [Note: signal before you reap].
+1. `zygote`: a process that has imported torch, forked for every rank: [Note: ranks forked from a zygote]. A forked rank
+   is made like a process that python has just started.
+2. `start_worker`: the file that python executes where there is no zygote; it dies with its launcher.
+3. `script_runner`: prepares the process (heartbeat page, excepthook, faults) and runs the script as `__main__`, or
+   functions that a pool sends.
+4. `child`: a rank's process as the launcher sees it, and how it is stopped: [Note: signal before you reap].
+5. `guard`: ends what ranks have started where the launcher was killed.
 6. `log_lines`: time, rank and step in front of every line of a log file.
 """

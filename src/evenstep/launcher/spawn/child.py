@@ -10,13 +10,19 @@ at its children without reaping them (`WNOWAIT`), signals their groups, and reap
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
+from evenstep.processes import STOP_SIGNALS
+
+_GUARD = str(Path(__file__).with_name("guard.py"))
 _POLL_S = 0.005
 
 
@@ -25,26 +31,19 @@ class Child:
 
     Args:
         pid: The child; nothing else in this process may wait for it.
-        args: Its command line.
-        reap: Called once, when it has ended and is released; None: `os.waitpid`.
+        reap: Called once, when it has ended and is released; None: `os.waitpid`. Of a process that `subprocess` has
+            started it is its `poll`: python reaps children whose objects have gone, so the object is kept until then.
 
     Attributes:
         pid: The child.
         returncode: None while it runs; negative: the signal that ended it.
     """
 
-    def __init__(self, pid: int, args: Sequence[str], *, reap: Callable[[], object] | None = None) -> None:
+    def __init__(self, pid: int, *, reap: Callable[[], object] | None = None) -> None:
         self.pid = pid
-        self.args = list(args)
         self.returncode: int | None = None
         self._reap = reap
         self._is_released = False
-
-    @classmethod
-    def of(cls, process: subprocess.Popen[bytes]) -> Child:
-        """Take over a process that `subprocess` has started."""
-        # Its object is kept until then: python reaps children whose objects have gone.
-        return cls(process.pid, [], reap=process.poll)
 
     def poll(self) -> int | None:
         """`returncode`, as of now."""
@@ -62,11 +61,10 @@ class Child:
         Raises:
             subprocess.TimeoutExpired: It has not.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            time.sleep(_POLL_S)
+        await_ends([self], math.inf if timeout is None else timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
         return code
 
     def send_signal(self, which: int) -> None:
@@ -92,6 +90,60 @@ class Child:
             os.waitpid(self.pid, os.WNOHANG)
 
 
+class Guard:
+    """A process that kills these children's groups if this process is killed: see `guard.py`. Linux.
+
+    Args:
+        pids: Children that lead groups. Close this before any of them is released.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        command = [sys.executable, "-I", "-S", _GUARD, *map(str, (os.getpid(), *pids))]
+        nothing = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            command, cwd="/", stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
+        )
+
+    def close(self) -> None:
+        """End it. Twice is once."""
+        self._process.kill()
+        self._process.wait()
+
+
+def stop(
+    children: Mapping[int, Child], ask: Callable[[int], object], *, patience_s: float, terminate_s: float
+) -> list[int]:
+    """Stop children and what they have started. A signal to this process meanwhile means SIGKILL now.
+
+    Args:
+        children: By whatever number.
+        ask: Sends the first signal to one of those that run, by its number. To it alone: it may need what it has
+            started, such as the workers of its loader, for the steps until it saves.
+        patience_s: Until SIGKILL follows, to everything; nothing follows where all had ended before.
+        terminate_s: From SIGKILL until those that still run are left behind.
+
+    Returns:
+        The numbers of those that can't be killed.
+    """
+    running = [number for number, child in children.items() if child.poll() is None]
+    try:
+        for number in running:
+            ask(number)
+        await_ends(children.values(), patience_s)
+    finally:
+        for child in children.values() if running else ():
+            child.signal_group(signal.SIGKILL)
+    await_ends(children.values(), terminate_s)
+    return [number for number in running if children[number].poll() is None]
+
+
+def await_ends(children: Iterable[Child], longest_s: float) -> None:
+    """Return when all have ended, but not later."""
+    running, deadline = list(children), time.monotonic() + longest_s
+    while time.monotonic() < deadline and (running := [child for child in running if child.poll() is None]):
+        time.sleep(_POLL_S)
+
+
 def keep_ended_children() -> Callable[[], None]:
     """Have the kernel keep how children end, also where whoever started this process had SIGCHLD ignored.
 
@@ -110,3 +162,30 @@ def keep_ended_children() -> Callable[[], None]:
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     return restore
+
+
+def leave_process_1() -> None:
+    """Where this is process 1 of a container, go on in a child. Returns in it, or at once.
+
+    Process 1 inherits what others leave behind, and has to reap it; the kernel ignores signals that it has no handler
+    for. So it does only that: it reaps, passes signals on, and ends as its child does, and all other processes with it.
+    """
+    if os.getpid() != 1:
+        return
+    passed = {*STOP_SIGNALS, signal.SIGINT, signal.SIGQUIT, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, passed)
+    child = os.fork()
+    if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return
+    while True:
+        found = signal.sigwaitinfo(passed)
+        if found.si_signo != signal.SIGCHLD:
+            if found.si_code <= 0:  # a process's; a terminal's goes to the child, too
+                os.kill(child, found.si_signo)
+            continue
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == child:
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    os._exit(code if code >= 0 else 128 - code)

@@ -1,4 +1,4 @@
-"""One rank of `evenstep run`: prepares the process, then becomes the user's script.
+"""One rank: prepares the process, then becomes the user's script, or calls functions for `evenstep.launch`.
 
 `start_worker.py` calls `main`, in a process that dies with the launcher and has no directory of the script's or the
 user's on its path yet.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import _io
 import atexit
 import contextlib
+import errno
 import faulthandler
 import gc
 import importlib
@@ -23,6 +24,7 @@ import sys
 import types
 from importlib.abc import InspectLoader
 from pathlib import Path
+from typing import Any
 
 from evenstep.errors import ConfigurationError
 from evenstep.ground.coordination.rendezvous_store import meet_without_port
@@ -51,6 +53,9 @@ def main(arguments: list[str]) -> None:
         os.execvp(target, [target, *rest])
     faulthandler.enable()
     meet_without_port(placement)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        if os.isatty(descriptor):
+            setattr(sys, name, unbuffered(descriptor, f"<{name}>", getattr(sys, name)))
     if given.stamps_lines and all(_is_own_log(descriptor, placement.rank) for descriptor in (1, 2)):
         stamp_lines(placement.rank)
     if page is not None:
@@ -74,10 +79,39 @@ def main(arguments: list[str]) -> None:
         # What was imported so far stays to the end, and collections needn't look through it.
         atexit.register(end_quickly, os.getpid(), has_frozen_types=_reports_leaks())
         gc.freeze()
-        if kind == "module":
+        if kind == "function":
+            # By name: the pool stands above.
+            importlib.import_module("evenstep.launcher.pool.ranks").serve(int(target), placement.rank)
+        elif kind == "module":
             _become_module(target, rest)
         else:
             become_script(target, rest)
+
+
+class _Terminal(io.FileIO):
+    """A terminal. Once it has gone, what is written goes nowhere.
+
+    A dropped connection asks the ranks to save and stop. The one that prints would fail before it comes to that.
+    """
+
+    def write(self, data: Any, /) -> int:
+        """See base class."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return memoryview(data).nbytes
+
+
+def unbuffered(descriptor: int, name: str, like: object) -> io.TextIOWrapper:
+    """A stream as `python -u` makes it: what is written is seen, also if the process is killed."""
+    raw = (_Terminal if os.isatty(descriptor) else io.FileIO)(descriptor, "wb", closefd=False)
+    raw.name = name
+    encoding, errors = getattr(like, "encoding", "utf-8"), getattr(like, "errors", "strict")
+    stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors, newline="\n", write_through=True)
+    vars(stream)["mode"] = "w"
+    return stream
 
 
 def register_stacks(file: int) -> None:

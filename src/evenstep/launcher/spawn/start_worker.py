@@ -1,4 +1,6 @@
-"""What `evenstep run` starts as a rank: `python -u start_worker.py PARENT_PID script|module|program TARGET ARGS...`.
+"""What becomes a rank: `python -u start_worker.py PARENT_PID script|module|program|function TARGET ARGS...`.
+
+`evenstep run` starts it, and `evenstep.launch`, whose target is the descriptor from which functions come.
 
 A file, and neither `-m` nor `-c`: those put the current directory first on the path, where a `random.py` of the
 user's would stand for python's own while torch is imported. `python -P` would do, and exists from python 3.11 only.
@@ -11,12 +13,12 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):  # pyt
     del sys.path[0]
 
 import ctypes
-import importlib.util
 import os
 import signal
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+WORKER = __file__
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -38,12 +40,13 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def import_what_the_launcher_did() -> None:
-    """Have `evenstep` be the package that this file belongs to.
+    """Have `evenstep` be the package that this file belongs to, also where it has been imported.
 
     It may be on no path: `python -m evenstep run` finds it in the current directory.
     """
     package = Path(__file__).resolve().parents[2]
-    spec = importlib.util.find_spec(package.name)
+    found = (finder.find_spec(package.name, None) for finder in sys.meta_path)  # an editable installation has its own
+    spec = next(filter(None, found), None)
     if spec is None or spec.origin is None or Path(spec.origin).resolve().parent != package:
         sys.path.insert(0, str(package.parent))
 

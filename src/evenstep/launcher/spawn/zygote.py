@@ -14,7 +14,7 @@
   with it, not with the zygote.
 - A forked rank has what the zygote has: modules, and nothing else. There is one thread, no CUDA, no process group, no
   generator that has drawn a number, no descriptor that the launcher was given: somebody's lock would be held as long as
-  the ranks run. `post_fork` puts right what differs between a fork and a process that python has just started: session,
+  the ranks run. `settle` puts right what differs between a fork and a process that python has just started: session,
   variables, streams, signals, threads, random numbers, path.
 - One difference stays: python draws the seed of its hashes at its start, so all ranks of a node iterate over a set of
   texts in the same order. `evenstep verify` runs once without a zygote, and sees code that depends on it.
@@ -29,24 +29,28 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import mmap
 import os
 import signal
 import socket
-import struct
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
+from evenstep.ground import environment
 from evenstep.ground.compat.c_library.libc import c_library
 from evenstep.launcher.spawn.child import Child
-from evenstep.launcher.spawn.post_fork import search_path, set_blas_threads, settle, show_as
-from evenstep.launcher.spawn.start_worker import die_with_parent
+from evenstep.launcher.spawn.script_runner import unbuffered
+from evenstep.launcher.spawn.start_worker import WORKER, die_with_parent, import_what_the_launcher_did
+from evenstep.processes import stat_fields
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
-WORKER = str(Path(__file__).with_name("start_worker.py"))
-_LENGTH = struct.Struct("<Q")
+_MAX_PID = 32  # characters
 _ANSWER_S = 60.0
 _POLL_S = 0.005
 _THREADS_END_S = 0.5
@@ -76,47 +80,42 @@ class Zygote:
         self._connection: socket.socket | None = connection
         self.pid = pid
 
-    def start(self, arguments: Sequence[str], variables: Mapping[str, str], descriptors: Sequence[int]) -> Child | None:
-        """Fork a rank; None if the zygote can't any more.
-
-        Args:
-            arguments: Of `script_runner.main`.
-            variables: The rank's whole environment.
-            descriptors: What become its stdin, stdout and stderr.
-        """
-        if self._connection is None:
-            return None
-        payload = json.dumps([list(arguments), dict(variables)]).encode()
-        try:
-            with _adopting_orphans():
-                socket.send_fds(self._connection, [_LENGTH.pack(len(payload))], list(descriptors))
-                self._connection.sendall(payload)
-                (pid,) = _LENGTH.unpack(_receive(self._connection, _LENGTH.size))
-        except (OSError, EOFError):
-            self.close()
-            return None
-        return Child(pid, arguments) if pid else None
-
     def start_command(
         self, command: Sequence[str], variables: Mapping[str, str], descriptors: Sequence[int]
     ) -> Child | None:
-        """`start` for a whole command line; None also where that isn't python with our worker.
+        """Fork a rank; None if the zygote can't any more, and where the command isn't python with our worker.
 
         Such as a program that binds a rank to cores and then starts it: that is started as it is written.
+
+        Args:
+            command: Python's, with our worker and its arguments.
+            variables: The rank's whole environment.
+            descriptors: What become its stdin, stdout and stderr.
         """
-        if tuple(command[:3]) != (sys.executable, "-u", WORKER) or not _is_open(0):
+        is_ours = tuple(command[:3]) == (sys.executable, "-u", WORKER) and os.path.lexists("/proc/self/fd/0")
+        if self._connection is None or not is_ours:
             return None
-        return self.start(command[4:], variables, descriptors)
+        with open(os.memfd_create("evenstep-rank", os.MFD_CLOEXEC), "w+b") as order:
+            order.write(json.dumps([command[4:], dict(variables)]).encode())
+            order.flush()
+            try:
+                with _adopting_orphans():
+                    socket.send_fds(self._connection, [b"."], [order.fileno(), *descriptors])
+                    pid = int(self._connection.recv(_MAX_PID))
+            except (OSError, ValueError):
+                self.close()
+                return None
+        return Child(pid) if pid else None
 
     def close(self) -> None:
         """End the zygote and wait for that."""
         if self._connection is None:
             return
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
         self._connection.close()
         self._connection = None
-        with contextlib.suppress(ChildProcessError, ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)  # it may be in the middle of an import
-            os.waitpid(self.pid, 0)
 
 
 def why_not(first_on_path: str, options: Sequence[str], modules: Iterable[str | None]) -> str | None:
@@ -235,11 +234,12 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
     """Fork one rank after the other until the launcher has gone. Returns in the forked ranks: what they are to run."""
     num_forks = 0
     while True:
-        head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
+        head, descriptors, _, _ = socket.recv_fds(connection, 1, 4)
         if not head:
-            os._exit(0)
-        head += _receive(connection, _LENGTH.size - len(head))
-        arguments, variables = json.loads(_receive(connection, _LENGTH.unpack(head)[0]))
+            os._exit(0)  # the launcher has gone
+        with open(descriptors.pop(0), "rb") as order:
+            order.seek(0)
+            arguments, variables = json.load(order)
         if num_forks == 0:
             set_blas_threads(variables)
         reader, writer = os.pipe()
@@ -251,12 +251,13 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
             connection.close()
             os.close(reader)
             _join(launcher, between)
-            os.write(writer, _LENGTH.pack(os.getpid()))
+            os.write(writer, b"%d" % os.getpid())
             os.close(writer)
             try:
                 settle(variables, descriptors)
                 show_as([sys.executable, "-u", WORKER, str(launcher), *arguments], variables)
-                sys.path[:] = search_path(sys.path, Path(__file__).resolve().parents[2])
+                del sys.path[:1]  # the launcher's own directory, or the current one
+                import_what_the_launcher_did()
             except BaseException:
                 traceback.print_exc()
                 raise
@@ -265,8 +266,9 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
         for descriptor in descriptors:
             os.close(descriptor)
         os.waitpid(between, 0)
-        connection.sendall(os.read(reader, _LENGTH.size) or _LENGTH.pack(0))
+        pid = int(os.read(reader, _MAX_PID) or b"0")
         os.close(reader)
+        connection.sendall(b"%d" % pid)
         num_forks += 1
         if preloads and num_forks == int(variables.get("LOCAL_WORLD_SIZE", "1")):
             _preload()
@@ -294,19 +296,120 @@ def _preload() -> None:
         __import__("torch._dynamo")
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = connection.recv(count - len(data))
-        if not piece:
-            raise EOFError
-        data += piece
-    return data
+_SET_BLAS_THREADS = (
+    "openblas_set_num_threads",
+    "openblas_set_num_threads64_",
+    "scipy_openblas_set_num_threads",
+    "scipy_openblas_set_num_threads64_",
+)
 
 
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
+def settle(variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
+    """Take over a rank's variables and streams, and start threads and random numbers as a new process would.
+
+    Args:
+        variables: The whole environment.
+        descriptors: What become stdin, stdout and stderr; closed under their present numbers.
+    """
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    environment.replace(variables)
+    _set_signals()
+    tempfile.tempdir = None  # an import may have asked for it, and TMPDIR may be another one here
+    sys.stdout = sys.__stdout__ = unbuffered(1, "<stdout>", sys.__stdout__)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = unbuffered(2, "<stderr>", sys.__stderr__)  # type: ignore[misc]
+    _set_threads()
+    # python's own generator is seeded anew by the fork; these would be the same in all ranks.
+    torch.default_generator.seed()
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+
+
+def _set_signals() -> None:
+    """The launcher handles these, so what it executes has their defaults, also where they were ignored."""
+    for which in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(which) is signal.SIG_IGN:
+            signal.signal(which, signal.default_int_handler if which == signal.SIGINT else signal.SIG_DFL)
+
+
+class _MemoryMap(ctypes.Structure):
+    """The kernel's `struct prctl_mm_map`."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("start_code", "end_code", "start_data", "end_data", "start_brk", "brk")),
+        *((name, ctypes.c_uint64) for name in ("start_stack", "arg_start", "arg_end", "env_start", "env_end")),
+        ("auxv", ctypes.c_uint64),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    )
+
+
+# By name, their places in /proc/PID/stat behind the name of the program.
+_IN_STAT = {"start_code": 23, "end_code": 24, "start_stack": 25, "start_data": 42, "end_data": 43, "start_brk": 44}
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+_shown: list[mmap.mmap] = []  # the kernel reads it as long as this process lives
+
+
+def show_as(command: Sequence[str], variables: Mapping[str, str]) -> bool:
+    """Have `ps` and /proc show this command line and these variables, instead of the launcher's.
+
+    Returns:
+        Whether the kernel allowed it; else they show the launcher's.
+    """
+    texts = [b"".join(os.fsencode(word) + b"\0" for word in command)]
+    texts.append(b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in variables.items()))
+    # Private: the kernel shows nothing of what it would have to ask a file for, and counts shared memory as one.
+    memory = mmap.mmap(-1, sum(map(len, texts)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(b"".join(texts))
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    fields = stat_fields("self")
+    libc = c_library()
+    libc.sbrk.restype = ctypes.c_void_p
+    middle = begin + len(texts[0])
+    wanted = _MemoryMap(
+        **{name: int(fields[place]) for name, place in _IN_STAT.items()},
+        brk=libc.sbrk(0),
+        arg_start=begin,
+        arg_end=middle,
+        env_start=middle,
+        env_end=middle + len(texts[1]),
+        exe_fd=0xFFFFFFFF,
+    )
+    _shown.append(memory)
+    return bool(libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(wanted), ctypes.sizeof(wanted), 0) == 0)
+
+
+def _set_threads() -> None:
+    """`OMP_NUM_THREADS` as torch would have read it when it was loaded."""
+    num_threads = environment.openmp_threads()
+    if num_threads is not None and not environment.is_set("MKL_NUM_THREADS"):
+        torch.set_num_threads(num_threads)
+
+
+def mapped_files(maps: str) -> set[str]:
+    """The files in the text of /proc/PID/maps; their names may have spaces. Pure."""
+    places = [line.split(maxsplit=5) for line in maps.splitlines()]
+    return {place[5] for place in places if len(place) == 6 and place[5].startswith("/")}
+
+
+def set_blas_threads(variables: Mapping[str, str]) -> None:
+    """The same for numpy's OpenBLAS; in the zygote, before it forks.
+
+    In a fork OpenBLAS would first start as many threads as there are cores, only to leave most of them idle.
+
+    Args:
+        variables: Of the rank.
+    """
+    wanted = variables.get("OMP_NUM_THREADS", "")
+    if not wanted.isdigit() or variables.get("OPENBLAS_NUM_THREADS") or variables.get("GOTO_NUM_THREADS"):
+        return
+    for file in mapped_files(Path("/proc/self/maps").read_text()):
+        if "openblas" not in os.path.basename(file):
+            continue
+        library = ctypes.CDLL(file)  # numpy's: it is loaded already
+        for function in _SET_BLAS_THREADS:
+            if hasattr(library, function):
+                getattr(library, function)(int(wanted))

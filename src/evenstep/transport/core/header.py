@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from evenstep.ground.health.first_failure import printable
+from evenstep.console import printable
 from evenstep.transport.base import Op
 
 ELSEWHERE = (1 << 63) - 1

@@ -9,7 +9,7 @@ import pytest
 from evenstep.errors import ConfigurationError
 from evenstep.ground.health.heartbeat import Heartbeat, Phase
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts, find_awaited
-from evenstep.launcher.failure.detection import TimeoutWatch
+from evenstep.launcher.failure.detection import find_overdue
 
 SECOND = 1_000_000_000
 
@@ -48,11 +48,10 @@ def test_a_timeout_that_makes_no_sense_is_refused(text: str) -> None:
 
 
 def test_who_is_late_is_given_up_when_its_phase_times_out() -> None:
-    watch = TimeoutWatch(PhaseTimeouts(600), margin_s=5)
     pages = {0: seen(waits_since_s=100), 1: seen(Phase.BACKWARD, pid=12)}
-    assert watch.look(pages, 131 * SECOND) is None
-    assert watch.look(pages, 704 * SECOND) is None
-    hang = watch.look(pages, 706 * SECOND)
+    assert find_overdue(pages, PhaseTimeouts(600), now_ns=131 * SECOND) is None
+    assert find_overdue(pages, PhaseTimeouts(600), now_ns=704 * SECOND) is None
+    hang = find_overdue(pages, PhaseTimeouts(600), now_ns=706 * SECOND)
     assert hang is not None
     assert (hang.rank, hang.pid, hang.is_suspended) == (1, 12, False)
     assert hang.verdict == (
@@ -63,17 +62,15 @@ def test_who_is_late_is_given_up_when_its_phase_times_out() -> None:
 
 @pytest.mark.parametrize("phase", [Phase.EVALUATING, Phase.COMPILING, Phase.SAVING])
 def test_what_takes_long_by_right_is_no_hang(phase: Phase) -> None:
-    watch = TimeoutWatch(PhaseTimeouts(600))
     pages = {0: seen(waits_since_s=0), 1: seen(phase)}
-    assert watch.look(pages, 3599 * SECOND) is None
-    assert watch.look(pages, 3606 * SECOND) is not None
+    assert find_overdue(pages, PhaseTimeouts(600), now_ns=3599 * SECOND) is None
+    assert find_overdue(pages, PhaseTimeouts(600), now_ns=3606 * SECOND) is not None
 
 
 def test_who_comes_out_of_a_long_phase_gets_a_steps_time_from_then_on() -> None:
-    watch = TimeoutWatch(PhaseTimeouts(600), margin_s=5)
     pages = {0: seen(waits_since_s=0), 1: seen(Phase.BETWEEN_STEPS, at_s=3000)}
-    assert watch.look(pages, 3604 * SECOND) is None
-    assert watch.look(pages, 3606 * SECOND) is not None
+    assert find_overdue(pages, PhaseTimeouts(600), now_ns=3604 * SECOND) is None
+    assert find_overdue(pages, PhaseTimeouts(600), now_ns=3606 * SECOND) is not None
 
 
 def test_ranks_that_wait_for_each_other_or_for_nobody_are_not_late() -> None:

@@ -1,0 +1,36 @@
+"""Ends what ranks have started once their launcher was killed: `python -I -S guard.py LAUNCHER_PID RANK_PID...`.
+
+Ranks die with the process that started them, by a promise of the kernel's. What they have started has no such promise,
+and whoever is killed can't end it. So this process looks on, and kills the group that each rank leads. A launcher that
+ends in any other way kills this process first.
+
+A file of its own, with few imports: it starts in 10 ms, and needs 6 MB.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+_LOOK_EVERY_S = 0.1
+
+
+def main(launcher: int, ranks: list[int]) -> None:
+    """Wait for the end of the launcher, then kill the groups of its ranks.
+
+    Args:
+        launcher: This process's parent.
+        ranks: Each leads a group. Their numbers are theirs as long as the launcher is there, which reaps them.
+    """
+    for which in {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(which, signal.SIG_IGN)  # schedulers signal every process
+    while os.getppid() == launcher:
+        time.sleep(_LOOK_EVERY_S)
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(rank, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), [int(pid) for pid in sys.argv[2:]])

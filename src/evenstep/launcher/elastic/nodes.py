@@ -242,11 +242,14 @@ class OtherNodes:
         self._publish(ended=how.name)
 
     def await_ends(self, longest_s: float) -> set[Parting]:
-        """How the attempt has ended on the other nodes: all of them, unless a failure is known or it takes too long."""
+        """How the attempt has ended on the other nodes: all of them, unless a failure is known or it takes too long.
+
+        Nodes that start again with a new one have no such end, and aren't waited for.
+        """
         began = time.monotonic()
         while not self._have_all("ended") and self.look() is None and not self._has_ended.is_set():
             waited_s = time.monotonic() - began
-            if waited_s > longest_s:
+            if waited_s > longest_s or self.new_node_waits:
                 break
             if waited_s < _PARTING_S:
                 self._wakes.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -24,6 +25,11 @@ _TOLD = pytest.StashKey[tuple[int, int]]()
 _SETTLE_S = 3.0
 _SETTLE_BESIDE_OTHERS_S = 30.0  # for files in /dev/shm of another pytest process, whose killed ranks end in their time
 _NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # torch sets the latter when it first needs dynamo
+
+# Under nohup, or behind a shell's `&`, they are ignored, also by what tests start; tests that play nohup ignore them.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test is timed: on a busy machine an example may take as long as it likes.
 hypothesis.settings.register_profile("untimed", deadline=None)

@@ -42,6 +42,7 @@ TRAIN = """
         world.print([round(float(p.detach().double().sum()), 12) for p in model.parameters()])
 """
 FLAGS = ["--nproc-per-node", "2", "--device", "cpu", "--threads-per-rank", "1"]
+_KILL_LOOP_S = 600  # a minute on a quiet machine
 
 
 def folders(directory: Path) -> dict[int, str]:
@@ -53,43 +54,48 @@ def steps(directory: Path) -> list[int]:
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(2 * _KILL_LOOP_S)
 def test_kills_at_random_instants_lose_nothing_but_what_was_not_committed(fresh_seed: int):
     """Some of the 200 of `make stress PART=kills`."""
     command = [sys.executable, "-m", "tests.faults.kill_loop", "--steps", "24", "--seed", str(fresh_seed)]
     command += ["--kills", os.environ.get("EVENSTEP_TEST_KILLS", "5")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_KILL_LOOP_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "equal to the undisturbed one" in done.stdout
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(2 * _KILL_LOOP_S)
 def test_kills_of_a_run_that_saves_in_a_bucket_lose_nothing_but_what_was_not_committed(fresh_seed: int):
     """Some of the 50 of `make stress PART=kills`."""
     pytest.importorskip("s3fs")
     pytest.importorskip("moto.server")
     command = [sys.executable, "-m", "tests.faults.kill_loop", "--s3", "--steps", "12", "--kills", "3"]
-    done = subprocess.run([*command, "--seed", str(fresh_seed)], cwd=ROOT, capture_output=True, text=True, timeout=170)
+    command += ["--seed", str(fresh_seed)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_KILL_LOOP_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "equal to the undisturbed one" in done.stdout
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(2 * _KILL_LOOP_S)
 def test_killed_runs_go_on_with_another_division_of_the_model(fresh_seed: int):
     """Some of the 30 of `make stress PART=kills`: FSDP2, HSDP, tensor parallelism, both, one process."""
     command = [sys.executable, "-m", "tests.faults.mesh_kill_loop", "--seed", str(fresh_seed)]
     command += ["--kills", os.environ.get("EVENSTEP_TEST_KILLS", "3")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_KILL_LOOP_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "samples exact, parameters within" in done.stdout
     assert "killed and resumed on themselves: the same bits" in done.stdout
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(2 * _KILL_LOOP_S)
 @pytest.mark.parametrize("kind", ["plain", "sharded", "fsdp2"])
 def test_killed_runs_go_on_from_their_local_copies(fresh_seed: int, kind: str):
     command = [sys.executable, "-m", "tests.faults.tier_kill_loop", "--kind", kind, "--seed", str(fresh_seed)]
     command += ["--kills", os.environ.get("EVENSTEP_TEST_KILLS", "5")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_KILL_LOOP_S)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "equal to the undisturbed one" in done.stdout
 

@@ -335,7 +335,7 @@ def _identity() -> dict[str, object]:
         "start": _start_of(os.getpid()),
         "hostname": hostname,
         "boot": boot,
-        "processes": _process_namespace(),
+        "processes": process_namespace(),
         "attempts": attempts(),
         "time": time.time(),
     }
@@ -347,7 +347,8 @@ def _start_of(pid: int) -> int | None:
     return None if state in ("", "Z") else start_ticks
 
 
-def _process_namespace() -> str:
+def process_namespace() -> str:
+    """A text that two processes of a host share where a process has the same number for both; "" if that isn't seen."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -834,7 +834,7 @@ def test_rank_0_waits_for_the_others_as_long_as_the_world_does(tmp_path: Path):
 
 
 @pytest.mark.parametrize("has_posted", [False, True])
-def test_a_rank_whose_process_has_ended_is_not_waited_for(tmp_path: Path, has_posted: bool):
+def test_a_rank_that_leaves_waits_for_none_whose_process_has_ended(tmp_path: Path, has_posted: bool):
     """What it has posted before counts."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
@@ -843,6 +843,7 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for(tmp_path: Path, has_po
     writer.pids = {0: os.getpid(), 1: process.pid}
     if has_posted:
         store.set("evenstep/checkpoint/run-1/1", json.dumps([{}, [], {"from": 1}]))
+    writer.abandon("run")
     writer.start(Job("step-0000001-00001-1", "run-1", [], {"from": 0}, made.append))
     error = writer.finish()
     if has_posted:

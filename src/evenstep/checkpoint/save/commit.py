@@ -26,7 +26,7 @@ from evenstep.checkpoint.format.payload import entry_of, plan_layout
 from evenstep.checkpoint.format.plan import plan_files, shard_file
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.random_streams import capture_streams
-from evenstep.checkpoint.lock import LockedError, Place
+from evenstep.checkpoint.lock import LockedError, Place, process_namespace
 from evenstep.checkpoint.save.snapshot import Captured, File, Staging, capture, capture_one
 from evenstep.checkpoint.save.writer import Job, Receipt, Writer, describe, is_secondary
 from evenstep.checkpoint.store import Storage
@@ -89,7 +89,8 @@ class Saver:
         self._run = self._world.broadcast_object(secrets.token_hex(4) if self._world.is_main else None)
         # A mesh has ranks of the default group.
         mesh_rank = dist.get_rank() if dist.is_initialized() else self._world.rank
-        host, where = node_identity(), [self._world.node_rank, self._world.local_rank, mesh_rank]
+        host = f"{node_identity()} {process_namespace()}"  # in which numbers of processes mean the same
+        where = [self._world.node_rank, self._world.local_rank, mesh_rank]
         seen = self._world.exchange([host, os.getpid(), *where])
         self.writer.pids = {rank: pid for rank, (of, pid, *_) in enumerate(seen) if of == host}
         if self._make_checkpoint is None:

@@ -300,10 +300,11 @@ class Writer:
                 raise _PeerFailedError(f"rank {rank} has left before its part was written")
             if has_ended:
                 raise _PeerFailedError(f"rank {rank} ended before its part was written")
-            has_ended = rank in self.pids and not is_running(self.pids[rank])  # then look once more for what it posted
             now = time.monotonic()
             if leaving_since is None and (self._abandoned.is_set() or not threading.main_thread().is_alive()):
                 leaving_since = now
+            if leaving_since is not None and rank in self.pids:
+                has_ended = not is_running(self.pids[rank])  # then look once more for what it has posted
             if now - began > self._timeout_s or (leaving_since is not None and now - leaving_since > _LAST_WAIT_S):
                 raise CheckpointError(f"rank {rank} had not written its part after {now - began:.1f} s")
             time.sleep(pause_s)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evenstep.processes import state_and_start
+from evenstep.processes import is_running
 from tests.launcher_server import ForkedCall, server
 
 DEADLINE_S = 90.0
@@ -89,15 +89,7 @@ class Command:
 
     def processes(self) -> list[int]:
         """All processes alive that this call started, however far down."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                is_ours = self.mark.encode() in (process / "environ").read_bytes()
-            except OSError:
-                continue
-            if is_ours and is_running(int(process.name)):
-                found.append(int(process.name))
-        return found
+        return processes_with(self.mark)
 
     def leaves_no_process(self, *, within_s: float = 2.0) -> bool:
         """Whether all its processes are gone, at the latest after a while."""
@@ -111,9 +103,17 @@ class Command:
         return sorted(path.name for path in self.temporary.iterdir())
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie, which nobody has asked for its status yet."""
-    return state_and_start(pid)[0] not in ("", "Z")
+def processes_with(mark: str) -> list[int]:
+    """All processes alive whose environment has a mark."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            is_ours = mark.encode() in (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if is_ours and is_running(int(process.name)):
+            found.append(int(process.name))
+    return found
 
 
 def start(

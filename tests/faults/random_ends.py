@@ -30,7 +30,7 @@ from pathlib import Path
 
 from evenstep.processes import children
 from tests import namespaces
-from tests.commands import is_running
+from tests.commands import processes_with
 from tests.namespaces import Namespaces
 
 TRAINS = """
@@ -200,15 +200,7 @@ class Run:
 
     def processes(self) -> list[int]:
         """All alive that the run has started, however far down."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                is_ours = self.mark.encode() in (process / "environ").read_bytes()
-            except OSError:
-                continue
-            if is_ours and is_running(int(process.name)):
-                found.append(int(process.name))
-        return found
+        return processes_with(self.mark)
 
     def left(self) -> list[str]:
         """What is there two seconds after the end. Logs of a failed run are kept on purpose."""

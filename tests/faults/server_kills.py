@@ -21,7 +21,8 @@ import time
 from pathlib import Path
 
 from evenstep.ground.health.heartbeat import Page
-from tests.commands import Command, is_running
+from evenstep.processes import is_running
+from tests.commands import Command
 
 SCRIPT = """
 import random

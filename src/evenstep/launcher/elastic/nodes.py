@@ -4,12 +4,11 @@
 
 Every launcher writes to the store of the rendezvous several times a second: its beat (a number, and the version of its
 facts), a line on what its ranks are doing and, when they have changed, its facts (its name, where its ranks are if they
-haven't stepped for a while, whether a new node waits, whether it was asked to stop and, at the end, what its attempt
-has saved). The node of the
-store reads all beats in one call, and publishes them in one row. The others read the row, facts only where their
-version is new, and lines only when an attempt has failed: at most four calls per node and beat, however many nodes
-there are. A key exists before anybody reads it, since the store would wait for it: the node of the store makes all
-beats, and facts are written before the beat that has their version.
+haven't stepped for a while, whether a new node waits, whether it was asked to stop and, at the end, how its attempt has
+ended and what it has saved). The node of the store reads all beats in one call, and publishes them in one row. The
+others read the row, facts only where their version is new, and lines only when an attempt has failed: at most four
+calls per node and beat, however many nodes there are. A key exists before anybody reads it, since the store would wait
+for it: the node of the store makes all beats, and facts are written before the beat that has their version.
 
 A node whose beat stands still is lost: its power or its network is gone. There is also one slot for the first failure,
 which the first node to fail wins by compare-and-swap; nodes that only lost a peer then report that failure as the

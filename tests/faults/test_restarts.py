@@ -79,7 +79,7 @@ def test_three_restarts_without_a_new_checkpoint_end_the_run(tmp_path: Path) -> 
         "evenstep: 3 restarts have come to no new checkpoint, so there is no other, though --max-restarts 9 allows 6 "
         "more"
     )
-    assert command.stderr.count("the newest checkpoint is that of step 1\n") == 4
+    assert command.stderr.count("the newest saved step is 1\n") == 4
     assert command.leaves_no_process()
 
 
@@ -251,7 +251,7 @@ def test_a_lost_rank_costs_the_steps_since_the_checkpoint_and_no_bit(tmp_path: P
     assert killed == undisturbed.replace("begins at 0\n", "begins at 0\nbegins at 4\n")
     assert re.search(r"evenstep: rank 1 \(pid \d+\) was killed by SIGKILL", told), told
     assert told.count("evenstep: restarting all ranks: attempt 2 of 2\n") == 1
-    assert "evenstep: the newest checkpoint is that of step 4\n" in told
+    assert "evenstep: the newest saved step is 4\n" in told
 
 
 @pytest.mark.extended

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -216,6 +217,46 @@ def test_a_signal_to_the_launcher_stops_all_in_one_line(tmp_path: Path, sent: si
     assert command.left_files() == []
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_node_that_waits_for_node_0_says_so_and_ends_when_asked(
+    tmp_path: Path, sent: signal.Signals, code: int
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    flags = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command = start(tmp_path, [*flags, "--nproc-per-node", "1", "script.py"], WAITS)
+    command.wait_until(lambda: f"evenstep: waiting for node 0 at 127.0.0.1:{port}\n" in command.stderr)
+    command.process.send_signal(sent)
+    asked = time.monotonic()
+    assert command.wait() == code
+    assert time.monotonic() - asked < 10, "torch waits for 900 s"
+    assert len(command.stderr.splitlines()) == 3, command.stderr
+    assert command.leaves_no_process()
+
+
+@pytest.mark.extended
+def test_where_node_0_is_gone_with_its_store_the_others_end_with_a_line(tmp_path: Path) -> None:
+    """Another attempt is allowed, but there is no place to meet any more."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    nodes = []
+    for node in range(2):
+        (directory := tmp_path / str(node)).mkdir()
+        flags = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        flags += ["--nproc-per-node", "1", "--max-restarts", "2", "--node-timeout", "3"]
+        nodes.append(start(directory, [*flags, "script.py"], WAITS))
+    for node, command in enumerate(nodes):
+        command.wait_until((command.directory / f"up-{node}").exists)
+    for pid in nodes[0].processes():
+        os.kill(pid, signal.SIGKILL)
+    nodes[0].process.wait()
+    assert nodes[1].wait() == 76
+    assert "Traceback" not in nodes[1].stderr
+    assert re.search(r"evenstep: the node of the store, .* is gone: .* Start all nodes anew.", nodes[1].stderr)
+    assert nodes[1].leaves_no_process()
+
+
 def test_ctrl_c_while_the_ranks_still_start_is_one_line_too(tmp_path: Path) -> None:
     command = start(tmp_path, ["--nproc-per-node", "2", "script.py"], WAITS)
     command.wait_until(lambda: len(command.processes()) >= 4)  # the template is one of them
@@ -380,7 +421,11 @@ TRAINS = """
 @pytest.mark.parametrize(
     ("fault", "code", "verdict"),
     [
-        ("kill:rank=1,step=5,phase=backward", 137, r"rank 1 .* was killed by SIGKILL.* step 5, collective \d+$"),
+        (
+            "kill:rank=1,step=5,phase=backward",
+            137,
+            r"rank 1 .* was killed by SIGKILL.* step 5 of this attempt, collective \d+$",
+        ),
         pytest.param(
             "exit:rank=0,step=3,phase=forward",
             72,

@@ -41,7 +41,7 @@ def test_hosts_that_save_nothing_themselves_know_that_the_run_gets_on(
     for host in started:
         assert host.wait() == 0, host.stderr
         assert host.stderr.count("restarting all ranks") == 5, host.stderr
-        assert "evenstep: the newest checkpoint is that of step 5\n" in host.stderr
+        assert "evenstep: the newest saved step is 5\n" in host.stderr
 
 
 def test_all_hosts_end_a_run_that_gets_nowhere(make_hosts: Callable[[int], Hosts], tmp_path: Path) -> None:

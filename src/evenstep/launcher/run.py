@@ -18,13 +18,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import config_from_args
 
 from evenstep import network
 from evenstep.console import say
-from evenstep.errors import EXIT_PREEMPTED, ConfigurationError
+from evenstep.errors import EXIT_PREEMPTED, ConfigurationError, PeerLostError
 from evenstep.ground import environment
 from evenstep.ground.compat import torch_elastic
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
@@ -169,6 +170,13 @@ class _Run:
                 f"the nodes could not meet at {self._args.rdzv_endpoint or self._nodes.host}: {cause}. Check "
                 f"that every node runs the same command, and that the address and port can be reached."
             ) from None
+        except DistError as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            say(
+                f"evenstep: the node of the store, {self._args.rdzv_endpoint or self._nodes.host}, is gone: {why} "
+                f"Start all nodes anew."
+            )
+            return PeerLostError.exit_code
         finally:
             directory = Path(self._logs.root_log_dir)
             if self._args.log_dir is None and (self._agent is None or not self._agent.left_logs):

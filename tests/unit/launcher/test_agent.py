@@ -85,7 +85,7 @@ def test_failures_are_counted_and_new_nodes_are_not(capsys: pytest.CaptureFixtur
     said = capsys.readouterr().err
     assert said.count("rank 0 (pid 5) exited with status 3") == 3
     assert said.count("restarting all ranks") == 2
-    assert said.count("the newest checkpoint is that of step 7") == 2
+    assert said.count("the newest saved step is 7") == 2
 
 
 def test_a_run_that_was_asked_to_stop_is_not_restarted(capsys: pytest.CaptureFixture[str]) -> None:

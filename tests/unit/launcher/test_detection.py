@@ -28,7 +28,7 @@ def test_a_stopped_rank_is_told_of_once_and_given_up_after_the_grace() -> None:
     assert watch.look(1.9, states) == ([], None)
     (line,), nobody = watch.look(2.0, states)
     assert line.startswith(
-        "rank 1 (pid 11) is stopped (state T) in backward, step 7, collective 5, since 2 s. kill -CONT"
+        "rank 1 (pid 11) is stopped (state T) in backward, step 7 of this attempt, collective 5, since 2 s. kill -CONT"
     )
     assert nobody is None
     assert watch.look(9.9, states) == ([], None)

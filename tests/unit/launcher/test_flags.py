@@ -163,6 +163,19 @@ def test_a_node_that_has_to_be_told_where_the_others_are() -> None:
         plan_nodes(parse("--nnodes", "2", "--node-rank", "1", "train.py"))
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--standalone --nnodes 2", "--standalone is one host, --nnodes 2 are more"),
+        ("--nnodes 1:2 --master-addr a", "--nnodes 1:2: a number that changes needs --rdzv-backend c10d"),
+        ("--nnodes 1:2 --rdzv-endpoint a:1", "--nnodes 1:2: a number that changes needs --rdzv-backend c10d"),
+    ],
+)
+def test_nodes_that_could_never_meet(flags: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        plan_nodes(parse(*flags.split(), "train.py"))
+
+
 @pytest.mark.parametrize("nnodes", ["0", "x", "2:1", "1:2:3", "-1"])
 def test_numbers_of_hosts_that_cannot_be(nnodes: str) -> None:
     with pytest.raises(ConfigurationError, match="--nnodes"):

@@ -57,9 +57,16 @@ def test_a_silent_store_is_its_node_lost() -> None:
 
 def test_who_has_not_begun_is_not_lost() -> None:
     beats = Heartbeats([1], lost_after_s=5, now=0.0)
-    assert beats.lost(100.0, store_at=STORE) is None
-    beats.note(100.0, {})
-    assert beats.lost(104.0, store_at=STORE) is None
+    for now in range(1, 100):
+        beats.note(now, {})
+        assert beats.lost(now, store_at=STORE) is None
+
+
+def test_a_store_that_never_answers_is_lost_too() -> None:
+    """Its node was killed between the rendezvous and this node's first heartbeat."""
+    beats = Heartbeats([0], lost_after_s=5, now=0.0)
+    assert [beats.lost(now, store_at=STORE) for now in (4.0, 5.5)] == [None] * 2
+    assert "has not answered for 6.6 s" in (beats.lost(6.6, store_at=STORE) or "")
 
 
 def wait_for(end: OtherNodes) -> RemoteFailure:

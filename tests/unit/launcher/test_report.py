@@ -69,7 +69,15 @@ def test_a_mistake_that_all_ranks_have_made_is_not_rank_1s() -> None:
     other = replace(MISTAKE, rank=0, pid=100, time_ns=9)
     failure = failure_of([Exit(0, 100, 78), Exit(1, 101, 78)], [MISTAKE, other], attempt=0)
     assert failure is not None
-    assert describe_failure(failure) == "evenstep: all ranks failed: ConfigurationError: bad\n  at train.py, line 3"
+    seen = Heartbeat(101, Phase.BETWEEN_STEPS, 0, 4, False, 1)
+    failure = replace(failure, pages={0: replace(seen, pid=100), 1: seen})
+    text = describe_failure(failure, run="run R, attempt 1 of 1, host A", other_logs=Path("/logs"))
+    assert text == "evenstep: all ranks failed: ConfigurationError: bad\n  at train.py, line 3"
+    alone = describe_failure(replace(failure, reports=(MISTAKE,)), run="run R", other_logs=Path("/logs"))
+    assert alone.splitlines()[:2] == [
+        f"evenstep: run R: rank {MISTAKE.rank} (pid 101) was between steps, collective 4",
+        "evenstep: output of the other ranks: /logs",
+    ]
 
 
 def told(exits: list[Exit], reports: list[CrashReport], *, num_nodes: int = 1) -> list[str]:
@@ -247,8 +255,8 @@ def test_a_hang_is_71_and_the_last_line() -> None:
     hung = replace(failure, hang=Hang(1, 101, 30.0, Heartbeat(101, Phase.BACKWARD, 7, 9, False, 1)))
     assert status_of(hung) == 71
     assert describe_failure(hung).splitlines()[-1] == (
-        "evenstep: rank 1 (pid 101) is stopped (state T) in backward, step 7, collective 9, since 30 s. "
-        "It was not continued, so the run was ended"
+        "evenstep: rank 1 (pid 101) is stopped (state T) in backward, step 7 of this attempt, collective 9, since 30 "
+        "s. It was not continued, so the run was ended"
     )
 
 
@@ -270,8 +278,8 @@ def test_the_state_of_the_root_cause_and_of_who_waits_comes_first() -> None:
         replace(failure, pages=pages, noticed_ns=2_000_000_000), run="run R, attempt 2 of 4, host A"
     )
     assert text.splitlines()[0] == (
-        "evenstep: run R, attempt 2 of 4, host A: rank 1 (pid 101) was in backward, step 7, collective 9; "
-        "rank 0 waited for others, for 1.5 s"
+        "evenstep: run R, attempt 2 of 4, host A: rank 1 (pid 101) was in backward, step 7 of this attempt, "
+        "collective 9; rank 0 waited for others, for 1.5 s"
     )
 
 
@@ -292,8 +300,8 @@ def test_what_ranks_of_a_node_do_in_a_line_for_others() -> None:
         2: None,
     }
     assert describe_ranks(pages, now_ns=4_500_000_000) == (
-        "rank 1 (pid 101) was in forward, step 5, collective 30; "
-        "rank 0 (pid 100) was in backward, step 5, collective 31, waiting for others for 2.5 s"
+        "rank 1 (pid 101) was in forward, step 5 of this attempt, collective 30; "
+        "rank 0 (pid 100) was in backward, step 5 of this attempt, collective 31, waiting for others for 2.5 s"
     )
     many = {rank: replace(pages[1], pid=rank) for rank in range(11)}
     assert describe_ranks(many, now_ns=0).endswith("; 3 others")

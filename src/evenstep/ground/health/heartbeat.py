@@ -101,7 +101,7 @@ class Heartbeat:
 
     def __str__(self) -> str:
         parts = [WORDS[self.phase]]
-        parts += [f"step {self.step}"] if self.step else []
+        parts += [f"step {self.step} of this attempt"] if self.step else []
         parts += [f"collective {self.collective}"] if self.collective else []
         return ", ".join(parts)
 

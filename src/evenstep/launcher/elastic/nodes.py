@@ -63,13 +63,11 @@ class Heartbeats:
         self._lost_after_s = lost_after_s
         self._last: dict[int, tuple[str, float]] = dict.fromkeys(others, ("", now))
         self._answered = now
-        self._has_begun = False
         self._suspected: float | None = None  # since when `lost` has found a node lost
 
     def note(self, now: float, beats: Mapping[int, str]) -> None:
         """Note that the store has answered with these heartbeats, by node."""
         self._answered = now
-        self._has_begun = True
         for node, beat in beats.items():
             if beat != self._last[node][0]:
                 self._last[node] = (beat, now)
@@ -98,13 +96,10 @@ class Heartbeats:
 
     def is_cut_off(self, now: float) -> bool:
         """Whether the store has not answered for too long."""
-        # Before the first answer the ranks' own rendezvous has its own deadline.
-        return self._has_begun and now - self._answered > self._lost_after_s
+        return now - self._answered > self._lost_after_s
 
     def lost_nodes(self, now: float) -> list[int]:
         """The nodes that have not been heard of for too long, as far as the store has answered."""
-        if not self._has_begun:
-            return []
         # Not until now: a store that doesn't answer says nothing of a node. One without a first heartbeat still starts.
         known = min(now, self._answered)
         return [node for node, (beat, since) in self._last.items() if beat and known - since > self._lost_after_s]

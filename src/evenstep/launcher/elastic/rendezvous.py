@@ -10,6 +10,7 @@ import errno
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one from python 3.11 on
 from typing import Any
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
@@ -137,6 +138,7 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
 
         Raises:
             ConfigurationError: They were given different commands, or don't come.
+            DistError: Node 0 is gone, and the store with it.
         """
         store = self._opened = self._opened or self._open()
         here = self._take_place(store)
@@ -167,19 +169,22 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
                     owner = network.owner_of(self.master_port) or "another process"
                     remedy = f"It is in use by {owner}: choose another --master-port."
                 raise ConfigurationError(f"can't listen at {where}: {error.strerror}. {remedy}") from None
+        # In a thread of its own: torch heeds no signal while it waits, and waits for ever for one that never answers.
+        call = call_within(
+            _REPORT_AFTER_S,
+            lambda: TCPStore(
+                self.master_addr, self.master_port, is_master=False, timeout=self.timeout, wait_for_workers=False
+            ),
+        )
+        if not call.done():
+            say(f"evenstep: waiting for node 0 at {where}")
         try:
-            return TCPStore(
-                self.master_addr,
-                self.master_port,
-                is_master=False,
-                timeout=self.timeout,
-                wait_for_workers=False,
-            )
-        except RuntimeError as error:
+            return call.result(self.timeout.total_seconds())
+        except (RuntimeError, FutureTimeout) as error:
+            why = f" ({str(error).splitlines()[0]})" if str(error) else ""
             raise ConfigurationError(
-                f"node 0 did not answer at {where} within {self.timeout.total_seconds():g} s "
-                f"({(str(error).splitlines() or [''])[0]}). Check that it runs the same command, and that the address "
-                f"and port can be reached."
+                f"node 0 did not answer at {where} within {self.timeout.total_seconds():g} s{why}. Check that it runs "
+                f"the same command, and that the address and port can be reached."
             ) from None
 
     def _take_place(self, store: Store) -> Store:

@@ -90,6 +90,14 @@ class Failure:
         ended = [each for each in self.exits if each.exit_code == 0 and not each.stopped_by_launcher]
         return ended if self.only_secondary else []
 
+    @property
+    def is_shared(self) -> bool:
+        """All ranks of this node have made the same mistake of the user's, whose message says it all."""
+        if self.report is None or (self.report.traceback and not self.report.traceback.startswith(self.report.summary)):
+            return False
+        said = [each.summary for each in self.reports]
+        return len(self.exits) > 1 and said == [self.report.summary] * len(self.exits)
+
 
 def failure_of(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt: int) -> Failure | None:
     """The failure with its root cause; None if no rank failed."""
@@ -137,17 +145,20 @@ def describe_failure(
         log: The root cause's log file; "" if it wrote to the terminal.
         log_tail: The last lines of that file.
         other_logs: Directory of the logs; None if there is nothing in it to look at.
-        saved_step: Of the run's newest checkpoint; None: none that is known of.
+        saved_step: Of the run's newest checkpoint or local copies; None: none that is known of.
     """
     root_cause, report = failure.root_cause, failure.report
     who = f"rank {root_cause.rank} (pid {root_cause.pid})"
-    lines = [f"evenstep: {run}: {state}"] if run and (state := state_of(failure)) else []
-    if run:
+    lines = []
+    if (
+        run and not failure.is_shared
+    ):  # where ranks were, and what else they wrote, says nothing more of a mistake of all
+        lines += [f"evenstep: {run}: {state}"] if (state := state_of(failure)) else []
         lines += [f"evenstep: at that time, {each}" for each in failure.on_other_nodes]
-    if other_logs is not None:
+    if other_logs is not None and not failure.is_shared:
         lines.append(f"evenstep: output of the other ranks: {other_logs}")
     if saved_step is not None:
-        lines.append(f"evenstep: the newest checkpoint is that of step {saved_step}")
+        lines.append(f"evenstep: the newest saved step is {saved_step}")
     for rank, stack in sorted(failure.stacks.items()):
         if stack and (failure.only_secondary or (failure.hang is not None and failure.hang.rank == rank)):
             lines += [f"evenstep: rank {rank} was here:", stack]
@@ -164,8 +175,7 @@ def describe_failure(
         lines.append(f"evenstep: {who} {how}{_memory(failure)}{where and f' {where}'}")
     elif not report.traceback or report.traceback.startswith(report.summary):
         # A user's mistake: its message says it all, and must not be said twice.
-        num_ranks, said = len(failure.exits), [each.summary for each in failure.reports]
-        if num_ranks > 1 and said == [report.summary] * num_ranks:
+        if failure.is_shared:
             who = "all ranks" if num_nodes == 1 else "all ranks of this node"
         lines.append(f"evenstep: {who} failed: {report.traceback or report.summary}")
     else:

@@ -526,6 +526,12 @@ def plan_nodes(args: Namespace) -> Nodes:
     """
     fewest, most = num_nodes(args)
     is_static = args.rdzv_backend == "static" and not args.standalone
+    if most > 1 and args.standalone:
+        raise ConfigurationError(f"--standalone is one host, --nnodes {args.nnodes} are more: leave one of them out.")
+    if fewest < most and is_static:
+        raise ConfigurationError(
+            f"--nnodes {args.nnodes}: a number that changes needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT."
+        )
     host, _, port = args.rdzv_endpoint.rpartition(":")
     if not args.rdzv_endpoint:
         host, port = args.master_addr, args.master_port

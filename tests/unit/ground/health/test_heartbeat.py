@@ -24,7 +24,7 @@ def test_what_is_marked_is_read(page: Page) -> None:
     assert (seen.pid, seen.rank, seen.phase, seen.step, seen.collective) == (os.getpid(), 3, Phase.FORWARD, 7, 418)
     assert (seen.is_waiting, seen.saved_step) == (True, None)
     assert before <= seen.time_ns <= time.monotonic_ns()
-    assert str(seen) == "in forward, step 7, collective 418"
+    assert str(seen) == "in forward, step 7 of this attempt, collective 418"
     heartbeat.mark(Phase.BACKWARD)
     heartbeat.mark_waiting(False)
     heartbeat.mark_collective(419)

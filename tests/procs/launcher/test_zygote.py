@@ -164,3 +164,28 @@ def test_a_copy_holds_nothing_that_the_launcher_was_given_and_leaves_it_no_orpha
     descriptors, parent = done.stdout.splitlines()
     assert not links & set(descriptors.split())
     assert parent == "another"
+
+
+def test_what_was_printed_before_the_launcher_forked_is_written_once(tmp_path: Path) -> None:
+    """As by a `sitecustomize.py`: in a pipe it is still in the buffer, which every fork has a copy of."""
+    (tmp_path / "script.py").write_text("import sys\nprint('copy', 'torch.distributed.run' in sys.modules)\n")
+    (tmp_path / "start").mkdir()  # what lies beside a script is on its path, and then nothing is forked
+    flags = ["--nproc-per-node", "2", "--all-ranks", "--device", "cpu", "--threads-per-rank", "1"]
+    (tmp_path / "start" / "start.py").write_text(
+        "import sys\n"
+        "print('before')\n"
+        "from evenstep.cli.main import main\n"
+        f"sys.argv = {['evenstep', 'run', *flags, 'script.py']}\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "start/start.py"],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 1] copy True", "before", "copy True"]

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.launcher.spawn.child import Child, keep_ended_children
+from evenstep.launcher.spawn.child import Child, Guard, keep_ended_children, stop
 from evenstep.processes import state_and_start
+
+NOBODY = 2**22 + 1  # more than any process's number
 
 
 def fork(body: Callable[[], object]) -> int:
@@ -75,6 +77,65 @@ def test_a_group_is_killed_after_its_leader_and_a_strangers_is_not(
     child.signal_group(signal.SIGKILL)
     child.send_signal(signal.SIGKILL)
     assert killed == []
+
+
+class Interrupted(Exception):
+    """What the handler of a second signal raises."""
+
+
+@pytest.mark.parametrize("is_asking", [True, False])
+def test_an_interrupt_while_children_are_asked_or_awaited_kills_all_of_them(is_asking: bool) -> None:
+    """A second Ctrl-C: the ranks that save, and those that haven't been asked yet, must not be left behind."""
+    children = {number: Child(fork(lambda: time.sleep(60))) for number in range(2)}
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    def ask(number: int) -> None:
+        if is_asking:
+            signal.raise_signal(signal.SIGALRM)
+        elif number == 1:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(Interrupted):
+            stop(children, ask, patience_s=60, terminate_s=60)
+        assert [child.wait(30) for child in children.values()] == [-signal.SIGKILL] * 2
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        for child in children.values():
+            child.signal_group(signal.SIGKILL)
+            child.wait(30)
+            child.release()
+
+
+def test_a_guard_kills_the_groups_that_are_left_whichever_have_gone(tmp_path: Path) -> None:
+    """The first rank has left nothing; what the second one has started must not survive the launcher for that."""
+    told = tmp_path / "pid"
+
+    def launch() -> None:
+        rank = fork(lambda: time.sleep(60))
+        Guard([NOBODY, rank])
+        told.with_suffix(".new").write_text(str(rank))
+        told.with_suffix(".new").rename(told)
+        time.sleep(60)
+
+    launcher = Child(fork(launch))
+    while not told.exists():
+        time.sleep(0.01)
+    rank = int(told.read_text())
+    try:
+        launcher.send_signal(signal.SIGKILL)
+        assert launcher.wait(30) == -signal.SIGKILL
+        deadline = time.monotonic() + 30
+        while state_and_start(rank)[0] not in ("", "Z") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert state_and_start(rank)[0] in ("", "Z")
+    finally:
+        if state_and_start(rank)[0] not in ("", "Z"):
+            os.killpg(rank, signal.SIGKILL)
+        launcher.release()
 
 
 def test_how_children_end_is_known_where_the_starter_had_that_ignored() -> None:

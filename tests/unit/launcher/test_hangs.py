@@ -117,6 +117,18 @@ def test_a_missing_rank_is_named_after_ten_seconds_with_its_stack_and_again_when
     assert ranks.watch.ended_well() == []
 
 
+def test_a_rank_has_come_only_if_the_others_go_on_for_half_a_second() -> None:
+    """Where they raise instead, they have ended by then, and nobody has come."""
+    ranks = Ranks()
+    ranks.train(20, 0.5)
+    ranks.hold({0: BACKWARD})
+    assert len(ranks.go(12)) == 3
+    ranks.runs = {0, 1}
+    assert ranks.go(0.5) == []
+    (line,) = ranks.go(0.5)
+    assert line.startswith("rank 1 (pid 11) has come, after 12 s")
+
+
 def test_a_run_that_ends_well_right_after_that_says_that_the_rank_has_come() -> None:
     ranks = Ranks()
     ranks.train(20, 0.5)
@@ -278,6 +290,13 @@ def test_ranks_of_another_node_are_known_by_what_its_launcher_publishes() -> Non
 @pytest.mark.parametrize("text", ["", "[", "3", '[{"rank": 1}]', '[{"rank": 1, "pid": 2, "step": 3, "more": 4}]'])
 def test_what_another_node_publishes_may_be_anything(text: str) -> None:
     assert unpacked([("on node 1", text)]) == []
+
+
+def test_a_long_stack_reaches_another_node_with_its_innermost_frames() -> None:
+    stack = "".join(f"frame {number}\n" for number in range(1000))
+    (look,) = unpacked([("on node 1", packed([RankLook(1, 2, 3, stack=stack)]))])
+    assert 1000 < len(look.stack) < len(stack)
+    assert look.stack.endswith("frame 998\nframe 999\n")
 
 
 def test_text_of_another_node_is_shown_without_its_control_characters() -> None:

@@ -1,4 +1,7 @@
-"""The agent of one node: the one place that decides whether a run ends, starts its ranks again, or was stopped."""
+"""The agent of one node: the one place that decides whether a run ends or starts its ranks again.
+
+A signal to the launcher raises through `run_attempts`; `launcher/run.py` then returns the status.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +57,10 @@ def plan_next(now: Standing, *, max_restarts: int, was_stopping: bool) -> tuple[
 class RankAgent(ElasticAgent):
     """torchelastic's agent of this node, with attempts of ours.
 
-    A node that joins is no failure: the ranks start again without counting that. But its nodes find out one by one,
-    while ranks of one end because those of another were stopped; and a node that joins later counts from 0. So the
-    first node to see a new one announces it to the others, and at every rendezvous the nodes compare counts.
+    A node that joins is no failure: the ranks start again, and that counts as no restart. The nodes see the new node at
+    different times, and ranks of one node fail because another node has stopped its ranks: so the first node that sees
+    the new one announces it to the others. A node that joins later has seen no restart yet: so the nodes compare their
+    counts at every rendezvous.
 
     Args:
         policy: How ranks are watched and stopped.

@@ -28,9 +28,10 @@ class RankState:
         exit_code: How its process has ended, negative for a signal; None: it runs.
         page: What its page says; None: nobody writes to it yet, or a program that isn't python.
         notes: What it has noted there.
-        report: Of the error that ends it. What another process has reported in its name counts only with its end: that
-            may be the script behind a program of the user's, whose status says whether the rank failed; or a child
-            that failed, and whose parent has caught that.
+        report: Of the error that ends it. A report from another process on this page counts only once the rank's
+            process has ended with a status other than 0. It may come from a script that the user's program has started:
+            that program's status says whether the rank failed. Or it comes from a child whose failure its parent has
+            caught.
         was_stopped: A signal of ours reached it alive.
         is_lost: The others go on without it.
         state: As in `/proc/PID/stat`: T is stopped by a signal, t by a debugger; "" if it can't be seen, or has ended.

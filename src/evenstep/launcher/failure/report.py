@@ -64,8 +64,8 @@ class Failure:
         resident_bytes: How much memory each rank held when it was last looked at.
         num_memory_kills: Processes that the kernel killed for memory meanwhile; None where it doesn't say.
         noticed_ns: When (monotonic).
-        was_stopping: Ranks had agreed to save and stop, because somebody had asked for that; or the launcher of another
-            node was asked to, without which there is no run.
+        was_stopping: Ranks had agreed to save and stop, because somebody had asked for that. Or the launcher of another
+            node was asked to stop, and the run can't go on without that node.
     """
 
     attempt: int

@@ -3,9 +3,10 @@
 [Note: how an attempt ends]
 
 `judge` answers every look with the first row that holds, of one of two tables. While no failure is known the ranks are
-left alone: until one has failed, all have ended, or another node wants something. Once a failure is known, the others
-may end by themselves and report why, since the first to end needn't be the first that failed: for a moment where the
-root cause is evident, for longer where all that is known are ranks that lost a peer. Then they are stopped.
+left alone: until one has failed or is given up, all have ended, one doesn't end though others have saved, or a node has
+failed or wants to join. Once a failure is known, the others may end by themselves and report why, since the first to
+end needn't be the first that failed: for a moment where the root cause is evident, for longer where all reports only
+say that a peer was lost. Then they are stopped.
 
 `elastic/attempt.py` does what is answered, and looks again.
 """

@@ -12,6 +12,7 @@ import torch
 
 import evenstep
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError
+from evenstep.launcher.pool.ranks import RankGroup
 from evenstep.testing import RankPool
 
 
@@ -119,3 +120,16 @@ def test_the_start_of_processes_isnt_the_first_cases_time(monkeypatch: pytest.Mo
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with RankPool() as pool:
         assert pool.run(double, 1, torch.ones(1), timeout_s=4.5)[0].tolist() == [2.0]
+
+
+def test_a_pool_that_has_ended_leaves_sigchld_ignored_where_it_was() -> None:
+    """The user's own process, whose children the kernel reaped before: they would stay as zombies."""
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        pool = RankGroup(1)
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL, "or no rank's status would be known"
+        pool.close()
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, before)

@@ -55,6 +55,19 @@ def test_a_silent_store_is_its_node_lost() -> None:
     assert lost.startswith("the node of the store, 10.0.0.1:29500, has not answered for 6.1 s")
 
 
+def test_while_the_store_is_silent_no_node_is_blamed_for_that() -> None:
+    """Node 1 was silent for less than the limit when the store was last read: it may have sent beats since."""
+    beats = Heartbeats([0, 1], lost_after_s=5, now=0.0)
+    beats.note(1.0, {0: "1 a", 1: "1 b"})
+    beats.note(4.0, {0: "2 a", 1: "1 b"})
+    assert [beats.lost(now, store_at=STORE) for now in (6.5, 7.8, 8.9)] == [None] * 3
+    assert beats.lost_nodes(8.9) == []
+    assert beats.lost(9.5, store_at=STORE) is None
+    lost = beats.lost(10.6, store_at=STORE)
+    assert lost is not None
+    assert lost.startswith("the node of the store, 10.0.0.1:29500, has not answered for 6.6 s")
+
+
 def test_who_has_not_begun_is_not_lost() -> None:
     beats = Heartbeats([1], lost_after_s=5, now=0.0)
     for now in range(1, 100):

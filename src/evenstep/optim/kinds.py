@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -148,8 +149,22 @@ def copy_options(kind: type[optim.Optimizer], group: Mapping[str, Any], own: dic
         own["fused"], own["foreach"] = True, False
 
 
-def update_options(groups: Sequence[Mapping[str, Any]], inner: optim.Optimizer) -> None:
-    """Before a step: give all groups of the inner optimizer the options that the user's groups have now."""
+@contextlib.contextmanager
+def options_of_users(groups: Sequence[dict[str, Any]], inner: optim.Optimizer) -> Iterator[None]:
+    """Around a step: all groups of the inner optimizer have the options of the user's groups, which get what it writes.
+
+    Some classes count their steps there, or keep what they adapt: schedule-free ones `k` and `weight_sum`.
+    """
+    _update_options(groups, inner)
+    before = [dict(own) for own in inner.param_groups]
+    try:
+        yield
+    finally:
+        for group, given, own in zip(groups, before, inner.param_groups, strict=True):
+            group.update((key, value) for key, value in own.items() if value is not given.get(key) and key != "params")
+
+
+def _update_options(groups: Sequence[Mapping[str, Any]], inner: optim.Optimizer) -> None:
     for group, own in zip(groups, inner.param_groups, strict=True):
         copy_options(type(inner), group, own)
         if own.get("fused") and own.get("momentum") and not group.get("fused") and _begins_in_part(own, inner):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, optim
 
-from evenstep.optim.kinds import copy_options, step_without_hooks, update_options
+from evenstep.optim.kinds import copy_options, options_of_users, step_without_hooks
 from evenstep.optim.sharded.flat_segments import STATE_DICT, FlatSegment, Shard, State, build_segments
 from evenstep.replica.gradients.buckets.bucket import view_like
 from evenstep.replica.sharded.bucket import ShardedBucket
@@ -16,6 +16,7 @@ from evenstep.replica.sharded.exchange import ShardedExchange
 from evenstep.world import World
 
 Groups = Sequence[dict[str, Any]]
+_Answer = TypeVar("_Answer")
 
 
 class ElementWisePartition:
@@ -73,10 +74,14 @@ class ElementWisePartition:
 
     def step(self, groups: Groups) -> None:
         """Collective: step this rank's shards, and give every rank the values of all."""
-        self._take_over_changes()
         self._set_gradients()
-        update_options(groups, self._inner)
-        step_without_hooks(self._kind)(self._inner)
+        self.run(groups, step_without_hooks(self._kind))
+
+    def run(self, groups: Groups, call: Callable[[optim.Optimizer], _Answer]) -> _Answer:
+        """Collective: have the inner optimizer do something to this rank's shards, and give every rank all values."""
+        self._take_over_changes()
+        with options_of_users(groups, self._inner):
+            answer = call(self._inner)
         if self._master:
             for segment in self._segments:
                 if segment.has_master:
@@ -84,6 +89,7 @@ class ElementWisePartition:
         for finish_gather in [bucket.values.start_gather() for bucket in self._buckets]:
             finish_gather()
         self._versions = self._count_changes()
+        return answer
 
     def _take_over_changes(self) -> None:
         """Take back parameters that the program has moved, and copy values that it has written to master weights.

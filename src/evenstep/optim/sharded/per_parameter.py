@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn, optim
 
-from evenstep.optim.kinds import copy_options, step_without_hooks, update_options
+from evenstep.optim.kinds import copy_options, options_of_users, step_without_hooks
 from evenstep.optim.loading import load_exactly
 from evenstep.optim.sharded.flat_segments import MASTER, STATE_DICT, Shard, State
 from evenstep.replica.gradients.buckets.bucket import view_like
@@ -20,6 +20,7 @@ from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 Groups = Sequence[dict[str, Any]]
+_Answer = TypeVar("_Answer")
 _ALIGNMENT_NUMEL = 32  # 64 bytes of the smallest dtype
 
 
@@ -83,14 +84,18 @@ class PerParameterPartition:
 
     def step(self, groups: Groups) -> None:
         """Collective: step this rank's parameters, and get the values of the others'."""
+        self.run(groups, step_without_hooks(self._kind))
+
+    def run(self, groups: Groups, call: Callable[[optim.Optimizer], _Answer]) -> _Answer:
+        """Collective: have the inner optimizer do something to this rank's parameters, and get the others' values."""
         self._keep_hold()
-        update_options(groups, self._inner)
-        step_without_hooks(self._kind)(self._inner)
-        if self._world.world_size == 1:
-            return
-        for work in [self._transport.broadcast(flat, owner) for owner, flat in self._flats]:
-            work.wait()
-        torch.autograd.graph.increment_version([self._parameters[index] for index in self._homes])
+        with options_of_users(groups, self._inner):
+            answer = call(self._inner)
+        if self._world.world_size > 1:
+            for work in [self._transport.broadcast(flat, owner) for owner, flat in self._flats]:
+                work.wait()
+            torch.autograd.graph.increment_version([self._parameters[index] for index in self._homes])
+        return answer
 
     def _keep_hold(self) -> None:
         """Take back parameters whose memory was replaced."""

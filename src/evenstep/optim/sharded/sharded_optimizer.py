@@ -6,6 +6,7 @@ Parameter Models", 2020).
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,9 @@ class ShardedOptimizer(optim.Optimizer):
     `evenstep.clip_grad_norm_`. In a world of one nothing is divided and `p.grad` is what it always is.
 
     Optimizers whose step isn't known to be element-wise (Adafactor, Muon, classes of your own) are divided at
-    parameter boundaries: gradients are those of an unsharded optimizer, state and work are divided.
+    parameter boundaries: gradients are those of an unsharded optimizer, state and work are divided. What a step writes
+    into its groups (`k` of schedule-free ones) comes back to `param_groups`, and is compared between ranks. Methods of
+    the class that torch's optimizers lack, such as `train()` and `eval()`, are there: called on all ranks.
 
     Args:
         model: An `evenstep.DistributedDataParallel`.
@@ -197,6 +200,27 @@ class ShardedOptimizer(optim.Optimizer):
         with torch.no_grad():
             self._divided.step(self.param_groups)
         return loss
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """A method of the optimizer's class that torch's optimizers lack, such as `eval()` of schedule-free ones.
+
+        Collective: called on all ranks, each does it to its own part, and what it changed in parameters is gathered as
+        behind a step.
+
+        Raises:
+            AttributeError: The class has no such method.
+        """
+        method = None if name.startswith("_") else getattr(self._kind, name, None)
+        if not callable(method):
+            raise AttributeError(
+                f"ShardedOptimizer of {self._kind.__name__} has no attribute {name!r}", name=name, obj=self
+            )
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                return self._divided.run(self.param_groups, lambda inner: method(inner, *args, **kwargs))
+
+        return functools.wraps(method)(call)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch; with False, gradients that lie side by side are zeroed in one go."""

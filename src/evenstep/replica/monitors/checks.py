@@ -514,7 +514,8 @@ class OptionsWatch(Comparison):
         if difference is not None:
             raise MismatchError(
                 f"the ranks step with different options: {difference} ({noticed}), and each steps its own part of the "
-                f"parameters. Set options alike on all ranks; {ABOUT_SCHEDULERS}"
+                f"parameters. Set options alike on all ranks; {ABOUT_SCHEDULERS} Where the optimizer's own step "
+                f"computes an option from all parameters, as Prodigy its d, it can't be divided: use it as it is."
             )
         if numbers or all(each["alike"] for each in received):
             difference = find_difference([each["calls"] for each in received])

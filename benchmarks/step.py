@@ -24,6 +24,8 @@ In a world of one there are bare and evenstep; `--sides bare sharded` measures t
     weighted      evenstep with model.backward(loss, weight=)
     uneven        weighted, with batches of 1:4 that alternate between the ranks
     accumulated   weighted, a window of four passes over a quarter of the batch each
+    muon          evenstep with torch.optim.Muon on matrices and AdamW on the rest, on every rank
+    sharded muon  the same, each an evenstep.ShardedOptimizer
 
 While others run, torch's global optimizer hooks are taken off, through which evenstep sees optimizers. What a side adds
 is the difference of neighbouring blocks to bare; uneven and accumulated have a bare side of their own, with the same
@@ -75,7 +77,7 @@ from evenstep.virtual_ranks import VirtualRanks
 
 Step = Callable[[], None]
 SIDES = ["bare", "tutorial", "best", "ZeRO", "evenstep", "sharded"]
-MORE_SIDES = ["hook", "reproducible", "attached", "weighted", "uneven", "accumulated"]
+MORE_SIDES = ["hook", "reproducible", "attached", "weighted", "uneven", "accumulated", "muon", "sharded muon"]
 # Sides whose batches aren't the usual ones: what they are compared with.
 BARE_OF = {side: f"bare {side}" for side in ("uneven", "accumulated")}
 OURS = [*SIDES[4:], *MORE_SIDES]
@@ -104,6 +106,31 @@ def around(side: str, world: evenstep.World) -> contextlib.AbstractContextManage
     return contextlib.nullcontext() if side in OURS else only_torchs_own()
 
 
+class MuonAndAdamW:
+    """torch's Muon on the matrices of a model, AdamW on the rest: what a training loop calls of an optimizer."""
+
+    def __init__(self, model: torch.nn.Module, *, is_sharded: bool) -> None:
+        chosen = {
+            torch.optim.Muon: [p for p in model.parameters() if p.dim() == 2],
+            torch.optim.AdamW: [p for p in model.parameters() if p.dim() != 2],
+        }
+        self._both = [
+            evenstep.ShardedOptimizer(model, kind, params, lr=1e-4) if is_sharded else kind(params, lr=1e-4)
+            for kind, params in chosen.items()
+            if params
+        ]
+
+    def step(self) -> None:
+        """Of both."""
+        for each in self._both:
+            each.step()
+
+    def zero_grad(self) -> None:
+        """Of both."""
+        for each in self._both:
+            each.zero_grad()
+
+
 def build_step(case: Case, side: str, world: evenstep.World, torchs: dist.ProcessGroup | None) -> Step:
     """One side's training step, on a model of its own; `torchs` is the group of torch's sides, None the default one."""
     torch.manual_seed(0)
@@ -127,8 +154,10 @@ def build_step(case: Case, side: str, world: evenstep.World, torchs: dist.Proces
         model = module
     fused = {} if side == "tutorial" else {"fused": True}
     kind, is_bare = side.removeprefix("bare "), side.startswith("bare")
-    optimizer: torch.optim.Optimizer
-    if side == "sharded":
+    optimizer: Any
+    if kind.endswith("muon"):
+        optimizer = MuonAndAdamW(model, is_sharded=kind == "sharded muon")
+    elif side == "sharded":
         optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
     elif side == "ZeRO":
         optimizer = ZeroRedundancyOptimizer(

@@ -68,9 +68,13 @@ def test_wrong_arguments_are_named():
             evenstep.ExponentialMovingAverage(nn.Linear(1, 1), decay)
 
 
-def test_the_recipe_of_the_page_is_its_formula():
-    """Of one scheduler behind the other, in every step of a training with another length, and after a resume."""
+@pytest.mark.parametrize("least", [0, 0.03])
+def test_the_recipe_of_the_page_is_its_formula(least):
+    """Of one scheduler behind the other, in every step of a training with another length, also down to a least rate."""
     program = pages.programs("how-to/learning-rates.md")["rates.py"]
+    usual = "T_max=num_steps - num_warmup"
+    assert usual in program
+    program = program.replace(usual, f"{usual}, eta_min={least}")
     for num_steps, num_warmup in ((60, 10), (23, 7), (9, 1)):
         given = f"num_steps, num_warmup = {num_steps}, {num_warmup}"
         found: dict[str, Any] = {}
@@ -78,9 +82,9 @@ def test_the_recipe_of_the_page_is_its_formula():
         assert (found["num_steps"], found["num_warmup"]) == (num_steps, num_warmup)
         expected = [0.4 * (0.01 + 0.99 * step / num_warmup) for step in range(num_warmup)]
         num_left = num_steps - num_warmup
-        expected += [0.2 * (1 + math.cos(math.pi * step / num_left)) for step in range(num_left)]
+        expected += [least + (0.4 - least) / 2 * (1 + math.cos(math.pi * step / num_left)) for step in range(num_left)]
         assert found["rates"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
-        assert found["optimizer"].param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
+        assert found["optimizer"].param_groups[0]["lr"] == pytest.approx(least, abs=1e-12)
 
 
 @pytest.mark.parametrize("stop", [3, 7, 8, 15])

@@ -90,7 +90,7 @@ class StreamSource:
             raise ConfigurationError(
                 f"{type(dataset).__name__} is a stream that is divided by shards, whose order depends on the number of "
                 f"ranks and workers; reproducible mode can't have that. Hide its num_shards, so that it is divided by "
-                f"record, or use files (Records)."
+                f"record, or number its records (Arrow files)."
             )
         if self.by_shard and drop_last:
             raise ConfigurationError(

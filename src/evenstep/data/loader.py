@@ -95,6 +95,9 @@ class DataLoader:
         generator: Refused.
         pin_memory_device: Empty.
         in_order: True.
+        resume_streams: How a resumed run finds its place in a stream. "replay": it runs over what is done, which is
+            exact. "state": it loads what the stream's own `state_dict` gave, which is faster, on the same number of
+            ranks and workers; what lay in shuffle buffers then is lost. `state_dict` of the loader is collective then.
         queue: `ps.queue()` of `evenstep.parameter_server`: workers take global batches from it, each whole, whoever is
             fastest, as CPU tensors. Not for streams, `num_workers`, `state_dict` or `gather`.
 
@@ -133,6 +136,7 @@ class DataLoader:
         generator: Any = None,
         pin_memory_device: str = "",
         in_order: bool = True,
+        resume_streams: str = "replay",
         queue: BatchesToTake | None = None,
     ) -> None:
         # Workers of parameter servers share no world: each has a loader of its own, and the queue divides.
@@ -179,6 +183,7 @@ class DataLoader:
                     locality=locality,
                     max_tokens=max_tokens,
                     lengths=lengths,
+                    resume_streams=checks.choice("resume_streams", resume_streams, ("replay", "state")),
                 )
                 self._torch_loader = workers.torch_loader(
                     self._source.fetcher,
@@ -207,6 +212,7 @@ class DataLoader:
         *,
         sample_seed: bool,
         skip: bool,
+        resume_streams: str,
         **given: Any,
     ) -> Source:
         """Samples or a stream. Raises `ConfigurationError`."""
@@ -222,7 +228,10 @@ class DataLoader:
                 seed=self.seed,
                 num_workers=self.num_workers,
                 world=self.world,
+                by_state=resume_streams == "state",
             )
+        if resume_streams == "state":
+            raise ConfigurationError("resume_streams='state' is of streams; numbered samples resume by their position.")
         given |= {"global_batch_size": global_batch_size, "drop_last": self.drop_last}
         return SampleSource(
             self.dataset,
@@ -314,6 +323,8 @@ class DataLoader:
         if done:
             first = self._source.step_at(mark)
             state["batches"] = {"first": first, "done": {str(epoch): sorted(each) for epoch, each in done.items()}}
+        if mark.state is not None:
+            state["streams"] = self.world.exchange(mark.state, what="the states of a stream (loader.state_dict)")
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -331,6 +342,13 @@ class DataLoader:
             mark = Mark(mark.epoch, self._source.position_of(mark.epoch, int(batches["first"])))
         if not self._source.begins_at(mark):
             raise ConfigurationError(f"DataLoader.load_state_dict: no step begins at position {mark.position}.")
+        if "streams" in state:
+            mark = mark._replace(state=state["streams"][self.world.rank])
+            if self.world.rank == 0:
+                warn(
+                    "DataLoader: the stream goes on from its own state (resume_streams='state'). What lay in its "
+                    "shuffle buffers when that was taken is lost; resume_streams='replay' is exact.",
+                )
         self._source.done = {int(epoch): frozenset(steps) for epoch, steps in batches["done"].items()}
         self._epochs.resume(mark, base)
         self._progress.jump(mark)
@@ -363,7 +381,7 @@ class DataLoader:
                 if loaded.skipped:
                     self.num_skipped += len(loaded.skipped)
                     named += loaded.skipped[: _MAX_NAMED - len(named)]
-                end = Mark(epoch, position)
+                end = Mark(epoch, position, loaded.state)
                 if iteration == self._num_iterations:
                     progress.add(end, loaded.batch)
                 if progress.trains:

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from evenstep import DataLoader, DistributedSampler
 from evenstep.data.loading import device_prefetch
@@ -437,3 +437,43 @@ def test_on_a_gpu_one_batch_is_copied_ahead(monkeypatch: pytest.MonkeyPatch) -> 
         "given 1",
     ]
     assert events == [*expected, "wait for copy 2", "use 2", "given 2"]
+
+
+# ---------------------------------------------------------------------- epochs of numbered samples
+
+
+class OfEpoch(Dataset[int]):
+    """Samples that depend on the epoch that the data set was told."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.epoch, self.told = size, -1, []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.told.append(epoch)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epoch + index
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_a_numbered_data_set_is_told_the_epoch(num_workers: int, persistent: bool) -> None:
+    """Also inside of torch's, and in workers that stay alive."""
+    inner = OfEpoch(6)
+    dataset = ConcatDataset([Subset(inner, range(3)), OfEpoch(2)])
+    loader = DataLoader(dataset, 2, num_workers=num_workers, persistent_workers=persistent, world=stub_world())
+    for epoch in loader.epochs(3):
+        expected = [100 * epoch + index for index in (0, 1, 2, 0, 1)]
+        assert torch.cat(list(loader)).tolist() == expected
+    assert inner.told == ([] if num_workers else [0, 1, 2]), "once an epoch"
+
+
+def test_two_iterations_at_once_have_their_epochs() -> None:
+    loader = DataLoader(OfEpoch(6), 2, world=stub_world())
+    first, second = iter(loader), iter(loader)
+    assert [torch.cat(pair).tolist() for pair in zip(first, second, strict=True)] == [
+        [n, n + 1, 100 + n, 101 + n] for n in (0, 2, 4)
+    ]

@@ -308,7 +308,11 @@ class DataLoader:
         self._progress.commit()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of training, in JSON types; equal on all ranks, and valid for any number of them."""
+        """The position of training, in JSON types; equal on all ranks, and valid for any number of them.
+
+        Of streams divided by shard it is valid for the same number of ranks and workers. With resume_streams="state",
+        too, and every rank calls this: it is collective then.
+        """
         if self._queue is not None:
             raise UsageError("loader.state_dict: with queue= a position of one worker says nothing of the epoch.")
         mark = self._progress.committed

@@ -34,8 +34,8 @@ _UNREPEATABLE = ("resampled_", "DirectoryShardList", "DataLoader")  # the system
 
 def is_pipeline(dataset: Any) -> bool:
     """Whether it is one of webdataset's pipelines, or a mix of them."""
-    package: Any = sys.modules.get("webdataset")
-    return package is not None and isinstance(dataset, package.DataPipeline | package.RandomMix | package.RoundRobin)
+    package = sys.modules.get("webdataset")  # perhaps a file of the script's, of that name
+    return any(isinstance(dataset, getattr(package, name, ())) for name in ("DataPipeline", "RandomMix", "RoundRobin"))
 
 
 def count_shards(dataset: Any) -> int:

@@ -45,7 +45,7 @@ test-hosts: install ## faults of hosts, in network namespaces: late, cut off, fa
 
 test-peers: install ## install accelerate, Lightning Fabric, datasets, webdataset, schedule-free, wandb and trackio into .venv, and train with them
 	$(RUN) pip install --quiet --requirement requirements/peers.txt --constraint requirements/test.txt
-	$(RUN) pytest tests/procs/transport/test_backend.py tests/procs/data/test_hugging_face.py tests/procs/optim/test_sharded_kinds.py tests/procs/docs/test_peers_pages.py -k other_libraries
+	$(RUN) pytest tests/procs/transport/test_backend.py tests/procs/data tests/procs/optim/test_sharded_kinds.py tests/procs/docs/test_peers_pages.py -k other_libraries
 
 dist: install ## build the source distribution and the wheel into dist/, and check what they say of themselves
 	$(RUN) pip install --quiet --requirement requirements/dist.txt --constraint requirements/test.txt

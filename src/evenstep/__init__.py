@@ -3,7 +3,6 @@
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.data.loader import DataLoader
 from evenstep.data.sampler import DistributedSampler, WeightedSampler
-from evenstep.data.sources.records import Records
 from evenstep.data.sources.tokens import TokenDataset
 from evenstep.errors import EvenstepError
 from evenstep.joining import init
@@ -33,7 +32,6 @@ __all__ = [
     "ExponentialMovingAverage",
     "LocalSGD",
     "Logger",
-    "Records",
     "RemoteEmbedding",
     "ShardedOptimizer",
     "SyncBatchNorm",

@@ -10,7 +10,7 @@ from torch import nn
 
 import evenstep
 from evenstep.cli import main
-from evenstep.errors import CheckpointError, ConfigurationError, DataError, UsageError
+from evenstep.errors import CheckpointError, ConfigurationError, UsageError
 from evenstep.ground.health import excepthook
 
 NAN, INF = float("nan"), float("inf")
@@ -108,10 +108,6 @@ def launch(**arguments):
     return evenstep.launch(**{"fn": print, "nproc": 1, **arguments})
 
 
-def records(**arguments):
-    return evenstep.Records(**{"shards": __file__, "format": "lines", **arguments})
-
-
 NO_SWITCH = ("yes", None, 2, NAN)
 CASES = [
     # a world
@@ -164,12 +160,9 @@ CASES = [
     *each(loader, "sample_seed", *(wrong for wrong in NO_SWITCH if wrong is not None)),
     *each(loader, "pin_memory", "x"),
     *each(loader, "dataset", None, words="there is nothing to load"),
-    *each(records, "header_bytes", -1, "x", None),
-    *each(records, "decode", 5),
-    *each(records, "on_error", 5, "stop"),
-    *each(records, "shards", 5, b"x", None),
-    *each(records, "shards", [None], [5], ["a\0b"], words=r"Records: shards\[0\]="),
-    *each(records, "shards", "nowhere.jsonl", [], words="^Records: shards"),
+    *each(loader, "on_error", 5, "stop", None),
+    *each(loader, "resume_streams", 5, "exact", None, "state"),
+    *each(tokens, "header_bytes", -1, "x", None),
     *each(tokens, "tokens", None, object()),
     *each(tokens, "context", 0, "x"),
     *each(tokens, "dtype", "x", torch.float32),
@@ -302,13 +295,6 @@ def test_what_is_right_stays_right():
     assert norm(momentum=None, eps=0).momentum is None
     assert list(progress(total=None, interval_s=INF, items=iter([1, 2]))) == [1, 2]
     assert tokens(context=numpy.int64(2)).context == 2
-
-
-def test_a_header_longer_than_the_file_is_damage(tmp_path):
-    (tmp_path / "a.txt").write_text("one\ntwo\n")
-    with pytest.raises(DataError, match="the file ends inside of its header of 9 bytes"):
-        evenstep.Records(tmp_path / "a.txt", header_bytes=9)
-    assert list(evenstep.Records(tmp_path / "a.txt", header_bytes=4)) == ["two"]
 
 
 def test_discard_load_and_resume_look_at_their_arguments(tmp_path):

@@ -140,7 +140,7 @@ ORDER: dict[str, list[str]] = {
     "data": ["loader", "sampler", "sources", "loading", "order", "position"],
     "data.loading": ["device_prefetch", "workers", "fetch", "nested"],
     "data.order": ["batch_plan", "max_tokens", "weighted", "locality", "permutation"],
-    "data.sources": ["samples", "streams", "same_stream", "source", "tokens", "records", "readahead", "files"],
+    "data.sources": ["samples", "streams", "same_stream", "source", "webdataset", "tokens"],
     "convert": [
         "convert",
         "plan",
@@ -474,7 +474,6 @@ def test_public_names_are_pinned():
         "ExponentialMovingAverage",
         "LocalSGD",
         "Logger",
-        "Records",
         "RemoteEmbedding",
         "ShardedOptimizer",
         "SyncBatchNorm",

@@ -5,7 +5,7 @@
 2. `order/`: which samples this rank loads in which step, computed from seed, epoch and position (`permutation`,
    `locality`, `weighted`), cut into global batches (`batch_plan`, `max_tokens`) and into a `Request` per step.
 3. `sources/`: where the samples are. A `Source` turns requests into batches: `samples` for data sets that number them
-   (`records` and `tokens` read them from mapped `files`, after `readahead`), `streams` for iterable ones.
+   (`tokens` reads them from mapped files), `streams` for iterable ones.
 4. `loading/`: `fetch` makes one batch of one request, here or in one of the processes of `workers`;
    `device_prefetch` copies it to the device while the batch before is in use.
 

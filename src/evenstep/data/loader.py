@@ -19,7 +19,6 @@ from evenstep.data.order.batch_plan import BatchPlan, in_words, plan_batches
 from evenstep.data.order.weighted import Weights
 from evenstep.data.position import EpochCounter, Mark, Progress
 from evenstep.data.sampler import DistributedSampler, WeightedSampler
-from evenstep.data.sources.records import Records
 from evenstep.data.sources.samples import BatchesToTake, SampleSource
 from evenstep.data.sources.source import Source
 from evenstep.data.sources.streams import StreamSource
@@ -75,7 +74,6 @@ class DataLoader:
         dataset: Has `__len__` and `__getitem__`, and the same length on every rank; or an `IterableDataset`.
         global_batch_size: Samples of one step, on all ranks together; at least the number of ranks.
         shuffle: A new order each epoch, computed and not stored.
-        shards: Instead of `dataset`: files of records, as for `Records`: paths, a pattern, or a `Records`.
         num_workers: Processes that load; "auto": a number that suits the rank's cores and device.
         pin_memory: None: where batches go to a GPU. Without effect where they don't.
         drop_last: Leave out a last global batch that is short.
@@ -87,7 +85,7 @@ class DataLoader:
         sample_seed: Key python's, torch's and numpy's random numbers in `__getitem__` by (seed, epoch, sample), so that
             augmentation is the same for any number of ranks and workers. None: in reproducible mode.
         on_error: "raise", or "skip": leave out samples that raise `DataError`, count them in `num_skipped` and warn;
-            batches are shorter then. None: the data set's `on_error`, or "raise".
+            batches are shorter then.
         seed: Of the order and of random numbers; None: the world's, or 0.
         world: The ranks that share the data; None: the current world.
         sampler: A `WeightedSampler`, or a `DistributedSampler(pad=False)`, of which seed, `shuffle` and weights are
@@ -97,6 +95,9 @@ class DataLoader:
         generator: Refused.
         pin_memory_device: Empty.
         in_order: True.
+        resume_streams: How a resumed run finds its place in a stream. "replay": it runs over what is done, which is
+            exact. "state": it loads what the stream's own `state_dict` gave, which is faster, on the same number of
+            ranks and workers; what lay in shuffle buffers then is lost. `state_dict` of the loader is collective then.
         queue: `ps.queue()` of `evenstep.parameter_server`: workers take global batches from it, each whole, whoever is
             fastest, as CPU tensors. Not for streams, `num_workers`, `state_dict` or `gather`.
 
@@ -109,11 +110,10 @@ class DataLoader:
     @excepthook.for_users
     def __init__(
         self,
-        dataset: Any = None,
+        dataset: Any,
         global_batch_size: int | None = None,
         shuffle: bool | None = None,
         *,
-        shards: Any = None,
         num_workers: int | str = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool | None = None,
@@ -127,7 +127,7 @@ class DataLoader:
         max_tokens: int | None = None,
         lengths: Any = None,
         sample_seed: bool | None = None,
-        on_error: str | None = None,
+        on_error: str = "raise",
         seed: int | None = None,
         world: World | None = None,
         sampler: Any = None,
@@ -136,6 +136,7 @@ class DataLoader:
         generator: Any = None,
         pin_memory_device: str = "",
         in_order: bool = True,
+        resume_streams: str = "replay",
         queue: BatchesToTake | None = None,
     ) -> None:
         # Workers of parameter servers share no world: each has a loader of its own, and the queue divides.
@@ -166,7 +167,9 @@ class DataLoader:
                 )
                 _validate_workers(collate_fn, worker_init_fn, timeout, prefetch_factor)
                 self.drop_last = bool(drop_last)
-                self.dataset = _choose_dataset(dataset, shards, on_error)
+                if dataset is None:
+                    raise ConfigurationError("there is nothing to load: dataset is None.")
+                self.dataset = dataset
                 self.num_workers = workers.choose_workers(num_workers, self.world)
                 _validate_queue(queue, self.dataset, self.num_workers, world)
                 order = _order_of(sampler, shuffle, seed, self.world.seed)
@@ -176,10 +179,11 @@ class DataLoader:
                     global_batch_size,
                     collate_fn,
                     sample_seed=_choose_sample_seed(sample_seed, self.dataset, self.world),
-                    skip=_choose_skips(self.dataset, on_error, self.world),
+                    skip=_choose_skips(on_error, self.world),
                     locality=locality,
                     max_tokens=max_tokens,
                     lengths=lengths,
+                    resume_streams=checks.choice("resume_streams", resume_streams, ("replay", "state")),
                 )
                 self._torch_loader = workers.torch_loader(
                     self._source.fetcher,
@@ -208,6 +212,7 @@ class DataLoader:
         *,
         sample_seed: bool,
         skip: bool,
+        resume_streams: str,
         **given: Any,
     ) -> Source:
         """Samples or a stream. Raises `ConfigurationError`."""
@@ -223,7 +228,10 @@ class DataLoader:
                 seed=self.seed,
                 num_workers=self.num_workers,
                 world=self.world,
+                by_state=resume_streams == "state",
             )
+        if resume_streams == "state":
+            raise ConfigurationError("resume_streams='state' is of streams; numbered samples resume by their position.")
         given |= {"global_batch_size": global_batch_size, "drop_last": self.drop_last}
         return SampleSource(
             self.dataset,
@@ -300,7 +308,11 @@ class DataLoader:
         self._progress.commit()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of training, in JSON types; equal on all ranks, and valid for any number of them."""
+        """The position of training, in JSON types; equal on all ranks, and valid for any number of them.
+
+        Of streams divided by shard it is valid for the same number of ranks and workers. With resume_streams="state",
+        too, and every rank calls this: it is collective then.
+        """
         if self._queue is not None:
             raise UsageError("loader.state_dict: with queue= a position of one worker says nothing of the epoch.")
         mark = self._progress.committed
@@ -315,6 +327,8 @@ class DataLoader:
         if done:
             first = self._source.step_at(mark)
             state["batches"] = {"first": first, "done": {str(epoch): sorted(each) for epoch, each in done.items()}}
+        if mark.state is not None:
+            state["streams"] = self.world.exchange(mark.state, what="the states of a stream (loader.state_dict)")
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -332,6 +346,13 @@ class DataLoader:
             mark = Mark(mark.epoch, self._source.position_of(mark.epoch, int(batches["first"])))
         if not self._source.begins_at(mark):
             raise ConfigurationError(f"DataLoader.load_state_dict: no step begins at position {mark.position}.")
+        if "streams" in state:
+            mark = mark._replace(state=state["streams"][self.world.rank])
+            if self.world.rank == 0:
+                warn(
+                    "DataLoader: the stream goes on from its own state (resume_streams='state'). What lay in its "
+                    "shuffle buffers when that was taken is lost; resume_streams='replay' is exact.",
+                )
         self._source.done = {int(epoch): frozenset(steps) for epoch, steps in batches["done"].items()}
         self._epochs.resume(mark, base)
         self._progress.jump(mark)
@@ -364,7 +385,7 @@ class DataLoader:
                 if loaded.skipped:
                     self.num_skipped += len(loaded.skipped)
                     named += loaded.skipped[: _MAX_NAMED - len(named)]
-                end = Mark(epoch, position)
+                end = Mark(epoch, position, loaded.state)
                 if iteration == self._num_iterations:
                     progress.add(end, loaded.batch)
                 if progress.trains:
@@ -558,26 +579,6 @@ def _order_of(sampler: Any, shuffle: bool | None, seed: Any, world_seed: int | N
     return _OrderArguments(sampler.shuffle, sampler.seed)
 
 
-def _choose_dataset(dataset: Any, shards: Any, on_error: str | None) -> Any:
-    """The data set; `Records` if `shards` is given instead."""
-    if shards is None:
-        if dataset is None:
-            raise ConfigurationError("there is nothing to load: pass a data set, or shards=.")
-        return dataset
-    if dataset is not None:
-        raise ConfigurationError(
-            "dataset and shards exclude each other: shards are files, from which records are read."
-        )
-    if isinstance(shards, Records):
-        return shards
-    try:
-        return Records(shards, on_error=on_error or "raise")
-    except ConfigurationError as error:  # of the loader's argument, and not of a class that the user hasn't named
-        raise ConfigurationError(str(error).removeprefix("Records: ")) from None
-    except (OSError, ValueError) as error:  # no such path, or none that the system takes
-        raise ConfigurationError(str(error)) from None
-
-
 def _choose_sample_seed(given: bool | None, dataset: Any, world: World) -> bool:
     """Whether random numbers in `__getitem__` are keyed by sample."""
     if given is False and world.virtual_ranks is not None:
@@ -587,10 +588,9 @@ def _choose_sample_seed(given: bool | None, dataset: Any, world: World) -> bool:
     return bool(given)
 
 
-def _choose_skips(dataset: Any, on_error: str | None, world: World) -> bool:
+def _choose_skips(on_error: str, world: World) -> bool:
     """Whether samples that can't be loaded are left out."""
-    chosen = getattr(dataset, "on_error", "raise") if on_error is None else on_error
-    skips = checks.choice("on_error", chosen, ("raise", "skip")) == "skip"
+    skips = checks.choice("on_error", on_error, ("raise", "skip")) == "skip"
     if skips and world.virtual_ranks is not None:
         raise ConfigurationError(
             "on_error='skip' in reproducible mode: without a sample the others would move to other virtual ranks. "

@@ -55,10 +55,12 @@ class Mark(NamedTuple):
     Attributes:
         epoch: Number of the epoch.
         position: Samples of it that all ranks together have consumed.
+        state: What this rank needs beside the position to go on there, such as the state of its stream; often None.
     """
 
     epoch: int = 0
     position: int = 0
+    state: Any = None
 
 
 class _Piece(NamedTuple):

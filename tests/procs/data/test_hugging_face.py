@@ -1,4 +1,4 @@
-"""Streams and numbered data of `datasets`, and webdataset, through `DataLoader`; `make test-peers` installs them."""
+"""Streams and numbered data of `datasets` through `DataLoader`; `make test-peers` installs it."""
 
 from __future__ import annotations
 
@@ -68,38 +68,3 @@ def test_other_libraries_data(tmp_path: Path) -> None:
     assert said[0] == said[1] == said[2]
     assert "keys such as 'train': " in said[0]
     assert len({line for line in said[0].splitlines() if line.startswith("[")}) == 1, "for any workers and format"
-
-
-STREAM = """
-import evenstep
-import torch
-import webdataset
-
-with evenstep.init(quiet=True) as world:
-    if world.is_main:
-        numbers = iter(range(41))
-        for shard, size in enumerate((9, 11, 11, 10)):
-            with webdataset.TarWriter(f"shard-{shard:04d}.tar") as tar:
-                for number in (next(numbers) for _ in range(size)):
-                    tar.write({"__key__": f"{number:05d}", "cls": number})
-    world.barrier()
-    urls = "shard-{0000..0003}.tar"
-    stream = webdataset.WebDataset(urls, shardshuffle=False, nodesplitter=None, workersplitter=None)
-    for num_workers in (0, 2):
-        loader = evenstep.DataLoader(stream.decode().to_tuple("cls"), 8, num_workers=num_workers)
-        seen = loader.gather(torch.cat([torch.as_tensor(numbers) for (numbers,) in loader])).tolist()
-        assert sorted(seen) == list(range(41)), seen
-        world.print(len(seen))
-"""
-
-
-@pytest.mark.extended
-def test_other_libraries_streams(tmp_path: Path) -> None:
-    """webdataset's own division over ranks and workers is switched off, as the page on streams says."""
-    if importlib.util.find_spec("webdataset") is None:
-        pytest.skip("webdataset is not installed")
-    (tmp_path / "program.py").write_text(STREAM)
-    command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", "2", "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-2:] == ["41", "41"]

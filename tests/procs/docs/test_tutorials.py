@@ -17,7 +17,6 @@ HOW_TO = [
     "how-to/compare.md",
     "how-to/export.md",
     "how-to/hang.md",
-    "how-to/hugging-face.md",
     "how-to/test.md",
     "how-to/trackers.md",
 ]

@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -18,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
-from evenstep import DataLoader, DistributedSampler, Records
+from evenstep import DataLoader, DistributedSampler
 from evenstep.data.loading import device_prefetch
 from evenstep.data.loading.fetch import MAX_BYTES, Loaded, pack, unpack
 from evenstep.data.loading.workers import suitable_workers
@@ -173,20 +172,29 @@ def test_an_exception_names_the_sample(how: str, kind: type[Exception], told: st
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_error_of_the_data_set_comes_with_what_its_code_raised(num_workers: int, tmp_path: Path) -> None:
+def test_an_error_of_the_data_set_comes_with_what_its_code_raised(num_workers: int) -> None:
     """Of streams, too."""
-    (tmp_path / "lines.txt").write_text("1\n")
 
     def decode(line: str) -> int:
         raise ValueError("not this one")
 
+    class Lines(Dataset[int]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> int:
+            try:
+                return decode("")
+            except ValueError as error:
+                raise DataError(f"line {index} is damaged: {error}") from error
+
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
-            yield from Records(str(tmp_path / "lines.txt"), decode=decode)
+            yield Lines()[0]
 
-    for dataset in (Records(str(tmp_path / "lines.txt"), decode=decode), Stream()):
+    for dataset in (Lines(), Stream()):
         loader = DataLoader(dataset, 1, num_workers=num_workers, world=stub_world())
-        with pytest.raises(DataError, match=r"lines.txt, record 0, byte 0: damaged: not this one") as caught:
+        with pytest.raises(DataError, match=r"^[^\n]*line 0 is damaged: not this one") as caught:
             list(loader)
         if hasattr(caught.value, "add_note"):
             assert "in decode" in describe(caught.value)
@@ -222,6 +230,36 @@ def test_samples_that_say_so_are_left_out() -> None:
         MismatchError, match=r"39 rows and has seen 40 samples .* left out \(on_error='skip'\) have no rows"
     ):
         loader.gather(torch.tensor(seen))
+
+
+class Damaged(Dataset[int]):
+    """Numbers, of which some say that they are damaged."""
+
+    def __init__(self, *damaged: int) -> None:
+        self.damaged = damaged
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.damaged:
+            raise DataError(f"number {index} is damaged")
+        return index
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_damaged_samples_are_counted_and_a_share_of_them_alone_is_empty(num_workers: int) -> None:
+    loader = DataLoader(Damaged(0, 1, 4), 2, on_error="skip", num_workers=num_workers, world=stub_world())
+    told = r"rank 0 left out 3 samples in epoch 0: sample 0: number 0 is damaged; sample 1: number 1.*; sample 4: numb"
+    with pytest.warns(UserWarning, match=told):
+        batches = list(loader)
+    assert [batch.tolist() for batch in batches] == [[], [2, 3], [5]]
+    assert len({batch.dtype for batch in batches}) == 1
+    assert loader.num_skipped == 3
+    with pytest.raises(MismatchError, match="rank 0 has 3 rows and has seen 6 samples"):
+        loader.gather(torch.cat(batches))
+    with pytest.raises(DataError, match="number 0 is damaged"):
+        list(DataLoader(Damaged(0), 2, num_workers=num_workers, world=stub_world()))
 
 
 def test_workers_show_the_user_s_data_set_and_call_his_function() -> None:
@@ -399,3 +437,43 @@ def test_on_a_gpu_one_batch_is_copied_ahead(monkeypatch: pytest.MonkeyPatch) -> 
         "given 1",
     ]
     assert events == [*expected, "wait for copy 2", "use 2", "given 2"]
+
+
+# ---------------------------------------------------------------------- epochs of numbered samples
+
+
+class OfEpoch(Dataset[int]):
+    """Samples that depend on the epoch that the data set was told."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.epoch, self.told = size, -1, []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.told.append(epoch)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epoch + index
+
+
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_a_numbered_data_set_is_told_the_epoch(num_workers: int, persistent: bool) -> None:
+    """Also inside of torch's, and in workers that stay alive."""
+    inner = OfEpoch(6)
+    dataset = ConcatDataset([Subset(inner, range(3)), OfEpoch(2)])
+    loader = DataLoader(dataset, 2, num_workers=num_workers, persistent_workers=persistent, world=stub_world())
+    for epoch in loader.epochs(3):
+        expected = [100 * epoch + index for index in (0, 1, 2, 0, 1)]
+        assert torch.cat(list(loader)).tolist() == expected
+    assert inner.told == ([] if num_workers else [0, 1, 2]), "once an epoch"
+
+
+def test_two_iterations_at_once_have_their_epochs() -> None:
+    loader = DataLoader(OfEpoch(6), 2, world=stub_world())
+    first, second = iter(loader), iter(loader)
+    assert [torch.cat(pair).tolist() for pair in zip(first, second, strict=True)] == [
+        [n, n + 1, 100 + n, 101 + n] for n in (0, 2, 4)
+    ]

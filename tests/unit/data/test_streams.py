@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import types
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -281,3 +283,101 @@ def test_a_resumed_stream_compares_workers_from_its_first_step_on() -> None:
         else:
             with pytest.raises(MismatchError, match="step 4, the workers of rank 0"):
                 list(resumed)
+
+
+# ---------------------------------------------------------------------- a stream's own state
+
+
+class Stateful(Numbers):
+    """Counts what it yields; a buffer of two is lost with it."""
+
+    def __init__(self, count: int, buffer: int = 0) -> None:
+        super().__init__(count)
+        self.begin = self.read = 0
+        self.buffer = buffer
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin = state["read"]
+
+    def __iter__(self) -> Iterator[int]:
+        waiting = []
+        for number in range(self.begin, self.count):
+            self.read = number + 1
+            waiting.append(100 * self.epoch + number)
+            if len(waiting) > self.buffer:
+                yield waiting.pop(0)
+        yield from waiting
+
+
+@pytest.mark.parametrize(("buffer", "lost"), [(0, []), (2, [15, 16])])
+def test_a_stream_s_own_state_is_faster_and_loses_its_buffer(buffer: int, lost: list[int]) -> None:
+    loader = DataLoader(Stateful(40, buffer), 5, collate_fn=list, resume_streams="state", world=stub_world())
+    for step, _ in enumerate(loader):
+        loader.commit()
+        if step == 2:
+            break
+    state = loader.state_dict()
+    dataset = Stateful(40, buffer)
+    resumed = DataLoader(dataset, 5, collate_fn=list, resume_streams="state", world=stub_world())
+    with pytest.warns(UserWarning, match=r"What lay in its shuffle buffers .* is lost; resume_streams='replay' is"):
+        resumed.load_state_dict(state)
+    assert resumed.state_dict() == state, "nothing was used since"
+    left = list(chain.from_iterable(resumed))
+    assert left == [number for number in range(15, 40) if number not in lost]
+    assert list(chain.from_iterable(resumed)) == list(range(100, 140)), "the next epoch begins at its beginning"
+    assert dataset.begin == 0, "the script's own stream has no place in it"
+    with pytest.raises(ConfigurationError, match="resume_streams was 'state' and is None"):
+        DataLoader(Stateful(40), 5, world=stub_world()).load_state_dict(state)
+    other = DataLoader(Stateful(40), 5, resume_streams="state", num_workers=2, world=stub_world())
+    told = "ranks times workers was 1 and is 2; the number of workers of a rank was 1 and is 2"
+    with pytest.raises(ConfigurationError, match=told):
+        other.load_state_dict(state)
+
+
+def test_workers_that_read_ahead_don_t_move_the_state() -> None:
+    loader = DataLoader(
+        Stateful(40), 4, collate_fn=list, num_workers=2, prefetch_factor=3, resume_streams="state", world=stub_world()
+    )
+    for step, _ in enumerate(loader):
+        if step == 2:
+            loader.commit()
+        if step == 4:
+            break
+    assert loader.state_dict()["streams"] == [[3, [{"read": 12}, {"read": 12}]]]
+
+
+def test_as_many_parts_are_not_enough() -> None:
+    """Two ranks with two workers, and four ranks: each step has records of other shards."""
+    there = DataLoader(Sharded(), 4, num_workers=2, world=stub_world(0, 2)).state_dict()
+    other = DataLoader(Sharded(), 4, world=stub_world(0, 4))
+    with pytest.raises(ConfigurationError, match="data: the number of workers of a rank was 2 and is 1"):
+        other.load_state_dict(there)
+
+
+def test_only_a_stream_with_a_state_resumes_by_it() -> None:
+    with pytest.raises(ConfigurationError, match="resume_streams='state': Numbers has no state_dict"):
+        DataLoader(Numbers(40), 5, resume_streams="state", world=stub_world())
+    with pytest.raises(ConfigurationError, match="resume_streams='state' is of streams"):
+        DataLoader(range(40), 5, resume_streams="state", world=stub_world())
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_part_that_is_iterated_is_told_the_epoch(persistent: bool) -> None:
+    class Parts(Sharded):
+        def shard(self, *, num_shards: int, index: int) -> Parts:
+            return Parts(self.shards[index::num_shards])
+
+        def __iter__(self) -> Iterator[int]:
+            return (1000 * self.epoch + number for number in super().__iter__())
+
+    loader = DataLoader(Parts(), 4, collate_fn=list, num_workers=2, persistent_workers=persistent, world=stub_world())
+    for epoch in loader.epochs(3):
+        assert sorted(chain.from_iterable(loader)) == sorted(1000 * epoch + number for number in Sharded())
+
+
+def test_a_script_s_own_file_named_webdataset_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "webdataset", types.ModuleType("webdataset"))
+    assert _epoch(Numbers(10), 1) == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9]]

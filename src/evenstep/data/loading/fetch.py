@@ -46,6 +46,7 @@ class Loaded(NamedTuple):
         digests: Of the records of this batch's step, behind those of the steps before that other workers load; empty if
             nothing is to be compared.
         failure: A worker's `DataError`, which torch would bury in tracebacks.
+        state: Of the stream at the batch's end, with resume_streams="state".
     """
 
     batch: Any
@@ -54,6 +55,7 @@ class Loaded(NamedTuple):
     digests: tuple[int, ...] = ()
     failure: DataError | None = None
     packed: bytes | None = None
+    state: Any = None
 
 
 class Fetcher:
@@ -96,9 +98,13 @@ class Fetcher:
         self._packs = packs
         self._is_small = False  # whether the latest batch was packed
         self._good: int | None = None  # a sample that could be loaded
+        self._epoch: int | None = None  # that the data set was told last
 
     def __getitem__(self, request: Request) -> Loaded:
         """Load a batch. torch's loader takes this object for the data set."""
+        if self._epoch != request.epoch:
+            self._epoch = request.epoch
+            set_epoch(self.dataset, request.epoch)
         worker = get_worker_info()
         if worker is not None:
             if self._page is not None:
@@ -198,6 +204,19 @@ class Fetcher:
         raise DataError(
             f"none of {min(num_samples, _MAX_EXAMPLES)} samples can be loaded; what a batch looks like isn't known."
         )
+
+
+def set_epoch(dataset: Any, epoch: int) -> None:
+    """Call `set_epoch` of a data set that has it, and of those inside (`Subset.dataset`, `ConcatDataset.datasets`)."""
+    waiting, seen = [dataset], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            if callable(getattr(node, "set_epoch", None)):
+                node.set_epoch(epoch)
+            inside = getattr(node, "datasets", None)
+            waiting += [getattr(node, "dataset", None), *(inside if isinstance(inside, list | tuple) else ())]
 
 
 def failed(error: DataError) -> Loaded:

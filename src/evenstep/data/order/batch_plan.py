@@ -42,6 +42,7 @@ _WORDS = {
     "num_draws": "draws of an epoch",
     "weights_digest": "the digest of weights",
     "num_parts": "the number of ranks times workers",
+    "num_workers": "the number of workers of a rank",
 }
 _POSITIONS = 16_384  # whose samples are computed at a time: the permutation costs as much for 10 as for 1,000
 

@@ -15,8 +15,6 @@ from evenstep.data.loading import workers
 from evenstep.data.loading.fetch import Fetcher, Loaded
 from evenstep.data.order.batch_plan import BatchPlan, Epoch, Request, requests
 from evenstep.data.position import Mark
-from evenstep.data.sources.readahead import reading_ahead
-from evenstep.data.sources.records import Records
 from evenstep.data.sources.source import gather_in_order
 from evenstep.errors import UsageError
 from evenstep.randomness import mix
@@ -88,7 +86,6 @@ class SampleSource:
 
         Raises:
             UsageError: The data set has another length.
-            DataError: A file was changed.
         """
         planned = self.batch_plan.num_samples
         if len(self.dataset) != planned:
@@ -96,8 +93,6 @@ class SampleSource:
                 f"DataLoader on rank {self.world.rank}: the data set had {planned} samples when the loader was made "
                 f"and has {len(self.dataset)} now. Make a new loader, on every rank."
             )
-        if isinstance(self.dataset, Records):
-            self.dataset.validate_unchanged()
 
     def batches(
         self, start: Mark, iteration: int, torch_loader: TorchDataLoader[Any] | None
@@ -109,12 +104,11 @@ class SampleSource:
         epoch = self.batch_plan.epoch(start.epoch)
         global_batch, step = epoch.batches.global_batch, epoch.batches.step_at(start.position) or 0
         if torch_loader is None:
-            wanted = self._requests(epoch, step, as_tensors=self.fetcher.wants_tensors)
-            for request in reading_ahead(self.dataset, epoch, wanted):
+            for request in self._requests(epoch, step, as_tensors=self.fetcher.wants_tensors):
                 yield global_batch(request.step)[1], self.fetcher[request]
             return
         # Lists for workers: each tensor would travel through its own shared memory.
-        wanted = reading_ahead(self.dataset, epoch, self._requests(epoch, step))
+        wanted = self._requests(epoch, step)
         done = self.done.get(epoch.number, frozenset())
         steps = (number for number in range(step, epoch.batches.num_batches) if number not in done)
         with workers.working(torch_loader, wanted, partial(self._doing, epoch)) as batches:

@@ -13,12 +13,19 @@ ranks and workers, by running over what is done. It needs a stream that gives ev
 numbers that it draws are keyed by (seed, epoch), and `same_stream` compares what the processes are given.
 
 *By shard.* Where a record is expensive to produce, a data set that has `num_shards` and `shard(num_shards=, index=)`
-(Hugging Face's have), and enough of them, is divided by shards: each worker runs through its own part only. Parts end
-at different times, unknown in advance: in every step the ranks agree whether any has a batch left, and the others take
-part with an empty one. Random numbers are keyed by (seed, epoch) up to a part's first record, so that all parts divide
-the same order of shards, and by the part as well from there on, so that they don't shuffle or augment alike.
+(Hugging Face's have) or is webdataset's, and has enough shards, is divided by them: each worker runs through its own
+part only. Parts end at different times, unknown in advance: in every step the ranks agree whether any has a batch left,
+and the others take part with an empty one. Random numbers are keyed by (seed, epoch) up to a part's first record, so
+that all parts divide the same order of shards, and by the part as well from there on, so that they don't shuffle or
+augment alike. The order depends on the number of ranks and of workers; so a resume needs the same.
 
 Data sets that divide themselves by `get_worker_info()` would divide twice, so it returns None while they run.
+
+[Note: a stream's own state]
+With resume_streams="state" a resumed run doesn't run over what is done: it loads the stream's own state. The process
+that iterates a part takes `state_dict()` with each batch. The rank keeps the number of the next request and the latest
+state of each of its workers, as `Mark.state` of the batch. Of a stream divided by record all workers begin with the
+state of the last batch, so that they go on alike.
 """
 
 from __future__ import annotations
@@ -26,10 +33,10 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,13 +45,14 @@ from torch.utils.data import default_collate, get_worker_info
 
 from evenstep import randomness
 from evenstep.data.loading import workers
-from evenstep.data.loading.fetch import Loaded, failed, packed, seed_batch, seed_streams
+from evenstep.data.loading.fetch import Loaded, failed, packed, seed_batch, seed_streams, set_epoch
 from evenstep.data.loading.nested import emptied
 from evenstep.data.order.batch_plan import Epoch, FixedBatches, Request, divide
 from evenstep.data.order.permutation import EpochOrder
 from evenstep.data.position import Mark
 from evenstep.data.sources.same_stream import digest_of, same_everywhere
 from evenstep.data.sources.source import gather_in_order
+from evenstep.data.sources.webdataset import count_shards, is_pipeline, part_of
 from evenstep.errors import ConfigurationError, DataError, UsageError
 from evenstep.ground.compat.torch_data import without_worker_info
 from evenstep.randomness import mix
@@ -55,12 +63,29 @@ from evenstep.virtual_ranks import per_rank
 from evenstep.world import World
 
 _STREAM_TAG = 0x73747265616D  # "stream": other streams from the same seed stay unrelated
+_UNDIVIDED = {"num_parts": 1, "num_workers": 1}  # facts of a stream whose shards aren't divided
 
 
-def is_sharded(dataset: Any, num_parts: int) -> bool:
-    """Whether a stream offers enough shards to be divided by them."""
+def num_shards_of(dataset: Any) -> int | None:
+    """The shards by which a stream can be divided; None for one that has none."""
+    if is_pipeline(dataset):
+        return count_shards(dataset)
     num_shards = getattr(dataset, "num_shards", None)
-    return isinstance(num_shards, int) and callable(getattr(dataset, "shard", None)) and num_shards >= num_parts > 1
+    return num_shards if isinstance(num_shards, int) and callable(getattr(dataset, "shard", None)) else None
+
+
+class Start(NamedTuple):
+    """Where a part of a stream begins.
+
+    Attributes:
+        iteration: To which it belongs.
+        state: The stream's own, with which it begins; None: at its beginning.
+        step: At which `state` was taken.
+    """
+
+    iteration: int
+    state: Any = None
+    step: int = 0
 
 
 class StreamSource:
@@ -76,21 +101,32 @@ class StreamSource:
         seed: int,
         num_workers: int,
         world: World,
+        by_state: bool,
     ) -> None:
         self.done: dict[int, frozenset[int]] = {}
         self.dataset, self.world = dataset, world
         self.seed = seed
         self.global_batch_size: int = global_batch_size
         self.drop_last = drop_last
-        self._num_parts = max(1, num_workers)
-        self.by_shard = is_sharded(dataset, world.world_size * self._num_parts)
+        self._num_workers = max(1, num_workers)
+        self._num_parts = world.world_size * self._num_workers
+        self._num_shards = num_shards_of(dataset)
+        self.by_shard = (self._num_shards or 0) >= self._num_parts > 1
         # Whether several processes run through it, each of which must be given the same records.
-        self._is_compared = not self.by_shard and world.world_size * self._num_parts > 1
+        self._is_compared = not self.by_shard and self._num_parts > 1
+        self._by_state = by_state
+        if by_state and not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
+            raise ConfigurationError(
+                f"resume_streams='state': {type(dataset).__name__} has no state_dict and load_state_dict. Leave it "
+                f"out: 'replay' resumes any stream, and exactly."
+            )
+        if is_pipeline(dataset):
+            part_of(dataset, seed, 0, 1, 0)  # refuses what the loader can't take
         if self.by_shard and world.virtual_ranks is not None:
             raise ConfigurationError(
                 f"{type(dataset).__name__} is a stream that is divided by shards, whose order depends on the number of "
                 f"ranks and workers; reproducible mode can't have that. Hide its num_shards, so that it is divided by "
-                f"record, or use files (Records)."
+                f"record, or number its records (Arrow files)."
             )
         if self.by_shard and drop_last:
             raise ConfigurationError(
@@ -112,6 +148,7 @@ class StreamSource:
             num_workers=num_workers,
             by_shard=self.by_shard,
             compares=self._is_compared,
+            by_state=by_state,
             packs=world.device.type == "cpu",
         )
 
@@ -130,8 +167,11 @@ class StreamSource:
             "seed": self.seed,
             "drop_last": self.drop_last,
         }
-        if self.by_shard:
-            facts["num_parts"] = self.world.world_size * self._num_parts
+        if self._by_state:
+            facts["resume_streams"] = "state"
+        if self._by_state or self._num_shards is not None:  # whose order may depend on them
+            matters = self._by_state or self.by_shard
+            facts |= {"num_parts": self._num_parts, "num_workers": self._num_workers} if matters else _UNDIVIDED
         return facts
 
     def num_steps(self, epoch: int) -> int:
@@ -164,24 +204,41 @@ class StreamSource:
         self, start: Mark, iteration: int, torch_loader: TorchDataLoader[Any] | None
     ) -> Iterator[tuple[int, Loaded]]:
         """This rank's batches, each with the position at its end: records, or steps if it is divided by shards."""
-        num_done = 0 if self.by_shard else -(-start.position // self.global_batch_size)
-        wanted = stream_requests(start.epoch, iteration, num_done)
+        first, states = 0 if self.by_shard else -(-start.position // self.global_batch_size), []
+        if start.state is not None:
+            first, states = start.state
+        wanted = stream_requests(start.epoch, iteration, first, states)
         if torch_loader is None:
             # A copy, because it holds the place in the stream: two iterations at once have two places.
-            yield from self._measured(map(copy.copy(self.fetcher).__getitem__, wanted), start)
+            own = map(copy.copy(self.fetcher).__getitem__, wanted)
+            yield from self._measured(self._with_states(own, first, states), start)
             return
         with workers.working(torch_loader, wanted, lambda step, _: f"its part of step {step} of a stream") as batches:
-            yield from self._measured(batches, start)
+            yield from self._measured(self._with_states(batches, first, states), start)
+
+    def _with_states(self, batches: Iterator[Loaded], first: int, states: list[Any]) -> Iterator[Loaded]:
+        """Batches with what a resume behind them needs: see [Note: a stream's own state]."""
+        if not self._by_state:
+            yield from batches
+            return
+        latest = states or [None] * self._num_workers
+        for number, loaded in enumerate(batches, first):
+            latest = [
+                loaded.state if not self.by_shard or place == number % self._num_workers else state
+                for place, state in enumerate(latest)
+            ]
+            yield loaded._replace(state=[number + 1, latest])
 
     def _measured(self, batches: Iterator[Loaded], start: Mark) -> Iterator[tuple[int, Loaded]]:
         if self.by_shard:
             # How many records each part gave to a step is unknown before a read: finished steps are read and dropped.
-            own = until_all_end(until_the_end(batches, self._num_parts), self._transport)
-            yield from ((step, loaded) for step, loaded in enumerate(own, 1) if step > start.position)
+            own = until_all_end(until_the_end(batches, self._num_workers), self._transport)
+            first_step = 1 if start.state is None else start.position + 1
+            yield from ((step, loaded) for step, loaded in enumerate(own, first_step) if step > start.position)
             return
         if self._is_compared:
             first_step = -(-start.position // self.global_batch_size)
-            batches = same_everywhere(batches, self._transport, start.epoch, first_step, self._num_parts)
+            batches = same_everywhere(batches, self._transport, start.epoch, first_step, self._num_workers)
         position = start.position
         for loaded in batches:
             if not loaded.num_samples:
@@ -204,7 +261,7 @@ class StreamSource:
 class StreamFetcher:
     """Loads this rank's share of the next global batches of a stream; the `Fetcher` of `IterableDataset`s.
 
-    A request's `samples` is the number of the iteration that it belongs to: another one starts the stream anew.
+    A request's `samples` is a `Start`: that of another iteration starts the stream anew.
 
     Args:
         dataset: The stream.
@@ -218,6 +275,7 @@ class StreamFetcher:
         num_workers: Of this rank, as of every other.
         by_shard: See [Note: streams].
         compares: Digests of the records are wanted.
+        by_state: The stream's state is wanted with each batch.
         packs: Have workers send small batches as bytes.
     """
 
@@ -237,6 +295,7 @@ class StreamFetcher:
         num_workers: int,
         by_shard: bool,
         compares: bool = False,
+        by_state: bool = False,
         packs: bool = False,
     ) -> None:
         self.dataset = dataset
@@ -246,9 +305,11 @@ class StreamFetcher:
         self._share = partial(divide, rank=rank, world_size=world_size, virtual_ranks=virtual_ranks)
         self._seed = seed
         self._by_shard = by_shard
-        self._compares = compares
+        self._compares, self._by_state = compares, by_state
         self._packs = packs and num_workers > 0
         self._iteration: int | None = None
+        self._epoch = 0
+        self._stream: Any = None
         self._records: Iterator[Any] = iter(())
         self._step = 0
         self._first: Any = None
@@ -265,12 +326,9 @@ class StreamFetcher:
             return failed(error)
 
     def _load(self, request: Request) -> Loaded:
-        with without_worker_info() as worker:
-            if self._iteration != request.samples:
-                self._iteration, self._step = request.samples, 0
-                self._streams = _OwnStreams(mix(_STREAM_TAG, self._seed, request.epoch))
-                with self._streams.in_use():
-                    self._records = self._begin(request.epoch, 0 if worker is None else worker.id)
+        with without_worker_info():
+            if self._iteration != request.samples.iteration:
+                self._begin(request)
             digests: list[int] = []
             with self._streams.in_use():
                 if self._by_shard:
@@ -280,22 +338,42 @@ class StreamFetcher:
                     records = self._run_on(request.step, digests)
                     start, stop = self._share(0, len(records))
                     mine = records[start:stop]
+            state = self._stream.state_dict() if self._by_state else None
             if not records or (self._drop_last and len(records) < self._size):
                 batch = self._nothing() if self._by_shard else None
-                return Loaded(batch, num_samples=0, digests=tuple(digests))
+                return Loaded(batch, num_samples=0, digests=tuple(digests), state=state)
         batch = self.collate(mine) if mine else self._nothing()
-        loaded = Loaded(batch, num_samples=len(records), digests=tuple(digests))
+        loaded = Loaded(batch, num_samples=len(records), digests=tuple(digests), state=state)
         return packed(loaded) if self._packs else loaded
 
-    def _begin(self, epoch: int, worker: int) -> Iterator[Any]:
-        """The records of the whole stream, or of this worker's part of it."""
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(epoch)
-        if not self._by_shard:
-            return iter(self.dataset)
-        num_parts, index = self._world_size * self._num_workers, self._rank * self._num_workers + worker
-        part = iter(self.dataset.shard(num_shards=num_parts, index=index))
-        return _drawing_otherwise(part, mix(_STREAM_TAG, self._seed, epoch, index))
+    def _begin(self, request: Request) -> None:
+        """Begin the whole stream, or a part of it. Workers take turns, so the request's number says which part."""
+        self._epoch, start = request.epoch, request.samples
+        self._iteration, self._step = start.iteration, start.step
+        key = mix(_STREAM_TAG, self._seed, self._epoch)
+        # Behind a state the numbers from the epoch's beginning aren't drawn again.
+        self._streams = _OwnStreams(mix(key, start.step) if start.step else key)
+        index = self._rank * self._num_workers + request.step % self._num_workers
+        with self._streams.in_use():
+            self._stream = self._part(self._world_size * self._num_workers, index) if self._by_shard else self._part()
+            if start.state is not None:
+                if not self._by_shard:
+                    self._stream = copy.deepcopy(self._stream)  # that of the script has no place in it to go on from
+                self._stream.load_state_dict(start.state)
+            self._records = iter(self._stream)
+            if self._by_shard:
+                self._records = _drawing_otherwise(self._records, mix(key, start.step, index))
+
+    def _part(self, num_parts: int = 1, index: int = 0) -> Any:
+        """The stream or a part of it, which has been told the epoch itself."""
+        if is_pipeline(self.dataset):
+            return part_of(self.dataset, self._seed, self._epoch, num_parts, index)
+        set_epoch(self.dataset, self._epoch)
+        if num_parts == 1:
+            return self.dataset
+        part = self.dataset.shard(num_shards=num_parts, index=index)
+        set_epoch(part, self._epoch)
+        return part
 
     def _run_on(self, step: int, digests: list[int]) -> list[Any]:
         """Records of a step. `digests` gets its digest, behind those of the steps that other workers have taken."""
@@ -318,7 +396,7 @@ class StreamFetcher:
         """The batch of no records. A part that is empty from the beginning looks at the whole stream's first record."""
         if self._first is None:
             with without_worker_info(), self._streams.in_use():
-                self._first = next(iter(self.dataset), None)
+                self._first = next(iter(self._part()), None)
             if self._first is None:
                 return None
         return emptied(self.collate([self._first]), self.collate([self._first, self._first]))
@@ -353,9 +431,20 @@ def _drawing_otherwise(records: Iterator[Any], key: int) -> Iterator[Any]:
     yield from records
 
 
-def stream_requests(epoch: int, iteration: int, first_step: int) -> Iterator[Request]:
-    """Endless requests; the loaded batches show the stream's end. Pure."""
-    return (Request(epoch, step, iteration) for step in count(first_step))
+def stream_requests(epoch: int, iteration: int, first_step: int, states: Sequence[Any] = ()) -> Iterator[Request]:
+    """Endless requests; the loaded batches show the stream's end. Pure.
+
+    Args:
+        epoch: Of all of them.
+        iteration: To which they belong.
+        first_step: Number of the first.
+        states: Where the part of each worker goes on; empty: at its beginning.
+    """
+    for step in count(first_step):
+        is_first = step - first_step < len(states)
+        yield Request(
+            epoch, step, Start(iteration, states[step % len(states)], first_step) if is_first else Start(iteration)
+        )
 
 
 def until_the_end(batches: Iterator[Loaded], num_parts: int) -> Iterator[Loaded]:

@@ -2,44 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from evenstep import checks
-from evenstep.data.sources.files import FixedFile
 from evenstep.errors import ConfigurationError, DataError
 from evenstep.ground.health import excepthook
 
+Array = np.ndarray[Any, Any]
 PADDING = -100  # a target that torch's cross_entropy leaves out
 
 
 class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     """Pairs (x, y) of `context` tokens and the tokens that follow each of them, int64 [context].
 
-    A file is mapped into memory: no process keeps a copy, and its size doesn't matter.
-    Loaders read a whole batch of windows at once.
+    Files are mapped (`numpy.memmap`): no process keeps a copy, and their size doesn't matter. Loaders read a whole
+    batch of windows at once.
 
-    Without `documents` the tokens are one text; a rest at its end that is shorter than a window is not used. With
-    them no window crosses the end of a document: the last of each is short, filled up with 0 in x and with `padding`
-    in y, so that every token but each document's first is predicted once (with `stride` equal to `context`).
+    Several files are one text, as if they had been joined: a window may begin in one and end in the next. Without
+    `documents` a rest at the text's end that is shorter than a window is not used. With them no window crosses the end
+    of a document: the last of each is short, filled up with 0 in x and with `padding` in y, so that every token but
+    each document's first is predicted once (with `stride` equal to `context`).
 
     Args:
-        tokens: A file of numbers, or a tensor or array, [num_tokens].
+        tokens: A file of numbers, or a list of files in the order of the text, or a tensor or array, [num_tokens].
         context: Tokens in a window.
-        dtype: Of the file's numbers, in this machine's byte order.
+        dtype: Of a file's numbers: torch's or numpy's, of whole numbers. ">u2" are those of other machines.
+        header_bytes: Bytes at the beginning of each file that are no tokens.
         stride: Tokens from the beginning of a window to that of the next; None: `context`.
         documents: Tokens of each document, which add up to all tokens. 16 bytes of memory for each.
         padding: Value of y behind a document's end.
 
     Raises:
-        ConfigurationError: The tokens are too few for a window, or the documents don't add up.
-        DataError: The file ends inside of a token. Later: it has changed since it was opened.
+        ConfigurationError: A file isn't there, the tokens are too few for a window, or the documents don't add up.
+        DataError: A file ends inside of its header or of a token. Later: it has changed since the data set was made.
     """
 
     gives_batches = True
@@ -50,132 +54,190 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         tokens: Any,
         context: int,
         *,
-        dtype: torch.dtype = torch.uint16,
+        dtype: Any = torch.uint16,
+        header_bytes: int = 0,
         stride: int | None = None,
         documents: Sequence[int] | Tensor | None = None,
         padding: int = PADDING,
     ) -> None:
-        context = checks.whole("TokenDataset: context", context, least=1)
-        stride = context if stride is None else checks.whole("TokenDataset: stride", stride, least=1)
-        padding = checks.whole("TokenDataset: padding", padding, least=-(1 << 63), most=(1 << 63) - 1)
-        if not isinstance(dtype, torch.dtype) or dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
-            raise checks.refuse("TokenDataset: dtype", dtype, "a torch.dtype of whole numbers, such as torch.uint16")
-        self.context, self.stride, self.padding = context, stride, padding
-        self._file: FixedFile | None = None
-        self._dtype = dtype
-        self._held: Tensor | None = None
-        if isinstance(tokens, str | os.PathLike):
-            self._file = _open(Path(tokens), dtype)
-            self.num_tokens = len(self._file)
-        else:
-            self._held = _as_row(tokens)
-            self.num_tokens = len(self._held)
-        self._first_window: Tensor | None = None  # [documents + 1], int64: windows before each document
-        self._ends: Tensor | None = None  # [documents], int64: tokens up to the end of each
+        self.context = checks.whole("TokenDataset: context", context, least=1)
+        self.stride = self.context if stride is None else checks.whole("TokenDataset: stride", stride, least=1)
+        self.padding = checks.whole("TokenDataset: padding", padding, least=-(1 << 63), most=(1 << 63) - 1)
+        header_bytes = checks.whole("TokenDataset: header_bytes", header_bytes, least=0)
+        numbers = _dtype_of(dtype)
+        paths = _paths_of(tokens)
+        self._shards: list[_File | Array] = (
+            [_row_of(tokens)] if paths is None else [_opened(path, numbers, header_bytes) for path in paths]
+        )
+        self._ends = np.cumsum([len(shard) for shard in self._shards])  # [shards], int64: tokens to the end of each
+        self.num_tokens = int(self._ends[-1])
+        self._first_window: Array | None = None  # [documents + 1], int64: windows before each document
         if documents is None:
-            self._num_windows = max(0, (self.num_tokens - context - 1) // stride + 1)
+            self._num_windows = max(0, (self.num_tokens - self.context - 1) // self.stride + 1)
             if self._num_windows < 1:
                 raise ConfigurationError(
-                    f"TokenDataset: {self.num_tokens} tokens are too few for a window of {context} and the token after."
+                    f"TokenDataset: {self.num_tokens} tokens are too few for a window of {self.context} and the token "
+                    f"after."
                 )
         else:
-            self._divide(_as_tensor("documents", documents, "numbers of tokens, one for each document"))
+            self._divide(_as_array("documents", documents, "numbers of tokens, one for each document"))
 
-    def _divide(self, documents: Tensor) -> None:
-        is_row = documents.dim() == 1 and not documents.is_floating_point() and not documents.is_complex()
-        if not is_row or documents.dtype is torch.bool or bool((documents < 0).any()):
+    def _divide(self, documents: Array) -> None:
+        if documents.ndim != 1 or documents.dtype.kind not in "iu" or (documents < 0).any():
             raise ConfigurationError("TokenDataset: documents are numbers of tokens, one for each document.")
-        documents = documents.to(torch.int64)
-        if int(documents.sum()) != self.num_tokens:
+        self._document_begins = np.concatenate(([0], documents.astype(np.int64).cumsum()))  # [documents + 1], tokens
+        if self._document_begins[-1] != self.num_tokens:
             raise ConfigurationError(
-                f"TokenDataset: the documents have {int(documents.sum())} tokens together, and there are "
+                f"TokenDataset: the documents have {self._document_begins[-1]} tokens together, and there are "
                 f"{self.num_tokens}."
             )
-        self._ends = documents.cumsum(0)
-        windows = ((documents - 1).clamp_(min=0) + self.stride - 1) // self.stride
-        self._first_window = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), windows.cumsum(0)])
+        windows = np.maximum(np.diff(self._document_begins) + self.stride - 2, 0) // self.stride
+        self._first_window = np.concatenate(([0], windows.cumsum()))
         self._num_windows = int(self._first_window[-1])
         if self._num_windows == 0:
             raise ConfigurationError("TokenDataset: no document has two tokens, so there is nothing to predict.")
-
-    @property
-    def tokens(self) -> Tensor:
-        """All tokens, [num_tokens]; those of a file are read on access."""
-        if self._file is None:
-            assert self._held is not None
-            return self._held
-        return self._file.content[: self.num_tokens * self._dtype.itemsize].view(self._dtype)
 
     def __len__(self) -> int:
         return self._num_windows
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"window {index} of {len(self)}")
         x, y = self.batch_of(torch.tensor([index], device="cpu"))
         return x[0], y[0]
 
     def batch_of(self, indices: Tensor) -> list[Tensor]:
-        """x and y of several windows: [n, context] each, int64, of [n] int64."""
-        low, high = (int(end) for end in indices.aminmax())
-        if low < 0 or high >= len(self):
-            raise IndexError(f"windows {low} to {high} of {len(self)}")
-        if self._file is not None:
-            self._file.validate_unchanged()
-        first, end = self._spans(indices)
-        places = first.unsqueeze(1) + torch.arange(self.context + 1, device="cpu")
-        if self._ends is None:
-            found = self._at(places)
-            return [found[:, :-1].contiguous(), found[:, 1:].contiguous()]
-        beyond = places >= end.unsqueeze(1)
-        found = self._at(places.clamp_(max=self.num_tokens - 1))
+        """x and y of several windows: [n, context] each, int64, of [n] int64, n at least 1."""
+        windows = indices.numpy()
+        if windows.min() < 0 or windows.max() >= len(self):
+            raise IndexError(f"windows {windows.min()} to {windows.max()} of {len(self)}")
+        if self._first_window is None:
+            found = self._at(windows * self.stride)
+            return [torch.from_numpy(part.copy()) for part in (found[:, :-1], found[:, 1:])]
+        document = np.searchsorted(self._first_window, windows, side="right") - 1
+        first = self._document_begins[document] + (windows - self._first_window[document]) * self.stride
+        found = self._at(first)
+        size = self._document_begins[document + 1] - first
         # A token without a successor isn't shown either: nothing is predicted from it.
-        x = found[:, :-1].masked_fill(beyond[:, 1:], 0)
-        return [x, found[:, 1:].masked_fill(beyond[:, 1:], self.padding)]
+        beyond = np.arange(1, self.context + 1) >= size[:, None]
+        x, y = np.where(beyond, 0, found[:, :-1]), np.where(beyond, self.padding, found[:, 1:])
+        return [torch.from_numpy(x), torch.from_numpy(y)]
 
-    def _at(self, places: Tensor) -> Tensor:
-        tokens = self.tokens
-        if tokens.dtype in (torch.uint16, torch.uint32, torch.uint64):
-            # torch indexes these only under their signed names.
-            signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}[tokens.dtype]
-            mask = (1 << 8 * tokens.dtype.itemsize) - 1 if signed is not torch.int64 else -1
-            return tokens.view(signed)[places].to(torch.int64) & mask
-        return tokens[places].to(torch.int64)
-
-    def _spans(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """First token of each window, and the end of its document."""
-        if self._ends is None or self._first_window is None:
-            return indices * self.stride, torch.full_like(indices, self.num_tokens)
-        document = torch.searchsorted(self._first_window, indices, right=True) - 1
-        begins = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), self._ends])[document]
-        return begins + (indices - self._first_window[document]) * self.stride, self._ends[document]
+    def _at(self, first: Array) -> Array:
+        """The tokens from each of these places on, [n, context + 1] of [n]; behind the text's end anything."""
+        found = np.empty((len(first), self.context + 1), np.int64)
+        shards = np.searchsorted(self._ends, first, side="right")
+        for number in np.unique(shards).tolist():
+            rows, tokens = np.flatnonzero(shards == number), _tokens_of(self._shards[number])
+            places = first[rows] - (self._ends[number] - len(tokens))
+            found[rows] = tokens.take(places[:, None] + np.arange(self.context + 1), mode="clip")
+        for row in np.flatnonzero(first + self.context >= self._ends[shards]).tolist():  # they go on in the next
+            number, done = shards[row] + 1, self._ends[shards[row]] - first[row]
+            while done <= self.context and number < len(self._shards):
+                tokens = _tokens_of(self._shards[number])[: self.context + 1 - done]
+                found[row, done : done + len(tokens)] = tokens
+                number, done = number + 1, done + len(tokens)
+        return found
 
     def __repr__(self) -> str:
         return f"<TokenDataset {len(self)} windows of {self.context} in {self.num_tokens} tokens>"
 
 
-def _open(path: Path, dtype: torch.dtype) -> FixedFile:
-    if not path.is_file():
-        raise ConfigurationError(f"TokenDataset: {path} is {'no file' if path.exists() else 'not there'}.")
-    file = FixedFile(path, dtype.itemsize, 0)
-    if file.rest:
+@dataclass(frozen=True)
+class _File:
+    """A file of tokens as it was when the data set was made."""
+
+    path: str
+    dtype: np.dtype[Any]
+    header_bytes: int
+    size: int
+    modified_ns: int
+
+    def __len__(self) -> int:
+        return (self.size - self.header_bytes) // self.dtype.itemsize
+
+
+def _look(path: str, dtype: np.dtype[Any], header_bytes: int) -> _File:
+    state = os.stat(path)
+    return _File(path, dtype, header_bytes, state.st_size, state.st_mtime_ns)
+
+
+def _opened(path: str, dtype: np.dtype[Any], header_bytes: int) -> _File:
+    """The file, checked.
+
+    Raises:
+        ConfigurationError: There is no such file.
+        DataError: It ends inside of its header, or of a token.
+    """
+    if not os.path.isfile(path):
+        raise ConfigurationError(f"TokenDataset: {path} is {'no file' if os.path.exists(path) else 'not there'}.")
+    file = _look(path, dtype, header_bytes)
+    if file.size < header_bytes:
+        raise DataError(f"{path}, byte {file.size}: the file ends inside of its header of {header_bytes} bytes.")
+    rest = (file.size - header_bytes) % dtype.itemsize
+    if rest:
         raise DataError(
-            f"{path}, token {len(file)}, byte {len(file) * dtype.itemsize}: the file ends after {file.rest} of the "
-            f"token's {dtype.itemsize} bytes. It was cut off, or dtype={dtype} is wrong."
+            f"{path}, token {len(file)}, byte {file.size - rest}: the file ends after {rest} of the token's "
+            f"{dtype.itemsize} bytes. It was cut off, or dtype={dtype} or header_bytes={header_bytes} is wrong."
         )
     return file
 
 
-def _as_tensor(name: str, given: Any, wanted: str) -> Tensor:
+def _tokens_of(shard: _File | Array) -> Array:
+    """The tokens of a shard; those of a file are read on access.
+
+    Raises:
+        DataError: The file has changed. A read behind its end would kill the process (SIGBUS).
+    """
+    if not isinstance(shard, _File):
+        return shard
     try:
-        return torch.as_tensor(given, device="cpu")
+        now = _look(shard.path, shard.dtype, shard.header_bytes)
+    except OSError as error:
+        raise DataError(f"{shard.path} can't be read any more: {error.strerror}.") from None
+    if now != shard:
+        raise DataError(
+            f"{shard.path} was changed since the data set was made: {shard.size} bytes then, {now.size} bytes now. "
+            f"Make the data set anew."
+        )
+    return _mapped(shard)
+
+
+@functools.lru_cache(maxsize=256)  # each keeps a descriptor open, and there may be thousands of shards
+def _mapped(file: _File) -> Array:
+    # Nothing can be mapped of an empty file.
+    return np.asarray(np.memmap(file.path, file.dtype, "r", file.header_bytes)) if len(file) else np.empty(0, np.int64)
+
+
+def _paths_of(tokens: Any) -> list[str] | None:
+    """The files that are meant; None if these are the tokens themselves."""
+    given = [tokens] if isinstance(tokens, str | os.PathLike) else tokens
+    if isinstance(given, list | tuple) and given and all(isinstance(each, str | os.PathLike) for each in given):
+        return [str(os.fspath(each)) for each in given]
+    return None
+
+
+def _dtype_of(given: Any) -> np.dtype[Any]:
+    try:
+        dtype = np.dtype(str(given).removeprefix("torch.") if isinstance(given, torch.dtype) else given)
+    except Exception:  # numpy's errors for what is no dtype are of several kinds
+        dtype = np.dtype(object)
+    if dtype.kind not in "iu":
+        raise checks.refuse("TokenDataset: dtype", given, "a dtype of whole numbers, such as torch.uint16")
+    return dtype
+
+
+def _as_array(name: str, given: Any, wanted: str) -> Array:
+    try:
+        array = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
     except (TypeError, ValueError, RuntimeError):
-        raise checks.refuse(f"TokenDataset: {name}", given, wanted) from None
+        array = np.asarray(None)
+    if array.ndim == 0 or array.dtype.kind in "OSU":
+        raise checks.refuse(f"TokenDataset: {name}", given, wanted)
+    return array
 
 
-def _as_row(tokens: Any) -> Tensor:
-    row = _as_tensor("tokens", tokens, "a file of numbers, or a tensor or array, [num_tokens]")
-    if row.dim() != 1 or row.is_floating_point() or row.is_complex() or row.dtype is torch.bool:
+def _row_of(tokens: Any) -> Array:
+    row = _as_array("tokens", tokens, "a file of numbers, a list of such files, or a tensor or array, [num_tokens]")
+    if row.ndim != 1 or row.dtype.kind not in "iu":
         raise ConfigurationError(
             f"TokenDataset: tokens of shape {list(row.shape)} and {row.dtype}; whole numbers in a row."
         )

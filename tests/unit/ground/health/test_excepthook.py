@@ -118,32 +118,33 @@ with scope["block"]():
 
 def test_a_mistake_is_told_with_what_the_users_code_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From that code on; not what a library raised, or evenstep."""
-    lines = "0\\n1\\n"
-    text = f"""
+    text = """
 import evenstep
-with open("{tmp_path}/lines.jsonl", "w") as file:
-    file.write("{lines}")
+import json
 
-def inner(number):
-    raise ValueError("not this one")
+def inner():
+    raise TypeError("not this one")
 
-def decode(number):
-    return inner(number)
+def count(samples):
+    return inner()
 
-evenstep.Records("{tmp_path}/lines.jsonl", decode=DECODE)[1]
+class Samples:
+    __len__ = COUNT
+    __getitem__ = None
+
+evenstep.DataLoader(Samples(), 1, world=evenstep.World.alone(device="cpu"))
 """
-    told = describe(raised_by_running(tmp_path, text.replace("DECODE", "decode"), monkeypatch)).splitlines()
-    assert told[0] == f"DataError: {tmp_path}/lines.jsonl, record 1, byte 2: damaged: not this one"
+    told = describe(raised_by_running(tmp_path, text.replace("COUNT", "count"), monkeypatch)).splitlines()
+    assert told[0].startswith("ConfigurationError: DataLoader: len() of the data set (Samples) fails: not this one")
     assert told[1:4] == [
-        f"  at {tmp_path}/script.py, line 12, in <module>",
+        f"  at {tmp_path}/script.py, line 15, in <module>",
         "Traceback (most recent call last):",
-        f'  File "{tmp_path}/script.py", line 10, in decode',
+        f'  File "{tmp_path}/script.py", line 9, in count',
     ]
-    assert told[-1] == "ValueError: not this one"
-    text = text.replace("DECODE", "None").replace(lines, "0\\n}\\n")
-    told = describe(raised_by_running(tmp_path, text, monkeypatch)).splitlines()
-    assert "no JSON" in told[0]
-    assert told[1:] == [f"  at {tmp_path}/script.py, line 12, in <module>"]
+    assert told[-1] == "TypeError: not this one"
+    told = describe(raised_by_running(tmp_path, text.replace("COUNT", "json.loads"), monkeypatch)).splitlines()
+    assert "fails: the JSON object must be str" in told[0]
+    assert told[1:] == [f"  at {tmp_path}/script.py, line 15, in <module>"]
 
 
 def test_what_ends_a_forked_child_is_no_report_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +203,7 @@ def test_of_a_users_mistake_the_innermost_line_of_the_user_is_shown(
 import evenstep
 
 def train():
-    evenstep.Records("no such file")
+    evenstep.TokenDataset("no such file", 8)
 
 train()
 """

@@ -185,7 +185,7 @@ def run(seed: int, where: Path, begin: int, end: int) -> tuple[list[int], int, l
     model = evenstep.DistributedDataParallel(module)
     local = evenstep.LocalSGD(model, inner, every=EVERY, warmup_steps=WARMUP, outer=outer)
     with evenstep.Checkpointer(
-        where, model=model, local_sgd=local, every_steps=4, every_minutes=None, keep=None
+        where, model=model, local_sgd=local, every_steps=4, every_minutes=None, keep=9
     ) as checkpoint:
         began = checkpoint.resume()
         for step in range(began, end):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -108,6 +109,23 @@ def test_the_recipe_of_the_page_goes_on_where_a_checkpoint_was_made(tmp_path, st
         return rates
 
     assert train("stopped", stop) + train("stopped", 20) == train("straight", 20)
+
+
+@pytest.mark.parametrize("eta_min", [0.0, 0.01])
+def test_the_guides_schedule_follows_its_formula(eta_min: float) -> None:
+    """The text of the guide is run, with another least rate."""
+    text = (Path(__file__).parents[3] / "docs" / "how-to" / "learning-rates.md").read_text()
+    program = text.split("```python\n")[1].split("```")[0]
+    length = "T_max=num_steps - num_warmup"
+    assert program.count(length) == 1
+    found: dict[str, Any] = {"__name__": "guide"}
+    exec(program.replace(length, f"{length}, eta_min={eta_min}"), found)
+    peak, num_steps, num_warmup = 0.4, found["num_steps"], found["num_warmup"]
+    wanted = [peak * (0.01 + 0.99 * step / num_warmup) for step in range(num_warmup)]
+    for step in range(num_steps - num_warmup):
+        share = (1 + math.cos(math.pi * step / (num_steps - num_warmup))) / 2
+        wanted.append(eta_min + (peak - eta_min) * share)
+    assert found["rates"] == pytest.approx(wanted, rel=1e-12)
 
 
 def test_the_average_follows_its_formula_and_is_applied_for_a_while():

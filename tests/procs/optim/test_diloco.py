@@ -194,7 +194,7 @@ def run(seed: int, where: Path, begin: int, end: int) -> tuple[list[int], int, l
             local.step()
             checkpoint.step()
         checkpoint.wait()
-        saved = sorted(int(each.name.removeprefix("step-")) for each in where.glob("step-*") if each.is_dir())
+        saved = sorted(int(each.name.split("-")[1]) for each in where.glob("step-*") if each.is_dir())
         kept = values_of(module) + [outer.state[p]["momentum_buffer"].clone() for p in outer.param_groups[0]["params"]]
     local.close()
     return saved, began, kept

@@ -128,6 +128,7 @@ class Checkpointer:
         self._continues_on_error = on_save_error == "continue"
         self._asynchronous = bool(asynchronous)
         self.num_steps = 0
+        self._num_apart = 0  # steps since it was counted last: more than one with LocalSGD
         self._tier: LocalTier | None = None
         self._has_begun = self._has_loaded = False
         self._saver = Saver(storage, self.world, objects, self._directory.commit)
@@ -236,6 +237,8 @@ class Checkpointer:
     def step(self, **metrics: float) -> None:
         """Count a step of the optimizer, and save if a save is due.
 
+        With `LocalSGD`, steps between two exchanges are counted at the second one, and a save that is due waits for it.
+
         Collective. An error leaves the model and the earlier checkpoints as they were.
 
         Args:
@@ -246,13 +249,19 @@ class Checkpointer:
             UsageError: The directory has checkpoints of later steps than this one.
             SystemExit: With status 75: a stop was requested, and the run has been saved.
         """
-        if any(model.engine.is_accumulating for model in models_among(self._objects)):
+        engines = [model.engine for model in models_among(self._objects)]
+        if any(engine.is_in_window or not engine.synchronise for engine in engines):
             return
+        self._num_apart += 1
+        if any(engine.is_apart for engine in engines):
+            return  # ranks differ until their next exchange, and a save that is due waits for it
         self._begin()
         self._commit_samples()
         if self._metrics_are_of == self.num_steps:
             self._metrics = {}
-        self.num_steps += 1
+        before = self.num_steps
+        self.num_steps += self._num_apart
+        self._num_apart = 0
         now = time.monotonic()
         is_slow, self._stepped_at = now - self._stepped_at > _SLOW_STEP_S, now
         is_best = self._take_metrics(metrics)
@@ -265,12 +274,13 @@ class Checkpointer:
             self._finish()
         if agreed.stops:
             self._stop()
-        by_steps = self.policy.every_steps is not None and self.num_steps % self.policy.every_steps == 0
+        every = self.policy.every_steps
+        by_steps = every is not None and self.num_steps // every > before // every
         if agreed.is_due or by_steps or is_best:
             self._save()
         if self._tier is not None:
             heartbeat.mark(heartbeat.Phase.SAVING)
-            self._tier.step(self.num_steps, self._metrics, waits=not self._asynchronous)
+            self._tier.step(self.num_steps, before, self._metrics, waits=not self._asynchronous)
             heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
         self._requests.send(self._status(is_slow))
 
@@ -289,7 +299,7 @@ class Checkpointer:
         if any(model.engine.is_accumulating for model in models_among(self._objects)):
             raise UsageError(
                 "checkpoint.save in the middle of an accumulation: its gradients would be lost. Call it after the "
-                "optimizer's step; of LocalSGD, behind an average."
+                "optimizer's step; of LocalSGD, behind an exchange."
             )
         self._begin()
         self._take_metrics(metrics)
@@ -518,6 +528,7 @@ class Checkpointer:
         """Collective: load what was found; say so, and return its step."""
         restore.apply(found, self.world, self._objects, where)
         step = self.num_steps = found.manifest.step
+        self._num_apart = 0
         self._metrics = dict(found.manifest.metrics)
         num_ranks = found.manifest.world_size
         saved_by = f", saved by {checks.counted(num_ranks, 'rank')}"

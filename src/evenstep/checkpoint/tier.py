@@ -168,17 +168,18 @@ class LocalTier:
             with contextlib.suppress(OSError):
                 self.storage.put(_REACHED, [])  # makes the folder
 
-    def step(self, step: int, metrics: Mapping[str, float], *, waits: bool = False) -> None:
+    def step(self, step: int, before: int, metrics: Mapping[str, float], *, waits: bool = False) -> None:
         """Collective: begin a save if one is due.
 
         Args:
             step: Optimizer steps so far.
+            before: As they were in the call before this one.
             metrics: Numbers to store with it.
             waits: Return when the save has ended.
         """
         if self._saver.is_leader:
             self._note_reached(step)
-        is_due = step % self._every_steps == 0
+        is_due = step // self._every_steps > before // self._every_steps
         if is_due:
             self.finish()
         writer = self._saver.writer

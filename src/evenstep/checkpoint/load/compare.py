@@ -33,8 +33,22 @@ def differences(name: str, saved: ObjectEntry, target: Any) -> list[str]:
     if isinstance(getattr(target, "param_groups", None), list):
         return _optimizer_differences(name, saved, structure.get("param_groups"), target)
     if isinstance(target, LocalSGD) and "ranks" in structure:
-        return _optimizer_differences(name, saved, structure["ranks"][0]["param_groups"], target.optimizer)
+        found = _optimizer_differences(name, saved, structure["ranks"][0]["param_groups"], target.optimizer)
+        return found + _outer_differences(name, structure, target)
     return []
+
+
+def _outer_differences(name: str, structure: Mapping[str, Any], target: LocalSGD) -> list[str]:
+    """A line if only one of two LocalSGD has an outer optimizer, or theirs step other groups of parameters."""
+    here = None if target.outer is None else target.outer.state_dict()["param_groups"]
+    kept = structure.get("outer")
+    saved, wanted = (
+        "no outer optimizer"
+        if groups is None
+        else f"an outer one of {[len(each['params']) for each in groups]} parameters"
+        for groups in (None if kept is None else kept["param_groups"], here)
+    )
+    return [] if saved == wanted else [f"{name}: was with {saved}, and is with {wanted} here"]
 
 
 def fitting(state: Any, target: Any) -> Any:

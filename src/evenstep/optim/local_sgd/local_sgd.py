@@ -1,16 +1,28 @@
-"""Less communication: ranks step on their own, and average their parameters now and then.
+"""Less communication: ranks step on their own, and exchange what they have learnt now and then.
 
-Local SGD (Stich, "Local SGD Converges Fast and Communicates Little", 2019). Not the same answer as averaging gradients:
-between two averages replicas differ.
+Plain averaging is Local SGD (Stich, "Local SGD Converges Fast and Communicates Little", 2019; Lin et al., "Don't Use
+Large Mini-Batches, Use Local SGD", 2018). With an outer optimizer it is DiLoCo (Douillard et al., "DiLoCo: Distributed
+Low-Communication Training of Language Models", 2023). Not the same answer as averaging gradients: between two exchanges
+replicas differ.
+
+[Note: outer steps]
+
+    first local step    keep a copy of the parameters, which are equal on all ranks
+    local steps         every rank moves its parameters
+    exchange            the mean over ranks of (parameters now - copy), in `transfer_dtype`
+                        parameters = copy, gradient = -mean, and the outer optimizer steps
+
+Parameters are equal again behind it, so a checkpoint holds the copy as the model itself, and beside it only the state
+of the outer optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import optim
+from torch import Tensor, optim
 
 from evenstep import checks
 from evenstep.device import by_kind
@@ -32,7 +44,7 @@ from evenstep.transport.core.object_collectives import exchange
 
 
 class LocalSGD:
-    """Ranks step on their own gradients; every `every` steps parameters become the mean over ranks.
+    """Ranks step on their own gradients; every `every` steps parameters become the mean over ranks, or an outer step.
 
     Example::
 
@@ -43,25 +55,37 @@ class LocalSGD:
             optimizer.zero_grad()
         local.average()
 
+    With `outer` it is DiLoCo: the mean of what ranks have changed is the gradient of an outer step (see [Note: outer
+    steps]), as in ``outer=torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)``. All ranks take
+    the same outer step, from the same parameters. Trained parameters that `outer` lacks become their mean.
+
     Collective: every rank makes it and calls `step` equally often, so give every rank equally many batches, none of
     them empty. From now on backward passes of the model don't exchange gradients, until `close`: `p.grad` is this
     rank's mean, which may be clipped. Weights of `model.backward` count within a rank; all ranks count the same in a
     mean. What the optimizer keeps (momenta) stays each rank's own. A `Checkpointer` counts and saves the steps behind
-    which parameters are the same on all ranks. It is given this object, and not the optimizer, whose state on every
-    rank is saved with it: `Checkpointer(..., model=model, local_sgd=local)`.
+    which parameters are the same on all ranks. It is given this object, and not the optimizers: the inner one's state
+    on every rank and the outer one's are saved with it: `Checkpointer(..., model=model, local_sgd=local)`.
 
     A gradient that isn't finite is this rank's alone until parameters are averaged; then all ranks know of it, and do
     what the model's `on_nonfinite` says: "warn" says it once, with rank and parameter, on CPUs; "skip" has left out
-    that rank's step, and says so; "raise" has, too, and is a NonFiniteError of all ranks in place of the average.
+    that rank's step, and says so; "raise" has, too, and is a NonFiniteError of all ranks in place of the exchange.
 
     Args:
         model: An `evenstep.DistributedDataParallel`.
         optimizer: A plain torch optimizer over its parameters.
-        every: Steps from one average to the next.
-        warmup_steps: Steps at the beginning after each of which parameters are averaged.
+        every: Steps from one exchange to the next.
+        warmup_steps: Steps at the beginning after each of which parameters are averaged, without an outer step.
+        outer: A plain torch optimizer over parameters of the model; the same on all ranks. None: plain averaging.
+        transfer_dtype: `torch.bfloat16` or `torch.float16`: what trained parameters have changed travels in it, and is
+            added to the values from before. None: what travels has the parameters' dtype.
+
+    Attributes:
+        outer: See there; a scheduler may set its rates, equally on all ranks.
+        num_steps: Local steps so far.
 
     Raises:
-        ConfigurationError: No such model, a divided optimizer, one of other parameters, or a number out of its range.
+        ConfigurationError: No such model, a divided optimizer, one of other parameters, the same optimizer twice, a
+            number out of its range, or another dtype.
         UsageError: Gradients have been added since they were last averaged, ranks step on their own already, or a
             ShardedOptimizer has parameters of the model.
         MismatchError: The ranks were given different numbers.
@@ -69,7 +93,14 @@ class LocalSGD:
 
     @excepthook.for_users
     def __init__(
-        self, model: DistributedDataParallel, optimizer: optim.Optimizer, *, every: int, warmup_steps: int = 0
+        self,
+        model: DistributedDataParallel,
+        optimizer: optim.Optimizer,
+        *,
+        every: int,
+        warmup_steps: int = 0,
+        outer: optim.Optimizer | None = None,
+        transfer_dtype: torch.dtype | None = None,
     ) -> None:
         with abort_peers(model):
             if not isinstance(model, DistributedDataParallel):
@@ -83,21 +114,18 @@ class LocalSGD:
                 )
             if model.world.virtual_ranks is not None:
                 raise UsageError("in reproducible mode: what ranks learn by themselves depends on how many there are.")
-            validate_optimizer("optimizer", optimizer)
-            if isinstance(optimizer, ShardedOptimizer):
-                raise checks.refuse("optimizer", optimizer, "a plain torch optimizer: every rank steps all parameters")
+            _validate(model, "optimizer", optimizer)
+            if outer is not None:
+                _validate(model, "outer", outer)
+                if outer is optimizer:
+                    raise ConfigurationError("outer: the optimizer of local steps. Make another one.")
             if model.monitors.options.has_divided():
                 raise UsageError(
                     "the model has a ShardedOptimizer, which steps with the mean of all ranks' gradients, and from now "
                     "on there would be none. Give its parameters to the plain optimizer."
                 )
-            own = {id(parameter) for parameter in model.parameters()}
-            strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
-            if strangers:
-                raise ConfigurationError(
-                    f"optimizer: its parameter of shape {list(strangers[0].shape)} is none of the model's, and would "
-                    f"never be averaged."
-                )
+            if transfer_dtype not in (None, torch.bfloat16, torch.float16):
+                raise checks.refuse("transfer_dtype", transfer_dtype, "torch.bfloat16, torch.float16, or None")
             if model.engine.stays_local:
                 raise UsageError("the model has another LocalSGD. Close that first.")
             if model.engine.is_in_window:
@@ -105,6 +133,8 @@ class LocalSGD:
             return {
                 "every": checks.whole("every", every, least=1),
                 "warmup_steps": checks.whole("warmup_steps", warmup_steps, least=0),
+                "outer": repr(outer),  # with its options: ranks would take different steps
+                "transfer_dtype": str(transfer_dtype),
             }
 
         validate_on_all_ranks(model.world, "LocalSGD", validate)
@@ -112,7 +142,10 @@ class LocalSGD:
         self.optimizer = optimizer
         self.every = int(every)  # as plain numbers, whichever kind they are
         self.warmup_steps = int(warmup_steps)
+        self.outer, self.transfer_dtype = outer, transfer_dtype
         self.num_steps = 0
+        self._exchanges_changes = not (outer is None and transfer_dtype is None)
+        self._before: list[Tensor] | None = None  # trained parameters at the last exchange, in a round of local steps
         self._usual_ending = model.engine.ending
         model.engine.ending = LocalWindowEnd(self)
         policy = model.settings.on_nonfinite
@@ -126,7 +159,7 @@ class LocalSGD:
             observer.set_apart(True)
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> bool:
-        """Step on this rank's gradients. Collective if parameters are averaged now; returns whether they are equal.
+        """Step on this rank's gradients. Collective if ranks exchange now; returns whether parameters are equal.
 
         Args:
             scaler: The `torch.amp.GradScaler` by which losses were scaled: it steps the optimizer, and is updated.
@@ -151,6 +184,8 @@ class LocalSGD:
                 )
             if not is_scaled:
                 self._look_at_gradients()
+        if self._is_open and self._exchanges_changes and self._before is None:
+            self._before = [_real(parameter).clone() for parameter in engine.parameters]
         if is_scaled and scaler is not None:
             self._scaler = scaler
             scaler.step(self.optimizer)
@@ -161,9 +196,10 @@ class LocalSGD:
         if not self._is_open:
             return True
         engine.is_apart = True
-        is_due = self.num_steps <= self.warmup_steps or (self.num_steps - self.warmup_steps) % self.every == 0
+        is_warming_up = self.num_steps <= self.warmup_steps
+        is_due = is_warming_up or (self.num_steps - self.warmup_steps) % self.every == 0
         if is_due:
-            self.average()
+            self._exchange(None if is_warming_up else self.outer)
         return is_due
 
     @property
@@ -171,20 +207,62 @@ class LocalSGD:
         """Whether ranks step on their own."""
         return self.model.engine.ending.owner is self
 
-    @torch.no_grad()
     def average(self) -> None:
-        """Collective: parameters and floating-point module buffers become their mean over ranks.
+        """Collective: parameters and floating-point module buffers become their mean over ranks; no outer step.
 
         Raises:
             NonFiniteError: See the class. Parameters are each rank's own.
         """
-        world = self.model.world
-        if world.world_size == 1:
-            if self._bad:
-                self._conclude()
-            self.model.engine.is_apart = False
-            return
-        kept = [torch.view_as_real(each) if each.is_complex() else each for each in self.model._kept_tensors()]
+        self._exchange(None)
+
+    @torch.no_grad()
+    def _exchange(self, outer: optim.Optimizer | None) -> None:
+        """Collective: average, and then step the outer optimizer; see [Note: outer steps].
+
+        Args:
+            outer: None: parameters become the mean.
+
+        Raises:
+            NonFiniteError: See the class. Parameters are each rank's own.
+        """
+        engine = self.model.engine
+        if self.model.world.world_size > 1 or (outer is not None and self._before is not None):
+            changes = self._changes()
+            by_change = {_real(parameter).data_ptr() for parameter in engine.parameters} if changes else set()
+            kept = (_real(each) for each in self.model._kept_tensors())
+            self._average_all([*changes, *(each for each in kept if each.data_ptr() not in by_change)])
+            self._apply(changes, outer)
+        elif self._bad:
+            self._conclude()
+        self._before, engine.is_apart = None, False
+
+    def _changes(self) -> list[Tensor]:
+        """What this rank has added to each trained parameter since the last exchange: memory of its own."""
+        if self._before is None:
+            return []
+        moved = zip(self.model.engine.parameters, self._before, strict=True)
+        return [(_real(parameter) - before).to(self.transfer_dtype or before.dtype) for parameter, before in moved]
+
+    def _apply(self, changes: Sequence[Tensor], outer: optim.Optimizer | None) -> None:
+        """Step from the last exchange's parameters: by the mean of all ranks' changes, or by the outer optimizer."""
+        stepped = {id(p) for group in outer.param_groups for p in group["params"]} if outer is not None else set()
+        parameters = self.model.engine.parameters[: len(changes)]
+        grads = [parameter.grad for parameter in parameters]
+        for parameter, before, change in zip(parameters, self._before or (), changes, strict=True):
+            parameter.grad = None
+            _real(parameter).copy_(before)
+            if id(parameter) in stepped:
+                parameter.grad = torch.zeros_like(parameter)
+                _real(parameter.grad).sub_(change)
+            else:
+                _real(parameter).add_(change)
+        if outer is not None and changes:
+            outer.step()
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+
+    def _average_all(self, kept: Iterable[Tensor]) -> None:
+        """Collective: tensors become their mean over ranks, in place; scales of losses the smallest."""
         for number, tensors in enumerate(by_kind(each for each in kept if each.is_floating_point())):
             # One number more: whether this rank has found something. Not in a message of its own.
             has_flag = number == 0 and self._policy is not None
@@ -198,7 +276,6 @@ class LocalSGD:
                 tensor.copy_(part.view(tensor.shape))
         if self._scaler is not None:
             self._agree_on_scale(self._scaler)
-        self.model.engine.is_apart = False
 
     def _look_at_gradients(self) -> None:
         """Of this step; where it is to be left out, the optimizer finds none."""
@@ -269,8 +346,12 @@ class LocalSGD:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """How many steps have been made, and whether it is closed. Save where ranks have the same parameters."""
-        return {"num_steps": self.num_steps, "is_closed": not self._is_open}
+        """How many steps have been made, whether it is closed, and the outer optimizer's state.
+
+        Save where ranks have the same parameters, which are those of the last exchange.
+        """
+        kept = {"num_steps": self.num_steps, "is_closed": not self._is_open}
+        return kept if self.outer is None else {**kept, "outer": self.outer.state_dict()}
 
     def state_shards(self) -> tuple[dict[str, Any], list[Shard]]:
         """Collective: as `state_dict`, and all that the ranks' optimizers keep, which isn't the same.
@@ -286,7 +367,7 @@ class LocalSGD:
         return {**self.state_dict(), **state}, shards
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. What is a checkpoint's has the optimizer's state, too.
+        """Go on from there. What is a checkpoint's has the optimizer's state, too. The model has its parameters.
 
         On as many ranks as there were each has its own again; on others every rank has the mean of what all have kept.
 
@@ -302,7 +383,10 @@ class LocalSGD:
         num_steps = checks.whole(f"{where}: num_steps", state.get("num_steps"), least=0)
         if "ranks" in state:
             load_exactly(self.optimizer, put_together(state, self.model.world))
+        if self.outer is not None and "outer" in state:
+            load_exactly(self.outer, state["outer"])
         self.num_steps = num_steps
+        self._before, self.model.engine.is_apart = None, False
         if self._is_open and state.get("is_closed", False):
             self._leave()
 
@@ -315,3 +399,27 @@ class LocalSGD:
             drop_grads(engine.parameters)
         for observer in engine.observers:
             observer.set_apart(False)
+
+
+def _validate(model: DistributedDataParallel, name: str, optimizer: Any) -> None:
+    """Refuse what isn't a plain optimizer over parameters of the model.
+
+    Raises:
+        ConfigurationError: Naming the argument.
+    """
+    validate_optimizer(name, optimizer)
+    if isinstance(optimizer, ShardedOptimizer):
+        raise checks.refuse(name, optimizer, "a plain torch optimizer: every rank steps all parameters")
+    own = {id(parameter) for parameter in model.parameters()}
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    if strangers:
+        raise ConfigurationError(
+            f"{name}: its parameter of shape {list(strangers[0].shape)} is none of the model's, and would never be "
+            f"averaged."
+        )
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A tensor's memory as real numbers, outside of autograd."""
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

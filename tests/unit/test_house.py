@@ -139,7 +139,7 @@ ORDER: dict[str, list[str]] = {
     "ground.coordination": ["rendezvous_store", "main_first", "agreement", "mesh"],
     "data": ["loader", "sampler", "sources", "loading", "order", "position"],
     "data.loading": ["device_prefetch", "workers", "fetch", "nested"],
-    "data.order": ["batch_plan", "max_tokens", "weighted", "locality", "permutation"],
+    "data.order": ["batch_plan", "max_tokens", "weighted", "permutation"],
     "data.sources": ["samples", "streams", "same_stream", "source", "tokens"],
     "convert": [
         "convert",

@@ -64,7 +64,7 @@ class DataLoader:
     also behind a consumer that reads batches ahead. See docs/how-to/resume-data.md.
 
     Streams (`IterableDataset`) are divided over ranks and workers by record, or by shard where the data set has shards:
-    [Note: streams] in `data/sources/streams.py`. They keep their own order: `shuffle`, `locality`, `max_tokens` and
+    [Note: streams] in `data/sources/streams.py`. They keep their own order: `shuffle`, `max_tokens` and
     `sampler` are refused. Random numbers that they draw themselves are keyed by (seed, epoch), and every rank iterates.
 
     Collective: with several ranks, every rank makes the loader, with the same arguments. For a loader on one rank
@@ -78,8 +78,6 @@ class DataLoader:
         pin_memory: None: where batches go to a GPU. Without effect where they don't.
         drop_last: Leave out a last global batch that is short.
         persistent_workers: None: keep workers between epochs if they are expensive to start (not forked).
-        locality: Shuffle for data on disk: neighbours that are read together, or (that, blocks of them that are
-            shuffled with each other; 16).
         max_tokens: Instead of `global_batch_size`: samples of a global batch times the longest of them, at most.
         lengths: With `max_tokens`: tokens of each sample.
         sample_seed: Key python's, torch's and numpy's random numbers in `__getitem__` by (seed, epoch, sample), so that
@@ -120,7 +118,6 @@ class DataLoader:
         multiprocessing_context: Any = None,
         prefetch_factor: int | None = None,
         persistent_workers: bool | None = None,
-        locality: int | tuple[int, int] | None = None,
         max_tokens: int | None = None,
         lengths: Any = None,
         sample_seed: bool | None = None,
@@ -176,7 +173,6 @@ class DataLoader:
                     collate_fn,
                     sample_seed=_choose_sample_seed(sample_seed, self.dataset, self.world),
                     skip=_choose_skips(on_error, self.world),
-                    locality=locality,
                     max_tokens=max_tokens,
                     lengths=lengths,
                 )
@@ -339,7 +335,7 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._source.validate()
-        mark = self._epochs.begin()
+        mark = self._epochs.begin(self._progress.committed)
         self._num_iterations += 1
         # The seed of the workers' streams is drawn from here instead of from the process's own stream.
         key = mix(_WORKERS_TAG, self.seed, mark.epoch, self.world.rank) >> 1
@@ -357,6 +353,7 @@ class DataLoader:
         num_skipped = self.num_skipped
         named: list[str] = []
         if iteration == self._num_iterations:
+            self._iterated = (start, end)
             progress.start()
         try:
             for position, loaded in batches:
@@ -365,6 +362,7 @@ class DataLoader:
                     named += loaded.skipped[: _MAX_NAMED - len(named)]
                 end = Mark(epoch, position)
                 if iteration == self._num_iterations:
+                    self._iterated = (start, end)
                     progress.add(end, loaded.batch)
                 if progress.trains:
                     count_batch()
@@ -373,7 +371,6 @@ class DataLoader:
                     self._refuse_or_warn_of_older()
             finished = True
         finally:
-            self._iterated = (start, end)
             self._epochs.end(epoch, finished=finished)
             if finished and iteration == self._num_iterations:
                 progress.end(Mark(epoch + 1))
@@ -410,7 +407,7 @@ class DataLoader:
     # ------------------------------------------------------------------ evaluation
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All ranks' rows for the latest iteration, in the order of the data set; equal for any number of ranks.
+        """All ranks' rows for the iteration that began last, in the order of the data set: the same on any ranks.
 
         Collective: every rank calls this after its loop. In the loop, where the order inside a global batch is that of
         one process already, use `world.gather`.
@@ -594,7 +591,6 @@ def _validate_stream(
         drop_last=False,
         shuffle=False,
         seed=order.seed,
-        locality=None,
         max_tokens=None,
         lengths=None,
         weights=None,

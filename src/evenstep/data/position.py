@@ -26,7 +26,8 @@ first     the start of `epochs`: one more than the last that was *finished*, so 
 base      `first` when the run began. A resumed run starts there again and leaves out finished epochs, so that the
           loops of the script, `epochs(2)` and then `epochs(8)`, yield what they would have yielded
 
-After `resume` the epoch that was interrupted begins in the middle, until it is finished or another one is chosen.
+After `resume` the epoch that was interrupted begins in the middle, until it is finished or another one is chosen. As
+long as nothing of it was used since, every iteration begins there: a look at a first batch drops no rest of an epoch.
 """
 
 from __future__ import annotations
@@ -265,10 +266,14 @@ class EpochCounter:
         self._has_looped = False
         self._resumed = self.waits = mark
 
-    def begin(self) -> Mark:
-        """Begin an iteration; returns its start. Inside a loop every iteration is of the loop's epoch."""
+    def begin(self, committed: Mark) -> Mark:
+        """Begin an iteration; returns its start. Inside a loop every iteration is of the loop's epoch.
+
+        Args:
+            committed: What was used until now.
+        """
         if not self._in_loop:
-            self.epoch = self._coming
+            self.epoch = self._coming if self.waits != committed else committed.epoch
         self._coming = self.epoch + 1
         return self._resumed if self._resumed.epoch == self.epoch else Mark(self.epoch)
 

@@ -85,6 +85,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         # Counts what the latest iteration has yielded without python code per index: all up to the end of a chunk, less
         # those that its list iterator has left.
         self._yielded: tuple[int, Iterator[int]] = (0, iter(()))
+        self._has_ended = False  # the latest iteration
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; the one in which a resumed run was interrupted goes on there.
@@ -99,7 +100,11 @@ class DistributedSampler(TorchDistributedSampler[int]):
         super().set_epoch(epoch)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, int]:
-        """The position of training, equal on all ranks and valid for any number of them.
+        """The position of training, valid for any number of ranks.
+
+        It is equal on all ranks after their loops have ended, and where they have used equally many samples; take it
+        there. In between, ranks that are at different counts have different positions. It is the data set's size once
+        this rank's iterator has ended, also where this rank had one sample less than others.
 
         Args:
             consumed: Samples that this rank has used of the epoch since its iteration began. None: those that were
@@ -109,8 +114,10 @@ class DistributedSampler(TorchDistributedSampler[int]):
         number = end - operator.length_hint(chunk)
         if consumed is not None:
             number = checks.whole("DistributedSampler.state_dict: consumed", consumed, least=0)
-        position = self._begun_at + number * self.num_replicas
-        return {"epoch": self.epoch, "position": position, "seed": self.seed, "size": len(self.dataset)}  # type: ignore[arg-type]
+        size = len(self.dataset)  # type: ignore[arg-type]
+        has_all = self._has_ended and number >= self._num_left(self._begun_at)
+        position = size if has_all else min(size, self._begun_at + number * self.num_replicas)
+        return {"epoch": self.epoch, "position": position, "seed": self.seed, "size": size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Begin the next iteration where `state_dict` was taken, on any number of ranks.
@@ -129,7 +136,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
                 )
         epoch, position = (checks.whole(f"{where}: {name}", state.get(name), least=0) for name in ("epoch", "position"))
         self.epoch, self._start = epoch, position
-        self._begun_at, self._yielded = self._start, (0, iter(()))
+        self._begun_at, self._yielded, self._has_ended = self._start, (0, iter(())), False
         self._turns.has_begun = False
 
     def __iter__(self) -> Iterator[int]:
@@ -142,7 +149,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         warns = self.shuffle and self.rank == 0
         self.epoch = self._turns.begin(self.epoch, counts=self.auto_epoch, warns=warns)
         self._begun_at, self._start = self._start, 0
-        self._iteration, self._yielded = self._iteration + 1, (0, iter(()))
+        self._iteration, self._yielded, self._has_ended = self._iteration + 1, (0, iter(())), False
         order = EpochOrder(size, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
         return itertools.chain.from_iterable(self._chunks(order, self._begun_at, self._iteration))
 
@@ -156,6 +163,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
             if iteration == self._iteration:
                 self._yielded = (first + len(turns), chunk)
             yield chunk
+        if iteration == self._iteration:
+            self._has_ended = True
 
     def _num_left(self, start: int) -> int:
         """Samples of this rank from a position on."""

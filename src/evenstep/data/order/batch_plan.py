@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from evenstep.data.order.locality import ORDER_VERSION, LocalOrder
 from evenstep.data.order.max_tokens import TokenBatches, validate_lengths
 from evenstep.data.order.permutation import EpochOrder, Order
 from evenstep.data.order.weighted import WeightedOrder, Weights
@@ -32,12 +31,9 @@ from evenstep.randomness import mix
 from evenstep.virtual_ranks import begin_of
 
 _LARGEST = (1 << 63) - 1  # that torch can count to
-_LARGEST_BLOCK = 1 << 31  # a window of such blocks can be counted too
-_WINDOW = 16  # blocks that are shuffled together where only the block was given
 # Facts by what people call them; others are arguments, and called by their names.
 _WORDS = {
     "num_samples": "the length of the data set",
-    "locality_version": "the version of locality's order",
     "lengths_digest": "the digest of lengths",
     "num_draws": "draws of an epoch",
     "weights_digest": "the digest of weights",
@@ -133,7 +129,6 @@ class BatchPlan:
         drop_last: Leave out a last global batch that is short.
         shuffle: A new order each epoch.
         seed: Of the order.
-        locality: Block and window of `LocalOrder`; None: shuffle everything with everything.
         max_tokens: See `TokenBatches`; None with `global_batch_size`.
         lengths: [num_samples], int64; with `max_tokens`.
         weights: Draw by these, with replacement; None: every sample once.
@@ -145,7 +140,6 @@ class BatchPlan:
     drop_last: bool = False
     shuffle: bool = False
     seed: int = 0
-    locality: tuple[int, int] | None = None
     max_tokens: int | None = None
     lengths: Tensor | None = None
     weights: Weights | None = None
@@ -170,8 +164,6 @@ class BatchPlan:
     def _order(self, epoch: int) -> Order:
         if self.weights is not None:
             return WeightedOrder(self.weights, self.num_draws or len(self.weights), self.seed, epoch)
-        if self.shuffle and self.locality is not None:
-            return LocalOrder(self.num_samples, *self.locality, self.seed, epoch)
         return EpochOrder(self.num_samples, self.seed, epoch, self.shuffle)
 
     def facts(self) -> dict[str, Any]:
@@ -183,9 +175,6 @@ class BatchPlan:
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
         }
-        if self.locality is not None:
-            facts["locality"] = list(self.locality)
-            facts["locality_version"] = ORDER_VERSION
         if self.max_tokens is not None and self.lengths is not None:
             facts["max_tokens"] = self.max_tokens
             facts["lengths_digest"] = digest(self.lengths)
@@ -226,7 +215,6 @@ def plan_batches(
     drop_last: bool,
     shuffle: bool,
     seed: Any,
-    locality: Any,
     max_tokens: Any,
     lengths: Any,
     weights: Weights | None,
@@ -243,7 +231,7 @@ def plan_batches(
     _whole(seed, "seed", smallest=0, largest=_LARGEST, otherwise="None for the world's")
     plan = BatchPlan(num_samples, global_batch_size, drop_last, shuffle, seed, weights=weights, num_draws=num_draws)
     if max_tokens is not None:
-        return _by_tokens(plan, locality, max_tokens, lengths, world_size)
+        return _by_tokens(plan, max_tokens, lengths, world_size)
     if lengths is not None:
         raise ConfigurationError("lengths= goes with max_tokens=, the tokens of one step; it is missing.")
     if global_batch_size is None:
@@ -260,15 +248,14 @@ def plan_batches(
             f"drop_last=True leaves no batch at all: {epoch_size} samples are fewer than "
             f"global_batch_size={global_batch_size}."
         )
-    if weights is not None and (len(weights) != num_samples or locality is not None):
+    if weights is not None and len(weights) != num_samples:
         raise ConfigurationError(
-            f"the sampler has {len(weights)} weights and the data set {num_samples} samples; one weight for each, and "
-            f"no locality, which has no meaning for draws."
+            f"the sampler has {len(weights)} weights and the data set {num_samples} samples; one weight for each."
         )
-    return replace(plan, locality=_locality(locality, shuffle))
+    return plan
 
 
-def _by_tokens(plan: BatchPlan, locality: Any, max_tokens: Any, lengths: Any, world_size: int) -> BatchPlan:
+def _by_tokens(plan: BatchPlan, max_tokens: Any, lengths: Any, world_size: int) -> BatchPlan:
     _whole(max_tokens, "max_tokens", smallest=1, largest=_LARGEST)
     for name, value in (("global_batch_size", plan.global_batch_size), ("sampler", plan.weights)):
         if value is not None:
@@ -277,28 +264,7 @@ def _by_tokens(plan: BatchPlan, locality: Any, max_tokens: Any, lengths: Any, wo
         raise ConfigurationError("drop_last=True: with max_tokens no batch is short, so there is none to leave out.")
     if max_tokens < world_size:
         raise ConfigurationError(f"max_tokens={max_tokens} is smaller than the number of ranks, {world_size}.")
-    return replace(
-        plan,
-        max_tokens=max_tokens,
-        lengths=validate_lengths(lengths, plan.num_samples, max_tokens),
-        locality=_locality(locality, plan.shuffle),
-    )
-
-
-def _locality(given: Any, shuffle: bool) -> tuple[int, int] | None:
-    if given is None:
-        return None
-    block, window = given if isinstance(given, tuple | list) and len(given) == 2 else (given, _WINDOW)
-    for name, value in (("block", block), ("window", window)):
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_BLOCK:
-            raise ConfigurationError(
-                f"locality={given!r}: the {name} is a whole number, at least 1 (and at most 2**31). Pass the number of "
-                f"neighbours that are read together, or that and the number of such blocks that are shuffled with each "
-                f"other."
-            )
-    if not shuffle:
-        raise ConfigurationError("locality says how to shuffle, and shuffle=False. Leave one of them out.")
-    return block, window
+    return replace(plan, max_tokens=max_tokens, lengths=validate_lengths(lengths, plan.num_samples, max_tokens))
 
 
 def _whole(value: Any, name: str, *, smallest: int, largest: int | None = None, otherwise: str | None = None) -> None:

@@ -56,10 +56,13 @@ class Mark(NamedTuple):
     Attributes:
         epoch: Number of the epoch.
         position: Samples of it that all ranks together have consumed.
+        drawn: Where a sampler of the script gives the order: "step", the steps up to there; "digest", of what was
+            drawn; "state", the sampler's own, if it has one.
     """
 
     epoch: int = 0
     position: int = 0
+    drawn: Any = None
 
 
 class _Piece(NamedTuple):
@@ -273,7 +276,7 @@ class EpochCounter:
             committed: What was used until now.
         """
         if not self._in_loop:
-            self.epoch = self._coming if self.waits != committed else committed.epoch
+            self.epoch = committed.epoch if self.waits is committed else self._coming
         self._coming = self.epoch + 1
         return self._resumed if self._resumed.epoch == self.epoch else Mark(self.epoch)
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, WeightedRandomSampler
 
-from evenstep import DataLoader, WeightedSampler
+from evenstep import DataLoader
 from evenstep.data.order.max_tokens import TokenBatches, cut
 from evenstep.data.order.permutation import EpochOrder
 from evenstep.data.order.weighted import WeightedOrder, Weights
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, UsageError
 from tests.stub_worlds import stub_world
 
 # ---------------------------------------------------------------------- weights
@@ -33,47 +34,44 @@ def test_draws_follow_the_weights_and_any_of_them_can_be_had_alone() -> None:
     assert not torch.equal(WeightedOrder(Weights(weights), 100, 1, 3).at(torch.arange(100)), draws[:100])
 
 
-def test_ranks_of_the_weighted_sampler_make_one_process() -> None:
-    weights = [1, 2, 3, 4]
-    whole = list(WeightedSampler(weights, 21, 1, 0, seed=5))
-    parts = [list(WeightedSampler(weights, 21, 4, rank, seed=5)) for rank in range(4)]
-    assert {len(part) for part in parts} == {6}
-    assert [part[turn] for turn in range(6) for part in parts][:21] == whole
-    sampler = WeightedSampler(weights, 21, 1, 0, seed=5)
-    sampler.set_epoch(1)
-    assert list(sampler) != whole
-    batches = torch.utils.data.DataLoader(range(4), batch_size=7, sampler=WeightedSampler(weights, 21, 1, 0, seed=5))
-    assert torch.cat(list(batches)).tolist() == whole
-
-
-def test_weighted_draws_that_come_again_are_said_once_and_on_one_rank() -> None:
-    """torch's sampler draws anew each time, so nobody expects it of this one."""
-    samplers = [WeightedSampler([1, 2, 3, 4], 21, 2, rank) for rank in range(2)]
-    first = [list(sampler) for sampler in samplers]
-    with pytest.warns(UserWarning, match=r"WeightedSampler: epoch 0 begins for the second time, with the same draws"):
-        assert list(samplers[0]) == first[0]
-    assert list(samplers[0]) == first[0], "not twice"
-    assert list(samplers[1]) == first[1], "not on rank 1"
-    by_hand, counting = (WeightedSampler([1, 2, 3, 4], 21, 2, 0, auto_epoch=counts) for counts in (False, True))
-    for epoch in (0, 1, 2, 7, 8):
-        by_hand.set_epoch(epoch)
-        if epoch == 7:
-            counting.set_epoch(7)
-        assert list(counting) == list(by_hand)
-        assert counting.epoch == epoch
-    with pytest.raises(ConfigurationError, match="WeightedSampler: auto_epoch='no'"):
-        WeightedSampler([1.0], 1, 1, 0, auto_epoch="no")
-
-
-def test_the_loader_takes_the_weighted_sampler_s_draws() -> None:
-    sampler = WeightedSampler([1, 2, 3, 4], 21, 1, 0, seed=5)
-    draws = list(sampler)
+def test_weights_of_torchs_sampler_are_drawn_by_our_order() -> None:
+    """On any ranks, also inside of torch's BatchSampler; more than 2**24 of them, which torch refuses."""
+    sampler = WeightedRandomSampler([1, 2, 3, 4], 21)
+    draws = WeightedOrder(Weights(torch.tensor([1, 2, 3, 4])), 21, seed=5).at(torch.arange(21)).tolist()
     for world_size in (1, 3):
-        loaders = [DataLoader(range(4), 8, sampler=sampler, world=stub_world(r, world_size)) for r in range(world_size)]
-        batches = [torch.cat(shares) for shares in zip(*loaders, strict=True)]
-        assert [len(batch) for batch in batches] == [8, 8, 5]
-        assert torch.cat(batches).tolist() == draws
+        for arguments in (
+            {"global_batch_size": 8, "sampler": sampler},
+            {"batch_sampler": BatchSampler(sampler, 8, False)},
+        ):
+            worlds = [stub_world(rank, world_size) for rank in range(world_size)]
+            loaders = [DataLoader(range(4), world=world, seed=5, **arguments) for world in worlds]
+            batches = [torch.cat(shares) for shares in zip(*loaders, strict=True)]
+            assert [len(batch) for batch in batches] == [8, 8, 5]
+            assert torch.cat(batches).tolist() == draws
     assert "21 draws by weight of 4 samples" in repr(loaders[0])
+    many = WeightedRandomSampler([1.0], 100)
+    many.weights = torch.ones(2**24 + 5)
+    assert int(next(iter(DataLoader(range(2**24 + 5), 10, sampler=many, world=stub_world()))).max()) < 2**24 + 5
+
+
+def test_weights_may_change_between_epochs() -> None:
+    """Each epoch is drawn by those at its beginning; a resume with others is refused."""
+    sampler = WeightedRandomSampler([1.0, 0.0], 6)
+    loader = DataLoader(range(2), 2, sampler=sampler, collate_fn=list, world=stub_world())
+    assert list(loader) == [[0, 0]] * 3
+    sampler.weights = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    iterator = iter(loader)
+    assert next(iterator) == [1, 1]
+    loader.commit()
+    state = loader.state_dict()
+    assert list(iterator) == [[1, 1]] * 2
+    resumed = DataLoader(range(2), 2, sampler=sampler, collate_fn=list, world=stub_world())
+    resumed.load_state_dict(state)
+    assert list(resumed) == [[1, 1]] * 2
+    sampler.weights = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    resumed.load_state_dict(state)
+    with pytest.raises(UsageError, match="of other weights than those that the sampler now has"):
+        next(iter(resumed))
 
 
 @pytest.mark.parametrize(
@@ -82,14 +80,12 @@ def test_the_loader_takes_the_weighted_sampler_s_draws() -> None:
         ([1.0, -1.0], r"weights\[1\] is -1.0"),
         ([1.0, float("nan")], r"weights\[1\] is nan"),
         ([0.0, 0.0], "add up to 0.0"),
-        ([], "shape"),
-        ([[1.0]], "shape"),
-        ("abc", "WeightedSampler: "),
+        ([1.0], "1 weights and the data set 2 samples"),
     ],
 )
-def test_bad_weights(weights: Any, told: str) -> None:
+def test_bad_weights(weights: list[float], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
-        WeightedSampler(weights, num_replicas=1, rank=0)
+        DataLoader(range(2), 2, sampler=WeightedRandomSampler(weights, 3), world=stub_world())
 
 
 # ---------------------------------------------------------------------- tokens
@@ -153,10 +149,6 @@ def test_sorting_by_length_wastes_little_and_epochs_differ() -> None:
         ({"max_tokens": 0, "lengths": [1, 2, 3]}, "max_tokens=0"),
         ({"max_tokens": 10**30, "lengths": [1, 2, 3]}, "max_tokens=1000.* from 1 to 9223372036854775807"),
         ({"lengths": [1, 2, 3], "global_batch_size": 3}, "lengths= goes with max_tokens"),
-        (
-            {"sampler": WeightedSampler([1, 1], num_replicas=1, rank=0), "global_batch_size": 3},
-            "2 weights and the data set 3 samples",
-        ),
     ],
 )
 def test_bad_divisions(arguments: dict[str, Any], told: str) -> None:

@@ -2,7 +2,7 @@
 
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.data.loader import DataLoader
-from evenstep.data.sampler import DistributedSampler, WeightedSampler
+from evenstep.data.sampler import DistributedSampler
 from evenstep.data.sources.tokens import TokenDataset
 from evenstep.errors import EvenstepError
 from evenstep.joining import init
@@ -36,7 +36,6 @@ __all__ = [
     "ShardedOptimizer",
     "SyncBatchNorm",
     "TokenDataset",
-    "WeightedSampler",
     "World",
     "attach",
     "backward",

@@ -156,6 +156,41 @@ def restore(state: RandomState) -> None:
         numpy.random.set_state(state.numpy)
 
 
+def seed_streams(key: int) -> None:
+    """Seed the streams of the CPU: python's `random`, torch's, and numpy's if it is imported."""
+    random.seed(key)
+    torch.default_generator.manual_seed(key >> 1)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(key & 0xFFFF_FFFF)
+
+
+class OwnStreams:
+    """Random streams of one sampler or data set, which go on where they were whatever is drawn in between.
+
+    Args:
+        key: Seeds them.
+    """
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+        self._state: RandomState | None = None
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Python's, torch's and numpy's streams on the CPU are these inside of the block."""
+        outside = capture(with_devices=False)
+        try:
+            if self._state is None:
+                seed_streams(self._key)
+            else:
+                restore(self._state)
+            yield
+        finally:
+            self._state = capture(with_devices=False)
+            restore(outside)
+
+
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
     """Restore every stream after the block, whatever it draws."""

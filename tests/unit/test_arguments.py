@@ -92,10 +92,6 @@ def tokens(**arguments):
     return evenstep.TokenDataset(**{"tokens": torch.arange(9), "context": 2, **arguments})
 
 
-def weighted(**arguments):
-    return evenstep.WeightedSampler(**{"weights": [1.0, 2.0], "num_replicas": 1, "rank": 0, **arguments})
-
-
 def sampler(**arguments):
     return evenstep.DistributedSampler(**{"dataset": range(4), "num_replicas": 1, "rank": 0, **arguments})
 
@@ -168,9 +164,6 @@ CASES = [
     *each(tokens, "dtype", "x", torch.float32),
     *each(tokens, "padding", "x", 1.5),
     *each(tokens, "documents", "x"),
-    *each(weighted, "weights", "abc", None),
-    *each(weighted, "seed", "x", -1, None),
-    *each(weighted, "num_samples", 0, "x"),
     *each(sampler, "seed", "x", None),
     *each(sampler, "shuffle", "x"),
     *each(sampler, "pad", "x"),

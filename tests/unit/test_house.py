@@ -139,8 +139,8 @@ ORDER: dict[str, list[str]] = {
     "ground.coordination": ["rendezvous_store", "main_first", "agreement", "mesh"],
     "data": ["loader", "sampler", "sources", "loading", "order", "position"],
     "data.loading": ["device_prefetch", "workers", "fetch", "nested"],
-    "data.order": ["batch_plan", "max_tokens", "weighted", "locality", "permutation"],
-    "data.sources": ["samples", "streams", "same_stream", "source", "webdataset", "tokens"],
+    "data.order": ["batch_plan", "drawn", "epochs", "max_tokens", "weighted", "permutation"],
+    "data.sources": ["samples", "streams", "same_data", "same_stream", "source", "webdataset", "tokens"],
     "convert": [
         "convert",
         "plan",
@@ -478,7 +478,6 @@ def test_public_names_are_pinned():
         "ShardedOptimizer",
         "SyncBatchNorm",
         "TokenDataset",
-        "WeightedSampler",
         "World",
         "attach",
         "backward",

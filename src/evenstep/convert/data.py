@@ -130,24 +130,7 @@ class Data:
         assert found is not None
         if found.kind == _SUBSET:
             edits.template(dataset.value, f"torch.utils.data.Subset({{old}}, {found.indices})")
-        if found.kind != _WEIGHTED:
-            return False
-        dropped = {"replacement", "generator"}
-
-        def change(updated: cst.CSTNode) -> cst.CSTNode:
-            assert isinstance(updated, cst.Call)
-            kept = [
-                each
-                for index, each in enumerate(updated.args)
-                if (each.keyword.value not in dropped if each.keyword is not None else index < 2)
-            ]
-            kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-            return updated.with_changes(args=kept)
-
-        if found.call not in edits.replaced:
-            edits.template(found.call.func, "evenstep.WeightedSampler")
-            edits.change(found.call, change)
-        return True
+        return found.kind == _WEIGHTED  # the loader draws by its weights, on all ranks alike
 
     def _change_loader(self, call: cst.Call, given: dict[str, cst.Arg]) -> None:
         work, edits = self._work, self._work.edits

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset, WeightedRandomSampler
 
 import evenstep.world
 from evenstep import checks
@@ -16,9 +16,9 @@ from evenstep.data.loading import workers
 from evenstep.data.loading.device_prefetch import on_device
 from evenstep.data.loading.fetch import Loaded
 from evenstep.data.order.batch_plan import BatchPlan, in_words, plan_batches
-from evenstep.data.order.weighted import Weights
+from evenstep.data.order.epochs import Epochs
 from evenstep.data.position import EpochCounter, Mark, Progress
-from evenstep.data.sampler import DistributedSampler, WeightedSampler
+from evenstep.data.sources.same_data import digest_of_names
 from evenstep.data.sources.samples import BatchesToTake, SampleSource
 from evenstep.data.sources.source import Source
 from evenstep.data.sources.streams import StreamSource
@@ -63,8 +63,15 @@ class DataLoader:
     Resuming. `state_dict` holds the position of training: the end of the last batch that an optimizer's step has used,
     also behind a consumer that reads batches ahead. See docs/how-to/resume-data.md.
 
+    Orders. `sampler` and `batch_sampler` take any: every rank draws the whole order, and takes
+    its slice of each global batch. They don't divide by rank. A resume draws the indices again, loads no data, and
+    raises where they aren't those of the run before. Python's, torch's and numpy's random numbers that they draw are
+    keyed by (seed, epoch), and the script's streams stay as they are. A `set_epoch` of the sampler or of the data set,
+    or of a `.sampler`, `.batch_sampler` or `.dataset` inside, is called with the epoch of each iteration; where the
+    script calls it, that is the epoch. See docs/how-to/orders.md.
+
     Streams (`IterableDataset`) are divided over ranks and workers by record, or by shard where the data set has shards:
-    [Note: streams] in `data/sources/streams.py`. They keep their own order: `shuffle`, `locality`, `max_tokens` and
+    [Note: streams] in `data/sources/streams.py`. They keep their own order: `shuffle`, `max_tokens` and
     `sampler` are refused. Random numbers that they draw themselves are keyed by (seed, epoch), and every rank iterates.
 
     Collective: with several ranks, every rank makes the loader, with the same arguments. For a loader on one rank
@@ -78,8 +85,6 @@ class DataLoader:
         pin_memory: None: where batches go to a GPU. Without effect where they don't.
         drop_last: Leave out a last global batch that is short.
         persistent_workers: None: keep workers between epochs if they are expensive to start (not forked).
-        locality: Shuffle for data on disk: neighbours that are read together, or (that, blocks of them that are
-            shuffled with each other; 16).
         max_tokens: Instead of `global_batch_size`: samples of a global batch times the longest of them, at most.
         lengths: With `max_tokens`: tokens of each sample.
         sample_seed: Key python's, torch's and numpy's random numbers in `__getitem__` by (seed, epoch, sample), so that
@@ -88,11 +93,12 @@ class DataLoader:
             batches are shorter then.
         seed: Of the order and of random numbers; None: the world's, or 0.
         world: The ranks that share the data; None: the current world.
-        sampler: A `WeightedSampler`, or a `DistributedSampler(pad=False)`, of which seed, `shuffle` and weights are
-            taken. Others are refused: the loader decides itself which rank sees what.
+        sampler: Instead of `shuffle`: gives the indices of an epoch, for all ranks together. One that has `state_dict`
+            and `load_state_dict` is saved with each global batch, and isn't drawn anew by a resume. Refused:
+            `DistributedSampler`, which gives one rank's part.
         batch_size: Refused: torch counts it per rank. The message says what to write.
-        batch_sampler: Refused, and so are `generator`, `pin_memory_device` and `in_order=False`.
-        generator: Refused.
+        batch_sampler: Instead of `global_batch_size`, `shuffle`, `sampler` and `drop_last`: gives the global batches.
+        generator: Refused, and so are `pin_memory_device` and `in_order=False`.
         pin_memory_device: Empty.
         in_order: True.
         resume_streams: How a resumed run finds its place in a stream. "replay": it runs over what is done, which is
@@ -104,7 +110,9 @@ class DataLoader:
     Raises:
         ConfigurationError: An argument is wrong. Raised on all ranks if it is wrong on one.
         MismatchError: Data set's length, batch size, seed or another argument that decides which sample comes when
-            differs between ranks. Raised on all of them. From the iteration: a stream isn't the same everywhere.
+            differs between ranks. Raised on all of them. From the iteration: a stream or a sampler isn't the same
+            everywhere.
+        UsageError: From the iteration: a resumed sampler gives other samples than before.
     """
 
     @excepthook.for_users
@@ -123,7 +131,6 @@ class DataLoader:
         multiprocessing_context: Any = None,
         prefetch_factor: int | None = None,
         persistent_workers: bool | None = None,
-        locality: int | tuple[int, int] | None = None,
         max_tokens: int | None = None,
         lengths: Any = None,
         sample_seed: bool | None = None,
@@ -155,7 +162,7 @@ class DataLoader:
         def prepare() -> dict[str, Any]:
             nonlocal global_batch_size, max_tokens, seed
             try:
-                _validate_refused(batch_size, batch_sampler, generator, pin_memory_device, in_order)
+                _validate_refused(batch_size, generator, pin_memory_device, in_order)
                 global_batch_size, max_tokens, seed = map(_plain, (global_batch_size, max_tokens, seed))
                 global_batch_size, max_tokens = _as_measured(global_batch_size, max_tokens)
                 _validate_switches(
@@ -172,15 +179,14 @@ class DataLoader:
                 self.dataset = dataset
                 self.num_workers = workers.choose_workers(num_workers, self.world)
                 _validate_queue(queue, self.dataset, self.num_workers, world)
-                order = _order_of(sampler, shuffle, seed, self.world.seed)
-                self.shuffle, self.seed = order.shuffle, order.seed
+                _validate_order(sampler, batch_sampler, queue, shuffle, global_batch_size, max_tokens)
+                self.sampler, self.batch_sampler = sampler, batch_sampler
+                self.shuffle, self.seed = bool(shuffle), (self.world.seed or 0) if seed is None else seed
                 self._source = self._choose_source(
-                    order,
                     global_batch_size,
                     collate_fn,
                     sample_seed=_choose_sample_seed(sample_seed, self.dataset, self.world),
                     skip=_choose_skips(on_error, self.world),
-                    locality=locality,
                     max_tokens=max_tokens,
                     lengths=lengths,
                     resume_streams=checks.choice("resume_streams", resume_streams, ("replay", "state")),
@@ -198,15 +204,16 @@ class DataLoader:
             except EvenstepError as error:
                 raise ConfigurationError(str(error)) from error.__cause__
             # Beyond what a resume depends on: what would make the ranks' samples, or their number, differ.
-            return in_words(self._source.facts()) | {"sample_seed": bool(sample_seed), "on_error": on_error}
+            names = digest_of_names(self.dataset) if isinstance(self._source, SampleSource) else ""
+            own = {"sample_seed": bool(sample_seed), "on_error": on_error, "the digest of its file names": names}
+            return in_words(self._source.facts()) | own
 
         validate_on_all_ranks(everybody, "DataLoader", prepare, advice=_ADVICE)
-        if isinstance(self._source, StreamSource):
-            self._source.connect()
+        self._source.connect()
+        self._users_epochs = Epochs(self.dataset, sampler, batch_sampler, listener=self)
 
     def _choose_source(
         self,
-        order: _OrderArguments,
         global_batch_size: Any,
         collate_fn: Callable[[list[Any]], Any] | None,
         *,
@@ -218,8 +225,9 @@ class DataLoader:
         """Samples or a stream. Raises `ConfigurationError`."""
         world_size = self.world.world_size
         if isinstance(self.dataset, IterableDataset):
-            others = given | {"sample_seed": sample_seed, "on_error": skip}
-            _validate_stream(self.dataset, order, global_batch_size, world_size, others)
+            others = {"shuffle": self.shuffle, "sampler": self.sampler, "batch_sampler": self.batch_sampler}
+            others |= given | {"sample_seed": sample_seed, "on_error": skip}
+            _validate_stream(self.dataset, self.seed, global_batch_size, world_size, others)
             return StreamSource(
                 self.dataset,
                 collate_fn,
@@ -235,7 +243,15 @@ class DataLoader:
         given |= {"global_batch_size": global_batch_size, "drop_last": self.drop_last}
         return SampleSource(
             self.dataset,
-            _plan_batches(self.dataset, order, world_size=world_size, **given),
+            _plan_batches(
+                self.dataset,
+                shuffle=self.shuffle,
+                seed=self.seed,
+                sampler=self.sampler,
+                batch_sampler=self.batch_sampler,
+                world_size=world_size,
+                **given,
+            ),
             collate_fn,
             sample_seed=sample_seed,
             skip=skip,
@@ -246,14 +262,14 @@ class DataLoader:
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples of one step, on all ranks together; None with `max_tokens`."""
+        """Samples of one step, on all ranks together; None with `max_tokens`, or batches of the script's own."""
         return self._source.global_batch_size
 
     def __len__(self) -> int:
-        """Steps of an epoch, on every rank; with `max_tokens`, of the present one.
+        """Steps of an epoch, on every rank; with `max_tokens` or a sampler, of the present one.
 
         Raises:
-            TypeError: A stream that doesn't say how long it is.
+            TypeError: A stream or a sampler that doesn't say how long it is.
         """
         return self._source.num_steps(self.epoch)
 
@@ -280,8 +296,7 @@ class DataLoader:
 
         The epoch in which a resumed run was interrupted goes on where it was.
         """
-        if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
-            raise ConfigurationError(f"DataLoader.set_epoch: epoch={epoch!r}; a whole number, at least 0.")
+        epoch = checks.whole("DataLoader.set_epoch: epoch", epoch, least=0)
         if self._epochs.waits is not None and self._epochs.waits.epoch != epoch:
             _warn_of_jump(self._epochs.waits, epoch)
         self._progress.jump(self._epochs.set(epoch))
@@ -296,9 +311,7 @@ class DataLoader:
         Raises:
             ConfigurationError: `num_epochs` is negative or no whole number.
         """
-        if not isinstance(num_epochs, int) or isinstance(num_epochs, bool) or num_epochs < 0:
-            raise ConfigurationError(f"DataLoader.epochs: num_epochs={num_epochs!r}; a whole number, at least 0.")
-        return self._epochs.loop(num_epochs)
+        return self._epochs.loop(checks.whole("DataLoader.epochs: num_epochs", num_epochs, least=0))
 
     def commit(self) -> None:
         """Count the batches that were yielded, and not only read ahead, as consumed.
@@ -323,6 +336,8 @@ class DataLoader:
             "first_epoch": self._epochs.base,
             "data": self._source.facts(),
         }
+        if mark.drawn is not None:
+            state["order"] = mark.drawn
         done = {epoch: steps for epoch, steps in self._source.done.items() if epoch >= mark.epoch}
         if done:
             first = self._source.step_at(mark)
@@ -334,11 +349,14 @@ class DataLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken; every rank calls this with the same state.
 
+        Another `global_batch_size` counts from the next batch on, with a warning.
+
         Raises:
-            ConfigurationError: The state is of another data set, batch size, seed, or version: all differences are
-                named, and nothing is changed.
+            ConfigurationError: The state is of another data set, seed, or version: all differences are named, and
+                nothing is changed.
         """
-        mark, base = _read_state(state, self._source.facts())
+        is_fixed = isinstance(self._source, StreamSource) or bool(isinstance(state, dict) and state.get("batches"))
+        mark, base = _read_state(state, self._source.facts(), may_resize=not is_fixed)
         # Of workers of parameter servers, who take batches in any order: where the epoch goes on, and what behind that
         # is done.
         batches = state.get("batches") or {"first": None, "done": {}}
@@ -356,12 +374,18 @@ class DataLoader:
         self._source.done = {int(epoch): frozenset(steps) for epoch, steps in batches["done"].items()}
         self._epochs.resume(mark, base)
         self._progress.jump(mark)
+        before = state["data"].get("global_batch_size")
+        if before != self.global_batch_size and self.world.rank == 0:
+            warn(
+                f"DataLoader: global_batch_size was {before} and is {self.global_batch_size}, from the next batch on "
+                f"(epoch {mark.epoch}, position {mark.position}).",
+            )
 
     # ------------------------------------------------------------------ iterating
 
     def __iter__(self) -> Iterator[Any]:
         self._source.validate()
-        mark = self._epochs.begin()
+        mark = self._epochs.begin(self._progress.committed)
         self._num_iterations += 1
         # The seed of the workers' streams is drawn from here instead of from the process's own stream.
         key = mix(_WORKERS_TAG, self.seed, mark.epoch, self.world.rank) >> 1
@@ -373,20 +397,22 @@ class DataLoader:
             batches = on_device(batches, self.world.device, pin=self.pin_memory, are_pinned=are_pinned)
         return self._yielded(batches, mark, self._num_iterations)
 
-    def _yielded(self, batches: Iterator[tuple[int, Loaded]], start: Mark, iteration: int) -> Iterator[Any]:
+    def _yielded(self, batches: Iterator[tuple[int | Mark, Loaded]], start: Mark, iteration: int) -> Iterator[Any]:
         progress, epoch = self._progress, start.epoch
         end, finished = start, False
         num_skipped = self.num_skipped
         named: list[str] = []
         if iteration == self._num_iterations:
+            self._iterated = (start, end)
             progress.start()
         try:
-            for position, loaded in batches:
+            for place, loaded in batches:
                 if loaded.skipped:
                     self.num_skipped += len(loaded.skipped)
                     named += loaded.skipped[: _MAX_NAMED - len(named)]
-                end = Mark(epoch, position, loaded.state)
+                end = place if isinstance(place, Mark) else Mark(epoch, place, loaded.state)
                 if iteration == self._num_iterations:
+                    self._iterated = (start, end)
                     progress.add(end, loaded.batch)
                 if progress.trains:
                     count_batch()
@@ -395,7 +421,6 @@ class DataLoader:
                     self._refuse_or_warn_of_older()
             finished = True
         finally:
-            self._iterated = (start, end)
             self._epochs.end(epoch, finished=finished)
             if finished and iteration == self._num_iterations:
                 progress.end(Mark(epoch + 1))
@@ -432,7 +457,7 @@ class DataLoader:
     # ------------------------------------------------------------------ evaluation
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All ranks' rows for the latest iteration, in the order of the data set; equal for any number of ranks.
+        """All ranks' rows for the iteration that began last, in the order of the data set: the same on any ranks.
 
         Collective: every rank calls this after its loop. In the loop, where the order inside a global batch is that of
         one process already, use `world.gather`.
@@ -454,18 +479,7 @@ class DataLoader:
         return self._source.gather(rows, *self._iterated)
 
 
-class _OrderArguments(NamedTuple):
-    """The arguments that decide the order, from the loader's own or from its sampler."""
-
-    shuffle: bool
-    seed: Any
-    weights: Weights | None = None
-    num_draws: int | None = None
-
-
-def _validate_refused(
-    batch_size: Any, batch_sampler: Any, generator: Any, pin_memory_device: Any, in_order: Any
-) -> None:
+def _validate_refused(batch_size: Any, generator: Any, pin_memory_device: Any, in_order: Any) -> None:
     """Raise for arguments of torch's loader that this one doesn't take."""
     if batch_size is not None:
         raise ConfigurationError(
@@ -473,8 +487,6 @@ def _validate_refused(
             f"Write global_batch_size={batch_size!r} for that many samples a step on all ranks together, or "
             f"global_batch_size={batch_size!r} * world.world_size for torch's meaning."
         )
-    if batch_sampler is not None:
-        raise ConfigurationError(_refused("batch_sampler", batch_sampler))
     if generator is not None:
         raise ConfigurationError("generator: order and workers take their random numbers from seed=; pass a number.")
     if pin_memory_device:
@@ -531,12 +543,30 @@ def _validate_workers(collate_fn: Any, worker_init_fn: Any, timeout: Any, prefet
         checks.whole("prefetch_factor", prefetch_factor, least=1, otherwise="None")
 
 
-def _refused(name: str, value: Any) -> str:
-    return (
-        f"{name}={type(value).__name__}: this loader decides itself which rank sees which sample. Leave it out "
-        f"(shuffle=True shuffles, max_tokens= makes batches by length, WeightedSampler draws by weight), or use "
-        f"torch.utils.data.DataLoader, with evenstep.DistributedSampler to divide the samples."
-    )
+def _validate_order(
+    sampler: Any, batch_sampler: Any, queue: Any, shuffle: Any, global_batch_size: Any, max_tokens: Any
+) -> None:
+    """Raise for a sampler that can't be meant, and for arguments that exclude each other."""
+    for name, given in (("sampler", sampler), ("batch_sampler", batch_sampler)):
+        if given is None:
+            continue
+        if not hasattr(given, "__iter__"):
+            raise checks.refuse(name, given, "something to iterate over, which gives indices")
+        for each in (given, getattr(given, "sampler", None)):
+            if isinstance(each, DistributedSampler):
+                raise ConfigurationError(
+                    f"{name}={type(each).__name__}: it gives one rank's part of the order, and the loader divides "
+                    f"every global batch itself, repeats nothing and leaves nothing out. Pass shuffle=True instead."
+                )
+        others = {"shuffle": shuffle, "max_tokens": max_tokens}
+        if name == "batch_sampler":
+            others |= {"global_batch_size": global_batch_size, "sampler": sampler}
+        for other, value in others.items():
+            if value not in (None, False):
+                raise ConfigurationError(f"{name} and {other} exclude each other: each says which samples make a step.")
+        by_weight = type(given) is WeightedRandomSampler and given.replacement
+        if queue is not None and not by_weight:
+            raise ConfigurationError(f"{name} with queue=: workers that take any of the batches can't compare them.")
 
 
 def _plain(value: Any) -> Any:
@@ -561,24 +591,6 @@ def _as_measured(global_batch_size: Any, max_tokens: Any) -> tuple[Any, Any]:
     return global_batch_size, max_tokens
 
 
-def _order_of(sampler: Any, shuffle: bool | None, seed: Any, world_seed: int | None) -> _OrderArguments:
-    """Shuffle, seed and weights, from the arguments or from the sampler."""
-    if sampler is None:
-        return _OrderArguments(bool(shuffle), (world_seed or 0) if seed is None else seed)
-    if not isinstance(sampler, WeightedSampler | DistributedSampler):
-        raise ConfigurationError(_refused("sampler", sampler))
-    if shuffle is not None or seed is not None:
-        raise ConfigurationError(f"sampler={type(sampler).__name__} has shuffle and seed of its own; leave these out.")
-    if isinstance(sampler, WeightedSampler):
-        return _OrderArguments(True, sampler.seed, sampler.weights, sampler.num_draws)
-    if sampler.pad or sampler.drop_last:
-        raise ConfigurationError(
-            "sampler=DistributedSampler: this loader divides every batch exactly and repeats and drops nothing. Make "
-            "the sampler with pad=False and without drop_last, or leave it out and pass shuffle=True."
-        )
-    return _OrderArguments(sampler.shuffle, sampler.seed)
-
-
 def _choose_sample_seed(given: bool | None, dataset: Any, world: World) -> bool:
     """Whether random numbers in `__getitem__` are keyed by sample."""
     if given is False and world.virtual_ranks is not None:
@@ -599,13 +611,11 @@ def _choose_skips(on_error: str, world: World) -> bool:
     return skips
 
 
-def _validate_stream(
-    dataset: Any, order: _OrderArguments, global_batch_size: Any, world_size: int, others: dict[str, Any]
-) -> None:
+def _validate_stream(dataset: Any, seed: Any, global_batch_size: Any, world_size: int, others: dict[str, Any]) -> None:
     """Raise for arguments that don't go with a stream."""
     kind = type(dataset).__name__
-    for name, value in {"sampler": order.weights, "shuffle": order.shuffle, **others}.items():
-        if value:
+    for name, value in others.items():
+        if value not in (None, False):
             raise ConfigurationError(
                 f"{name} doesn't go with {kind}, an IterableDataset: its records come as they come. Shuffle in the "
                 f"data set (its set_epoch is called), or pass one with __len__ and __getitem__."
@@ -615,17 +625,16 @@ def _validate_stream(
         global_batch_size=global_batch_size,
         drop_last=False,
         shuffle=False,
-        seed=order.seed,
-        locality=None,
+        seed=seed,
         max_tokens=None,
         lengths=None,
-        weights=None,
-        num_draws=None,
+        sampler=None,
+        batch_sampler=None,
         world_size=world_size,
     )
 
 
-def _plan_batches(dataset: Any, order: _OrderArguments, **given: Any) -> BatchPlan:
+def _plan_batches(dataset: Any, **given: Any) -> BatchPlan:
     """Check the data set and the arguments that divide it.
 
     Raises:
@@ -651,11 +660,16 @@ def _plan_batches(dataset: Any, order: _OrderArguments, **given: Any) -> BatchPl
             f"numbers its samples, dataset[0] to dataset[{num_samples - 1}]. Pass one of its values if these are data "
             f"sets, or list(dataset.values()) if each is a sample."
         )
-    return plan_batches(num_samples, **order._asdict(), **given)
+    return plan_batches(num_samples, **given)
 
 
-def _read_state(state: Any, facts: dict[str, Any]) -> tuple[Mark, int]:
+def _read_state(state: Any, facts: dict[str, Any], *, may_resize: bool) -> tuple[Mark, int]:
     """Check a loader's state; returns its position, and the epoch with which the run began.
+
+    Args:
+        state: What was given.
+        facts: Of this loader's source.
+        may_resize: Global batches may be of another size.
 
     Raises:
         ConfigurationError: It is no state of this loader; all differences are named.
@@ -675,6 +689,7 @@ def _read_state(state: Any, facts: dict[str, Any]) -> tuple[Mark, int]:
         f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
         for name in dict.fromkeys((*before, *now))
         if before.get(name) != now.get(name)
+        and not (may_resize and name == "global_batch_size" and None not in (before.get(name), now.get(name)))
     ]
     if differences:
         raise ConfigurationError(
@@ -682,7 +697,7 @@ def _read_state(state: Any, facts: dict[str, Any]) -> tuple[Mark, int]:
             f"afresh, or make the loader as it was."
         )
     epoch, position, base = (int(number or 0) for number in numbers)
-    return Mark(epoch, position), base
+    return Mark(epoch, position, drawn=state.get("order")), base
 
 
 def _warn_of_jump(mark: Mark, epoch: int) -> None:

@@ -26,7 +26,8 @@ first     the start of `epochs`: one more than the last that was *finished*, so 
 base      `first` when the run began. A resumed run starts there again and leaves out finished epochs, so that the
           loops of the script, `epochs(2)` and then `epochs(8)`, yield what they would have yielded
 
-After `resume` the epoch that was interrupted begins in the middle, until it is finished or another one is chosen.
+After `resume` the epoch that was interrupted begins in the middle, until it is finished or another one is chosen. As
+long as nothing of it was used since, every iteration begins there: a look at a first batch drops no rest of an epoch.
 """
 
 from __future__ import annotations
@@ -56,11 +57,14 @@ class Mark(NamedTuple):
         epoch: Number of the epoch.
         position: Samples of it that all ranks together have consumed.
         state: What this rank needs beside the position to go on there, such as the state of its stream; often None.
+        drawn: Where a sampler of the script gives the order: "step", the steps up to there; "digest", of what was
+            drawn; "state", the sampler's own, if it has one.
     """
 
     epoch: int = 0
     position: int = 0
     state: Any = None
+    drawn: Any = None
 
 
 class _Piece(NamedTuple):
@@ -267,10 +271,14 @@ class EpochCounter:
         self._has_looped = False
         self._resumed = self.waits = mark
 
-    def begin(self) -> Mark:
-        """Begin an iteration; returns its start. Inside a loop every iteration is of the loop's epoch."""
+    def begin(self, committed: Mark) -> Mark:
+        """Begin an iteration; returns its start. Inside a loop every iteration is of the loop's epoch.
+
+        Args:
+            committed: What was used until now.
+        """
         if not self._in_loop:
-            self.epoch = self._coming
+            self.epoch = committed.epoch if self.waits is committed else self._coming
         self._coming = self.epoch + 1
         return self._resumed if self._resumed.epoch == self.epoch else Mark(self.epoch)
 

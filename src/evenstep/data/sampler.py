@@ -1,4 +1,4 @@
-"""`DistributedSampler` and `WeightedSampler`: their orders are computed, and not stored."""
+"""`DistributedSampler`, for torch's loader: its order is computed, and not stored."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
-from evenstep import checks, randomness, world
+from evenstep import checks, world
 from evenstep.data.order.batch_plan import to_list
 from evenstep.data.order.permutation import EpochOrder
-from evenstep.data.order.weighted import WeightedOrder, Weights
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.health import excepthook
 from evenstep.ground.health.users_code import warn
@@ -42,7 +40,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         seed: The same on all ranks.
         drop_last: Leave out the last samples instead of repeating the first.
         pad: False: nothing is repeated; some ranks then have one sample less, so use it with
-            `DistributedDataParallel.join`, or as the `sampler` of `evenstep.DataLoader`.
+            `DistributedDataParallel.join`.
         auto_epoch: Each iteration is the epoch after the one before.
 
     Raises:
@@ -78,13 +76,14 @@ class DistributedSampler(TorchDistributedSampler[int]):
         if not pad and not drop_last:
             self.total_size = self._size
             self.num_samples = len(range(rank, self._size, num_replicas))
-        self._turns = _AutoEpoch("DistributedSampler", "in the same order")
+        self._turns = _AutoEpoch()
         self._start = 0  # position at which the next iteration begins
         self._begun_at = 0  # position at which the latest began
         self._iteration = 0
         # Counts what the latest iteration has yielded without python code per index: all up to the end of a chunk, less
         # those that its list iterator has left.
         self._yielded: tuple[int, Iterator[int]] = (0, iter(()))
+        self._has_ended = False  # the latest iteration
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; the one in which a resumed run was interrupted goes on there.
@@ -99,7 +98,11 @@ class DistributedSampler(TorchDistributedSampler[int]):
         super().set_epoch(epoch)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, int]:
-        """The position of training, equal on all ranks and valid for any number of them.
+        """The position of training, valid for any number of ranks.
+
+        It is equal on all ranks after their loops have ended, and where they have used equally many samples; take it
+        there. In between, ranks that are at different counts have different positions. It is the data set's size once
+        this rank's iterator has ended, also where this rank had one sample less than others.
 
         Args:
             consumed: Samples that this rank has used of the epoch since its iteration began. None: those that were
@@ -109,8 +112,10 @@ class DistributedSampler(TorchDistributedSampler[int]):
         number = end - operator.length_hint(chunk)
         if consumed is not None:
             number = checks.whole("DistributedSampler.state_dict: consumed", consumed, least=0)
-        position = self._begun_at + number * self.num_replicas
-        return {"epoch": self.epoch, "position": position, "seed": self.seed, "size": len(self.dataset)}  # type: ignore[arg-type]
+        size = len(self.dataset)  # type: ignore[arg-type]
+        has_all = self._has_ended and number >= self._num_left(self._begun_at)
+        position = size if has_all else min(size, self._begun_at + number * self.num_replicas)
+        return {"epoch": self.epoch, "position": position, "seed": self.seed, "size": size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Begin the next iteration where `state_dict` was taken, on any number of ranks.
@@ -129,7 +134,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
                 )
         epoch, position = (checks.whole(f"{where}: {name}", state.get(name), least=0) for name in ("epoch", "position"))
         self.epoch, self._start = epoch, position
-        self._begun_at, self._yielded = self._start, (0, iter(()))
+        self._begun_at, self._yielded, self._has_ended = self._start, (0, iter(())), False
         self._turns.has_begun = False
 
     def __iter__(self) -> Iterator[int]:
@@ -142,7 +147,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         warns = self.shuffle and self.rank == 0
         self.epoch = self._turns.begin(self.epoch, counts=self.auto_epoch, warns=warns)
         self._begun_at, self._start = self._start, 0
-        self._iteration, self._yielded = self._iteration + 1, (0, iter(()))
+        self._iteration, self._yielded, self._has_ended = self._iteration + 1, (0, iter(())), False
         order = EpochOrder(size, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
         return itertools.chain.from_iterable(self._chunks(order, self._begun_at, self._iteration))
 
@@ -156,6 +161,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
             if iteration == self._iteration:
                 self._yielded = (first + len(turns), chunk)
             yield chunk
+        if iteration == self._iteration:
+            self._has_ended = True
 
     def _num_left(self, start: int) -> int:
         """Samples of this rank from a position on."""
@@ -174,102 +181,15 @@ class DistributedSampler(TorchDistributedSampler[int]):
         )
 
 
-class WeightedSampler(Sampler[int]):
-    """Draws samples by weight, with replacement; each rank has its own draws, and together they are one process's.
-
-    For `evenstep.DataLoader(..., sampler=)`, which takes draws by position and is exact for any number of ranks, and
-    for torch's own loader, where each rank gets every n-th draw. Every draw depends on (seed, epoch, position) alone.
-
-    In torch's loader call `set_epoch` before each epoch, or pass `auto_epoch=True`; forgetting it gives every epoch the
-    same draws: rank 0 warns when the second one begins. (`evenstep.DataLoader` counts epochs itself.)
-
-    Args:
-        weights: [size of the data set]: finite, at least 0, not all 0; they need not add up to 1.
-        num_samples: Draws of an epoch, on all ranks together; None: as many as samples.
-        num_replicas: Number of ranks; None: the current world's. Never starts a collective.
-        rank: This rank; None: the current world's.
-        seed: The same on all ranks.
-        auto_epoch: Each iteration is the epoch after the one before.
-
-    Raises:
-        ConfigurationError: Weights or another argument are wrong.
-    """
-
-    @excepthook.for_users
-    def __init__(
-        self,
-        weights: Any,
-        num_samples: int | None = None,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        seed: int = 0,
-        *,
-        auto_epoch: bool = False,
-    ) -> None:
-        num_replicas, rank = _choose_rank("WeightedSampler", num_replicas, rank)
-        checks.switches("WeightedSampler: ", auto_epoch=auto_epoch)
-        try:
-            given = torch.as_tensor(weights, device="cpu")
-        except (TypeError, ValueError, RuntimeError):
-            raise checks.refuse("WeightedSampler: weights", weights, "one number for each sample") from None
-        try:
-            self.weights = Weights(given)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"WeightedSampler: {error}") from None
-        self.num_draws = len(self.weights)
-        if num_samples is not None:
-            self.num_draws = checks.whole("WeightedSampler: num_samples", num_samples, least=1)
-        self.num_replicas, self.rank = num_replicas, rank
-        self.seed = randomness.validate_seed("WeightedSampler", seed, otherwise="") or 0
-        self.epoch = 0
-        self.auto_epoch = auto_epoch
-        self._turns = _AutoEpoch("WeightedSampler", "with the same draws")
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the draws of the next iteration.
-
-        Raises:
-            ConfigurationError: `epoch` is negative or no whole number.
-        """
-        self.epoch = checks.whole("WeightedSampler.set_epoch: epoch", epoch, least=0)
-        self._turns.was_set = True
-
-    def __len__(self) -> int:
-        """Draws of this rank: the same on all, the draws going on behind the epoch's last where they don't divide."""
-        return -(-self.num_draws // self.num_replicas)
-
-    def __iter__(self) -> Iterator[int]:
-        self.epoch = self._turns.begin(self.epoch, counts=self.auto_epoch, warns=self.rank == 0)
-        order = WeightedOrder(self.weights, self.num_draws, self.seed, self.epoch)
-        return (sample for chunk in self._chunks(order) for sample in chunk.tolist())
-
-    def _chunks(self, order: WeightedOrder) -> Iterator[Tensor]:
-        for first in range(0, len(self), _CHUNK):
-            turns = torch.arange(first, min(first + _CHUNK, len(self)), device="cpu")
-            yield order.at(turns * self.num_replicas + self.rank)
-
-    def __repr__(self) -> str:
-        return (
-            f"<WeightedSampler epoch {self.epoch}, {self.num_draws} draws of {len(self.weights)} samples, rank "
-            f"{self.rank} of {self.num_replicas}>"
-        )
-
-
 class _AutoEpoch:
     """Counts a sampler's epochs, and warns once of a forgotten `set_epoch`.
-
-    Args:
-        name: The sampler's, for messages.
-        how: How an epoch repeats itself, for the message.
 
     Attributes:
         was_set: `set_epoch` was called since the latest iteration began.
         has_begun: There was an iteration.
     """
 
-    def __init__(self, name: str, how: str) -> None:
-        self._name = name
-        self._how = how
+    def __init__(self) -> None:
         self.was_set = self.has_begun = self._has_warned = False
 
     def begin(self, epoch: int, *, counts: bool, warns: bool) -> int:
@@ -287,8 +207,8 @@ class _AutoEpoch:
         if forgotten and warns and not self._has_warned:
             self._has_warned = True
             warn(
-                f"{self._name}: epoch {epoch} begins for the second time, {self._how}. Call sampler.set_epoch(epoch) "
-                f"before each epoch, or make the sampler with auto_epoch=True.",
+                f"DistributedSampler: epoch {epoch} begins for the second time, in the same order. Call "
+                f"sampler.set_epoch(epoch) before each epoch, or make the sampler with auto_epoch=True.",
             )
         return epoch
 

@@ -606,12 +606,14 @@ class SharedBatches:
             UsageError: Not inside the `with` statement, or, with `prefetch`, a batch without a step.
         """
         ps, text = self._ps, json.dumps(facts, sort_keys=True)
+        # A pass that was left early, as by a look at a first batch, goes on: a new one would be the whole epoch again.
         wanted = (self._number, epoch, self._num_passes[epoch])
-        self._num_passes[epoch] += 1
         ahead: _Ahead | None = None
+        held: int | None = None
         try:
             while True:
                 connection = ps._validate_training("queue")
+                held = None
                 if ahead is not None:
                     if connection.num_pushes + 1 != ahead.push:
                         raise UsageError("ps.queue(prefetch=): call ps.step once for each batch of the loop.")
@@ -620,16 +622,21 @@ class SharedBatches:
                     taken = self._take(connection, (wanted, num_batches, text))
                     if taken.batch < 0:
                         if taken.is_over or ps._mode.name != "sync":
+                            self._num_passes[epoch] += 1
                             return
                         ps.step()
                         continue
                     present = load(taken.epoch, taken.batch)
                 if self._prefetch is not None:
                     ahead = self._take_ahead(connection, self._prefetch, (wanted, num_batches, text), load)
+                held = connection.num_pushes + 1
                 yield present
         finally:
-            if ahead is not None and ps._connection is not None:
-                ps._connection.give_back(ahead.push)
+            if ps._connection is not None:
+                if held == ps._connection.num_pushes + 1:  # the loop was left before the batch's step
+                    ps._connection.give_back(held)
+                if ahead is not None:
+                    ps._connection.give_back(ahead.push)
 
     def _take(self, connection: Connection, wanted: tuple[Pass, int, str]) -> Taken:
         """The batch of the next step."""

@@ -14,11 +14,11 @@ from torch.utils import data
 
 from evenstep import randomness
 from evenstep.data.loader import DataLoader
-from evenstep.data.loading.fetch import gives_batches, seed_streams
+from evenstep.data.loading.fetch import gives_batches
 from evenstep.ground.compat.torch_data import MapDatasetFetcher
 from evenstep.observe.loaders import replace_batch_sizes
 from evenstep.observe.patching import Patches
-from evenstep.randomness import mix
+from evenstep.randomness import mix, seed_streams
 
 _SAMPLE_TAG = 0x766572696679  # "verify": other streams from the same seed stay unrelated
 

@@ -342,7 +342,7 @@ def test_samplers_of_some_samples_and_by_weight(tmp_path: Path):
     assert whole in text
     assert "world.print(len(loader.dataset))" in text
     weighted = head + "chosen = WeightedRandomSampler([1.0] * 64, 64, replacement=True)\n" + loop
-    assert "chosen = evenstep.WeightedSampler([1.0] * 64, 64)" in after(tmp_path, weighted)
+    assert "chosen = WeightedRandomSampler([1.0] * 64, 64, replacement=True)" in after(tmp_path, weighted)
     assert "is for one process" in why_not(tmp_path, weighted.replace("replacement=True", "replacement=False"))
 
 

@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
-from evenstep import DataLoader
+from evenstep import DataLoader, DistributedSampler
 from evenstep.data.loading.nested import emptied, move
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
 from tests.stub_worlds import stub_world
@@ -466,8 +467,25 @@ class _BrokenLength(_NoLength):
         (range(9), {"global_batch_size": 4.0}, "global_batch_size=4.0"),
         (range(9), {"global_batch_size": 2}, "global_batch_size=2 is smaller than the number of ranks, 3"),
         (range(9), {"batch_size": 4}, r"Write global_batch_size=4 .* or global_batch_size=4 \* world.world_size"),
-        (range(9), {"global_batch_size": 4, "sampler": range(9)}, "sampler=range.*evenstep.DistributedSampler"),
-        (range(9), {"global_batch_size": 4, "batch_sampler": [[1]]}, "batch_sampler=list"),
+        (range(9), {"global_batch_size": 4, "sampler": 5}, "sampler=5; something to iterate over"),
+        (
+            range(9),
+            {"global_batch_size": 4, "batch_sampler": [[1]]},
+            "batch_sampler and global_batch_size exclude each",
+        ),
+        (range(9), {"batch_sampler": [[1]], "drop_last": True}, "drop_last=True: the batches of batch_sampler"),
+        (range(9), {"batch_sampler": [[1]], "sampler": range(9)}, "batch_sampler and sampler exclude each other"),
+        (range(9), {"global_batch_size": 4, "sampler": range(9), "shuffle": True}, "sampler and shuffle exclude"),
+        (
+            range(9),
+            {"global_batch_size": 4, "sampler": DistributedSampler(range(9), 2, 0, pad=False)},
+            "sampler=DistributedSampler: it gives one rank's part of the order",
+        ),
+        (
+            range(9),
+            {"batch_sampler": BatchSampler(TorchDistributedSampler(range(9), 2, 0), 3, False)},
+            "batch_sampler=DistributedSampler: it gives one rank's part",
+        ),
         (range(9), {"global_batch_size": 4, "generator": torch.Generator()}, "generator: .* seed="),
         (
             range(9),

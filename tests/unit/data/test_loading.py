@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
-from evenstep import DataLoader, DistributedSampler
+from evenstep import DataLoader
 from evenstep.data.loading import device_prefetch
 from evenstep.data.loading.fetch import MAX_BYTES, Loaded, pack, unpack
 from evenstep.data.loading.workers import suitable_workers
@@ -299,22 +299,6 @@ def test_slow_starters_are_kept_unless_said_otherwise() -> None:
             world=stub_world(),
         )
         assert loader._torch_loader.persistent_workers is expected
-
-
-# ---------------------------------------------------------------------- samplers
-
-
-def test_the_loader_takes_an_unpadded_sampler_s_order() -> None:
-    sampler = DistributedSampler(range(10), 2, 0, seed=4, pad=False)
-    loader = DataLoader(range(10), 4, sampler=sampler, world=stub_world())
-    assert (
-        torch.cat(list(loader)).tolist()
-        == torch.cat(list(DataLoader(range(10), 4, True, seed=4, world=stub_world()))).tolist()
-    )
-    with pytest.raises(ConfigurationError, match="pad=False"):
-        DataLoader(range(10), 4, sampler=DistributedSampler(range(10), 2, 0), world=stub_world())
-    with pytest.raises(ConfigurationError, match="has shuffle and seed of its own"):
-        DataLoader(range(10), 4, True, sampler=sampler, world=stub_world())
 
 
 # ---------------------------------------------------------------------- evaluation

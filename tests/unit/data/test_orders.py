@@ -1,4 +1,4 @@
-"""Orders with locality, draws by weight, batches by tokens: permutations, uniform, bounded."""
+"""Draws by weight, batches by tokens: permutations, uniform, bounded."""
 
 from __future__ import annotations
 
@@ -10,123 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, WeightedRandomSampler
 
-from evenstep import DataLoader, WeightedSampler
-from evenstep.data.order import locality
-from evenstep.data.order import permutation as order_module
-from evenstep.data.order.locality import LocalOrder
+from evenstep import DataLoader
 from evenstep.data.order.max_tokens import TokenBatches, cut
 from evenstep.data.order.permutation import EpochOrder
 from evenstep.data.order.weighted import WeightedOrder, Weights
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, UsageError
 from tests.stub_worlds import stub_world
-
-# ---------------------------------------------------------------------- locality
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 3000), st.integers(1, 400), st.integers(1, 8), st.integers(0, 2**63 - 1))
-def test_local_orders_are_permutations(size: int, block: int, window: int, seed: int) -> None:
-    block = max(block, size // 40)
-    order = LocalOrder(size, block, window, seed, epoch=3)
-    assert torch.equal(order.at(torch.arange(size)).sort().values, torch.arange(size))
-    some = torch.randint(size, (50,))
-    assert torch.equal(order.at(some), order.at(torch.arange(size))[some])
-
-
-def test_a_window_reads_few_blocks_and_each_to_its_end() -> None:
-    size, block, window = 10_000, 64, 8
-    samples = LocalOrder(size, block, window, seed=1).at(torch.arange(size))
-    seen: set[int] = set()
-    for part in samples.split(block * window):
-        places = part.sort().values
-        # Runs of neighbours: one per block, or fewer; one more where a run crosses the end of the data set.
-        assert int((places.diff() > 1).sum()) <= window + 1
-        assert seen.isdisjoint(part.tolist())
-        seen |= set(part.tolist())
-    assert samples[:512].diff().abs().float().mean() > 500, "shuffled, all the same"
-
-
-def test_no_sample_has_a_favourite_place() -> None:
-    """Also those of the short block, which always comes last."""
-    size, num_epochs = 50, 1200
-    orders = torch.stack([LocalOrder(size, 8, 2, 5, epoch).at(torch.arange(size)) for epoch in range(num_epochs)])
-    expected = num_epochs / size
-    for position in (0, 20, size - 1):
-        counts = torch.bincount(orders[:, position], minlength=size)
-        assert float((counts - expected).abs().max()) < 5 * expected**0.5
-
-
-def test_a_huge_set_costs_nothing() -> None:
-    order = LocalOrder(10**12, 1024, 16, seed=2)
-    samples = order.at(torch.arange(5 * 10**11, 5 * 10**11 + 40_000))
-    assert len(samples.unique()) == 40_000
-    assert 0 <= int(samples.min()) <= int(samples.max()) < 10**12
-
-
-@pytest.mark.timeout(30)
-def test_windows_between_those_asked_for_cost_nothing() -> None:
-    """A look at each of these sixty million would take minutes."""
-    order = LocalOrder(10**12, 1024, 16, seed=2)
-    far_apart = [10**12 - 1, 3, 5 * 10**11, 4, 10**12 - 2]
-    one_by_one = [int(order.at(torch.tensor(position))) for position in far_apart]
-    assert order.at(torch.tensor(far_apart)).tolist() == one_by_one
-    assert len(set(one_by_one)) == 5
-
-
-def _assert_uniform(counts: torch.Tensor) -> None:
-    """Chi-square; its mean is df and its variance 2 * df. Seeds are fixed; the bound is five standard deviations."""
-    expected = float(counts.sum()) / counts.numel()
-    assert expected >= 20, "too few draws for the approximation"
-    statistic = float(((counts - expected) ** 2 / expected).sum())
-    freedom = counts.numel() - 1
-    assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5, f"chi-square {statistic:.1f} for df {freedom}"
-
-
-def test_a_window_is_shuffled_in_every_way_equally_often() -> None:
-    """All permutations of five; of more, every sample at every place, and every neighbour after every other."""
-    few = torch.stack([LocalOrder(10**6, 5, 1, seed=3).at(torch.arange(5 * w, 5 * w + 5)) for w in range(6000)]) % 5
-    which = (few * torch.tensor([625, 125, 25, 5, 1])).sum(1).unique(return_inverse=True)[1]
-    assert int(which.max()) == 119, "the turn is the same for all windows, so all 120 occur"
-    _assert_uniform(torch.bincount(which))
-    size, num_windows = 64, 4000
-    many = LocalOrder(size * num_windows, size, 1, seed=4).at(torch.arange(size * num_windows)).view(-1, size)
-    turn = LocalOrder(size * num_windows, size, 1, seed=4)._turn
-    many = (many - turn) % size
-    places = torch.zeros(size, size)
-    places.index_put_((torch.arange(size).expand_as(many), many), torch.tensor(1.0), accumulate=True)
-    # Rows and columns add up to the same, so there are fewer degrees of freedom than cells: well inside of the bound.
-    _assert_uniform(places)
-    steps = (many.diff(dim=1) % size).flatten()
-    _assert_uniform(torch.bincount(steps, minlength=size)[1:])
-
-
-def test_the_order_with_locality_is_pinned() -> None:
-    """A checkpoint says (seed, epoch, position), as with `EpochOrder`."""
-    order = LocalOrder(1000, 16, 4, seed=1, epoch=2)
-    assert order.at(torch.arange(6)).tolist() == [54, 42, 55, 660, 951, 668]
-    assert order.at(torch.arange(994, 1000)).tolist() == [75, 613, 621, 272, 614, 86]
-
-
-@pytest.mark.parametrize("held", [0, locality._LARGEST_HELD])
-def test_windows_too_large_to_be_held_are_permutations_too(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locality, "_LARGEST_HELD", held)
-    for size, block, window in ((1, 1, 1), (1000, 16, 4), (3001, 500, 2), (777, 2**31, 2**31), (100, 7, 2**31)):
-        order = LocalOrder(size, block, window, seed=size)
-        samples = order.at(torch.arange(size))
-        assert torch.equal(samples.sort().values, torch.arange(size)), (size, block, window)
-        one_by_one = [int(order.at(torch.tensor(position))) for position in range(0, size, 37)]
-        assert one_by_one == samples[::37].tolist()
-        assert len(order._windows) == (0 if held == 0 or block == 2**31 else min(2, -(-size // (block * window))))
-
-
-@pytest.mark.parametrize("size", [1, 100, 5000])
-def test_with_and_without_numpy_a_window_is_the_same(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("numpy")
-    with_numpy = LocalOrder(size, 64, 8, seed=2).at(torch.arange(size))
-    monkeypatch.setattr(order_module, "numpy", None)
-    assert torch.equal(LocalOrder(size, 64, 8, seed=2).at(torch.arange(size)), with_numpy)
-
 
 # ---------------------------------------------------------------------- weights
 
@@ -143,47 +34,44 @@ def test_draws_follow_the_weights_and_any_of_them_can_be_had_alone() -> None:
     assert not torch.equal(WeightedOrder(Weights(weights), 100, 1, 3).at(torch.arange(100)), draws[:100])
 
 
-def test_ranks_of_the_weighted_sampler_make_one_process() -> None:
-    weights = [1, 2, 3, 4]
-    whole = list(WeightedSampler(weights, 21, 1, 0, seed=5))
-    parts = [list(WeightedSampler(weights, 21, 4, rank, seed=5)) for rank in range(4)]
-    assert {len(part) for part in parts} == {6}
-    assert [part[turn] for turn in range(6) for part in parts][:21] == whole
-    sampler = WeightedSampler(weights, 21, 1, 0, seed=5)
-    sampler.set_epoch(1)
-    assert list(sampler) != whole
-    batches = torch.utils.data.DataLoader(range(4), batch_size=7, sampler=WeightedSampler(weights, 21, 1, 0, seed=5))
-    assert torch.cat(list(batches)).tolist() == whole
-
-
-def test_weighted_draws_that_come_again_are_said_once_and_on_one_rank() -> None:
-    """torch's sampler draws anew each time, so nobody expects it of this one."""
-    samplers = [WeightedSampler([1, 2, 3, 4], 21, 2, rank) for rank in range(2)]
-    first = [list(sampler) for sampler in samplers]
-    with pytest.warns(UserWarning, match=r"WeightedSampler: epoch 0 begins for the second time, with the same draws"):
-        assert list(samplers[0]) == first[0]
-    assert list(samplers[0]) == first[0], "not twice"
-    assert list(samplers[1]) == first[1], "not on rank 1"
-    by_hand, counting = (WeightedSampler([1, 2, 3, 4], 21, 2, 0, auto_epoch=counts) for counts in (False, True))
-    for epoch in (0, 1, 2, 7, 8):
-        by_hand.set_epoch(epoch)
-        if epoch == 7:
-            counting.set_epoch(7)
-        assert list(counting) == list(by_hand)
-        assert counting.epoch == epoch
-    with pytest.raises(ConfigurationError, match="WeightedSampler: auto_epoch='no'"):
-        WeightedSampler([1.0], 1, 1, 0, auto_epoch="no")
-
-
-def test_the_loader_takes_the_weighted_sampler_s_draws() -> None:
-    sampler = WeightedSampler([1, 2, 3, 4], 21, 1, 0, seed=5)
-    draws = list(sampler)
+def test_weights_of_torchs_sampler_are_drawn_by_our_order() -> None:
+    """On any ranks, also inside of torch's BatchSampler; more than 2**24 of them, which torch refuses."""
+    sampler = WeightedRandomSampler([1, 2, 3, 4], 21)
+    draws = WeightedOrder(Weights(torch.tensor([1, 2, 3, 4])), 21, seed=5).at(torch.arange(21)).tolist()
     for world_size in (1, 3):
-        loaders = [DataLoader(range(4), 8, sampler=sampler, world=stub_world(r, world_size)) for r in range(world_size)]
-        batches = [torch.cat(shares) for shares in zip(*loaders, strict=True)]
-        assert [len(batch) for batch in batches] == [8, 8, 5]
-        assert torch.cat(batches).tolist() == draws
+        for arguments in (
+            {"global_batch_size": 8, "sampler": sampler},
+            {"batch_sampler": BatchSampler(sampler, 8, False)},
+        ):
+            worlds = [stub_world(rank, world_size) for rank in range(world_size)]
+            loaders = [DataLoader(range(4), world=world, seed=5, **arguments) for world in worlds]
+            batches = [torch.cat(shares) for shares in zip(*loaders, strict=True)]
+            assert [len(batch) for batch in batches] == [8, 8, 5]
+            assert torch.cat(batches).tolist() == draws
     assert "21 draws by weight of 4 samples" in repr(loaders[0])
+    many = WeightedRandomSampler([1.0], 100)
+    many.weights = torch.ones(2**24 + 5)
+    assert int(next(iter(DataLoader(range(2**24 + 5), 10, sampler=many, world=stub_world()))).max()) < 2**24 + 5
+
+
+def test_weights_may_change_between_epochs() -> None:
+    """Each epoch is drawn by those at its beginning; a resume with others is refused."""
+    sampler = WeightedRandomSampler([1.0, 0.0], 6)
+    loader = DataLoader(range(2), 2, sampler=sampler, collate_fn=list, world=stub_world())
+    assert list(loader) == [[0, 0]] * 3
+    sampler.weights = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    iterator = iter(loader)
+    assert next(iterator) == [1, 1]
+    loader.commit()
+    state = loader.state_dict()
+    assert list(iterator) == [[1, 1]] * 2
+    resumed = DataLoader(range(2), 2, sampler=sampler, collate_fn=list, world=stub_world())
+    resumed.load_state_dict(state)
+    assert list(resumed) == [[1, 1]] * 2
+    sampler.weights = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    resumed.load_state_dict(state)
+    with pytest.raises(UsageError, match="of other weights than those that the sampler now has"):
+        next(iter(resumed))
 
 
 @pytest.mark.parametrize(
@@ -192,14 +80,12 @@ def test_the_loader_takes_the_weighted_sampler_s_draws() -> None:
         ([1.0, -1.0], r"weights\[1\] is -1.0"),
         ([1.0, float("nan")], r"weights\[1\] is nan"),
         ([0.0, 0.0], "add up to 0.0"),
-        ([], "shape"),
-        ([[1.0]], "shape"),
-        ("abc", "WeightedSampler: "),
+        ([1.0], "1 weights and the data set 2 samples"),
     ],
 )
-def test_bad_weights(weights: Any, told: str) -> None:
+def test_bad_weights(weights: list[float], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
-        WeightedSampler(weights, num_replicas=1, rank=0)
+        DataLoader(range(2), 2, sampler=WeightedRandomSampler(weights, 3), world=stub_world())
 
 
 # ---------------------------------------------------------------------- tokens
@@ -263,14 +149,6 @@ def test_sorting_by_length_wastes_little_and_epochs_differ() -> None:
         ({"max_tokens": 0, "lengths": [1, 2, 3]}, "max_tokens=0"),
         ({"max_tokens": 10**30, "lengths": [1, 2, 3]}, "max_tokens=1000.* from 1 to 9223372036854775807"),
         ({"lengths": [1, 2, 3], "global_batch_size": 3}, "lengths= goes with max_tokens"),
-        ({"locality": 10**30, "global_batch_size": 3, "shuffle": True}, "locality=1000.*: the block .* at most"),
-        ({"locality": 4, "global_batch_size": 3}, "locality says how to shuffle, and shuffle=False"),
-        ({"locality": 0, "global_batch_size": 3, "shuffle": True}, "locality=0: the block"),
-        ({"locality": (4, 0), "global_batch_size": 3, "shuffle": True}, r"locality=\(4, 0\): the window"),
-        (
-            {"sampler": WeightedSampler([1, 1], num_replicas=1, rank=0), "global_batch_size": 3},
-            "2 weights and the data set 3 samples",
-        ),
     ],
 )
 def test_bad_divisions(arguments: dict[str, Any], told: str) -> None:

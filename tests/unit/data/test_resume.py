@@ -16,10 +16,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset, WeightedRandomSampler
 
 import evenstep
-from evenstep import DataLoader, World
+from evenstep import DataLoader
 from evenstep.data.order import batch_plan
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.replica.batches import input_watchers
@@ -51,8 +51,6 @@ def _divisions(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
     """A size, and arguments that divide it."""
     size = draw(st.one_of(st.integers(1, 60), st.integers(1, 10_000)))
     arguments: dict[str, Any] = {"shuffle": draw(st.booleans()), "seed": draw(st.integers(0, 3))}
-    if arguments["shuffle"] and draw(st.booleans()):
-        arguments["locality"] = (draw(st.integers(size // 20 + 1, size // 4 + 1)), draw(st.integers(1, 4)))
     if draw(st.booleans()):
         lengths = torch.randint(1, 50, (size,), generator=torch.Generator().manual_seed(size))
         return size, arguments | {"max_tokens": max(50, size // 2), "lengths": lengths}
@@ -399,9 +397,8 @@ def test_a_peek_and_torchs_own_loops_keep_the_place() -> None:
     ("change", "told"),
     [
         ({"size": 41}, "the length of the data set was 40 and is 41"),
-        ({"global_batch_size": 8, "seed": 3}, "global_batch_size was 4 and is 8; seed was 0 and is 3"),
+        ({"seed": 3, "drop_last": True}, "seed was 0 and is 3; drop_last was False and is True"),
         ({"shuffle": False}, "shuffle was True and is False"),
-        ({"locality": 4}, r"locality was None and is \[4, 16\]"),
     ],
 )
 def test_a_state_of_other_data_is_refused(change: dict[str, Any], told: str) -> None:
@@ -416,9 +413,8 @@ def test_a_state_of_other_data_is_refused(change: dict[str, Any], told: str) -> 
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"global_batch_size": 4, "shuffle": True, "locality": 4},
         {"max_tokens": 50, "lengths": torch.arange(1, 41)},
-        {"global_batch_size": 4, "sampler": evenstep.WeightedSampler(range(1, 41), 30, 1, 0)},
+        {"global_batch_size": 4, "sampler": WeightedRandomSampler(range(1, 41), 30)},
     ],
 )
 def test_the_words_of_a_message_are_not_what_a_state_depends_on(
@@ -432,15 +428,6 @@ def test_the_words_of_a_message_are_not_what_a_state_depends_on(
     loader.load_state_dict(state)
 
 
-def test_a_state_of_the_order_before_this_one_is_refused() -> None:
-    loader = DataLoader(range(100), 10, shuffle=True, locality=(8, 2), world=World.alone(device="cpu"))
-    state = loader.state_dict()
-    loader.load_state_dict(state)
-    del state["data"]["locality_version"]
-    with pytest.raises(ConfigurationError, match="the version of locality's order was None and is 2"):
-        loader.load_state_dict(state)
-
-
 def test_states_that_are_none_are_refused() -> None:
     (loader,) = _loaders(40, 1, global_batch_size=4)
     state = loader.state_dict()
@@ -450,7 +437,50 @@ def test_states_that_are_none_are_refused() -> None:
         (state | {"version": 2}, "this is 2"),
         (state | {"position": -1}, "whole numbers"),
         (state | {"epoch": None}, "whole numbers"),
-        (state | {"position": 6}, "no step begins at position 6"),
+        (state | {"position": 41}, "no step begins at position 41"),
     ):
         with pytest.raises(ConfigurationError, match=told):
             loader.load_state_dict(wrong)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_look_at_a_first_batch_after_a_resume_drops_no_rest_of_the_epoch(num_workers: int) -> None:
+    """Also twice, and also where the iterator of the look is still held when training begins."""
+    arguments = {"size": 20, "world_size": 1, "global_batch_size": 4, "shuffle": True, "num_workers": num_workers}
+    (loader,) = _loaders(**arguments)
+    expected = list(_steps([loader]))
+    loader.set_epoch(0)
+    optimizer, iterator = _optimizer(), iter(loader)
+    for _ in range(2):
+        next(iterator)
+        optimizer.step()
+    state = loader.state_dict()
+    iterator.close()
+    (resumed,) = _loaders(**arguments)
+    resumed.load_state_dict(state)
+    held = iter(resumed)
+    assert next(held) == next(iter(resumed)) == expected[2]
+    assert list(_steps([resumed])) == expected[2:]
+    assert resumed.epoch == 1
+    held.close()
+    resumed.load_state_dict(state)
+    for _ in resumed:
+        optimizer.step()
+        break
+    next(iter(resumed))
+    assert resumed.state_dict()["epoch"] == 0, "the step has used a batch; a loop that stops early goes on to the next"
+    assert resumed.epoch == 2
+
+
+def test_rows_are_those_of_the_iteration_that_began_last() -> None:
+    """A look that is collected after the loop isn't gathered in its place."""
+    (loader,) = _loaders(20, 1, global_batch_size=4)
+    look = iter(loader)
+    next(look)
+    seen = [torch.tensor(batch) for batch in loader]
+    look.close()
+    assert loader.gather(torch.cat(seen)).tolist() == list(range(20))
+    iterator = iter(loader)
+    part = [torch.tensor(next(iterator)) for _ in range(2)]
+    assert loader.gather(torch.cat(part)).tolist() == list(range(8)), "in the loop: what it has yielded"
+    iterator.close()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from evenstep.data.sources.same_stream import digest_of
+from evenstep.data.loading.digests import digest_of
 
 
 class Pair(NamedTuple):
@@ -105,7 +105,7 @@ def test_what_has_no_readable_content_counts_by_its_type() -> None:
 def test_another_process_has_the_same_digest() -> None:
     """Texts are hashed otherwise in every process."""
     script = (
-        "from evenstep.data.sources.same_stream import digest_of\n"
+        "from evenstep.data.loading.digests import digest_of\n"
         "print(digest_of([{'text': 'abc', 'label': 2.5, 'kind': {'a'}}]))"
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import tracemalloc
+from itertools import islice
 
 import numpy
 import pytest
@@ -208,3 +210,33 @@ def test_bad_arguments(arguments: tuple[object, ...], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         DistributedSampler(*arguments)
     assert issubclass(ConfigurationError, ValueError), "scripts that catch torch's ValueError"
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_states_after_the_loop_are_the_same_on_all_ranks(pad: bool, fresh_seed: int) -> None:
+    """Random sizes, ranks and places of a stop; a resume on any other number of ranks brings what is left, once."""
+    draws = random.Random(fresh_seed)
+    for _ in range(200):
+        size, world_size, then = draws.randint(1, 30), draws.randint(1, 6), draws.randint(1, 6)
+        samplers = [DistributedSampler(range(size), world_size, rank, seed=3, pad=pad) for rank in range(world_size)]
+        num_used = draws.randint(0, size // world_size)
+        seen = []
+        for sampler in samplers:
+            seen += list(islice(sampler, num_used))
+        states = [sampler.state_dict() for sampler in samplers]
+        assert all(state == states[0] for state in states), "at equal counts"
+        assert states[0]["position"] == num_used * world_size
+        resumed = [DistributedSampler(range(size), then, rank, seed=3, pad=False) for rank in range(then)]
+        for sampler in resumed:
+            sampler.load_state_dict(states[0])
+            seen += sampler
+        assert sorted(seen) == list(range(size))
+        states = [sampler.state_dict() for sampler in resumed]
+        assert all(state == states[0] for state in states), (size, world_size, then)
+        assert states[0]["position"] == size
+        samplers[0].load_state_dict(states[0])
+        assert list(samplers[0]) == []
+    for sampler in samplers:
+        sampler.load_state_dict({**states[0], "position": 0})
+        num_own = len(list(sampler))
+        assert sampler.state_dict() == sampler.state_dict(num_own) == {**states[0], "position": size}, "padded, too"

@@ -167,7 +167,7 @@ def test_length_and_repr() -> None:
     assert len(list(loader.world.progress(loader))) == 3
 
 
-@pytest.mark.parametrize("name", ["shuffle", "sample_seed", "locality", "max_tokens"])
+@pytest.mark.parametrize("name", ["shuffle", "sample_seed", "max_tokens"])
 def test_what_a_stream_cannot_have(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name} doesn't go with Numbers, an IterableDataset"):
         DataLoader(Numbers(3), 2, world=stub_world(), **{name: True})

@@ -213,6 +213,22 @@ def train_from_queue(folder: Path, num_epochs: int, *, leaves_at: int = -1) -> t
     return {name: each.detach().clone() for name, each in ps.model.state_dict().items()}, seen
 
 
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_a_look_at_a_first_batch_is_no_epoch_of_the_queue(prefetches: bool):
+    """Every sample once: what was looked at comes again, and nothing else does."""
+    with evenstep.parameter_server(model, sgd, mode="sync") as ps:
+        queue = ps.queue(prefetch=lambda batch: None) if prefetches else ps.queue()
+        loader = evenstep.DataLoader(list(range(10)), global_batch_size=3, shuffle=True, seed=3, queue=queue)
+        next(iter(loader))
+        seen = []
+        for _ in loader.epochs(2):
+            for batch in loader:
+                ps.backward(loss_of(ps.model, batch), weight=len(batch))
+                ps.step()
+                seen += batch.tolist()
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
+
+
 def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import ctypes
 import io
 import pickle
-import random
-import sys
 from collections.abc import Callable
 from itertools import islice
 from typing import Any, NamedTuple
@@ -22,12 +20,14 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from evenstep import randomness
+from evenstep.data.loading.digests import digest_of
 from evenstep.data.loading.nested import emptied
 from evenstep.data.order.batch_plan import Request
+from evenstep.data.order.epochs import Epochs
 from evenstep.errors import DataError
 from evenstep.ground.compat.torch_data import without_worker_info
 from evenstep.ground.health import excepthook
-from evenstep.randomness import mix
+from evenstep.randomness import mix, seed_streams
 
 _BATCH_TAG = 0x6261746368  # "batch": other streams from the same seed stay unrelated
 _SAMPLE_TAG = 0x73616D706C65  # "sample"
@@ -43,8 +43,8 @@ class Loaded(NamedTuple):
         packed: The batch as `pack` made it in a worker; `batch` is None then.
         skipped: Why each missing sample could not be loaded.
         num_samples: Of the global batch; known here only for streams.
-        digests: Of the records of this batch's step, behind those of the steps before that other workers load; empty if
-            nothing is to be compared.
+        digests: Of the records of this batch's step, behind those of the steps before that other workers load; of
+            numbered samples, of the request's looks; empty if nothing is to be compared.
         failure: A worker's `DataError`, which torch would bury in tracebacks.
         state: Of the stream at the batch's end, with resume_streams="state".
     """
@@ -96,6 +96,7 @@ class Fetcher:
         self.skips = skip
         self._page = page
         self._packs = packs
+        self._epochs = Epochs(dataset)
         self._is_small = False  # whether the latest batch was packed
         self._good: int | None = None  # a sample that could be loaded
         self._epoch: int | None = None  # that the data set was told last
@@ -123,6 +124,9 @@ class Fetcher:
             return self._load(request)
 
     def _load(self, request: Request) -> Loaded:
+        self._epochs.tell(request.epoch)
+        if request.looks:
+            return self._load(request._replace(looks=False))._replace(digests=self._looked())
         if request.example is not None:
             return Loaded(self._nothing_like(request.epoch, request.example))
         if self.wants_tensors:
@@ -137,6 +141,17 @@ class Fetcher:
         if skipped and not loaded:
             return Loaded(self._nothing_like(request.epoch, None), tuple(skipped))
         return Loaded(self._collated(loaded), tuple(skipped))
+
+    def _looked(self) -> tuple[int, int]:
+        """Digests of two reads of a few fixed samples; they differ where reads do, or fail."""
+        with randomness.preserved():
+            try:
+                size = len(self.dataset)
+                numbers = sorted({0, size // 3, 2 * size // 3, size - 1})
+                one, two = (digest_of([self.dataset[number] for number in numbers]) for _ in range(2))
+                return one, two
+            except Exception:  # of the user's data set: there is no verdict
+                return 0, 1
 
     def _collated(self, loaded: list[Any]) -> Any:
         if self._is_small and self.collate is default_collate:
@@ -237,15 +252,6 @@ def packed(loaded: Loaded) -> Loaded:
 def seed_batch(key: int, request: Request) -> None:
     """Seed a worker's streams for a batch. See `Fetcher`."""
     seed_streams(mix(_BATCH_TAG, key, request.epoch, request.step))
-
-
-def seed_streams(key: int) -> None:
-    """Seed the streams of `__getitem__`: python's `random`, torch's CPU stream, numpy if it is imported."""
-    random.seed(key)
-    torch.default_generator.manual_seed(key >> 1)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(key & 0xFFFF_FFFF)
 
 
 def gives_batches(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:

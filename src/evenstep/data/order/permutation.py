@@ -44,7 +44,6 @@ _LARGEST = 1 << 61  # sides of the grid stay below 2**31
 _LARGEST_NARROW = 1 << 31
 _BLOCK = 32_768  # positions at a time: intermediate tensors stay in the cache
 _MASK_32 = 0xFFFF_FFFF
-_MASK_31 = 0x7FFF_FFFF
 _SHUFFLE_TAG = 0x6F72646572  # "order": keys of other streams from the same seed stay unrelated
 
 
@@ -191,29 +190,6 @@ def scramble(words: Any) -> Any:
     words &= _MASK_32
     words ^= words >> 15
     return words
-
-
-def sorted_by_key(size: int, first_key: int, second_key: int) -> Tensor:
-    """The numbers below `size`, shuffled by two keys of 32 bits: [size], int64; size below 2**31. Pure.
-
-    To compute all of them at once takes a tenth of the network's work. Each number is hashed into its own word (the
-    hash is a bijection of 32-bit words), and the numbers are sorted by these words: no two are equal, so the order is
-    the same wherever and however it is sorted.
-    """
-    if numpy is None:
-        words = torch.arange(size, device="cpu")
-        scramble(scramble(words.bitwise_xor_(first_key)).bitwise_xor_(second_key))
-        return torch.arange(size, device="cpu").add_(words << 31).sort().values & _MASK_31
-    narrow = numpy.arange(size, dtype=numpy.uint32)
-    for key in (first_key, second_key):
-        narrow ^= numpy.uint32(key)
-        _scramble_narrow_(narrow)
-    wide = narrow.astype(numpy.int64)
-    wide <<= 31
-    wide += numpy.arange(size)
-    wide.sort()
-    wide &= _MASK_31
-    return torch.from_numpy(wide)
 
 
 def _below(bound: int, words: Any) -> Any:

@@ -39,6 +39,7 @@ class Weights:
         if not 0 < self.total < float("inf"):
             raise ConfigurationError(f"the weights add up to {self.total}; there is nothing to draw by.")
         self.last = int(torch.nonzero(weights)[-1])
+        self.digest = digest(self.cumulative.view(torch.int64))
 
     def __len__(self) -> int:
         return len(self.cumulative)
@@ -74,3 +75,9 @@ class WeightedOrder:
 @lru_cache(maxsize=16)
 def _draw_keys(seed: int, epoch: int) -> list[int]:
     return [mix(_DRAW_TAG, seed, epoch, number) & _MASK_32 for number in range(4)]
+
+
+def digest(values: Tensor) -> int:
+    """A digest of int64 values: their products with odd multipliers, added up and wrapping. Pure."""
+    multipliers = torch.arange(1, 2 * len(values), 2, device="cpu")
+    return mix(int((values * multipliers * 0x2545F4914F6CDD1D).sum()), len(values)) >> 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
@@ -13,11 +15,18 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from evenstep.data.loading import workers
 from evenstep.data.loading.fetch import Fetcher, Loaded
-from evenstep.data.order.batch_plan import BatchPlan, Epoch, Request, requests
+from evenstep.data.order.batch_plan import BatchPlan, Epoch, FixedBatches, Request, divide, requests
+from evenstep.data.order.drawn import Drawing
+from evenstep.data.order.permutation import EpochOrder
 from evenstep.data.position import Mark
+from evenstep.data.sources.same_data import SameData
+from evenstep.data.sources.same_stream import ENDED, Agreement, who_differs
 from evenstep.data.sources.source import gather_in_order
-from evenstep.errors import UsageError
+from evenstep.errors import MismatchError, UsageError
 from evenstep.randomness import mix
+from evenstep.replica.channels import channel_of
+from evenstep.transport.core.transport import Transport
+from evenstep.transport.local import LocalTransport
 from evenstep.virtual_ranks import per_rank
 from evenstep.world import World
 
@@ -50,7 +59,13 @@ class SampleSource:
         self._queue = queue
         self.done: dict[int, frozenset[int]] = {}
         self.dataset, self.batch_plan, self.world = dataset, batch_plan, world
+        self._transport: Transport = LocalTransport()
+        self._newest = 0, Epoch(-1, FixedBatches(0, 1), EpochOrder(0))  # number and epoch of the iteration begun last
+        self._same_data = SameData()
         self.global_batch_size = batch_plan.global_batch_size
+        self._share = partial(
+            divide, rank=world.rank, world_size=world.world_size, virtual_ranks=per_rank(world.virtual_ranks)
+        )
         key = batch_plan.seed if sample_seed else None
         page = workers.new_page(num_workers)
         # torch's thread pins batches for a GPU; it can't pin tensors inside the bytes.
@@ -60,21 +75,28 @@ class SampleSource:
             dataset, collate_fn, batch_seed=batch_seed, sample_seed=key, skip=skip, page=page, packs=packs
         )
 
+    def connect(self) -> None:
+        """Collective: open what carries the ranks' messages about this data set, and nothing else."""
+        if self.world.transport.world_size > 1:
+            self._transport = channel_of(self, self.world, "samples", torch.device("cpu"))
+
     def facts(self) -> dict[str, Any]:
         """See `Source.facts`."""
         return self.batch_plan.facts()
 
     def num_steps(self, epoch: int) -> int:
         """Steps of an epoch."""
-        return self.batch_plan.epoch(epoch).batches.num_batches
+        return self.batch_plan.num_steps(epoch)
 
     def begins_at(self, mark: Mark) -> bool:
         """Whether a step begins there."""
-        return self.batch_plan.epoch(mark.epoch).batches.step_at(mark.position) is not None
+        if self.batch_plan.sampling is not None:
+            return True  # only drawing up to there could show otherwise, and does
+        return self.batch_plan.epoch(mark.epoch, mark.position).batches.step_at(mark.position) is not None
 
     def step_at(self, mark: Mark) -> int:
         """See `Source.step_at`."""
-        return self.batch_plan.epoch(mark.epoch).batches.step_at(mark.position) or 0
+        return self.batch_plan.epoch(mark.epoch, mark.position).batches.step_at(mark.position) or 0
 
     def position_of(self, epoch: int, step: int) -> int:
         """See `Source.position_of`."""
@@ -96,24 +118,83 @@ class SampleSource:
 
     def batches(
         self, start: Mark, iteration: int, torch_loader: TorchDataLoader[Any] | None
-    ) -> Iterator[tuple[int, Loaded]]:
+    ) -> Iterator[tuple[int | Mark, Loaded]]:
         """This rank's batches, each with the position at its end."""
         if self._queue is not None:
             yield from self._taken(self._queue, start.epoch)
             return
-        epoch = self.batch_plan.epoch(start.epoch)
-        global_batch, step = epoch.batches.global_batch, epoch.batches.step_at(start.position) or 0
-        if torch_loader is None:
-            for request in self._requests(epoch, step, as_tensors=self.fetcher.wants_tensors):
-                yield global_batch(request.step)[1], self.fetcher[request]
+        epoch = self.batch_plan.begin(start)
+        if iteration >= self._newest[0]:
+            self._newest = iteration, epoch
+        drawing = epoch.order if isinstance(epoch.order, Drawing) else None
+        agreement = Agreement(self._transport)
+        if self.batch_plan.is_compared:
+            self._validate_start(agreement, epoch, start)
+        marks: deque[Mark] = deque()
+        if drawing is not None:
+            wanted = self._drawn(drawing, marks, agreement)
+        else:
+            wanted = self._computed(epoch, start, marks, as_tensors=torch_loader is None and self.fetcher.wants_tensors)
+        looks = self._same_data.begins(self._transport.world_size)
+        if looks:
+            wanted = chain((first._replace(looks=True) for first in islice(wanted, 1)), wanted)
+        with contextlib.ExitStack() as stack:
+            if torch_loader is None:
+                batches: Iterator[Loaded] = map(self.fetcher.__getitem__, wanted)
+            else:
+                batches = stack.enter_context(workers.working(torch_loader, wanted, partial(self._doing, epoch)))
+            for loaded in batches:
+                if drawing is not None:
+                    self._validate_same(agreement, drawing, epoch.number)
+                if looks and loaded.digests:
+                    self._same_data.start(loaded.digests, self._transport)
+                self._same_data.look()
+                yield marks.popleft(), loaded
+        if drawing is not None:
+            self._validate_same(agreement, drawing, epoch.number)
+
+    def _validate_start(self, agreement: Agreement, epoch: Epoch, start: Mark) -> None:
+        """Raise, on all ranks, unless they draw alike and as the run did that was here before. Collective."""
+        drawing = epoch.order if isinstance(epoch.order, Drawing) else None
+        digest, expected = epoch.digest, (start.drawn or {}).get("digest")
+        is_wrong = drawing.is_wrong if drawing is not None else expected not in (None, digest)
+        agreement.add(digest if drawing is None else drawing.digest, is_wrong=is_wrong)
+        of_ranks = agreement.settle()
+        if of_ranks is None:
             return
-        # Lists for workers: each tensor would travel through its own shared memory.
-        wanted = self._requests(epoch, step)
-        done = self.done.get(epoch.number, frozenset())
-        steps = (number for number in range(step, epoch.batches.num_batches) if number not in done)
-        with workers.working(torch_loader, wanted, partial(self._doing, epoch)) as batches:
-            for number, loaded in zip(steps, batches, strict=True):
-                yield global_batch(number)[1], loaded
+        if not any(is_wrong for _, is_wrong in of_ranks):
+            raise self._differ([digest for digest, _ in of_ranks], f"At the beginning of epoch {start.epoch}")
+        where = f"DataLoader: the state is that of epoch {start.epoch}, position {start.position}"
+        if drawing is None:
+            raise UsageError(
+                f"{where}, of other weights than those that the sampler now has. Restore the weights before the epoch "
+                f"begins, or go on with the next: loader.set_epoch({start.epoch + 1})."
+            )
+        raise UsageError(
+            f"{where}, and up to there {self._sampler} gives other samples than in the run that saved it: "
+            f"it draws by something of its own, such as a generator or a counter. Give it set_epoch(epoch), which the "
+            f"loader calls, and have it draw by the epoch; or give it state_dict and load_state_dict, whose state is "
+            f"saved with the loader's. Nothing was loaded."
+        )
+
+    def _validate_same(self, agreement: Agreement, drawing: Drawing, epoch: int) -> None:
+        """Raise, on all ranks, unless they have drawn the same next step, or all none. Collective."""
+        of_ranks = agreement.settle()
+        if of_ranks is not None:
+            raise self._differ([digest for digest, _ in of_ranks], f"In epoch {epoch}")
+
+    def _differ(self, digests: list[int], where: str) -> MismatchError:
+        return MismatchError(
+            f"DataLoader: {self._sampler} isn't the same everywhere. {where}, "
+            f"{who_differs(digests, ENDED, 'samples')}. Every rank draws the whole order and loads its part, so some "
+            f"samples would come twice and others never. A sampler doesn't divide by rank, and what it draws by "
+            f"(weights, losses, lengths) is the same on all ranks: world.gather and world.mean make it so."
+        )
+
+    @property
+    def _sampler(self) -> str:
+        sampling = self.batch_plan.sampling
+        return "the sampler by weight" if sampling is None else sampling.in_words()
 
     def _taken(self, queue: BatchesToTake, number: int) -> Iterator[tuple[int, Loaded]]:
         """The global batches that this process takes from a queue, each whole."""
@@ -125,28 +206,49 @@ class SampleSource:
             wanted: Any = samples if self.fetcher.wants_tensors else samples.tolist()
             return end, self.fetcher[Request(of_epoch, step, wanted)]
 
-        yield from queue.take(number, self.num_steps(number), self.facts(), load)
+        facts = self.facts() | {"weights": self.batch_plan.begin(Mark(number)).digest}
+        yield from queue.take(number, self.num_steps(number), facts, load)
 
-    def _requests(self, epoch: Epoch, step: int, *, as_tensors: bool = False) -> Iterator[Request]:
-        rank, world_size, virtual_ranks = self.world.rank, self.world.world_size, per_rank(self.world.virtual_ranks)
-        wanted = requests(
-            epoch, step, rank=rank, world_size=world_size, virtual_ranks=virtual_ranks, as_tensors=as_tensors
-        )
-        done = self.done.get(epoch.number)
-        return wanted if not done else (request for request in wanted if request.step not in done)
+    def _computed(self, epoch: Epoch, start: Mark, marks: deque[Mark], *, as_tensors: bool) -> Iterator[Request]:
+        """This rank's requests; `marks` gets the position at the end of each."""
+        step, done = epoch.batches.step_at(start.position) or 0, self.done.get(epoch.number, ())
+        for request in requests(epoch, step, self._share, as_tensors=as_tensors):
+            if request.step not in done:
+                drawn = {"digest": epoch.digest} if epoch.digest else None
+                marks.append(Mark(epoch.number, epoch.batches.global_batch(request.step)[1], drawn=drawn))
+                yield request
+
+    def _drawn(self, drawing: Drawing, marks: deque[Mark], agreement: Agreement) -> Iterator[Request]:
+        """The same, as a sampler gives them. Collective: what is drawn is compared."""
+        while (found := drawing.draw()) is not None:
+            indices, mark = found
+            agreement.add(mark.drawn["digest"])
+            marks.append(mark)
+            start, stop = self._share(0, len(indices))
+            yield Request(
+                mark.epoch, drawing.num_batches - 1, indices[start:stop], None if stop > start else indices[0]
+            )
+        agreement.add(ENDED)
 
     def _doing(self, epoch: Epoch, step: int, number: int) -> str:
         """The sample that a worker was loading, as far as its notes show."""
-        samples = next(self._requests(epoch, step)).samples
+        samples = self._samples_of(epoch, step)
         where = f"epoch {epoch.number}, step {step}"
         if self.fetcher.notes_samples and number < len(samples):
             return f"sample {samples[number]} ({where}, number {number} of this rank's {len(samples)})"
         some = ", ".join(map(str, islice(samples, 8)))
         return f"samples {some}{', ...' if len(samples) > 8 else ''} ({where})"
 
+    def _samples_of(self, epoch: Epoch, step: int) -> list[Any]:
+        start, stop = epoch.batches.global_batch(step)
+        if isinstance(epoch.order, Drawing):
+            return epoch.order.indices(step)[slice(*self._share(0, stop - start))]
+        found: list[Any] = epoch.order.at(torch.arange(*self._share(start, stop), device="cpu")).tolist()
+        return found
+
     def gather(self, rows: Tensor, start: Mark, end: Mark) -> Tensor:
         """All ranks' rows in the order of the data set. Collective."""
-        epoch, skips = self.batch_plan.epoch(start.epoch), self.fetcher.skips
+        epoch, skips = self._newest[1], self.fetcher.skips
         return gather_in_order(self.world, rows, epoch, start.position, end.position, skips=skips)
 
     def describe(self, epoch: int) -> str:

@@ -34,6 +34,9 @@ class Source(Protocol):
     def global_batch_size(self) -> int | None:
         """Samples of one step, on all ranks together; None if steps are measured in tokens."""
 
+    def connect(self) -> None:
+        """Collective: open what carries the ranks' messages about these data, and nothing else."""
+
     def facts(self) -> dict[str, Any]:
         """Values that must be equal on all ranks, and in a resumed run. Checkpoints hold them: keys never change."""
 
@@ -54,7 +57,7 @@ class Source(Protocol):
 
     def batches(
         self, start: Mark, iteration: int, torch_loader: TorchDataLoader[Any] | None
-    ) -> Iterator[tuple[int, Loaded]]:
+    ) -> Iterator[tuple[int | Mark, Loaded]]:
         """This rank's batches, each with the position at its end; loaded here, or by the workers of `torch_loader`."""
 
     def gather(self, rows: Tensor, start: Mark, end: Mark) -> Tensor:

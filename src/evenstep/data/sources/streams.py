@@ -30,7 +30,6 @@ state of the last batch, so that they go on alike.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -43,19 +42,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import default_collate, get_worker_info
 
-from evenstep import randomness
 from evenstep.data.loading import workers
-from evenstep.data.loading.fetch import Loaded, failed, packed, seed_batch, seed_streams, set_epoch
+from evenstep.data.loading.digests import digest_of
+from evenstep.data.loading.fetch import Loaded, failed, packed, seed_batch, set_epoch
 from evenstep.data.loading.nested import emptied
 from evenstep.data.order.batch_plan import Epoch, FixedBatches, Request, divide
 from evenstep.data.order.permutation import EpochOrder
 from evenstep.data.position import Mark
-from evenstep.data.sources.same_stream import digest_of, same_everywhere
+from evenstep.data.sources.same_stream import same_everywhere
 from evenstep.data.sources.source import gather_in_order
 from evenstep.data.sources.webdataset import count_shards, is_pipeline, part_of
 from evenstep.errors import ConfigurationError, DataError, UsageError
 from evenstep.ground.compat.torch_data import without_worker_info
-from evenstep.randomness import mix
+from evenstep.randomness import OwnStreams, mix, seed_streams
 from evenstep.replica.channels import channel_of
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.local import LocalTransport
@@ -313,7 +312,7 @@ class StreamFetcher:
         self._records: Iterator[Any] = iter(())
         self._step = 0
         self._first: Any = None
-        self._streams = _OwnStreams(0)
+        self._streams = OwnStreams(0)
 
     def __getitem__(self, request: Request) -> Loaded:
         """Load a batch; `num_samples` is 0 at the end of the stream, or of this worker's part of it."""
@@ -352,7 +351,7 @@ class StreamFetcher:
         self._iteration, self._step = start.iteration, start.step
         key = mix(_STREAM_TAG, self._seed, self._epoch)
         # Behind a state the numbers from the epoch's beginning aren't drawn again.
-        self._streams = _OwnStreams(mix(key, start.step) if start.step else key)
+        self._streams = OwnStreams(mix(key, start.step) if start.step else key)
         index = self._rank * self._num_workers + request.step % self._num_workers
         with self._streams.in_use():
             self._stream = self._part(self._world_size * self._num_workers, index) if self._by_shard else self._part()
@@ -400,28 +399,6 @@ class StreamFetcher:
             if self._first is None:
                 return None
         return emptied(self.collate([self._first]), self.collate([self._first, self._first]))
-
-
-class _OwnStreams:
-    """Random streams of a data set's own, which go on where they were whatever is drawn in between."""
-
-    def __init__(self, key: int) -> None:
-        self._key = key
-        self._state: randomness.RandomState | None = None
-
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Python's, torch's and numpy's streams on the CPU are these inside of the block."""
-        outside = randomness.capture(with_devices=False)
-        try:
-            if self._state is None:
-                seed_streams(self._key)
-            else:
-                randomness.restore(self._state)
-            yield
-        finally:
-            self._state = randomness.capture(with_devices=False)
-            randomness.restore(outside)
 
 
 def _drawing_otherwise(records: Iterator[Any], key: int) -> Iterator[Any]:

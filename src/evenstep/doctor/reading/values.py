@@ -21,7 +21,6 @@ _EXACT = {
     "evenstep.World": "world",
     "evenstep.DataLoader": "loader",
     "evenstep.DistributedSampler": "sampler",
-    "evenstep.WeightedSampler": "sampler",
     "evenstep.DistributedDataParallel": "wrapped",
     "evenstep.DataParallel": "data parallel",
     "evenstep.ShardedOptimizer": "optimizer",

@@ -20,7 +20,6 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, 
 
 from evenstep import randomness
 from evenstep.data.loader import DataLoader
-from evenstep.data.loading.fetch import seed_streams
 from evenstep.doctor.run.events import Place
 from evenstep.doctor.run.recorder import Recorder
 from evenstep.ground.compat import torch_pytree as pytree
@@ -151,7 +150,7 @@ def _first_looks(loader: Any) -> dict[str, Any]:
     # Whatever a data set raises here, it raises again where the script reads it.
     with contextlib.suppress(Exception), randomness.preserved():
         for index in (0, count // 2, count - 1):
-            seed_streams(randomness.mix(index))
+            randomness.seed_streams(randomness.mix(index))
             looks += _leaf_digests(dataset[index])
     return {"looks": looks}
 

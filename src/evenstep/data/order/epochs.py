@@ -1,0 +1,94 @@
+"""`Epochs`: the objects of a script that have `set_epoch`, and who calls it.
+
+A script that calls `sampler.set_epoch(epoch)` itself means the loader's next iteration; where it calls nothing, the
+loader does. So `set_epoch` of each object is replaced, on the object, by a `_Watched` that tells the loaders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+from weakref import WeakSet
+
+_INSIDE = ("sampler", "batch_sampler", "dataset")
+
+
+class Listener(Protocol):
+    """A loader."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """The script has chosen the epoch of the next iteration."""
+
+
+class Epochs:
+    """`set_epoch` of an object, and of the `.sampler`, `.batch_sampler` and `.dataset` inside.
+
+    Args:
+        roots: The objects.
+        listener: Told when the script calls one of them.
+    """
+
+    def __init__(self, *roots: Any, listener: Listener | None = None) -> None:
+        self._targets = [each for root in roots for each in _with_set_epoch(root)]
+        for target in self._targets if listener is not None else ():
+            if (watched := _watched(target)) is not None:
+                watched.listeners.add(listener)
+
+    def tell(self, epoch: int) -> None:
+        """Call `set_epoch` where the object isn't in that epoch."""
+        for target in self._targets:
+            watched = _watched(target)
+            if watched is None:
+                target.set_epoch(epoch)
+            elif watched.epoch != epoch:
+                watched.epoch = epoch
+                watched.original(epoch)
+
+
+def _with_set_epoch(root: Any) -> Iterator[Any]:
+    seen: list[Any] = []
+    waiting = [root]
+    while waiting:
+        each = waiting.pop()
+        if each is None or any(each is other for other in seen):
+            continue
+        seen.append(each)
+        if callable(getattr(each, "set_epoch", None)):
+            yield each
+        waiting += [inside for name in _INSIDE if (inside := getattr(each, name, None)) is not None]
+
+
+class _Watched:
+    """Stands in an object's place of `set_epoch`. A copy of the object, and one in a worker, has its own again.
+
+    Attributes:
+        epoch: The latest that was set; None: none was.
+        original: The object's own.
+        listeners: Told of the script's calls.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        self.original = owner.set_epoch
+        self.epoch: int | None = None
+        self.listeners: WeakSet[Any] = WeakSet()
+
+    def __call__(self, epoch: int, *args: Any, **kwargs: Any) -> Any:
+        self.epoch = epoch
+        result = self.original(epoch, *args, **kwargs)
+        for listener in list(self.listeners):
+            listener.set_epoch(epoch)
+        return result
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._owner, "set_epoch")
+
+
+def _watched(target: Any) -> _Watched | None:
+    """The object's; None if nothing can be written on it."""
+    found = getattr(target, "set_epoch", None)
+    if not isinstance(found, _Watched) or found._owner is not target:
+        with contextlib.suppress(AttributeError, TypeError):
+            target.set_epoch = found = _Watched(target)
+    return found if isinstance(found, _Watched) else None

@@ -1,0 +1,361 @@
+"""Orders that samplers and batch samplers of a script give: cut, divided, resumed and refused. Ranks are stubs here."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import random
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from evenstep import DataLoader
+from evenstep.errors import ConfigurationError, UsageError
+from tests.stub_worlds import stub_world
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine of one core
+SIZE = 41
+
+
+class OfTheProcess(Sampler[int]):
+    """Draws from python's, torch's and numpy's streams, a number at a time; knows no epoch."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SIZE))
+        random.shuffle(order)
+        for number in order:
+            turn = int(torch.randint(2, ())) + int(np.random.randint(2))
+            yield (number, (number + 1) % SIZE, (number + 2) % SIZE)[turn]
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+class ByEpoch(Sampler[int]):
+    """Its generator is seeded by set_epoch."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.generator.manual_seed(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(SIZE, generator=self.generator).tolist()
+
+
+class WithState(Sampler[int]):
+    """A generator of its own, which goes on from epoch to epoch, and its state."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(7)
+        self.left: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        self.left = self.left or self.random.sample(range(SIZE), SIZE)
+        while self.left:
+            yield self.left.pop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": list(self.left), "random": self.random.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        version, numbers, gauss = state["random"]
+        self.random.setstate((version, tuple(numbers), gauss))
+        self.left = list(state["left"])
+
+
+class ByLength(Sampler[list[int]]):
+    """Batches of several sizes, whose number differs between epochs."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def _sizes(self) -> list[int]:
+        return [4 + self.epoch % 3] * 7
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = iter(np.random.permutation(SIZE).tolist())
+        for size in self._sizes():
+            yield list(islice(order, size))
+
+    def __len__(self) -> int:
+        return len(self._sizes())
+
+
+class Numpys(Sampler[int]):
+    """A numpy generator of its own: no resume can know it."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(random.randrange(2**32))
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.generator.permutation(SIZE).tolist()
+
+
+def by(kind: str) -> dict[str, Any]:
+    """A loader's arguments."""
+    given = torch.Generator().manual_seed(11)
+    samplers = {
+        "torch": lambda: RandomSampler(range(SIZE), generator=given),
+        "some": lambda: SubsetRandomSampler(range(3, 30)),
+        "in order": lambda: SequentialSampler(range(SIZE)),
+        "weighted": lambda: WeightedRandomSampler(range(1, SIZE + 1), 50),
+        "without replacement": lambda: WeightedRandomSampler(range(1, SIZE + 1), 30, replacement=False),
+        "of the process": OfTheProcess,
+        "by epoch": ByEpoch,
+        "with state": WithState,
+        "numpy": Numpys,
+    }
+    if kind == "batches":
+        return {"batch_sampler": ByLength()}
+    if kind == "batches of torch":
+        return {"batch_sampler": BatchSampler(OfTheProcess(), 6, True)}
+    return {"sampler": samplers[kind](), "global_batch_size": 6}
+
+
+KINDS = ["torch", "some", "in order", "weighted", "without replacement", "of the process", "by epoch", "with state"]
+KINDS += ["batches", "batches of torch"]
+
+
+def loaders(world_size: int, arguments: dict[str, Any], **more: Any) -> list[DataLoader]:
+    made = [copy.deepcopy(arguments) for _ in range(world_size)]
+    return [
+        DataLoader(range(SIZE), collate_fn=list, world=stub_world(rank, world_size), seed=3, **each, **more)
+        for rank, each in enumerate(made)
+    ]
+
+
+def steps(of_ranks: list[DataLoader]) -> Iterator[list[int]]:
+    iterators = [iter(each) for each in of_ranks]
+    try:
+        for shares in zip(*iterators, strict=True):
+            yield list(chain.from_iterable(shares))
+    finally:
+        for each in iterators:
+            each.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_any_stop_is_resumed_exactly_on_any_ranks(kind: str, num_workers: int, fresh_seed: int) -> None:
+    draws, arguments = random.Random(fresh_seed), by(kind)
+    (alone,) = loaders(1, arguments)
+    expected = [list(steps([alone])) for _ in range(3)]
+    assert expected[0] != expected[1] or kind == "in order"
+    seen: list[list[list[int]]] = [[], [], []]
+    state = None
+    while len(seen[2]) < len(expected[2]):
+        of_ranks = loaders(draws.randint(1, 4), arguments, num_workers=num_workers)
+        for each in of_ranks if state is not None else ():
+            each.load_state_dict(state)
+        for epoch in range(of_ranks[0].epoch, 3):
+            stop = draws.choice((1, 2, 4, 100))
+            running = steps(of_ranks)
+            for batch in islice(running, stop):
+                seen[epoch].append(batch)
+                for each in of_ranks:
+                    each.commit()
+            if len(seen[epoch]) < len(expected[epoch]):
+                running.close()
+                break
+            assert next(running, None) is None
+        states = [each.state_dict() for each in of_ranks]
+        assert all(other == states[0] for other in states)
+        state = json.loads(json.dumps(states[0]))
+    assert seen == expected
+
+
+def test_a_generator_of_its_own_is_refused_by_a_resume(fresh_seed: int) -> None:
+    """Before the first batch, with the class and the two ways out."""
+    random.seed(fresh_seed)
+    (loader,) = loaders(1, by("numpy"))
+    iterator = iter(loader)
+    next(iterator)
+    loader.commit()
+    (resumed,) = loaders(1, by("numpy"))
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.raises(UsageError, match=r"Numpys \(.*test_drawn.py:\d+\) gives other .* set_epoch.* state_dict"):
+        next(iter(resumed))
+
+
+def test_a_sampler_that_is_shorter_now_is_refused() -> None:
+    (loader,) = loaders(1, {"sampler": list(range(20)), "global_batch_size": 6})
+    list(islice(iter(loader), 3))
+    loader.commit()
+    (resumed,) = loaders(1, {"sampler": list(range(10)), "global_batch_size": 6})
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.raises(UsageError, match="list gives other samples"):
+        next(iter(resumed))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "numpy"])
+def test_the_scripts_streams_are_as_without_a_sampler(kind: str) -> None:
+    (loader,) = loaders(1, by(kind))
+    before = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].tolist()
+    drawn = [random.random() for _ in range(3)], torch.rand(3).tolist(), np.random.rand(3).tolist()
+    random.setstate(before[0])
+    torch.set_rng_state(before[1])
+    np.random.set_state(("MT19937", np.array(before[2], dtype=np.uint32), 624, 0, 0.0))
+    with_numpy = np.random.rand(3).tolist()
+    np.random.set_state(("MT19937", np.array(before[2], dtype=np.uint32), 624, 0, 0.0))
+    found: tuple[list[float], list[float], list[float]] = [], [], []
+    for _, _ in zip(range(3), loader, strict=False):
+        found[0].append(random.random())
+        found[1].append(float(torch.rand(1)))
+        found[2].append(float(np.random.rand()))
+    assert found == (drawn[0], drawn[1], with_numpy)
+
+
+@pytest.mark.parametrize("kind", ["torch", "of the process", "by epoch", "batches"])
+def test_two_iterations_at_once_are_two_epochs(kind: str) -> None:
+    (alone,) = loaders(1, by(kind))
+    expected = [list(alone) for _ in range(2)]
+    (loader,) = loaders(1, by(kind))
+    one, two = iter(loader), iter(loader)
+    found: tuple[list[Any], list[Any]] = [], []
+    for pair in zip(one, two, strict=True):
+        for mine, batch in zip(found, pair, strict=True):
+            mine.append(batch)
+    assert list(found) == expected
+
+
+def test_the_order_depends_on_the_scripts_generator_and_leaves_it_alone() -> None:
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 1, 2)]
+    states = [each.get_state() for each in generators]
+    orders = [
+        list(
+            DataLoader(
+                range(9), 3, sampler=RandomSampler(range(9), generator=each), world=stub_world(), collate_fn=list
+            )
+        )
+        for each in generators
+    ]
+    assert orders[0] == orders[1] != orders[2]
+    assert all(torch.equal(each.get_state(), state) for each, state in zip(generators, states, strict=True))
+
+
+def test_indices_that_are_no_numbers() -> None:
+    """As of batch samplers that give (index, size of the image); a rank without a sample looks at the first."""
+
+    class Sized(Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: tuple[int, int]) -> torch.Tensor:
+            return torch.full((index[1],), index[0])
+
+    batches = [[(0, 2), (1, 2)], [], [(2, 3)]]
+    of_ranks = [DataLoader(Sized(), batch_sampler=batches, world=stub_world(rank, 2)) for rank in range(2)]
+    shapes = [[tuple(batch.shape) for batch in each] for each in of_ranks]
+    assert shapes == [[(1, 2), (1, 3)], [(1, 2), (0, 3)]]
+    assert of_ranks[0].state_dict()["epoch"] == 1
+    alone = DataLoader(Sized(), batch_sampler=batches, world=stub_world())
+    rows = torch.cat([batch[:, 0] for batch in alone])
+    with pytest.raises(UsageError, match="are no numbers"):
+        alone.gather(rows)
+
+
+def test_rows_of_a_sampler_are_gathered_by_number() -> None:
+    (loader,) = loaders(1, by("torch"))
+    seen = torch.tensor(list(chain.from_iterable(loader)))
+    assert loader.gather(seen).tolist() == list(range(SIZE))
+
+
+@pytest.mark.parametrize("arguments", [{"shuffle": True}, {"sampler": OfTheProcess()}])
+def test_another_global_batch_size_counts_from_the_next_batch_on(arguments: dict[str, Any]) -> None:
+    """Said once; also twice in one epoch, with a last batch that is short or left out."""
+    (alone,) = loaders(1, arguments | {"global_batch_size": 6})
+    order = list(chain.from_iterable(alone))
+    (loader,) = loaders(1, arguments | {"global_batch_size": 6})
+    done, state = 0, {}
+    for size, num_steps in ((6, 2), (5, 3), (8, 9)):
+        of_ranks = loaders(2, arguments | {"global_batch_size": size})
+        if done:
+            with pytest.warns(UserWarning, match=f"and is {size}, from the next batch on .epoch 0, position {done}"):
+                of_ranks[0].load_state_dict(state)
+            of_ranks[1].load_state_dict(state)
+        found = []
+        for batch in islice(steps(of_ranks), num_steps):
+            found += batch
+            for each in of_ranks:
+                each.commit()
+            assert batch == order[done : done + size]
+            done += len(batch)
+        state = of_ranks[0].state_dict()
+    assert done == SIZE
+    (other,) = loaders(1, {"batch_sampler": ByLength()})
+    (loader,) = loaders(1, arguments | {"global_batch_size": 6})
+    with pytest.raises(ConfigurationError, match="global_batch_size was None and is 6"):
+        loader.load_state_dict(other.state_dict())
+
+
+class Numbered(Dataset[int]):
+    """Says in which epoch it is read."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("wraps", [lambda each: each, lambda each: Subset(each, range(8))])
+def test_a_numbered_data_set_gets_its_epoch(num_workers: int, wraps: Any) -> None:
+    """Also in workers that stay alive."""
+    loader = DataLoader(
+        wraps(Numbered()), 4, num_workers=num_workers, persistent_workers=num_workers > 0, world=stub_world()
+    )
+    for epoch in loader.epochs(3):
+        assert [batch.tolist() for batch in loader] == [[epoch] * 4] * 2
+    loader.set_epoch(7)
+    assert [batch.tolist() for batch in loader] == [[7] * 4] * 2
+
+
+@pytest.mark.parametrize("kind", ["by epoch", "batches"])
+def test_a_set_epoch_of_the_script_is_the_loaders(kind: str) -> None:
+    """As in `for epoch in range(2, n): sampler.set_epoch(epoch)` of a run that goes on."""
+    (alone,) = loaders(1, by(kind))
+    expected = [list(alone) for _ in range(4)]
+    arguments = by(kind)
+    loader = DataLoader(range(SIZE), collate_fn=list, world=stub_world(), seed=3, **arguments)
+    sampler = arguments.get("sampler") or arguments["batch_sampler"]
+    for epoch in (2, 3):
+        sampler.set_epoch(epoch)
+        assert loader.epoch == sampler.epoch == epoch
+        assert list(loader) == expected[epoch]
+    assert list(islice(loader, 1)) != expected[3][:1], "none was set: the next"
+    data = Numbered()
+    loader = DataLoader(data, 4, world=stub_world())
+    data.set_epoch(5)
+    assert next(iter(loader)).tolist() == [5] * 4
+    for twin in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):
+        twin.set_epoch(9)
+        assert (twin.epoch, data.epoch, loader.epoch) == (9, 5, 6)

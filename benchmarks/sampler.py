@@ -6,7 +6,8 @@
 *First index*: seconds until a new epoch's sampler has given its first index, and by how much that raised the process's
 peak memory; each in a process of its own. *Index through a loader*: nanoseconds of CPU time per index over an epoch of
 10^6 samples, in batches of 64, that cost nothing to load: torch's loader with torch's sampler, torch's loader with
-ours, our loader; they take turns. *Throughput*: samples a second of a data set of small samples, with torch's loader
+ours, our loader, both with a script's own sampler; they take turns.
+*Throughput*: samples a second of a data set of small samples, with torch's loader
 and with ours, with 0, 1 and 2 workers. Ratios are of neighbouring turns: median, with quartiles.
 """
 
@@ -17,14 +18,14 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from measuring import describe_machine, ratios, spread
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 import evenstep
@@ -101,6 +102,19 @@ def run_through(loader: Any) -> float:
     return time.process_time() - started
 
 
+class Foreign(Sampler[int]):
+    """A script's own sampler: shuffles by torch's stream."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self.num_samples).tolist()
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
 def per_index(num_samples: int, num_turns: int) -> dict[str, Any]:
     """Nanoseconds of CPU time per index, through a loader."""
     data = range(num_samples)
@@ -111,6 +125,10 @@ def per_index(num_samples: int, num_turns: int) -> dict[str, Any]:
         "torch": TorchDataLoader(data, batch_size=BATCH, sampler=torchs, collate_fn=as_it_is),
         "our_sampler": TorchDataLoader(data, batch_size=BATCH, sampler=ours, collate_fn=as_it_is),
         "our_loader": evenstep.DataLoader(data, BATCH, shuffle=True, collate_fn=as_it_is, world=world),
+        "foreign_torch": TorchDataLoader(data, batch_size=BATCH, sampler=Foreign(num_samples), collate_fn=as_it_is),
+        "foreign_ours": evenstep.DataLoader(
+            data, BATCH, sampler=Foreign(num_samples), collate_fn=as_it_is, world=world
+        ),
     }
     seconds: dict[str, list[float]] = {name: [] for name in loaders}
     for turn in range(num_turns + 1):
@@ -122,6 +140,7 @@ def per_index(num_samples: int, num_turns: int) -> dict[str, Any]:
         f"{name}_ns": sorted(each)[len(each) // 2] / num_samples * 1e9 for name, each in seconds.items()
     }
     result["sampler_ratio"] = ratios(seconds["torch"], seconds["our_sampler"])
+    result["foreign_ratio"] = ratios(seconds["foreign_torch"], seconds["foreign_ours"])
     result["loader_ratio"] = ratios(seconds["torch"], seconds["our_loader"])
     return result
 
@@ -186,7 +205,9 @@ def tables(result: dict[str, Any]) -> str:
         "",
         f"An index through a loader: torch {each['torch_ns']:.0f} ns, our sampler in torch's loader "
         f"{each['our_sampler_ns']:.0f} ns (torch/ours {spread(each['sampler_ratio'])}), our loader "
-        f"{each['our_loader_ns']:.0f} ns (torch/ours {spread(each['loader_ratio'])}).",
+        f"{each['our_loader_ns']:.0f} ns (torch/ours {spread(each['loader_ratio'])}); a script's own sampler: torch's "
+        f"loader {each['foreign_torch_ns']:.0f} ns, ours {each['foreign_ours_ns']:.0f} ns (torch/ours "
+        f"{spread(each['foreign_ratio'])}).",
         "",
         "| data | workers | torch, samples/s | evenstep, samples/s | evenstep/torch |",
         "| --- " + "| ---: " * 4 + "|",

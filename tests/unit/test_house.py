@@ -138,7 +138,7 @@ ORDER: dict[str, list[str]] = {
     "ground.compat.c_library": ["mapping", "heap", "openmp", "libc"],
     "ground.coordination": ["rendezvous_store", "main_first", "agreement", "mesh"],
     "data": ["loader", "sampler", "sources", "loading", "order", "position"],
-    "data.loading": ["device_prefetch", "workers", "fetch", "nested"],
+    "data.loading": ["device_prefetch", "workers", "fetch", "digests", "nested"],
     "data.order": ["batch_plan", "drawn", "epochs", "max_tokens", "weighted", "permutation"],
     "data.sources": ["samples", "streams", "same_data", "same_stream", "source", "webdataset", "tokens"],
     "convert": [

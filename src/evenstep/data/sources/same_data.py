@@ -79,5 +79,5 @@ class SameData:
             warn(
                 f"DataLoader: the data set isn't the same on rank {one} and rank {other}: they read other samples "
                 f"under the same numbers (digests {sure[one]:x} and {sure[other]:x}), so some samples come twice and "
-                f"others never. Bring files into a fixed order (sorted). Where only augmentation differs, all is well.",
+                f"others never. Sort lists of files. If only augmentation differs by rank, all is well.",
             )

@@ -206,7 +206,8 @@ class SampleSource:
             wanted: Any = samples if self.fetcher.wants_tensors else samples.tolist()
             return end, self.fetcher[Request(of_epoch, step, wanted)]
 
-        facts = self.facts() | {"weights": self.batch_plan.begin(Mark(number)).digest}
+        digest = self.batch_plan.begin(Mark(number)).digest
+        facts = self.facts() | ({"weights": digest} if digest else {})
         yield from queue.take(number, self.num_steps(number), facts, load)
 
     def _computed(self, epoch: Epoch, start: Mark, marks: deque[Mark], *, as_tensors: bool) -> Iterator[Request]:

@@ -233,6 +233,41 @@ def test_an_outer_optimizer_that_is_missing_is_named(ranks: RankPool, fresh_seed
         assert "local_sgd: was with an outer one of [7] parameters, and is with no outer optimizer here" in told
 
 
+def loaded_midway(seed: int, where: Path) -> tuple[int, list[Tensor]]:
+    """(steps that are counted at the end, what is there) of a run that goes back from within a round of local steps."""
+    world = evenstep.init(quiet=True)
+    module = Model(seed)
+    inner, outer = optimizers_of(module)
+    model = evenstep.DistributedDataParallel(module)
+    local = evenstep.LocalSGD(model, inner, every=EVERY, warmup_steps=WARMUP, outer=outer)
+    with evenstep.Checkpointer(
+        where, model=model, local_sgd=local, every_steps=4, every_minutes=None, keep=9
+    ) as checkpoint:
+        for steps in (range(9), range(5, NUM_STEPS + 2)):
+            for step in steps:
+                inner.zero_grad()
+                model.backward(loss_of(model, seed, step, world.rank))
+                local.step()
+                checkpoint.step()
+            if steps.start == 0:
+                checkpoint.load(5)
+                checkpoint.discard(after=5)
+        kept = values_of(module) + [outer.state[p]["momentum_buffer"].clone() for p in outer.param_groups[0]["params"]]
+    local.close()
+    return checkpoint.num_steps, kept
+
+
+def test_a_checkpoint_that_is_loaded_between_two_exchanges_begins_a_new_round(
+    ranks: RankPool, fresh_seed: int, tmp_path: Path
+) -> None:
+    straight = ranks.run(run, 2, fresh_seed, tmp_path / "straight", 0, NUM_STEPS + 2)
+    for (num_steps, ours), wanted in zip(
+        ranks.run(loaded_midway, 2, fresh_seed, tmp_path / "back"), straight, strict=True
+    ):
+        assert num_steps == NUM_STEPS + 2
+        assert all(torch.equal(a, b) for a, b in zip(ours, wanted[2], strict=True))
+
+
 # ---------------------------------------------------------------------- refused
 
 

@@ -99,13 +99,9 @@ class Fetcher:
         self._epochs = Epochs(dataset)
         self._is_small = False  # whether the latest batch was packed
         self._good: int | None = None  # a sample that could be loaded
-        self._epoch: int | None = None  # that the data set was told last
 
     def __getitem__(self, request: Request) -> Loaded:
         """Load a batch. torch's loader takes this object for the data set."""
-        if self._epoch != request.epoch:
-            self._epoch = request.epoch
-            set_epoch(self.dataset, request.epoch)
         worker = get_worker_info()
         if worker is not None:
             if self._page is not None:
@@ -219,19 +215,6 @@ class Fetcher:
         raise DataError(
             f"none of {min(num_samples, _MAX_EXAMPLES)} samples can be loaded; what a batch looks like isn't known."
         )
-
-
-def set_epoch(dataset: Any, epoch: int) -> None:
-    """Call `set_epoch` of a data set that has it, and of those inside (`Subset.dataset`, `ConcatDataset.datasets`)."""
-    waiting, seen = [dataset], set()
-    while waiting:
-        node = waiting.pop()
-        if id(node) not in seen:
-            seen.add(id(node))
-            if callable(getattr(node, "set_epoch", None)):
-                node.set_epoch(epoch)
-            inside = getattr(node, "datasets", None)
-            waiting += [getattr(node, "dataset", None), *(inside if isinstance(inside, list | tuple) else ())]
 
 
 def failed(error: DataError) -> Loaded:

@@ -22,7 +22,7 @@ class Listener(Protocol):
 
 
 class Epochs:
-    """`set_epoch` of an object, and of the `.sampler`, `.batch_sampler` and `.dataset` inside.
+    """`set_epoch` of an object, and of the `.sampler`, `.batch_sampler`, `.dataset` and `.datasets` inside.
 
     Args:
         roots: The objects.
@@ -35,13 +35,13 @@ class Epochs:
             if (watched := _watched(target)) is not None:
                 watched.listeners.add(listener)
 
-    def tell(self, epoch: int) -> None:
-        """Call `set_epoch` where the object isn't in that epoch."""
+    def tell(self, epoch: int, *, again: bool = False) -> None:
+        """Call `set_epoch` where the object isn't in that epoch; `again`: also where it is."""
         for target in self._targets:
             watched = _watched(target)
             if watched is None:
                 target.set_epoch(epoch)
-            elif watched.epoch != epoch:
+            elif again or watched.epoch != epoch:
                 watched.epoch = epoch
                 watched.original(epoch)
 
@@ -56,7 +56,9 @@ def _with_set_epoch(root: Any) -> Iterator[Any]:
         seen.append(each)
         if callable(getattr(each, "set_epoch", None)):
             yield each
-        waiting += [inside for name in _INSIDE if (inside := getattr(each, name, None)) is not None]
+        waiting += [getattr(each, name, None) for name in _INSIDE]
+        several = getattr(each, "datasets", None)
+        waiting += several if isinstance(several, list | tuple) else ()
 
 
 class _Watched:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenstep.errors import EvenstepError
 from evenstep.ground.health.users_code import warn
 from evenstep.transport.base import Work
 from evenstep.transport.core.transport import Transport
@@ -67,11 +68,15 @@ class SameData:
         self._work = transport.all_gather(self._found.view(-1), own)
 
     def look(self) -> None:
-        """Warn of ranks that differ, as soon as all have sent theirs."""
+        """Warn of ranks that differ, as soon as all have sent theirs. Where not all do in time, there is no verdict."""
         if self._work is None or self._found is None or not self._work.is_completed():
             return
-        self._work.wait()
-        self._work, digests = None, self._found.tolist()
+        work, self._work = self._work, None
+        try:
+            work.wait()
+        except (EvenstepError, RuntimeError):
+            return
+        digests = self._found.tolist()
         sure = {rank: first for rank, (first, second) in enumerate(digests) if first == second}
         one = min(sure, default=0)
         other = next((rank for rank, digest in sure.items() if digest != sure[one]), None)

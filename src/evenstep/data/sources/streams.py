@@ -44,9 +44,10 @@ from torch.utils.data import default_collate, get_worker_info
 
 from evenstep.data.loading import workers
 from evenstep.data.loading.digests import digest_of
-from evenstep.data.loading.fetch import Loaded, failed, packed, seed_batch, set_epoch
+from evenstep.data.loading.fetch import Loaded, failed, packed, seed_batch
 from evenstep.data.loading.nested import emptied
 from evenstep.data.order.batch_plan import Epoch, FixedBatches, Request, divide
+from evenstep.data.order.epochs import Epochs
 from evenstep.data.order.permutation import EpochOrder
 from evenstep.data.position import Mark
 from evenstep.data.sources.same_stream import same_everywhere
@@ -367,11 +368,11 @@ class StreamFetcher:
         """The stream or a part of it, which has been told the epoch itself."""
         if is_pipeline(self.dataset):
             return part_of(self.dataset, self._seed, self._epoch, num_parts, index)
-        set_epoch(self.dataset, self._epoch)
+        Epochs(self.dataset).tell(self._epoch, again=True)
         if num_parts == 1:
             return self.dataset
         part = self.dataset.shard(num_shards=num_parts, index=index)
-        set_epoch(part, self._epoch)
+        Epochs(part).tell(self._epoch, again=True)
         return part
 
     def _run_on(self, step: int, digests: list[int]) -> list[Any]:

@@ -16,7 +16,7 @@ import pytest
 
 from evenstep.checkpoint.directory import checkpoints_in
 from evenstep.checkpoint.store import LocalDirectory
-from tests.commands import Command, start
+from tests.commands import Command, call, start
 
 ROOT = Path(__file__).parents[2]
 
@@ -229,6 +229,35 @@ def test_under_nohup_a_dropped_connection_is_ignored_by_all(tmp_path: Path, flag
     command = [sys.executable, "-c", ignoring, sys.executable, "-m", "evenstep", "run", *FLAGS, *flags, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170)
     assert (done.returncode, done.stdout) == (0, "True True True\n"), done.stderr
+
+
+@pytest.mark.parametrize("num_steps", [6, 7])
+def test_a_run_of_local_steps_that_ends_well_is_saved_at_its_end(tmp_path: Path, num_steps: int):
+    """Also between two exchanges: it ends with the mean."""
+    script = f"""
+        import evenstep, torch
+        with evenstep.init(seed=0, quiet=True) as world:
+            model = evenstep.DistributedDataParallel(torch.nn.Linear(2, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            local = evenstep.LocalSGD(model, optimizer, every=3)
+            checkpoint = evenstep.Checkpointer("saved", model=model, local_sgd=local, every_steps=100)
+            resumed = checkpoint.resume()
+            if resumed:
+                world.print(resumed, local.num_steps, model.module.weight.flatten().tolist())
+            for _ in range({num_steps} * (not resumed)):
+                optimizer.zero_grad()
+                model(torch.full((1, 2), world.rank + 1.0)).sum().backward()
+                local.step()
+                checkpoint.step()
+        weight = model.module.weight.flatten().tolist()
+        if world.rank == 0 and not resumed:
+            print({num_steps}, {num_steps}, weight)
+    """
+    ended = [call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script) for _ in range(2)]
+    assert [code for code, _ in ended] == [0, 0], ended[0][1].stderr
+    first = ended[0][1].stdout
+    assert first
+    assert ended[1][1].stdout == first
 
 
 def test_another_signal_during_the_save_is_the_same_request(tmp_path: Path):

@@ -31,6 +31,7 @@ from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError,
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.health import excepthook, heartbeat
 from evenstep.ground.health.heartbeat import Note
+from evenstep.ground.health.users_code import warn
 from evenstep.world import World, ended_well
 
 VIRTUAL_RANKS = "virtual_ranks"
@@ -259,9 +260,7 @@ class Checkpointer:
         self._commit_samples()
         if self._metrics_are_of == self.num_steps:
             self._metrics = {}
-        before = self.num_steps
-        self.num_steps += self._num_apart
-        self._num_apart = 0
+        before = self._count()
         now = time.monotonic()
         is_slow, self._stepped_at = now - self._stepped_at > _SLOW_STEP_S, now
         is_best = self._take_metrics(metrics)
@@ -302,8 +301,16 @@ class Checkpointer:
                 "optimizer's step; of LocalSGD, behind an exchange."
             )
         self._begin()
+        self._count()
         self._take_metrics(metrics)
         self._save(waits=True, raises=True)
+
+    def _count(self) -> int:
+        """Count the steps that ranks have made apart; how many there were before."""
+        before = self.num_steps
+        self.num_steps += self._num_apart
+        self._num_apart = 0
+        return before
 
     def wait(self) -> None:
         """Wait until the save in the background is a checkpoint. Collective.
@@ -330,13 +337,26 @@ class Checkpointer:
         try:
             if self._directory.is_open:
                 is_good = self._finish_alone()
+                is_apart = any(model.engine.is_apart for model in models_among(self._objects))
+                if is_apart and self.world.rank == 0:
+                    warn(
+                        f"Checkpointer: ranks differ since LocalSGD's last exchange, behind step {self.num_steps}, so "
+                        f"nothing was saved at the end. Call local.average() before.",
+                    )
+                elif not is_apart:
+                    self._count()
                 # All ranks know whether the save before this one failed, and so whether there is another one.
-                if self.num_steps > 0 and self._last_saved != self.num_steps and (is_good or self._continues_on_error):
+                if (
+                    not is_apart
+                    and self.num_steps > 0
+                    and self._last_saved != self.num_steps
+                    and (is_good or self._continues_on_error)
+                ):
                     self._last_saved = self.num_steps
                     self._saver.start(self.num_steps, self._metrics)
                     is_good = self._finish_alone(raises=True)
                 if self._tier is not None:
-                    self._tier.close(removes=is_good and self.num_steps > 0)
+                    self._tier.close(removes=is_good and not is_apart and self.num_steps > 0)
         finally:
             self._release()
         if self._signals is not None:  # a signal that came after the last step

@@ -18,7 +18,9 @@ of the outer optimizer.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from torch import Tensor, optim
 
 from evenstep import checks
 from evenstep.device import by_kind
-from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError, NonFiniteError, PeerLostError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.health import excepthook
 from evenstep.ground.health.users_code import warn
@@ -41,6 +43,8 @@ from evenstep.replica.gradients.window import drop_grads
 from evenstep.replica.monitors.checks import Finder, listed
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 from evenstep.transport.core.object_collectives import exchange
+
+_DEADLINE_S = 5.0  # at the end: a rank whose loop was shorter waits as long before the others lose it
 
 
 class LocalSGD:
@@ -157,6 +161,8 @@ class LocalSGD:
         self._scaler: torch.amp.GradScaler | None = None
         for observer in model.engine.observers:
             observer.set_apart(True)
+        # Before replicas are compared, and before a Checkpointer saves for the last time.
+        model.world.before_close.insert(0, partial(_average_at_end, weakref.ref(self)))
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> bool:
         """Step on this rank's gradients. Collective if ranks exchange now; returns whether parameters are equal.
@@ -399,6 +405,27 @@ class LocalSGD:
             drop_grads(engine.parameters)
         for observer in engine.observers:
             observer.set_apart(False)
+
+
+def _average_at_end(reference: weakref.ref[LocalSGD]) -> None:
+    """A run that ends well between two exchanges ends with the mean. Collective, where all have made as many steps."""
+    local = reference()
+    if local is None or not local.model.engine.is_apart:
+        return
+    world = local.model.world
+    try:
+        world.control.set_timeout(_DEADLINE_S)
+        num_steps = set(world.exchange(local.num_steps, what="the last exchange of LocalSGD"))
+        if len(num_steps) == 1:
+            local.average()
+            return
+        why = f"ranks have made {min(num_steps)} to {max(num_steps)} steps"
+    except (CollectiveTimeoutError, PeerLostError) as error:
+        why = str(error)
+    warn(
+        f"rank {world.rank}: LocalSGD: the steps since the last exchange were not averaged at the end of the run, "
+        f"because {why}. Give all ranks equally many steps.",
+    )
 
 
 def _validate(model: DistributedDataParallel, name: str, optimizer: Any) -> None:

@@ -17,9 +17,8 @@ from torch import Tensor, optim
 
 from evenstep.errors import ConfigurationError
 from evenstep.optim.loading import load_exactly
-from evenstep.optim.sharded.flat_segments import Shard
+from evenstep.optim.sharded.flat_segments import STATE_DICT, Shard
 from evenstep.replica.gradients.engine import Engine
-from evenstep.transport.core.object_collectives import exchange
 from evenstep.world import World
 
 ROWS = "rows"  # what the tensors of all ranks stand under
@@ -84,7 +83,9 @@ def _take_apart(whole: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         tensors[str(number)] = large
         kept[str(number)] = {key: value for key, value in entries.items() if key not in large}
     shapes = {n: {key: _told(value) for key, value in each.items()} for n, each in tensors.items()}
-    received = exchange(engine.control, {"state": kept, "shapes": shapes, "param_groups": whole["param_groups"]})
+    # By the world, which exchanges also at its end, for the last save.
+    given = {"state": kept, "shapes": shapes, "param_groups": whole["param_groups"]}
+    received = engine.world.exchange(given, what=STATE_DICT)
     shards = []
     for (number, key), (dtype, shape) in _agreed([each["shapes"] for each in received]).items():
         values = tensors.get(number, {}).get(key)

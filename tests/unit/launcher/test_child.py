@@ -83,6 +83,18 @@ class Interrupted(Exception):
     """What the handler of a second signal raises."""
 
 
+def test_a_child_that_leads_no_group_yet_gets_the_signal_all_the_same() -> None:
+    """It was forked a moment ago."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    child = Child(pid)
+    child.signal_group(signal.SIGKILL)
+    assert child.wait(30) == -signal.SIGKILL
+    child.release()
+
+
 @pytest.mark.parametrize("is_asking", [True, False])
 def test_an_interrupt_while_children_are_asked_or_awaited_kills_all_of_them(is_asking: bool) -> None:
     """A second Ctrl-C: the ranks that save, and those that haven't been asked yet, must not be left behind."""

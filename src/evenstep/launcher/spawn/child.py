@@ -76,7 +76,10 @@ class Child:
         """Send a signal to it and to what it has started, also after it has ended; nothing once it is released."""
         if not self._is_released:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, which)
+                try:
+                    os.killpg(self.pid, which)
+                except ProcessLookupError:  # it was started this moment, and leads no group yet
+                    os.kill(self.pid, which)
 
     def release(self) -> None:
         """Reap it, if it has ended; its number may then become another process's. Twice is once."""

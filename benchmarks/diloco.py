@@ -11,11 +11,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ import torch
 from measuring import describe_machine
 
 import evenstep
+from hosts import run_on_hosts
 
 sys.path.append(str(Path(__file__).parents[1]))  # where `tests` is, also when this runs from elsewhere
 from tests.namespaces import Namespaces
@@ -117,21 +115,9 @@ def main() -> None:
         return
     machine = describe_machine()
     print(machine)
-    with Namespaces(2, rate_mbit=arguments.rate_mbit) as hosts, tempfile.TemporaryDirectory() as directory:
-        out = Path(directory) / "rank0.json"
-        command = ["--nproc-per-node", "1", __file__, "--as-rank", str(out)]
-        command += [f"--{name}={getattr(arguments, name)}" for name in ("seeds", "steps", "every")]
-        started = [
-            subprocess.Popen(
-                hosts.evenstep_run(host, command),
-                env={**os.environ, **hosts.environment(host), "OMP_NUM_THREADS": "1"},
-            )
-            for host in range(2)
-        ]
-        statuses = [process.wait() for process in started]
-        if any(statuses) or not out.exists():
-            raise SystemExit(f"ranks failed: {statuses}")
-        found = json.loads(out.read_text())
+    flags = [f"--{name}={getattr(arguments, name)}" for name in ("seeds", "steps", "every")]
+    with Namespaces(2, rate_mbit=arguments.rate_mbit) as hosts:
+        found = run_on_hosts(hosts, 1, __file__, *flags)
     print(f"\n2 hosts of 1 rank, {arguments.rate_mbit:g} Mbit/s, an exchange every {arguments.every} steps\n")
     print(table(found))
     if arguments.json is not None:

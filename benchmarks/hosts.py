@@ -67,14 +67,14 @@ def measure_on_rank(repeats: int) -> dict[str, dict[str, list[float]]]:
     return result
 
 
-def run_on_hosts(hosts: Namespaces, ranks_per_host: int, repeats: int) -> Any:
-    """Start the ranks, and return what rank 0 has written: JSON, to the file behind `--as-rank`."""
+def run_on_hosts(hosts: Namespaces, ranks_per_host: int, *command: str) -> Any:
+    """Start a program's ranks, and return what rank 0 has written: JSON, to the file behind `--as-rank`."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "rank0.json"
-        command = ["--nproc-per-node", str(ranks_per_host), __file__, "--as-rank", str(out), "--repeats", str(repeats)]
+        arguments = ["--nproc-per-node", str(ranks_per_host), *command, "--as-rank", str(out)]
         started = [
             subprocess.Popen(
-                hosts.evenstep_run(host, command),
+                hosts.evenstep_run(host, arguments),
                 env={**os.environ, **hosts.environment(host), "OMP_NUM_THREADS": "1"},
             )
             for host in range(len(hosts.addresses))
@@ -112,7 +112,7 @@ def main() -> None:
     machine = describe_machine()
     print(machine)
     with Namespaces(2, rate_mbit=arguments.rate_mbit) as hosts:
-        measured = run_on_hosts(hosts, arguments.ranks_per_host, arguments.repeats)
+        measured = run_on_hosts(hosts, arguments.ranks_per_host, __file__, "--repeats", str(arguments.repeats))
     print(f"\n2 hosts of {arguments.ranks_per_host} ranks, {arguments.rate_mbit:g} Mbit/s\n\n{table(measured)}")
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

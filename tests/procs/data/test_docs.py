@@ -23,7 +23,7 @@ PROGRAMS = pages.programs(*PAGES)
 SAYS = {
     "epochs.py": r"epoch 1: 16 steps, first samples \[\d+, \d+, \d+, \d+\]",
     "resume.py": r"stopped at epoch 1, position 48; nothing twice, nothing missing",
-    "orders.py": r"10 steps, 10 steps",
+    "orders.py": r"10 steps\n100 steps",
     "stream.py": r"7 steps on every rank, each record once",
     "tokens.py": r"62 windows, each once: True",
     "mapped.py": r"1000 rows, each once: True",

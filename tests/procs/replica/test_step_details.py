@@ -123,7 +123,7 @@ def beside_outputs(seed: int, sharded: dict[str, Any] | None, set_to_none: bool)
 def test_gradients_that_come_beside_the_models_outputs_are_averaged(ranks, fresh_seed, nproc, sharded):
     """A sharded step took them for gradients of before the backward pass, and added each rank's own."""
     for set_to_none in (True, False):
-        assert max(ranks.run(beside_outputs, nproc, fresh_seed, sharded, set_to_none)) < 1e-11
+        assert max(ranks.run(beside_outputs, nproc, fresh_seed, sharded, set_to_none)) < 1e-10
 
 
 def hooked_states(seed: int) -> tuple[int, float]:

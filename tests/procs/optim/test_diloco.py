@@ -177,16 +177,21 @@ def test_what_ranks_have_changed_travels_in_16_bits(
 # ---------------------------------------------------------------------- saved and resumed
 
 
+def with_checkpoints(module: Model, where: Path) -> tuple[Any, ...]:
+    """The inner optimizer, the outer one, the wrapped model, its LocalSGD, and what saves every fourth step."""
+    inner, outer = optimizers_of(module)
+    model = evenstep.DistributedDataParallel(module)
+    local = evenstep.LocalSGD(model, inner, every=EVERY, warmup_steps=WARMUP, outer=outer)
+    saves = evenstep.Checkpointer(where, model=model, local_sgd=local, every_steps=4, every_minutes=None, keep=9)
+    return inner, outer, model, local, saves
+
+
 def run(seed: int, where: Path, begin: int, end: int) -> tuple[list[int], int, list[Tensor]]:
     """(steps of which there are checkpoints, where it began, what is there at the end) of steps up to `end`."""
     world = evenstep.init(quiet=True)
     module = Model(seed + begin)  # another one: all comes from the checkpoint
-    inner, outer = optimizers_of(module)
-    model = evenstep.DistributedDataParallel(module)
-    local = evenstep.LocalSGD(model, inner, every=EVERY, warmup_steps=WARMUP, outer=outer)
-    with evenstep.Checkpointer(
-        where, model=model, local_sgd=local, every_steps=4, every_minutes=None, keep=9
-    ) as checkpoint:
+    inner, outer, model, local, made = with_checkpoints(module, where)
+    with made as checkpoint:
         began = checkpoint.resume()
         for step in range(began, end):
             inner.zero_grad()
@@ -237,12 +242,8 @@ def loaded_midway(seed: int, where: Path) -> tuple[int, list[Tensor]]:
     """(steps that are counted at the end, what is there) of a run that goes back from within a round of local steps."""
     world = evenstep.init(quiet=True)
     module = Model(seed)
-    inner, outer = optimizers_of(module)
-    model = evenstep.DistributedDataParallel(module)
-    local = evenstep.LocalSGD(model, inner, every=EVERY, warmup_steps=WARMUP, outer=outer)
-    with evenstep.Checkpointer(
-        where, model=model, local_sgd=local, every_steps=4, every_minutes=None, keep=9
-    ) as checkpoint:
+    inner, outer, model, local, made = with_checkpoints(module, where)
+    with made as checkpoint:
         for steps in (range(9), range(5, NUM_STEPS + 2)):
             for step in steps:
                 inner.zero_grad()

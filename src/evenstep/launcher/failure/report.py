@@ -150,9 +150,8 @@ def describe_failure(
     root_cause, report = failure.root_cause, failure.report
     who = f"rank {root_cause.rank} (pid {root_cause.pid})"
     lines = []
-    if (
-        run and not failure.is_shared
-    ):  # where ranks were, and what else they wrote, says nothing more of a mistake of all
+    # Of a mistake of all, where ranks were and what else they wrote says nothing more.
+    if run and not failure.is_shared:
         lines += [f"evenstep: {run}: {state}"] if (state := state_of(failure)) else []
         lines += [f"evenstep: at that time, {each}" for each in failure.on_other_nodes]
     if other_logs is not None and not failure.is_shared:

@@ -14,8 +14,8 @@ from evenstep.optim.learning_rate import scale_learning_rate
 from evenstep.optim.local_sgd.local_sgd import LocalSGD
 from evenstep.optim.sharded.sharded_optimizer import ShardedOptimizer
 from evenstep.parallel.parallelize import attach, parallelize
-from evenstep.parameter_servers.embeddings.remote_embedding import RemoteEmbedding
-from evenstep.parameter_servers.parameter_server import parameter_server
+from evenstep.parameter_servers.api import parameter_server
+from evenstep.parameter_servers.embedding.remote_embedding import RemoteEmbedding
 from evenstep.replica.data_parallel.wrapper import DataParallel
 from evenstep.replica.normalization.sync_batchnorm import SyncBatchNorm
 from evenstep.replica.wrapper.distributed import DistributedDataParallel, backward

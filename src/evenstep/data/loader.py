@@ -105,7 +105,7 @@ class DataLoader:
             exact. "state": it loads what the stream's own `state_dict` gave, which is faster, on the same number of
             ranks and workers; what lay in shuffle buffers then is lost. `state_dict` of the loader is collective then.
         queue: `ps.queue()` of `evenstep.parameter_server`: workers take global batches from it, each whole, whoever is
-            fastest, as CPU tensors. Not for streams, `num_workers`, `state_dict` or `gather`.
+            fastest, as CPU tensors; with `num_workers` some are taken ahead. Not for streams, `state_dict` or `gather`.
 
     Raises:
         ConfigurationError: An argument is wrong. Raised on all ranks if it is wrong on one.
@@ -178,7 +178,7 @@ class DataLoader:
                     raise ConfigurationError("there is nothing to load: dataset is None.")
                 self.dataset = dataset
                 self.num_workers = workers.choose_workers(num_workers, self.world)
-                _validate_queue(queue, self.dataset, self.num_workers, world)
+                _validate_queue(queue, self.dataset, world)
                 _validate_order(sampler, batch_sampler, queue, shuffle, global_batch_size, max_tokens)
                 self.sampler, self.batch_sampler = sampler, batch_sampler
                 self.shuffle, self.seed = bool(shuffle), (self.world.seed or 0) if seed is None else seed
@@ -508,7 +508,7 @@ def _validate_switches(**given: Any) -> None:
             checks.switch(name, value, otherwise=_MAY_BE_NONE.get(name, ""))
 
 
-def _validate_queue(queue: Any, dataset: Any, num_workers: int, world: World | None) -> None:
+def _validate_queue(queue: Any, dataset: Any, world: World | None) -> None:
     """Raise for what doesn't go with a queue.
 
     Raises:
@@ -520,11 +520,6 @@ def _validate_queue(queue: Any, dataset: Any, num_workers: int, world: World | N
         raise checks.refuse("queue", queue, "ps.queue() of evenstep.parameter_server")
     if isinstance(dataset, IterableDataset):
         raise ConfigurationError("queue: a stream's batches have no numbers to divide them by.")
-    if num_workers:
-        raise ConfigurationError(
-            f"num_workers={num_workers} with queue=: loader workers would take batches ahead, which a slow worker then "
-            f"keeps from the others. Leave num_workers at 0."
-        )
     if world is not None:
         raise ConfigurationError("world and queue exclude each other: each says how batches are divided.")
 

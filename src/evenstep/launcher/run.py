@@ -128,7 +128,10 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
         phase_timeouts=str(timeouts) or None,
         stamps_lines=args.log_dir is not None or None,
         servers=args.servers,
+        node_timeout_s=args.node_timeout,
     ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
+    if args.secret_file is not None:
+        variables |= environment.secret_variable(args.secret_file)
     run = _Run(args, RankLogs(choices, log_directory), timeouts, num_ranks=plan.num_ranks, nodes=nodes, zygote=zygote)
     with environment.exported(variables):
         return run.execute()

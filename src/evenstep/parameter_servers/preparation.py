@@ -1,33 +1,164 @@
-"""What is refused before anything connects, and how processes compare what they were given."""
+"""Before anything connects: the ranks' roles, and what a script has given, made, refused and compared."""
 
 from __future__ import annotations
 
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import Store
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from evenstep.checks import counted
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, OtherRankFailedError
-from evenstep.parameter_servers.embeddings.worker_tables import find_tables
-from evenstep.parameter_servers.roles import Roles
+from evenstep.ground.environment import Placement, node_identity
+from evenstep.parameter_servers.embedding.remote_embedding import RemoteEmbedding, find_tables
+from evenstep.parameter_servers.embedding.table import Table
+from evenstep.parameter_servers.shard import Shard
+from evenstep.parameter_servers.shares import Division, plan_division
 from evenstep.replica.normalization.sync_batchnorm import SyncBatchNorm
 from evenstep.replica.wrapper.model_check import check_same_model, describe
 
 WHO = "evenstep.parameter_server: "
 
 
-def validate_model(model: Any) -> nn.Module:
-    """What `model_fn` has returned.
+@dataclass(frozen=True)
+class Roles:
+    """The first ranks are workers, so that rank 0 is one; the last are servers.
+
+    Attributes:
+        rank: This process's.
+        num_workers: At least 1.
+        num_servers: 0 only in a world of one, where the worker is its own server.
+    """
+
+    rank: int
+    num_workers: int
+    num_servers: int
+
+    @property
+    def is_alone(self) -> bool:
+        """One process: worker and server at once."""
+        return self.num_servers == 0
+
+    @property
+    def is_server(self) -> bool:
+        """Whether this process is a server, and nothing else."""
+        return self.rank >= self.num_workers
+
+    @property
+    def server(self) -> int:
+        """Number of this server; 0 in a world of one."""
+        return 0 if self.is_alone else self.rank - self.num_workers
+
+    @property
+    def name(self) -> str:
+        """This process, for people: "worker 0 (rank 0)", "server 1 (rank 4)"."""
+        return self.name_of(self.rank)
+
+    def name_of(self, rank: int) -> str:
+        """A rank, for people."""
+        return (
+            f"worker {rank} (rank {rank})" if rank < self.num_workers else self.name_of_server(rank - self.num_workers)
+        )
+
+    def name_of_server(self, server: int) -> str:
+        """A server, for people."""
+        return f"server {server} (rank {self.num_workers + server})"
+
+
+def assign_roles(placement: Placement, num_servers: int) -> Roles:
+    """The roles of a run's ranks.
+
+    Args:
+        placement: This rank's place.
+        num_servers: How many of the ranks are servers.
+
+    Raises:
+        ConfigurationError: Several ranks without a server, or without a worker.
+    """
+    world_size = placement.world_size
+    if world_size == 1:
+        return Roles(0, 1, 0)
+    if num_servers == 0:
+        raise ConfigurationError(
+            f"evenstep.parameter_server: there is no server among {world_size} ranks. Start some beside the workers: "
+            f"`evenstep run --servers 1 --nproc-per-node {world_size}`, `evenstep.launch(servers=1)`, or, with another "
+            f"launcher, EVENSTEP_SERVERS=1 for all ranks, the last of which is then a server."
+        )
+    if num_servers >= world_size:
+        raise ConfigurationError(
+            f"evenstep.parameter_server: {counted(num_servers, 'server')} among {counted(world_size, 'rank')} leave no "
+            f"worker. EVENSTEP_SERVERS counts the servers among the launcher's ranks: start more ranks, or fewer "
+            f"servers."
+        )
+    return Roles(placement.rank, world_size - num_servers, num_servers)
+
+
+@dataclass
+class Made:
+    """A model in parts.
+
+    Attributes:
+        model: Whole.
+        trained: Its parameters that are trained, by name.
+        division: For each server the indices of its parameters.
+        tables: Those of embeddings, by name.
+    """
+
+    model: nn.Module
+    trained: dict[str, Tensor]
+    division: Division
+    tables: dict[str, RemoteEmbedding]
+
+    def names_of(self, server: int) -> list[str]:
+        """The parameters of a server."""
+        names = list(self.trained)
+        return [names[index] for index in self.division[server]]
+
+    @property
+    def most_bytes(self) -> int:
+        """Of the tensors of one message: all of the model, and each row with its id."""
+        own = [*self.model.parameters(), *self.model.buffers()]
+        rows = (each.num_embeddings * (8 + 8 * each.embedding_dim) for each in self.tables.values())
+        return sum(each.numel() * each.element_size() for each in own) + sum(rows)
+
+    def to(self, device: torch.device) -> None:
+        """Move the model."""
+        self.model.to(device)
+        self.trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+
+    def make_shard(
+        self, server: int, optimizer_fn: Callable[..., Any], scheduler_fn: Callable[[Optimizer], Any] | None
+    ) -> Shard:
+        """A server's part of the model, with its optimizer.
+
+        Raises:
+            ConfigurationError: It is no optimizer that can be divided, or no schedule of it.
+        """
+        # Copies: those of a world of one must change in a step only, as others do.
+        named = {name: nn.Parameter(self.trained[name].detach().to("cpu", copy=True)) for name in self.names_of(server)}
+        optimizer = scheduler = None
+        if named:
+            optimizer = make_optimizer(optimizer_fn, list(named.items()))
+            scheduler = make_scheduler(scheduler_fn, optimizer)
+        tables = {name: Table(each.spec(name), server, len(self.division)) for name, each in self.tables.items()}
+        return Shard(named, optimizer, scheduler, tables)
+
+
+def make_model(model_fn: Callable[[], Any], num_servers: int) -> Made:
+    """A model, and which server has which of its parameters.
 
     Raises:
         ConfigurationError: It is no model, or none that workers can train by themselves.
     """
+    model = model_fn()
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
             f"{WHO}model_fn returned a {type(model).__name__}; return the model, a torch.nn.Module."
@@ -42,15 +173,17 @@ def validate_model(model: Any) -> nn.Module:
                 f"{WHO}the model has a SyncBatchNorm ({name or 'the model itself'}), which waits for all workers in "
                 f"every forward pass. Use BatchNorm, whose statistics are each worker's own, or LayerNorm."
             )
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    for name, parameter in trained:
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in trained.items():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigurationError(
                 f"{WHO}parameter {name!r} has no shape yet (a lazy module). Run the model once inside model_fn."
             )
-    if not trained and not any(find_tables(model)):
+    tables = find_tables(model)
+    if not trained and not tables:
         raise ConfigurationError(f"{WHO}the model has no parameter that requires a gradient.")
-    return model
+    sizes = [each.numel() * each.element_size() for each in trained.values()]
+    return Made(model, trained, plan_division(sizes, max(1, num_servers)), tables)
 
 
 def make_optimizer(optimizer_fn: Callable[..., Any], parameters: Sequence[tuple[str, Tensor]]) -> Optimizer:
@@ -109,8 +242,8 @@ def make_scheduler(scheduler_fn: Callable[..., Any] | None, optimizer: Optimizer
 
 
 def compare(
-    store: Store, roles: Roles, facts: Mapping[str, Any], model: nn.Module | None, error: Exception | None
-) -> None:
+    store: Store, roles: Roles, facts: Mapping[str, Any], made: Made | None, error: Exception | None
+) -> list[str]:
     """Check that all processes have the same model and arguments, and that none has failed so far.
 
     Collective.
@@ -119,8 +252,11 @@ def compare(
         store: Of this run.
         roles: Whose this process is.
         facts: The arguments that must be equal.
-        model: None if there was an error.
+        made: None if there was an error.
         error: What this process has failed with.
+
+    Returns:
+        The node of each process.
 
     Raises:
         ConfigurationError: A process was given what can't be meant, or other arguments. On all of them.
@@ -128,14 +264,17 @@ def compare(
         OtherRankFailedError: The user's functions failed on another process.
         Exception: What was passed as `error`.
     """
-    mine: dict[str, Any] = {"facts": dict(facts)}
+    mine: dict[str, Any] = {"facts": dict(facts), "node": node_identity()}
     if error is not None:
         is_mistake = isinstance(error, EvenstepError) and error.is_users_mistake
         text = str(error) if is_mistake else f"{type(error).__name__}: {error}"
         mine["error"] = {"text": text, "is_mistake": is_mistake}
-    elif model is not None:
-        mine["parameter"] = describe(model.named_parameters())
-        mine["module buffer"] = describe(model.named_buffers())
+    elif made is not None:
+        mine["facts"]["tables of embeddings"] = sorted(made.tables)
+        for name, each in made.tables.items():
+            mine["facts"] |= {f"table {name!r}: {key}": value for key, value in each.describe().items()}
+        mine["parameter"] = describe(made.model.named_parameters())
+        mine["module buffer"] = describe(made.model.named_buffers())
     store.set(f"given-{roles.rank}", json.dumps(mine))
     everybody = [json.loads(store.get(f"given-{rank}")) for rank in range(roles.num_workers + roles.num_servers)]
     if error is not None:
@@ -144,14 +283,14 @@ def compare(
         if (failed := each.get("error")) is not None:
             if failed["is_mistake"]:
                 raise ConfigurationError(failed["text"])
-            raise OtherRankFailedError(f"{WHO}{roles.name_of(rank)} (rank {rank}) failed: {failed['text']}")
+            raise OtherRankFailedError(f"{WHO}{roles.name_of(rank)} failed: {failed['text']}")
     first = everybody[0]["facts"]
     for rank, each in enumerate(everybody):
         for name, value in first.items():
-            if each["facts"][name] != value:
+            if each["facts"].get(name) != value:
                 raise ConfigurationError(
-                    f"{WHO}{name}={value!r} on rank 0, but {each['facts'][name]!r} on rank {rank} "
-                    f"({roles.name_of(rank)}). All workers and servers pass the same."
+                    f"{WHO}{name}={value!r} on rank 0, but {each['facts'].get(name)!r} on {roles.name_of(rank)}. All "
+                    f"workers and servers pass the same."
                 )
     for kind in ("parameter", "module buffer"):
         finding = check_same_model([[tuple(entry) for entry in each[kind]] for each in everybody], kind)
@@ -160,3 +299,4 @@ def compare(
                 f"{WHO}model_fn did not make the same model everywhere ({roles.num_workers} workers, then "
                 f"{roles.num_servers} servers, by rank): {finding}"
             )
+    return [each["node"] for each in everybody]

@@ -192,8 +192,8 @@ def asynchronous(mode: str, bound: int | None) -> float:
         return -float(table(ids)[0, 0])
 
 
-def from_the_queue(seed: int) -> tuple[list[float], dict[str, float]]:
-    """(What all rows have lost when all batches of 3 epochs are applied, this worker's traffic).
+def from_the_queue(seed: int) -> list[float]:
+    """What all rows have lost when all batches of 3 epochs are applied.
 
     Each batch's rows are looked up ahead, and each of its ids takes 1 from its row.
     """
@@ -209,11 +209,10 @@ def from_the_queue(seed: int) -> tuple[list[float], dict[str, float]]:
             for batch in loader:
                 ps.backward(ps.model(batch).sum())
                 ps.step()
-        rates = ps.traffic()
         while -ps.model.rows().sum() < 3 * ids.numel():  # type: ignore[operator]
             time.sleep(0.01)  # until the other's pushes have come: the test's limit ends it if one is lost
         rows = -ps.model.rows()[:, 0]  # type: ignore[operator]
-        return rows.tolist(), rates
+        return rows.tolist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.extended
@@ -221,10 +220,8 @@ def test_each_push_of_rows_counts_once_in_every_mode(fresh_seed: int):
     with group(2, 2) as ranks:
         ids = torch.randint(11, (40, 3), generator=torch.Generator().manual_seed(fresh_seed))
         expected = 3.0 * torch.bincount(ids.flatten(), minlength=11)
-        for rows, rates in ranks.run(from_the_queue, (fresh_seed,))[:2]:
+        for rows in ranks.run(from_the_queue, (fresh_seed,))[:2]:
             assert rows == expected.tolist()
-            # Rows that were looked up ahead aren't asked for again. A worker that begins late has pushed nothing.
-            assert rates["lookups_per_s"] == pytest.approx(rates["pushes_per_s"], rel=0.2)
         for mode, bound in (("async", None), ("bounded", 2)):
             assert ranks.run(asynchronous, (mode, bound))[0] == pytest.approx(80, abs=1e-9)
 

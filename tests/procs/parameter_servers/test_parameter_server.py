@@ -30,8 +30,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-MAX_NORM = 0.3  # some steps' gradients are larger, and some smaller
-
 
 def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
@@ -64,7 +62,7 @@ def train(seed: int, mode: str, bound: int | None, optimizer: str) -> tuple[dict
     """(the state at the start, and at the end)."""
     torch.manual_seed(seed + current_placement().rank)  # every process draws other values: the servers' count
     with evenstep.parameter_server(
-        Model, OPTIMIZERS[optimizer], mode=mode, max_staleness=bound, max_norm=MAX_NORM, scheduler_fn=schedule
+        Model, OPTIMIZERS[optimizer], mode=mode, max_staleness=bound, scheduler_fn=schedule
     ) as ps:
         start = {name: each.clone() for name, each in ps.model.state_dict().items()}
         for step, (x, y) in enumerate(batches(seed)):
@@ -91,7 +89,6 @@ def by_one_process(start: dict[str, Tensor], seed: int, optimizer: str, num_work
             total = total + F.cross_entropy(model(x[i : i + 1], rarely=rarely), y[i : i + 1])
         step_of.zero_grad()
         (total / len(x)).backward()
-        torch.nn.utils.clip_grad_norm_(trained, MAX_NORM)
         step_of.step()
         rate.step()
     return dict(model.state_dict())
@@ -145,12 +142,15 @@ def from_the_queue(mode: str, bound: int | None, left: str) -> list[list[int]]:
     """
     pushed: list[list[int]] = []
     options: dict[str, Any] = {"mode": mode, "max_staleness": bound}
-    if mode == "16 bits":
-        options = {"mode": "async", "transfer_dtype": torch.bfloat16}
+    num_workers = 2 if mode == "with workers" else 0
+    if num_workers:
+        options = {"mode": "async"}
     with evenstep.parameter_server(
         lambda: nn.Linear(1, 1, bias=False).double(), lambda p: torch.optim.SGD(p, lr=1.0), **options
     ) as ps:
-        loader = evenstep.DataLoader(list(range(53)), global_batch_size=4, shuffle=True, queue=ps.queue())
+        loader = evenstep.DataLoader(
+            list(range(53)), global_batch_size=4, shuffle=True, queue=ps.queue(), num_workers=num_workers
+        )
         for _ in loader.epochs(3):
             pushed.append([])
             for batch in loader:
@@ -170,7 +170,7 @@ def from_the_queue(mode: str, bound: int | None, left: str) -> list[list[int]]:
 @pytest.mark.extended
 def test_each_sample_comes_once_per_epoch_whoever_is_fastest(tmp_path: Path):
     with group(2, 2) as ranks:
-        for mode, bound in (("sync", None), ("async", None), ("bounded", 3), ("16 bits", None)):
+        for mode, bound in (("sync", None), ("async", None), ("bounded", 3), ("with workers", None)):
             slow, fast = ranks.run(from_the_queue, (mode, bound, ""))[:2]
             for mine, others in zip(slow, fast, strict=True):
                 assert sorted(mine + others) == list(range(53)), mode
@@ -305,11 +305,11 @@ def look_at_ports() -> list[str]:
 
 
 @pytest.mark.extended
-def test_it_listens_on_loopback_alone():
-    with group(1, 1) as ranks:
-        assert set(ranks.run(look_at_ports)[0]) == {"0100007F"}
+def test_it_opens_no_port_on_one_host():
+    with group(1, 2) as ranks:
+        assert ranks.run(look_at_ports)[0] == []
     before = listening()
-    assert look_at_ports() == before, "a world of one opens no port"
+    assert look_at_ports() == before
 
 
 # ------------------------------------------------------------------ mistakes and faults
@@ -376,7 +376,7 @@ def test_mistakes_end_the_run_with_their_reason(function: Any, kind: type[Except
 @pytest.mark.extended
 def test_a_worker_that_others_wait_for_is_named():
     with pytest.raises(
-        CollectiveTimeoutError, match=r"worker 0 \(rank 0\) waited 8 s in step. Missing: worker 1 \(has"
+        CollectiveTimeoutError, match=r"worker 0 \(rank 0\) waited 8 s for others. Missing: worker 1 \(has"
     ):
         evenstep.launch(late_worker, 2, (8.0,), servers=1, device="cpu", timeout_s=120)
 
@@ -400,7 +400,7 @@ def pull_from_the_dead(path: str) -> None:
 def test_a_pull_after_the_server_has_gone(tmp_path: Path):
     with pytest.raises(RankFailedError, match=r"rank 1 .*SIGKILL"):
         evenstep.launch(pull_from_the_dead, 1, (str(tmp_path),), servers=1, device="cpu", timeout_s=60)
-    assert "worker 0 (rank 0) lost server 0 (rank 1) in pull" in (tmp_path / "told").read_text()
+    assert "worker 0 (rank 0) lost server 0 (rank 1)" in (tmp_path / "told").read_text()
 
 
 SCRIPT = """

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import evenstep
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.ground import environment
-from evenstep.parameter_servers.server.batch_queue import BatchQueue
-from evenstep.parameter_servers.server.checkpoints import loader_state, queue_state
+from evenstep.parameter_servers.checkpoint import loader_state, queue_state
+from evenstep.parameter_servers.deciding.batch_queue import BatchQueue
 
 
 def model() -> nn.Module:
@@ -83,8 +83,6 @@ REFUSED: list[tuple[Callable[[], Any], Callable[..., Any], dict[str, Any], str]]
     (model, sgd, {"mode": "bounded"}, "max_staleness=None"),
     (model, sgd, {"mode": "bounded", "max_staleness": -1}, "max_staleness=-1"),
     (model, sgd, {"mode": "async", "max_staleness": 4}, "only with mode='bounded'"),
-    (model, sgd, {"max_norm": 0}, "max_norm=0"),
-    (model, sgd, {"transfer_dtype": torch.int8}, "torch.bfloat16, torch.float16 or None"),
     (model, sgd, {"scheduler_fn": lambda optimizer: None}, "return a schedule of the optimizer"),
     (model, sgd, {"scheduler_fn": torch.optim.lr_scheduler.ReduceLROnPlateau}, "needs a metric"),
     (model, sgd, {"every_steps": 3}, "only with checkpoint="),
@@ -105,7 +103,7 @@ def test_what_is_refused(model_fn: Any, optimizer_fn: Any, options: dict[str, An
 def test_bench_refuses_it_and_says_what_to_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     measured = environment.Measurement(str(tmp_path))
     monkeypatch.setenv(*environment.changed_settings(measurement=measured).popitem())
-    with pytest.raises(ConfigurationError, match=r"evenstep bench measures.*ps\.traffic"):
+    with pytest.raises(ConfigurationError, match=r"evenstep bench measures.*time its steps"):
         evenstep.parameter_server(model, sgd).__enter__()
 
 
@@ -142,7 +140,6 @@ def test_batches_from_a_queue(mode: str):
             with pytest.raises(UsageError, match="queue="):
                 call()
         for options, text in (
-            ({"num_workers": 2}, "num_workers=2 with queue="),
             ({"world": evenstep.World.alone()}, "world and queue exclude each other"),
             ({"queue": 3}, r"queue=3; ps.queue\(\)"),
         ):
@@ -150,6 +147,51 @@ def test_batches_from_a_queue(mode: str):
                 evenstep.DataLoader(data, 4, **({"queue": ps.queue()} | options))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="inside"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_batches_of_a_queue_that_loaders_workers_load(mode: str, num_workers: int):
+    """In the order of the queue, each once, also where the loop is left with batches taken ahead."""
+    with evenstep.parameter_server(model, sgd, mode=mode) as ps:
+        options: dict[str, Any] = {"global_batch_size": 4, "shuffle": True, "seed": 3}
+        loader = evenstep.DataLoader(list(range(30)), queue=ps.queue(), num_workers=num_workers, **options)
+        plain = evenstep.DataLoader(list(range(30)), world=evenstep.World.alone(), **options)
+        expected = [[batch.tolist() for batch in plain] for _ in range(3)]
+        seen = []
+        for batch in loader:
+            ps.step()
+            seen.append(batch.tolist())
+        assert seen == expected[0]
+        seen = []
+        for batch in loader:
+            ps.step()
+            seen.append(batch.tolist())
+            if len(seen) == 2:
+                break
+        for batch in loader:
+            ps.step()
+            seen.append(batch.tolist())
+        assert sorted(seen) == sorted(expected[1] + expected[2]), "what was left comes in the epoch behind it"
+
+
+def test_clipping_before_the_step_clips_the_mean(fresh_seed: int):
+    """`p.grad` is the mean by weight at any time: torch's own function sees its norm."""
+    torch.manual_seed(fresh_seed)
+    with evenstep.parameter_server(model, lambda p: torch.optim.SGD(p, lr=1.0)) as ps:
+        before = [each.detach().clone() for each in ps.model.parameters()]
+        x = torch.randn(6, 4, dtype=torch.float64)
+        for part in (slice(0, 2), slice(2, 6)):
+            ps.backward(100 * ps.model(x[part]).square().mean(), weight=32 * len(x[part]))
+        norm = torch.nn.utils.clip_grad_norm_(ps.model.parameters(), 0.5)
+        ps.step()
+        plain = model()
+        plain.load_state_dict(dict(zip(plain.state_dict(), before, strict=True)))
+        (100 * plain(x).square().mean()).backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+        change = sum((a - b.detach()).square().sum() for a, b in zip(before, ps.model.parameters(), strict=True))
+        assert float(change) ** 0.5 == pytest.approx(0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -301,9 +343,10 @@ def test_batches_that_were_done_out_of_order_are_left_out():
     queue = BatchQueue()
     facts = json.dumps(loader._source.facts(), sort_keys=True)
     for number in range(14):  # 9 batches of epoch 0, 5 of epoch 1
-        queue.take((number, 1), (1, number // 9, 0), 9, facts)
+        batch = queue.take(number, (1, number // 9, 0), 9, facts).batch
+        assert batch is not None
         if number not in (4, 11):
-            queue.finish((number, 1))
+            queue.finish(number, [batch])
     state = json.loads(json.dumps(loader_state(queue.state())))
     for stop in (0, 1):
         fresh = evenstep.DataLoader(data, global_batch_size=3, shuffle=True, seed=3, world=world)
@@ -315,6 +358,7 @@ def test_batches_that_were_done_out_of_order_are_left_out():
         assert found == [[epochs[0][4]], [epochs[1][2], *epochs[1][5:]], epochs[2]]
     again = BatchQueue()
     again.load_state(queue_state(state))
-    assert again.take((0, 0), (1, 0, 0), 9, facts)[:2] == (0, 4)
-    assert again.take((0, 0), (1, 0, 0), 9, facts).batch == -1
-    assert [again.take((0, n), (1, 1, 0), 9, facts).batch for n in range(6)] == [2, 5, 6, 7, 8, -1]
+    assert again.take(0, (1, 0, 0), 9, facts).batch == ((1, 0, 0), 4)
+    assert again.take(0, (1, 0, 0), 9, facts).batch is None
+    found = [again.take(0, (1, 1, 0), 9, facts).batch for _ in range(6)]
+    assert [each and each[1] for each in found] == [2, 5, 6, 7, 8, None]

@@ -5,85 +5,99 @@ from __future__ import annotations
 import json
 import random
 
-from evenstep.parameter_servers.server.batch_queue import BatchQueue
+from evenstep.parameter_servers.deciding.batch_queue import Batch, BatchQueue
 
 
 def test_every_batch_is_finished_once_in_any_order(fresh_seed: int):
     """Workers take, finish and end at random; in place of one that ended comes another, as from the beginning."""
     draw = random.Random(fresh_seed)
     queue = BatchQueue()
-    finished: list[tuple[int, int]] = []
-    held: dict[int, list[tuple[int, int]]] = {worker: [] for worker in range(4)}
+    finished: list[Batch] = []
+    held: dict[int, list[Batch]] = {worker: [] for worker in range(4)}
     epochs = dict.fromkeys(held, 0)
     for _ in range(1000):
         worker = draw.choice(list(held))
         action = draw.random()
         if action < 0.1:
-            queue.give_back(worker)
-            del held[worker]
+            assert queue.give_back(worker) == sorted(held.pop(worker))
             new = max(epochs) + 1
             epochs[new], held[new] = 0, []
         elif action < 0.5:
-            queue.finish((worker, 0))
-            finished += held[worker]
-            held[worker] = []
+            some = draw.randint(0, len(held[worker]))  # with workers of a loader, others are taken ahead
+            queue.finish(worker, held[worker][:some])
+            finished += held[worker][:some]
+            held[worker] = held[worker][some:]
         else:
-            taken = queue.take((worker, 0), (1, epochs[worker], 0), 7, "")
-            if taken.batch >= 0:
-                held[worker].append((taken.epoch, taken.batch))
+            taken = queue.take(worker, (1, epochs[worker], 0), 7, "")
+            if taken.batch is not None:
+                held[worker].append(taken.batch)
             elif epochs[worker] < 2:  # goes on, as in "async"
-                assert taken.is_over == (sum(epoch == taken.epoch for epoch, _ in finished) == 7)
+                assert taken.is_over == (sum(at[1] == epochs[worker] for at, _ in finished) == 7)
                 epochs[worker] += 1
     for worker in held:
-        queue.finish((worker, 0))
+        queue.finish(worker, held[worker])
         finished += held[worker]
-    assert sorted(finished) == [(epoch, batch) for epoch in range(3) for batch in range(7)]
-    assert queue.take((99, 0), (1, 2, 0), 7, "").is_over
+    assert sorted(finished) == [((1, epoch, 0), batch) for epoch in range(3) for batch in range(7)]
+    assert queue.take(99, (1, 2, 0), 7, "").is_over
+
+
+def test_what_a_worker_does_not_hold_is_neither_finished_nor_given_back():
+    queue, wanted = BatchQueue(), (1, 0, 0)
+    batch = queue.take(0, wanted, 2, "").batch
+    assert batch is not None
+    assert queue.give_back(0, [batch]) == [batch]
+    assert queue.take(1, wanted, 2, "").batch == batch
+    queue.finish(0, [batch])  # the push of a worker that was lost meanwhile
+    assert queue.give_back(0, [batch]) == []
+    assert not queue.take(0, wanted, 1 + 1, "").is_over
+    queue.finish(0, [(wanted, 1)])
+    assert not queue.take(0, wanted, 2, "").is_over
+    queue.finish(1, [batch])
+    assert queue.take(0, wanted, 2, "").is_over
 
 
 def test_another_loader_is_named():
     queue = BatchQueue()
-    assert queue.take((0, 0), (1, 0, 0), 7, "shuffled").batch == 0
-    assert "worker 1 has another loader" in queue.take((1, 0), (1, 0, 0), 7, "sorted").failure
-    assert queue.take((1, 0), (2, 0, 0), 5, "sorted").batch == 0, "another loader of the script has its own"
+    assert queue.take(0, (1, 0, 0), 7, "shuffled").batch == ((1, 0, 0), 0)
+    assert "worker 1 has another loader" in queue.take(1, (1, 0, 0), 7, "sorted").failure
+    assert queue.take(1, (2, 0, 0), 5, "sorted").batch == ((2, 0, 0), 0), "another loader of the script has its own"
 
 
 def test_a_state_has_what_is_finished_and_no_more(fresh_seed: int):
     """Taken at any moment, and given to another queue: each batch is finished once."""
     draw = random.Random(fresh_seed)
-    queue, finished, held, number = BatchQueue(), [], {}, 0
+    queue = BatchQueue()
+    finished: list[Batch] = []
+    held: list[tuple[int, Batch]] = []
     for _ in range(30):
         for _ in range(draw.randrange(25)):
             if held and draw.random() < 0.5:
-                key = draw.choice(list(held))
+                worker, batch = held.pop(draw.randrange(len(held)))
                 if draw.random() < 0.2:
-                    queue.give_back(key[0], key)
-                    del held[key]
+                    queue.give_back(worker, [batch])
                 else:
-                    queue.finish(key)
-                    finished.append(held.pop(key))
+                    queue.finish(worker, [batch])
+                    finished.append(batch)
                 continue
-            number += 1
-            key = (draw.randrange(3), number)
-            epoch = next((each for each in range(3) if sum(e == each for e, _ in [*finished, *held.values()]) < 11), 2)
-            taken = queue.take(key, (1, epoch, 0), 11, '{"seed": 3}')
-            if taken.batch >= 0:
-                held[key] = (taken.epoch, taken.batch)
+            worker, known = draw.randrange(3), [*finished, *(each for _, each in held)]
+            epoch = next((each for each in range(3) if sum(at[1] == each for at, _ in known) < 11), 2)
+            taken = queue.take(worker, (1, epoch, 0), 11, '{"seed": 3}')
+            if taken.batch is not None:
+                held.append((worker, taken.batch))
         state = json.loads(json.dumps(queue.state()))
         queue = BatchQueue()
         queue.load_state(state)
-        held = {}
+        held = []
         assert queue.state() == state
     while True:
-        number += 1
-        taken = queue.take((9, number), (1, 2, 0), 11, '{"seed": 3}')
-        if taken.batch < 0:
+        taken = queue.take(9, (1, 2, 0), 11, '{"seed": 3}')
+        if taken.batch is None:
             break
-        queue.finish((9, number))
-        finished.append((taken.epoch, taken.batch))
+        queue.finish(9, [taken.batch])
+        finished.append(taken.batch)
     assert len(finished) == len(set(finished))
-    begun = {epoch for epoch, _ in finished}
-    assert sorted(finished) == [(epoch, batch) for epoch in sorted(begun) for batch in range(11)]
+    begun = {at[1] for at, _ in finished}
+    assert sorted(finished) == [((1, epoch, 0), batch) for epoch in sorted(begun) for batch in range(11)]
     assert taken.is_over
 
 
@@ -95,18 +109,20 @@ def test_batches_that_were_finished_out_of_order_count_once_after_two_restarts()
         again.load_state(json.loads(json.dumps(queue.state())))
         return again
 
+    def take(queue: BatchQueue) -> int | None:
+        batch = queue.take(0, wanted, 6, "{}").batch
+        return None if batch is None else batch[1]
+
     queue, wanted = BatchQueue(), (1, 0, 0)
-    for number in range(4):
-        assert queue.take((0, number), wanted, 6, "{}").batch == number
-    for number in (0, 2, 3):
-        queue.finish((0, number))
+    assert [take(queue) for _ in range(4)] == [0, 1, 2, 3]
+    queue.finish(0, [(wanted, number) for number in (0, 2, 3)])
     queue = restarted(queue)  # batch 1 was held, and is open again
-    assert queue.take((0, 9), wanted, 6, "{}").batch == 1
-    queue.finish((0, 9))
+    assert take(queue) == 1
+    queue.finish(0, [(wanted, 1)])
     queue = restarted(queue)
-    assert [queue.take((0, number), wanted, 6, "{}").batch for number in (10, 11)] == [4, 5]
-    assert not queue.take((0, 12), wanted, 6, "{}").is_over
-    queue.finish((0, 10))
-    assert not queue.take((0, 12), wanted, 6, "{}").is_over
-    queue.finish((0, 11))
-    assert queue.take((0, 12), wanted, 6, "{}").is_over
+    assert [take(queue) for _ in range(2)] == [4, 5]
+    assert not queue.take(0, wanted, 6, "{}").is_over
+    queue.finish(0, [(wanted, 4)])
+    assert not queue.take(0, wanted, 6, "{}").is_over
+    queue.finish(0, [(wanted, 5)])
+    assert queue.take(0, wanted, 6, "{}").is_over

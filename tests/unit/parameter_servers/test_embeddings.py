@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,16 @@ from torch import Tensor, nn
 
 import evenstep
 from evenstep.errors import ConfigurationError, MismatchError, NonFiniteError, UsageError
-from evenstep.parameter_servers.embeddings.initial_rows import normal_rows
-from evenstep.parameter_servers.embeddings.row_optimizers import RowOptimizer
-from evenstep.parameter_servers.embeddings.rows import RowGradients, add_up, split_by_server
-from evenstep.parameter_servers.embeddings.table import Table, TableSpec
-from evenstep.parameter_servers.embeddings.tables import Tables
-from evenstep.parameter_servers.worker.connections import LocalConnection
+from evenstep.parameter_servers.embedding.initial_rows import normal_rows
+from evenstep.parameter_servers.embedding.rows import RowGradients, add_up, split_by_server
+from evenstep.parameter_servers.embedding.table import DEFAULT_EPS, Table, TableSpec
+from evenstep.parameter_servers.server import Server
 
 DOUBLE = torch.float64
 
 
 def spec(optimizer: str = "adagrad", *, rows: int = 50, dim: int = 3, name: str = "t", **more: Any) -> TableSpec:
-    return TableSpec(name, rows, dim, DOUBLE, RowOptimizer(optimizer), more.pop("seed", 0), 1.0, **more)
+    return TableSpec(name, rows, dim, DOUBLE, optimizer, DEFAULT_EPS, more.pop("seed", 0), 1.0, **more)
 
 
 def drawn(ids: Tensor, **other: Any) -> Tensor:
@@ -112,7 +110,7 @@ def test_rows_change_as_a_reference_says(optimizer: str, num_servers: int, fresh
     given = steps(20, 3)
     for ids, gradients in given:
         for share, part in zip(shares, split_by_server(ids, num_servers), strict=True):
-            share.apply(ids[part], gradients[part], 0.1)
+            share.apply(RowGradients(ids[part], gradients[part], 0.1))
     everything = torch.arange(20)
     found = torch.empty_like(start)
     for share, part in zip(shares, split_by_server(everything, num_servers), strict=True):
@@ -127,19 +125,21 @@ def test_saved_by_some_servers_loaded_by_others(optimizer: str, fresh_seed: int)
     given = steps(31, 3)
     whole = Table(what, 0, 1)
     for ids, gradients in given[:6]:
-        whole.apply(ids, gradients, 0.1)
-    saved = [{"t": whole.state_dict()}]
+        whole.apply(RowGradients(ids, gradients, 0.1))
+    saved = [whole.state_dict()]
+    num_trained = len({int(each) for ids, _ in given[:6] for each in ids})
     for num_servers in (3, 2, 1):
-        shares = [Tables([Table(what, server, num_servers)]) for server in range(num_servers)]
+        shares = [Table(what, server, num_servers) for server in range(num_servers)]
         for share in shares:
-            share.load_state_dicts(saved)
+            for each in saved:
+                share.load_state_dict(each)
         saved = [each.state_dict() for each in shares]
-        assert sum(len(each["t"]["ids"]) for each in saved) == whole.num_trained, "only what was trained"
+        assert sum(len(each["ids"]) for each in saved) == num_trained, "only what was trained"
     back = Table(what, 0, 1)
-    back.load_state_dict(saved[0]["t"])
+    back.load_state_dict(saved[0])
     for table in (whole, back):
         for ids, gradients in given[6:]:
-            table.apply(ids, gradients, 0.1)
+            table.apply(RowGradients(ids, gradients, 0.1))
     assert torch.equal(whole.look_up(everything), back.look_up(everything))
 
 
@@ -148,19 +148,16 @@ def test_what_was_saved_must_fit():
     with pytest.raises(ConfigurationError, match="needs ids, rows, sum"):
         Table(spec("adagrad"), 0, 1).load_state_dict(saved)
     table = Table(spec("sgd"), 0, 1)
-    table.apply(torch.tensor([49]), torch.ones(1, 3, dtype=DOUBLE), 0.1)
+    table.apply(RowGradients(torch.tensor([49]), torch.ones(1, 3, dtype=DOUBLE), 0.1))
     for other in (spec("sgd", rows=49), spec("sgd", dim=2)):
         with pytest.raises(ConfigurationError, match="the saved table has rows"):
             Table(other, 0, 1).load_state_dict(table.state_dict())
-    with pytest.raises(MismatchError, match=r"\['t'\].*\['u'\]"):
-        Tables([Table(spec("sgd", name="u"), 0, 1)]).load_state_dicts([{"t": saved}])
 
 
 def test_one_step_has_one_rate():
-    tables = Tables([Table(spec("sgd"), 0, 1)])
-    pushes = [{"t": RowGradients(torch.tensor([i]), torch.ones(1, 3, dtype=DOUBLE), 0.1 * (1 + i))} for i in range(2)]
+    pushes = [(0.5, RowGradients(torch.tensor([i]), torch.ones(1, 3, dtype=DOUBLE), 0.1 * (1 + i))) for i in range(2)]
     with pytest.raises(MismatchError, match=r"workers of one step have lr 0.1 and 0.2"):
-        tables.add_up(pushes, 2.0)
+        Table(spec("sgd"), 0, 1).mean(pushes)
 
 
 def test_rows_add_up(fresh_seed: int):
@@ -406,48 +403,6 @@ def test_first_rows_of_another_shape(wrong: Any):
         ps.model(torch.tensor([1]))
 
 
-def test_a_step_is_clipped_with_its_rows(fresh_seed: int):
-    """The norm is that of all gradients, as `clip_grad_norm_` has it."""
-    torch.manual_seed(fresh_seed)
-    weights = {"words": torch.randn(12, 2, dtype=DOUBLE), "bags": torch.randn(9, 2, dtype=DOUBLE)}
-    plain = Plain(weights, None, "sum")
-    stepper = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for mode in ("sync", "async"):
-        with evenstep.parameter_server(
-            lambda: Remote(weights, None, "sum", "sgd"), lambda p: torch.optim.SGD(p, lr=0.1), mode=mode, max_norm=0.05
-        ) as ps:
-            plain.words.load_state_dict({"weight": weights["words"]})
-            plain.bags.load_state_dict({"weight": weights["bags"]})
-            plain.top.load_state_dict(ps.model.top.state_dict())  # type: ignore[union-attr, operator]
-            for _ in range(3):
-                words, bags, y = torch.randint(12, (6, 3)), torch.randint(9, (6, 4)), torch.randint(3, (6,))
-                F.cross_entropy(plain(words, bags), y).backward()
-                assert nn.utils.clip_grad_norm_(plain.parameters(), 0.05) > 0.05
-                stepper.step()
-                stepper.zero_grad()
-                ps.backward(F.cross_entropy(ps.model(words, bags), y), weight=6)
-                ps.step()
-            found = ps.model.words.rows()  # type: ignore[union-attr, operator]
-        torch.testing.assert_close(
-            found, plain.words.weight.detach(), rtol=0, atol=1e-9
-        )  # torch divides by norm + 1e-6
-
-
-def test_rows_in_16_bits_are_rounded_on_their_way_only(fresh_seed: int):
-    torch.manual_seed(fresh_seed)
-    with evenstep.parameter_server(
-        lambda: evenstep.RemoteEmbedding(
-            5, 3, optimizer="sgd", lr=2.0**-12, init_fn=lambda ids: torch.ones(len(ids), 3)
-        ),
-        torch.optim.SGD,
-        transfer_dtype=torch.bfloat16,
-    ) as ps:
-        for _ in range(16):  # each step would be lost in bfloat16
-            ps.backward(ps.model(torch.tensor([2])).sum())
-            ps.step()
-        assert torch.equal(ps.model.rows()[2], torch.full((3,), 1 - 2.0**-8))  # type: ignore[operator]
-
-
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 def test_a_run_with_tables_goes_on_from_a_checkpoint(optimizer: str, tmp_path: Path, fresh_seed: int):
     torch.manual_seed(fresh_seed)
@@ -471,47 +426,41 @@ def test_a_run_with_tables_goes_on_from_a_checkpoint(optimizer: str, tmp_path: P
     assert torch.equal(run(5, 8, tmp_path / "run"), whole)
 
 
-def tensor_bytes(value: Any) -> int:
-    """Of all tensors in nested containers."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, dict):
-        value = value.values()
-    return sum(map(tensor_bytes, value)) if isinstance(value, Iterable) and not isinstance(value, str) else 0
+def test_a_checkpoint_of_other_tables_is_refused(tmp_path: Path):
+    def run(name: str) -> None:
+        with evenstep.parameter_server(
+            lambda: evenstep.RemoteEmbedding(4, 2, name=name), torch.optim.SGD, checkpoint=tmp_path / "run"
+        ) as ps:
+            ps.backward(ps.model(torch.tensor([1])).sum())
+            ps.step()
+
+    run("t")
+    with pytest.raises(evenstep.EvenstepError, match=r"\['t'\].*\['u'\]"):
+        run("u")
 
 
 def test_the_bytes_of_a_step_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch, fresh_seed: int):
     """docs/how-to/remote-embeddings.md has it."""
     torch.manual_seed(fresh_seed)
-    sent: list[tuple[str, int]] = []
-    look_up, start = LocalConnection.look_up, LocalConnection.start
+    sent: list[tuple[str, int, int]] = []
+    answer = Server.answer
 
-    def counted_look_up(self: Any, table: str, ids: Any, on_answer: Any) -> Any:
-        finish = look_up(self, table, ids, on_answer)
-        sent.append(("lookup", tensor_bytes(ids) + tensor_bytes(finish())))
-        return finish
+    def counted(self: Any, rank: int, message: Any) -> Any:
+        kind, there = message.head["kind"], sum(each.nbytes for each in message.tensors)
+        found = answer(self, rank, message)
+        sent.append((kind, there, sum(each.nbytes for each in found.tensors)))
+        return found
 
-    def counted_start(self: Any, pushed: Any, on_answer: Any) -> Any:
-        finish = start(self, pushed, on_answer)
-        if pushed is not None:
-            sent.append(("push", tensor_bytes(pushed)))
-            sent.append(("answer", tensor_bytes(finish())))
-        return finish
-
-    monkeypatch.setattr(LocalConnection, "look_up", counted_look_up)
-    monkeypatch.setattr(LocalConnection, "start", counted_start)
+    monkeypatch.setattr(Server, "answer", counted)
     row = 6 * 4
     with evenstep.parameter_server(
         lambda: evenstep.RemoteEmbedding(1000, 6, padding_idx=0), lambda p: torch.optim.SGD(p)
     ) as ps:
         present, coming = (torch.randint(1, 300, (4, 50)) for _ in range(2))
+        sent.clear()
         ps.model.prefetch(coming)  # type: ignore[operator]
         ps.backward(ps.model(present).sum())
         ps.step()
+        found = list(sent)
     n, ahead = (len(each.unique()) for each in (present, coming))
-    assert sent == [
-        ("lookup", (8 + row) * ahead),
-        ("lookup", (8 + row) * n),
-        ("push", (8 + row) * n),
-        ("answer", 0),
-    ]
+    assert found == [("lookup", 8 * ahead, row * ahead), ("lookup", 8 * n, row * n), ("step", (8 + row) * n, 0)]

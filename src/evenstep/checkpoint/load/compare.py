@@ -87,7 +87,9 @@ def _module_differences(name: str, saved: ObjectEntry, target: nn.Module) -> lis
     have |= {alias: have[key] for alias, key in saved.aliases.items()}
     structure: Any = saved.structure if isinstance(saved.structure, dict) else {}
     state = structure.get("~module", structure.get("~ordered", structure))
-    have = {key: text for key, text in have.items() if key in state}  # not what lies deeper, in an extra state
+    placed = {path[0] for path, _ in saved.placed if len(path) == 1}
+    # Not what lies deeper, in an extra state.
+    have = {key: text for key, text in have.items() if key in state or key in placed}
     want = {key: _dtype_and_shape(value) for key, value in target.state_dict().items() if isinstance(value, Tensor)}
     lines = [f"{name}: {key} {have[key]} was saved, and this model has none" for key in have if key not in want]
     lines += [f"{name}: {key} {want[key]} was not saved" for key in want if key not in have]

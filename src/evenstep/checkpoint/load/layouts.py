@@ -85,7 +85,7 @@ def plan_copies(part: Part, shape: Shape, layout: Layout) -> list[Copy]:
 
 
 def find_layouts(owner: str, saved: ObjectEntry, target: Any) -> dict[str, Layout]:
-    """The layouts of those tensors that are DTensors in an object of this run.
+    """The layouts of those tensors that are DTensors in an object of this run, or those that it says itself.
 
     An optimizer that has made no step has no state to look at: what it keeps in a parameter's shape is divided as the
     parameter is, and other tensors of a divided parameter are the same on all ranks of its mesh.
@@ -99,6 +99,9 @@ def find_layouts(owner: str, saved: ObjectEntry, target: Any) -> dict[str, Layou
         ConfigurationError: It can't be told which elements of a DTensor this rank has.
     """
     target = unwrapped(target)
+    if hasattr(target, "state_layouts"):
+        layouts: dict[str, Layout] = target.state_layouts(saved)
+        return layouts
     if hasattr(target, "state_shards"):
         return {}
     found: dict[str, Layout] = {}

@@ -35,9 +35,13 @@ class BatchesToTake(Protocol):
     """Divides global batches over processes that take one after the other, each at its own speed."""
 
     def take(
-        self, epoch: int, num_batches: int, facts: Mapping[str, Any], load: Callable[[int, int], tuple[int, Loaded]]
+        self,
+        epoch: int,
+        num_batches: int,
+        facts: Mapping[str, Any],
+        load: Callable[[Iterator[tuple[int, int]]], Iterator[tuple[int, Loaded]]],
     ) -> Iterator[tuple[int, Loaded]]:
-        """The batches of this process, loaded by epoch and step."""
+        """The batches of this process, which `load` loads by epoch and step."""
         ...
 
 
@@ -121,7 +125,7 @@ class SampleSource:
     ) -> Iterator[tuple[int | Mark, Loaded]]:
         """This rank's batches, each with the position at its end."""
         if self._queue is not None:
-            yield from self._taken(self._queue, start.epoch)
+            yield from self._taken(self._queue, start.epoch, torch_loader)
             return
         epoch = self.batch_plan.begin(start)
         if iteration >= self._newest[0]:
@@ -138,11 +142,7 @@ class SampleSource:
         looks = self._same_data.begins(self._transport.world_size)
         if looks:
             wanted = chain((first._replace(looks=True) for first in islice(wanted, 1)), wanted)
-        with contextlib.ExitStack() as stack:
-            if torch_loader is None:
-                batches: Iterator[Loaded] = map(self.fetcher.__getitem__, wanted)
-            else:
-                batches = stack.enter_context(workers.working(torch_loader, wanted, partial(self._doing, epoch)))
+        with self._loading(wanted, torch_loader, epoch) as batches:
             for loaded in batches:
                 if drawing is not None:
                     self._validate_same(agreement, drawing, epoch.number)
@@ -196,19 +196,41 @@ class SampleSource:
         sampling = self.batch_plan.sampling
         return "the sampler by weight" if sampling is None else sampling.in_words()
 
-    def _taken(self, queue: BatchesToTake, number: int) -> Iterator[tuple[int, Loaded]]:
+    def _taken(
+        self, queue: BatchesToTake, number: int, torch_loader: TorchDataLoader[Any] | None
+    ) -> Iterator[tuple[int, Loaded]]:
         """The global batches that this process takes from a queue, each whole."""
 
-        def load(of_epoch: int, step: int) -> tuple[int, Loaded]:
-            epoch = self.batch_plan.epoch(of_epoch)
-            begin, end = epoch.batches.global_batch(step)
-            samples = epoch.order.at(torch.arange(begin, end, device="cpu"))
-            wanted: Any = samples if self.fetcher.wants_tensors else samples.tolist()
-            return end, self.fetcher[Request(of_epoch, step, wanted)]
+        def load(steps: Iterator[tuple[int, int]]) -> Iterator[tuple[int, Loaded]]:
+            ends: deque[int] = deque()
+
+            def wanted() -> Iterator[Request]:
+                for of_epoch, step in steps:
+                    epoch = self.batch_plan.epoch(of_epoch)
+                    begin, end = epoch.batches.global_batch(step)
+                    samples: Any = epoch.order.at(torch.arange(begin, end, device="cpu"))
+                    ends.append(end)
+                    as_tensor = torch_loader is None and self.fetcher.wants_tensors
+                    yield Request(of_epoch, step, samples if as_tensor else samples.tolist())
+
+            with self._loading(wanted(), torch_loader, self.batch_plan.epoch(number)) as batches:
+                for loaded in batches:
+                    yield ends.popleft(), loaded
 
         digest = self.batch_plan.begin(Mark(number)).digest
         facts = self.facts() | ({"weights": digest} if digest else {})
         yield from queue.take(number, self.num_steps(number), facts, load)
+
+    @contextlib.contextmanager
+    def _loading(
+        self, wanted: Iterator[Request], torch_loader: TorchDataLoader[Any] | None, epoch: Epoch
+    ) -> Iterator[Iterator[Loaded]]:
+        """What was requested, in its order: by this process, or by workers."""
+        if torch_loader is None:
+            yield map(self.fetcher.__getitem__, wanted)
+            return
+        with workers.working(torch_loader, wanted, partial(self._doing, epoch)) as batches:
+            yield batches
 
     def _computed(self, epoch: Epoch, start: Mark, marks: deque[Mark], *, as_tensors: bool) -> Iterator[Request]:
         """This rank's requests; `marks` gets the position at the end of each."""

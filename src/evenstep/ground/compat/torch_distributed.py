@@ -2,13 +2,6 @@
 
 Everything else that evenstep needs is public: `torch.distributed` has `Store`, `PrefixStore`, `ProcessGroup`,
 `ProcessGroupGloo`, `Work` and the options of collectives.
-
-[Note: an agent of its own]
-
-torch's RPC groups are static (all of `world_size` come at once, and a killed one can't come back) or dynamic (a new
-member calls every other one, also those that were killed). So each process is the only member of a static group of one:
-nothing about it is collective, and it may come and go. What it lacks is the addresses of others: `rpc_listen` finds the
-agent's own in the store that torch writes it to, and `rpc_peer` puts another's there and has the agent read it.
 """
 
 from __future__ import annotations
@@ -16,26 +9,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, distributed_c10d
+from torch.distributed import distributed_c10d
 
 from evenstep.ground.compat.private_names import NOTHING, SEEN, PrivateName
-
-_RPC_SCHEME = "evenstep-rpc"
-_MOST_JOINS = 10_000
-
-_rpc_store: HashStore | None = None
-_rpc_prefix = ""
-_rpc_numbers = itertools.count(1)
-_rpc_handlers: list[str] = []  # that torch knows
 
 # The store of the default process group, as torch has prefixed it.
 default_store = distributed_c10d._get_default_store
@@ -206,65 +190,11 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
-def rpc_listen(name: str, options: Any) -> str:
-    """Start this process's agent; returns its address.
-
-    Args:
-        name: Of the agent, which no other agent of the run has.
-        options: Their `init_method` is replaced.
-
-    Raises:
-        RuntimeError: It can't listen there.
-    """
-    global _rpc_store, _rpc_prefix
-    rpc: Any = importlib.import_module("torch.distributed.rpc")
-    if _RPC_SCHEME not in _rpc_handlers:
-        dist.register_rendezvous_handler(_RPC_SCHEME, _rpc_rendezvous)  # type: ignore[no-untyped-call]
-        _rpc_handlers.append(_RPC_SCHEME)
-    _rpc_store = HashStore()
-    options.init_method = f"{_RPC_SCHEME}://"
-    rpc.init_rpc(name, rank=0, world_size=1, rpc_backend_options=options)
-    # torch counts the groups that a process has joined.
-    prefixes = (f"rpc_prefix_{number}/addrs/" for number in range(_MOST_JOINS))
-    _rpc_prefix = next(each for each in prefixes if _rpc_store.check([each + name]))
-    address: bytes = _rpc_store.get(_rpc_prefix + name)
-    return address.decode()
-
-
-def rpc_peer(name: str, address: str) -> Any:
-    """Another process's agent, for `rpc_async`."""
-    assert _rpc_store is not None
-    _rpc_store.set(_rpc_prefix + name, address)
-    rpc: Any = importlib.import_module("torch.distributed.rpc")
-    info = rpc.WorkerInfo(name, next(_rpc_numbers))
-    agent = rpc.api._get_current_rpc_agent()
-    agent._update_group_membership(info, [], {}, True)
-    return info
-
-
-def rpc_stop_complaining() -> None:
-    """Wait for the calls of and to this agent, and take connections that close for what is expected from now on."""
-    rpc: Any = importlib.import_module("torch.distributed.rpc")
-    agent = rpc.api._get_current_rpc_agent()
-    agent.join(shutdown=True)
-
-
-def _rpc_rendezvous(url: str, timeout: object = None, **_: object) -> Iterator[tuple[HashStore, int, int]]:
-    """torch's handler of our scheme."""
-    assert _rpc_store is not None
-    yield _rpc_store, 0, 1
-
-
 # What isn't looked for when evenstep is imported.
 _C10D = "torch.distributed.distributed_c10d"
 _GROUP = "torch.distributed:ProcessGroup"
 _GROUPS_FAIL = "no process group can be made"
-_NO_SERVERS = "evenstep.parameter_server can't connect"
 NAMES = (
-    *(
-        PrivateName(f"torch.distributed.rpc:{name}", "lets processes join and leave one by one", _NO_SERVERS)
-        for name in ("api._get_current_rpc_agent", "TensorPipeAgent._update_group_membership")
-    ),
     PrivateName(
         "torch.distributed.rendezvous:_create_c10d_store",
         "the store of env:// and tcp://",

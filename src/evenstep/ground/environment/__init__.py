@@ -20,6 +20,7 @@ Variables of evenstep's own:
     EVENSTEP_SETTINGS      what commands hand on to ranks: JSON, see `run_settings.py`
     EVENSTEP_RANK_PROCESS  the process that is the rank; set by `evenstep.init`
     EVENSTEP_SERVERS       how many of the ranks, the last ones, are parameter servers; users of other launchers set it
+    EVENSTEP_SECRET_FILE   a file whose content parameter servers on several nodes ask of each other; users set it
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ __all__ = [
     "rank_variables",
     "refuse_independent_runs",
     "replace",
-    "rpc_variables",
+    "run_secret",
     "run_variables",
+    "secret_variable",
     "settings",
     "surroundings",
     "telling_variables",
@@ -82,6 +84,7 @@ __all__ = [
 _RANK_PROCESS = "EVENSTEP_RANK_PROCESS"
 _has_roles = False  # see `num_servers`
 _SERVERS = "EVENSTEP_SERVERS"
+_SECRET_FILE = "EVENSTEP_SECRET_FILE"
 
 
 def settings() -> Settings:
@@ -280,24 +283,30 @@ def lacks_servers() -> bool:
     return is_set(_SERVERS) and not _has_roles
 
 
-def rpc_variables(interface: str | None) -> dict[str, str]:
-    """What has torch's RPC, and its Gloo, listen on one interface only.
+def secret_variable(path: str) -> dict[str, str]:
+    """The variable by which ranks find the secret of their run."""
+    return {_SECRET_FILE: os.path.abspath(path)}
 
-    Without them torch resolves the node's name, and listens on whatever address that gives.
 
-    Args:
-        interface: Its name; None: what the user's variables say, else the one that was chosen for Gloo.
+def run_secret() -> bytes:
+    """What all processes of a run know, and nobody else: the content of EVENSTEP_SECRET_FILE; b"" when unset.
 
     Raises:
-        ConfigurationError: None is known.
+        ConfigurationError: The file can't be read, is empty, or others than this user may read it.
     """
-    chosen = interface or os.environ.get("TP_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME")
-    if not chosen:
-        raise ConfigurationError(
-            "evenstep.parameter_server: the network interface that leads to the other nodes isn't known. Name it: "
-            "interface='eth0', or TP_SOCKET_IFNAME."
-        )
-    return {"TP_SOCKET_IFNAME": chosen, "GLOO_SOCKET_IFNAME": interface or os.environ.get("GLOO_SOCKET_IFNAME", chosen)}
+    path = os.environ.get(_SECRET_FILE, "")
+    if not path:
+        return b""
+    try:
+        with open(path, "rb") as file:
+            is_private = not os.fstat(file.fileno()).st_mode & 0o077
+            secret = file.read().strip()
+    except OSError as error:
+        raise ConfigurationError(f"{_SECRET_FILE}={path}: {error.strerror}.") from None
+    if not secret or not is_private:
+        why = "others than its owner may read it: chmod 600" if secret else "the file is empty"
+        raise ConfigurationError(f"{_SECRET_FILE}={path}: {why}.")
+    return secret
 
 
 def openmp_threads() -> int | None:

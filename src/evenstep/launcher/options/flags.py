@@ -248,6 +248,13 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
         "on without a worker that is killed (default: 0).",
     )
     add(
+        "--secret-file",
+        metavar="FILE",
+        help="On each node, a file of the same content that only this user may read: processes of parameter servers "
+        "prove by it that they belong to the run (default: EVENSTEP_SECRET_FILE; without one, whoever reaches the "
+        "rendezvous is let in).",
+    )
+    add(
         "--cold-start",
         action="store_true",
         help="Start every rank as a new python, and not as a copy of one that has imported torch. Slower; for "

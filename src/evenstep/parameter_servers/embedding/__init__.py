@@ -5,11 +5,8 @@ together. It never holds a table.
 
 Reading order:
 
-    remote_embedding.py  `evenstep.RemoteEmbedding`: the module in a worker's model
-    worker_tables.py     all tables of a model
-    tables.py            a server's tables: what is looked up and applied
-    table.py             a server's share of one table
-    row_optimizers.py    SGD and Adagrad of single rows
+    remote_embedding.py  `evenstep.RemoteEmbedding`: the module in a worker's model, and all of a model
+    table.py             a server's share of one table, and the optimizers of single rows
     initial_rows.py      what a row is before it is trained, from its number alone
     rows.py              what travels, and which server has which rows
 """

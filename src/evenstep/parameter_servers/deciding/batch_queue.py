@@ -11,26 +11,24 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Container, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Pass = tuple[int, int, int]  # number of the loader, epoch, and which iteration of that epoch
-Key = tuple[int, int]  # (worker, number of its call)
+Batch = tuple[Pass, int]  # and its number in the epoch
 
 
 class Taken(NamedTuple):
     """What a worker is given.
 
     Attributes:
-        epoch: Of the batch; one before the worker's own where a batch came back.
-        batch: Its number in the epoch; -1: there is none now.
+        batch: Of an earlier epoch than the worker's own where it came back; None: there is none now.
         is_over: All batches of the worker's own pass are finished.
         failure: Why there is none; "" unless the workers' loaders differ.
     """
 
-    epoch: int
-    batch: int
+    batch: Batch | None
     is_over: bool = False
     failure: str = ""
 
@@ -44,91 +42,78 @@ class _State:
     ahead: set[int] = field(default_factory=set)  # finished, from `next` on: in a run before this one
     num_finished: int = 0
 
-    @property
-    def is_finished(self) -> bool:
-        return self.num_finished == self.num_batches
-
 
 class BatchQueue:
     """The batches of all passes over all loaders. Not for several threads at once."""
 
     def __init__(self) -> None:
         self._passes: dict[Pass, _State] = {}
-        self._held: dict[Key, list[tuple[Pass, int]]] = {}
+        self._held: dict[int, set[Batch]] = {}  # by worker
         self._first_epochs: dict[int, int] = {}  # by loader: earlier ones were finished before this run
 
     def __repr__(self) -> str:
-        held = sum(map(len, self._held.values()))
-        return f"<BatchQueue {len(self._passes)} passes, {held} batches held>"
+        return f"<BatchQueue {len(self._passes)} passes, {sum(map(len, self._held.values()))} batches held>"
 
-    def take(self, key: Key, wanted: Pass, num_batches: int, facts: str) -> Taken:
+    def take(self, worker: int, wanted: Pass, num_batches: int, facts: str) -> Taken:
         """The next batch for a worker: one that an earlier pass over this loader lacks, else the next of its own pass.
 
         Args:
-            key: The push with which its gradients will come.
+            worker: Its number.
             wanted: The worker's pass.
             num_batches: Of the epoch.
             facts: What decides which samples a batch has; equal on all workers.
         """
         loader, epoch, _ = wanted
         if epoch < self._first_epochs.get(loader, 0):
-            return Taken(epoch, -1, is_over=True)
+            return Taken(None, is_over=True)
         state = self._passes.setdefault(wanted, _State(facts, num_batches))
         if not state.facts:  # begun in a run before this one
             state.facts, state.num_batches = facts, num_batches
         if (state.facts, state.num_batches) != (facts, num_batches):
             return Taken(
-                epoch,
-                -1,
+                None,
                 failure=(
-                    f"worker {key[0]} has another loader than the worker that began epoch {epoch}: {num_batches} "
+                    f"worker {worker} has another loader than the worker that began epoch {epoch}: {num_batches} "
                     f"batches of {facts}, and there {state.num_batches} of {state.facts}"
                 ),
             )
         for each in sorted(self._passes):
             if each[0] == loader:
-                batch = self._next_of(self._passes[each], may_begin=each[1] < epoch or each == wanted)
-                if batch is not None:
-                    self._held.setdefault(key, []).append((each, batch))
-                    return Taken(each[1], batch)
-        return Taken(epoch, -1, is_over=state.is_finished)
+                number = _next_of(self._passes[each], may_begin=each[1] < epoch or each == wanted)
+                if number is not None:
+                    self._held.setdefault(worker, set()).add((each, number))
+                    return Taken((each, number))
+        return Taken(None, is_over=state.num_finished == state.num_batches)
 
-    def finish(self, key: Key) -> None:
-        """The gradients of all that was taken for a push are applied."""
-        for each, _ in self._held.pop(key, ()):
-            self._passes[each].num_finished += 1
+    def finish(self, worker: int, batches: Iterable[Batch]) -> None:
+        """The gradients of what a worker has taken are applied."""
+        held = self._held.get(worker, set())
+        for each in batches:
+            if each in held:
+                held.remove(each)
+                self._passes[each[0]].num_finished += 1
 
-    def give_back(self, worker: int, key: Key | None = None, *, but: Container[Key] = ()) -> list[tuple[Pass, int]]:
-        """Others take what a worker holds, or what it holds for one push; returns these batches.
-
-        Args:
-            worker: Whose.
-            key: Of the push; None: all.
-            but: Of pushes that are as good as applied.
-        """
-        found = []
-        wanted = [each for each in self._held if each == key or (key is None and each[0] == worker)]
-        for held in [each for each in wanted if each not in but]:
-            for each, batch in self._held.pop(held):
-                self._passes[each].returned.append(batch)
-                found.append((each, batch))
+    def give_back(self, worker: int, batches: Iterable[Batch] | None = None) -> list[Batch]:
+        """Others take what a worker holds: some batches, or, with None, all; returns these."""
+        held = self._held.get(worker, set())
+        found = sorted(held if batches is None else held & set(batches))
+        held -= set(found)
+        for at, number in found:
+            self._passes[at].returned.append(number)
         return found
 
-    def is_returned(self, at: Pass, batch: int) -> bool:
+    def is_returned(self, batch: Batch) -> bool:
         """Whether a batch came back, and nobody has taken it since."""
-        return batch in self._passes[at].returned
+        return batch[1] in self._passes[batch[0]].returned
 
     # ------------------------------------------------------------------ what checkpoints hold
 
     def state(self) -> dict[str, Any]:
         """What is finished, in JSON types; what is held counts as open."""
-        held: dict[Pass, set[int]] = {}
-        for each in self._held.values():
-            for at, batch in each:
-                held.setdefault(at, set()).add(batch)
         passes = []
+        held = {each for batches in self._held.values() for each in batches}
         for at, state in sorted(self._passes.items()):
-            missing = held.get(at, set()) | set(state.returned)
+            missing = {number for where, number in held if where == at} | set(state.returned)
             first = min(missing, default=_next_open(state))
             ahead = sorted(set(range(first, state.next)) - missing | {each for each in state.ahead if each > first})
             passes.append(
@@ -154,18 +139,17 @@ class BatchQueue:
                 facts, int(each["num_batches"]), next=first, ahead=ahead, num_finished=first + len(ahead)
             )
 
-    def _next_of(self, state: _State, *, may_begin: bool) -> int | None:
-        if state.returned:
-            return state.returned.popleft()
-        if not may_begin:
-            return None
-        batch = _next_open(state)
-        if batch >= state.num_batches:
-            return None
-        while state.next <= batch:
-            state.ahead.discard(state.next)
-            state.next += 1
-        return batch
+
+def _next_of(state: _State, *, may_begin: bool) -> int | None:
+    if state.returned:
+        return state.returned.popleft()
+    batch = _next_open(state)
+    if not may_begin or batch >= state.num_batches:
+        return None
+    while state.next <= batch:
+        state.ahead.discard(state.next)
+        state.next += 1
+    return batch
 
 
 def _next_open(state: _State) -> int:

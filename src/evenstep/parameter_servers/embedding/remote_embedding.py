@@ -12,21 +12,20 @@ pass that isn't followed by a backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evenstep import checks
-from evenstep.errors import ConfigurationError, NonFiniteError, PeerLostError, UsageError
+from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.ground.health import excepthook
-from evenstep.parameter_servers.embeddings.row_optimizers import DEFAULT_EPS, ROW_OPTIMIZERS, RowOptimizer
-from evenstep.parameter_servers.embeddings.rows import RowGradients, Rows, add_up, split_by_server
-from evenstep.parameter_servers.embeddings.table import Table, TableSpec
-from evenstep.parameter_servers.layout import to_device, to_host
+from evenstep.parameter_servers.embedding.rows import RowGradients, add_up, split_by_server
+from evenstep.parameter_servers.embedding.table import DEFAULT_EPS, ROW_OPTIMIZERS, TableSpec
+from evenstep.parameter_servers.shares import to_device, to_host
 from evenstep.randomness import LARGEST_SEED
 
 _WHO = "evenstep.RemoteEmbedding: "
@@ -34,20 +33,8 @@ _POOLINGS = ("sum", "mean", "max")
 _DTYPES = (torch.float32, torch.float64)
 
 
-class StartLookup(Protocol):
-    """Sends a lookup to all servers."""
-
-    def __call__(self, table: str, ids: Sequence[Tensor]) -> Callable[[], list[Rows]]:
-        """Send it.
-
-        Args:
-            table: Name.
-            ids: For each server its ids.
-
-        Returns:
-            What waits for the answers, one for each server.
-        """
-        ...
+StartLookup = Callable[[str, list[Tensor]], Callable[[], list[Tensor]]]
+"""Sends a lookup: the table's name and for each server its ids, to what waits for the servers' rows."""
 
 
 @dataclass
@@ -77,7 +64,7 @@ class _Lookup:
 
     ids: Tensor  # [n], int64, ascending, each once
     positions: list[Tensor]  # for each server those of its ids
-    finish: Callable[[], list[Rows]]
+    finish: Callable[[], list[Tensor]]
     has_begun: bool = False  # the step that it was for
 
 
@@ -146,7 +133,7 @@ class RemoteEmbedding(nn.Module):
         self.pooling = pooling
         checks.choice(f"{_WHO}optimizer", optimizer, ROW_OPTIMIZERS)
         self.lr = checks.number(f"{_WHO}lr", lr, least=0)
-        self._optimizer = RowOptimizer(optimizer, checks.number(f"{_WHO}eps", eps, least=0))
+        self._optimizer, self._eps = optimizer, checks.number(f"{_WHO}eps", eps, least=0)
         self._std = checks.number(f"{_WHO}init_std", init_std, least=0)
         if init_fn is not None:
             checks.function(f"{_WHO}init_fn", init_fn, otherwise="None")
@@ -165,7 +152,7 @@ class RemoteEmbedding(nn.Module):
         where = "no servers" if self._attachment is None else checks.counted(self._attachment.num_servers, "server")
         return (
             f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, pooling={self.pooling!r}, "
-            f"optimizer={self._optimizer.name!r}, lr={self.lr}, {where}"
+            f"optimizer={self._optimizer!r}, lr={self.lr}, {where}"
         )
 
     def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
@@ -272,8 +259,8 @@ class RemoteEmbedding(nn.Module):
         """The connection has ended."""
         self._attachment, self._pushed, self._ahead = None, [], []
 
-    def build_table(self, name: str, server: int, num_servers: int) -> Table:
-        """A server's share of this table.
+    def spec(self, name: str) -> TableSpec:
+        """What its servers make.
 
         Raises:
             ConfigurationError: Rows can't be of the dtype that the model has.
@@ -283,40 +270,27 @@ class RemoteEmbedding(nn.Module):
                 f"{_WHO}table {name!r} would have rows of {self.like.dtype}, in which small steps are lost. "
                 f"float32 and float64 are possible: leave `.half()` and `.bfloat16()` to the rest of the model."
             )
-        spec = TableSpec(
-            name,
-            self.num_embeddings,
-            self.embedding_dim,
-            self.like.dtype,
-            self._optimizer,
-            self._seed,
-            self._std,
-            self._init_fn,
-        )
-        return Table(spec, server, num_servers)
+        rows, dim, dtype = self.num_embeddings, self.embedding_dim, self.like.dtype
+        return TableSpec(name, rows, dim, dtype, self._optimizer, self._eps, self._seed, self._std, self._init_fn)
 
     def describe(self) -> dict[str, Any]:
         """What must be the same on all workers and servers, in JSON types."""
-        return {
-            "num_embeddings": self.num_embeddings,
-            "embedding_dim": self.embedding_dim,
-            "padding_idx": self.padding_idx,
-            "dtype": str(self.like.dtype),
-            "optimizer": self._optimizer.name,
-            "eps": self._optimizer.eps,
-            "lr": self.lr,
-            "init_std": self._std,
-            "seed": self._seed,
-        }
+        facts = dict(vars(self.spec(""))) | {"padding_idx": self.padding_idx, "lr": self.lr}
+        del facts["init_fn"], facts["name"]
+        return facts | {"dtype": str(self.like.dtype)}
 
-    def gradients(self) -> list[RowGradients] | None:
-        """The gradients of this step's lookups, for each server; None: there are none.
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients of this step so far."""
+        self._pushed = [(ids, gradient * factor) for ids, gradient in self._pushed]
+
+    def gradients(self) -> list[RowGradients]:
+        """The gradients of this step's lookups, for each server; [] where there are none.
 
         Raises:
             NonFiniteError: One is infinite or not a number.
         """
         if not self._pushed:
-            return None
+            return []
         attachment = self._validate_attached("ps.step")
         lr = checks.number(f"{self._who()}: lr", self.lr, least=0)
         ids, values = add_up([each for each, _ in self._pushed], to_host([each for _, each in self._pushed]))
@@ -386,11 +360,9 @@ class RemoteEmbedding(nn.Module):
 
     def _finish(self, lookup: _Lookup) -> Tensor:
         rows = torch.empty(len(lookup.ids), self.embedding_dim, dtype=self.like.dtype, device="cpu")
-        for server, (positions, answer) in enumerate(zip(lookup.positions, lookup.finish(), strict=True)):
-            if answer.failure:
-                raise PeerLostError(f"{self._who()}: server {server} ends: {answer.failure}")
-            if len(positions):  # a server without ids wasn't asked
-                rows[positions] = answer.values.to(rows.dtype)
+        for positions, values in zip(lookup.positions, lookup.finish(), strict=True):
+            if len(positions):
+                rows[positions] = values
         return rows
 
     def _note(self, leaf: Tensor, ids: Tensor, padding: int | None) -> None:
@@ -401,3 +373,22 @@ class RemoteEmbedding(nn.Module):
             trained = torch.arange(len(ids), device="cpu") != padding
             ids, gradient = ids[trained], gradient[trained.to(gradient.device)]
         self._pushed.append((ids, gradient))
+
+
+def find_tables(model: nn.Module) -> dict[str, RemoteEmbedding]:
+    """The tables in a model, by name.
+
+    Raises:
+        ConfigurationError: Two tables have one name.
+    """
+    found: dict[str, RemoteEmbedding] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, RemoteEmbedding):
+            name = module.table_name or path or "the model"
+            if name in found:
+                raise ConfigurationError(
+                    f"{_WHO}two tables of the model are named {name!r}, the second at {path!r}. Use one module in both "
+                    f"places for one table, or other names for two."
+                )
+            found[name] = module
+    return found

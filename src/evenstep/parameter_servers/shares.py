@@ -32,15 +32,12 @@ def plan_division(sizes: Sequence[int], num_servers: int) -> Division:
     return [sorted(each) for each in division]
 
 
-def pack(
-    like: Sequence[Tensor], tensors: Sequence[Tensor | None], transfer_dtype: torch.dtype | None = None
-) -> list[Tensor]:
+def pack(like: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """Copies of the tensors in one flat CPU tensor for each dtype, in order of its first occurrence.
 
     Args:
         like: Shapes and dtypes; for None zeros are packed.
         tensors: As many.
-        transfer_dtype: What larger floating-point elements are rounded to; None: they stay as they are.
 
     Returns:
         [numel of that dtype] each.
@@ -50,13 +47,20 @@ def pack(
         piece = torch.zeros_like(model) if tensor is None else tensor
         by_dtype.setdefault(model.dtype, []).append(piece.detach().reshape(-1))
     # `cat` of one tensor copies, too: what is packed must not change while it is sent.
-    return to_host([rounded(torch.cat(pieces), transfer_dtype) for pieces in by_dtype.values()])
+    return to_host([torch.cat(pieces) for pieces in by_dtype.values()])
 
 
-def rounded(flat: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A tensor in a dtype for the way, if that is the smaller one."""
-    is_larger = dtype is not None and flat.is_floating_point() and flat.element_size() > dtype.itemsize
-    return flat.to(dtype) if is_larger else flat
+def unpack(like: Sequence[Tensor], packed: Sequence[Tensor]) -> list[Tensor]:
+    """What was packed, as views of `packed` in the shapes of `like`."""
+    dtypes = list(dict.fromkeys(each.dtype for each in like))
+    offsets = dict.fromkeys(dtypes, 0)
+    views = []
+    for model in like:
+        offset = offsets[model.dtype]
+        flat = packed[dtypes.index(model.dtype)]
+        views.append(flat[offset : offset + model.numel()].view(model.shape))
+        offsets[model.dtype] = offset + model.numel()
+    return views
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -79,27 +83,3 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     if device.type != "cuda":
         return list(tensors)
     return [each.pin_memory().to(device, non_blocking=True) for each in tensors]
-
-
-def unpack(like: Sequence[Tensor], packed: Sequence[Tensor]) -> list[Tensor]:
-    """What was packed, as views of `packed` in the shapes of `like`; in the dtypes of `packed`."""
-    dtypes = list(dict.fromkeys(each.dtype for each in like))
-    offsets = dict.fromkeys(dtypes, 0)
-    views = []
-    for model in like:
-        offset = offsets[model.dtype]
-        flat = packed[dtypes.index(model.dtype)]
-        views.append(flat[offset : offset + model.numel()].view(model.shape))
-        offsets[model.dtype] = offset + model.numel()
-    return views
-
-
-def transferred(packed: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """What has travelled, in the dtypes of `like`; the same tensors where it has travelled in these.
-
-    Args:
-        packed: As `pack` has packed tensors like `like`.
-        like: Shapes and dtypes.
-    """
-    dtypes = dict.fromkeys(each.dtype for each in like)
-    return [flat.to(dtype) for flat, dtype in zip(packed, dtypes, strict=True)]

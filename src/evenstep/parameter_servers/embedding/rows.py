@@ -14,25 +14,13 @@ class RowGradients(NamedTuple):
 
     Attributes:
         ids: [n], int64, each once, all of that server.
-        values: [n, dim]: sums of weight times gradient.
+        values: [n, dim], the mean by weight of this worker's gradients.
         lr: The rate of this step.
     """
 
     ids: Tensor
     values: Tensor
     lr: float
-
-
-class Rows(NamedTuple):
-    """A server's answer to a lookup.
-
-    Attributes:
-        values: [n, dim], in the order of the ids that were asked for.
-        failure: Why there are none; "" if there are.
-    """
-
-    values: Tensor
-    failure: str = ""
 
 
 def split_by_server(ids: Tensor, num_servers: int) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 
 from evenstep.errors import ConfigurationError
 from evenstep.ground.environment import Placement
-from evenstep.parameter_servers.layout import pack, plan_division, unpack
-from evenstep.parameter_servers.roles import assign_roles
-from evenstep.parameter_servers.server.shard import Pushed
+from evenstep.parameter_servers.preparation import assign_roles
+from evenstep.parameter_servers.shares import pack, plan_division, unpack
 
 
 def test_every_parameter_has_one_server(fresh_seed: int):
@@ -49,7 +47,13 @@ def test_the_last_ranks_are_servers():
     roles = [
         assign_roles(Placement(rank=rank, world_size=5, local_rank=rank, local_world_size=5), 2) for rank in range(5)
     ]
-    assert [each.name for each in roles] == ["worker 0", "worker 1", "worker 2", "server 0", "server 1"]
+    assert [each.name for each in roles] == [
+        "worker 0 (rank 0)",
+        "worker 1 (rank 1)",
+        "worker 2 (rank 2)",
+        "server 0 (rank 3)",
+        "server 1 (rank 4)",
+    ]
     assert [each.is_server for each in roles] == [False, False, False, True, True]
     assert assign_roles(Placement(), 3).is_alone
 
@@ -58,17 +62,3 @@ def test_the_last_ranks_are_servers():
 def test_roles_that_cannot_be(num_servers: int, text: str):
     with pytest.raises(ConfigurationError, match=text):
         assign_roles(Placement(world_size=4, local_world_size=4), num_servers)
-
-
-@pytest.mark.parametrize(("transfer_dtype", "share"), [(None, 1.0), (torch.bfloat16, 0.5)])
-def test_what_travels_is_the_parameters_and_little_more(transfer_dtype: torch.dtype | None, share: float):
-    """As torch's RPC pickles it: tensors beside a text, which has a flag for each parameter and a few numbers."""
-    like = [torch.zeros(size) for size in (1000, 17, 4096)]
-    packed = pack(like, [torch.ones_like(each) for each in like], transfer_dtype)
-    pushed = Pushed(16.0, 3, [True] * len(like), packed)
-    internal = importlib.import_module("torch.distributed.rpc.internal")
-    text, tensors = internal.serialize(("ask", (1, (2, 3), pushed)))
-    assert sum(each.nbytes for each in tensors) == share * 4 * sum(each.numel() for each in like)
-    assert len(text) < 600
-    for value, back in zip(unpack(like, packed), like, strict=True):
-        assert value.shape == back.shape

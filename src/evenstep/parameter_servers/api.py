@@ -1,0 +1,546 @@
+"""`evenstep.parameter_server`: a script's training with parameter servers, and the worker's handle.
+
+[Note: a server's process ends]
+
+The script is the same for workers and servers. On a server the `with` statement serves until all workers have left it,
+and python can't skip its body; so the server's process ends there, with status 0. What stands behind is the workers'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenstep import checks
+from evenstep import world as worlds
+from evenstep.checkpoint.save.stopping import StopSignals
+from evenstep.errors import ConfigurationError, EvenstepError, NonFiniteError, UsageError
+from evenstep.ground import environment
+from evenstep.ground.compat.c_library import heap
+from evenstep.ground.coordination.rendezvous_store import choose_gloo_interface, open_store
+from evenstep.ground.environment import Placement
+from evenstep.ground.health import excepthook
+from evenstep.parameter_servers.batches import SharedBatches
+from evenstep.parameter_servers.checkpoint import CheckpointOptions, Checkpoints
+from evenstep.parameter_servers.deciding.batch_queue import Batch, BatchQueue
+from evenstep.parameter_servers.deciding.coordinator import Mode
+from evenstep.parameter_servers.meeting import Meeting
+from evenstep.parameter_servers.preparation import WHO, Made, Roles, assign_roles, compare, make_model
+from evenstep.parameter_servers.server import Server
+from evenstep.parameter_servers.shares import pack, to_device, unpack
+from evenstep.parameter_servers.worker import Direct, Part, Servers
+from evenstep.world import World
+
+MODES = ("sync", "async", "bounded")
+
+
+@excepthook.for_users
+def parameter_server(
+    model_fn: Callable[[], nn.Module],
+    optimizer_fn: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+    *,
+    mode: str = "async",
+    max_staleness: int | None = None,
+    scheduler_fn: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every_steps: int | None = None,
+    every_minutes: float | None = 10.0,
+    keep: int = 3,
+    device: str | torch.device = "cpu",
+    interface: str | None = None,
+    timeout_s: float = worlds.DEFAULT_TIMEOUT_S,
+) -> ParameterServer:
+    """Train with parameter servers: `with evenstep.parameter_server(...) as ps:`.
+
+    On a worker it yields the handle, with `ps.model`, `ps.backward(loss, weight=)` and `ps.step()`. On a server it
+    serves until all workers have left, and the process ends there. A world of one is a worker with its own parameters,
+    in process and without a port. Collective: every worker and server comes here. Use no `evenstep.init` beside it.
+
+    Modes:
+
+    - "sync": a step waits for all workers and applies the weighted mean of their gradients, as one process would.
+    - "async": Downpour SGD (Dean et al., "Large Scale Distributed Deep Networks", 2012): each push is applied when it
+      comes, and nobody waits. A gradient may be of older parameters than those that it changes.
+    - "bounded": stale synchronous parallel (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
+      Parameter Server", 2013): the same, but no worker is more than `max_staleness` steps ahead of the slowest.
+
+    Args:
+        model_fn: Makes the model, the same on all workers and servers but for its values: those of the servers count.
+        optimizer_fn: Makes a server's optimizer from its share of the parameters, a list of (name, parameter), which
+            torch's optimizers take as it is. Runs on servers only.
+        mode: "sync", "async" or "bounded".
+        max_staleness: Of "bounded", in steps; 0: no worker begins a step before all have ended the one before.
+        scheduler_fn: Makes a learning-rate schedule from a server's optimizer. It steps after every update: once for
+            all workers in "sync", once for each push in the other modes.
+        checkpoint: A directory for checkpoints, which are those of `Checkpointer`, with a model, an optimizer, a loader
+            and, with `scheduler_fn`, a scheduler. The run begins with the newest that is there, also when the launcher
+            starts all processes again after a server was lost. Server 0 holds a whole model and optimizer for it. None:
+            no checkpoints.
+        every_steps: Save after so many updates; None: not by their number.
+        every_minutes: Save after so many minutes; None: not by time. The last state is always saved.
+        keep: Number of newest checkpoints to keep.
+        device: Where a worker's model is. Servers compute on the CPU.
+        interface: The network interface to listen on; None: loopback on one node, else the one that leads to rank 0.
+        timeout_s: How long a worker waits for others in a step, and all at the start and the end.
+
+    Raises:
+        ConfigurationError: An argument is wrong, there is no server or no worker, or model or optimizer can't be
+            trained so. On all of them.
+        MismatchError: A process has another model. On all of them.
+    """
+    checks.function(f"{WHO}model_fn", model_fn)
+    checks.function(f"{WHO}optimizer_fn", optimizer_fn)
+    if scheduler_fn is not None:
+        checks.function(f"{WHO}scheduler_fn", scheduler_fn, otherwise="None")
+    name, bound = checks.choice(f"{WHO}mode", mode, MODES), 0
+    if name == "bounded":
+        bound = checks.whole(f"{WHO}max_staleness", max_staleness, least=0)
+    elif max_staleness is not None:
+        raise checks.refuse(f"{WHO}max_staleness", max_staleness, f"only with mode='bounded', not {name!r}")
+    options = None
+    if checkpoint is not None:
+        if not isinstance(checkpoint, str | os.PathLike) or not os.fspath(checkpoint):
+            raise checks.refuse(f"{WHO}checkpoint", checkpoint, "the path of a directory, or None")
+        if every_steps is not None:
+            checks.whole(f"{WHO}every_steps", every_steps, least=1, otherwise="None")
+        if every_minutes is not None:
+            checks.number(f"{WHO}every_minutes", every_minutes, above=0, otherwise="None")
+        checks.whole(f"{WHO}keep", keep, least=1)
+        options = CheckpointOptions(str(os.fspath(checkpoint)), every_steps, every_minutes, keep)
+    elif every_steps is not None:
+        raise checks.refuse(f"{WHO}every_steps", every_steps, "only with checkpoint=, the directory to save in")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise checks.refuse(f"{WHO}device", device, "a device, as 'cpu' or 'cuda:0'") from None
+    if interface is not None:
+        checks.text(f"{WHO}interface", interface, otherwise="None")
+    timeout_s = checks.number(f"{WHO}timeout_s", timeout_s, above=0, most=worlds.LONGEST_TIMEOUT_S)
+    recipe = Recipe(model_fn, optimizer_fn, scheduler_fn, options, chosen, interface, timeout_s)
+    return ParameterServer(recipe, Mode(name, bound))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """See the arguments of `evenstep.parameter_server`."""
+
+    model_fn: Callable[[], Any]
+    optimizer_fn: Callable[..., Any]
+    scheduler_fn: Callable[..., Any] | None
+    options: CheckpointOptions | None
+    device: torch.device
+    interface: str | None
+    timeout_s: float
+
+
+class ParameterServer:
+    """A worker's handle; made by `parameter_server`.
+
+    Attributes:
+        model: This worker's model, with the parameters of its last step or pull. Module buffers, as the statistics of
+            BatchNorm, are this worker's own.
+        mode: "sync", "async" or "bounded".
+        worker: Number of this worker, from 0.
+        num_workers: How many there are.
+        num_servers: How many; 0 in a world of one.
+    """
+
+    model: nn.Module
+    worker: int
+    num_workers: int
+    num_servers: int
+
+    def __init__(self, recipe: Recipe, mode: Mode) -> None:
+        self._recipe, self._mode, self.mode = recipe, mode, mode.name
+        self._servers: Servers | None = None
+        self._made: Made
+        self._versions: list[int] = []
+        self._state = "not begun"
+        self._weight = 0.0
+        self._batches: list[Batch] = []  # whose gradients the next push has
+        self._buffers: dict[str, int] = {}  # versions of module buffers as they were sent last
+        self._leads = False
+        self._num_steps = self._num_queues = 0
+        self._signals: World | None = None
+        self._at_end = contextlib.ExitStack()
+
+    def __repr__(self) -> str:
+        return f"<ParameterServer {self.mode}, {self._state}, {self._num_steps} steps>"
+
+    def __enter__(self) -> ParameterServer:
+        with excepthook.reporting_mistakes():
+            if self._state != "not begun":
+                raise UsageError(
+                    f"{WHO}{self!r} was used before. Call evenstep.parameter_server again for another run."
+                )
+            before = worlds.initialised()
+            if before is not None and before.world_size > 1:
+                raise UsageError(
+                    f"{WHO}there is a world of {before.world_size} ranks (evenstep.init, or a process group), whose "
+                    f"collectives would wait for servers. Leave it out: parameter_server connects workers and servers "
+                    f"itself."
+                )
+            if environment.settings().measurement is not None:
+                raise ConfigurationError(
+                    f"{WHO}evenstep bench measures ranks that all train, and can't compare numbers of servers. Start "
+                    f"the script with `evenstep run --servers N`, and time its steps."
+                )
+            placement = environment.current_placement()
+            roles = self._roles = assign_roles(placement, environment.num_servers())
+            self.worker, self.num_workers, self.num_servers = roles.rank, roles.num_workers, roles.num_servers
+            self._state = "beginning"
+            heap.keep_freed_memory()
+            try:
+                self._begin_alone(roles) if roles.is_alone else self._join(placement, roles)
+            except BaseException:
+                self._at_end.__exit__(*sys.exc_info())
+                raise
+            for name, table in self._made.tables.items():
+                table.attach(
+                    name,
+                    roles.name,
+                    len(self._made.division),
+                    lambda table, ids: self.servers("model").look_up(table, ids),
+                    may_prefetch=self.mode != "sync",
+                )
+            self._state = "training"
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        servers = self._servers
+        if servers is None:
+            return
+        try:
+            if worlds.ended_well(error):
+                try:
+                    self._load(servers.leave(""))
+                except Exception as late:
+                    error = late  # servers would wait for ever for whom this worker has given up
+                    raise
+        finally:
+            if error is not None and not worlds.ended_well(error):  # the first error counts, whatever else goes wrong
+                with contextlib.suppress(EvenstepError, SystemExit):
+                    servers.leave(f"worker {self.worker} failed: {type(error).__name__}: {error}")
+            self._servers, self._state = None, "ended"
+            servers.close()
+            for table in self._made.tables.values():
+                table.detach()
+            self._at_end.__exit__(kind, error, tb)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass."""
+        return self.model(*args, **kwargs)
+
+    def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
+        """Take the gradient of `loss` into this step's, which is the mean by weight of its passes.
+
+        `p.grad` is that mean at any time, so that it can be clipped before `step`. In "sync" the gradient applied is
+        the mean by weight over all workers, too. With `weight=len(x)` and a mean loss that is the mean over samples.
+
+        Args:
+            loss: A scalar.
+            weight: Not negative; 0: the loss counts for nothing, whatever its value.
+
+        Raises:
+            ConfigurationError: `loss` is no scalar, or `weight` no such number.
+            UsageError: Not inside the `with` statement.
+        """
+        self.servers("backward")
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise checks.refuse("ps.backward: loss", loss, "a tensor of one number")
+        number = checks.number("ps.backward: weight", weight, least=0)
+        if number == 0:
+            return
+        before, self._weight = self._weight, self._weight + number
+        if before:
+            part = before / self._weight
+            gradients = [each.grad for each in self._made.trained.values() if each.grad is not None]
+            torch._foreach_mul_(gradients, part)
+            for table in self._made.tables.values():
+                table.scale(part)
+        loss.backward(torch.full_like(loss, number / self._weight))  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Push the gradients of the passes since the last step, and take the parameters that come back.
+
+        A worker without samples for a step calls it without `backward`: its step counts nothing. Gradients are
+        released.
+
+        Raises:
+            NonFiniteError: A gradient is infinite or not a number; nothing was sent.
+            UsageError: A gradient is sparse, or came without `ps.backward`, or this is not inside the `with` statement.
+            PeerLostError: A server has gone, or another worker failed.
+            CollectiveTimeoutError: The others have not come in time; the text names them.
+            SystemExit: With status 75: a stop was requested, and the run has been saved.
+        """
+        servers = self.servers("step")
+        parts = self._parts()
+        if self._signals is not None and self._signals.stop_reason is not None:
+            self._signals.stop_reason = None
+            servers.first("stop")
+        buffers = self._changed_buffers() if self._leads else {}
+        for parameter in self._made.trained.values():
+            parameter.grad = None
+        for table in self._made.tables.values():
+            table.release_gradients()
+        batches, self._batches, self._weight = self._batches, [], 0.0
+        answers = servers.push(
+            parts,
+            version=self._versions[0],
+            batches=batches,
+            buffers=list(buffers),
+            buffer_values=list(buffers.values()),
+        )
+        self._load(answers)
+        for table in self._made.tables.values():
+            table.begin_step()
+        self._num_steps += 1
+
+    def queue(self, *, prefetch: Callable[[Any], object] | None = None) -> SharedBatches:
+        """Divides the batches of a `DataLoader` over workers: each once an epoch, whoever is fastest.
+
+        For `DataLoader(queue=)`, one for each loader; workers make their loaders in the same order. A batch counts as
+        done when `ps.step` has pushed its gradients. What a worker holds when it leaves goes to the others.
+
+        Args:
+            prefetch: Called with a worker's next batch before the loop has the present one, as in `lambda batch:
+                ps.model.users.prefetch(batch[0])`: rows of embeddings come while the present batch is computed, and
+                are those of before its step (see `RemoteEmbedding.prefetch`). The loop calls `ps.step` once for each
+                batch then. None: no batch is taken ahead.
+
+        Raises:
+            ConfigurationError: `prefetch` is no function.
+            UsageError: Not inside the `with` statement.
+        """
+        self.servers("queue")
+        if prefetch is not None:
+            checks.function("ps.queue: prefetch", prefetch, otherwise="None")
+        self._num_queues += 1
+        return SharedBatches(self, self._num_queues, prefetch)
+
+    def pull(self) -> None:
+        """Take the newest parameters, as before an evaluation.
+
+        Raises:
+            UsageError: Not inside the `with` statement.
+            PeerLostError: A server has gone, or a worker has failed.
+        """
+        self._load(self.servers("pull").pull())
+
+    def staleness(self, *, by_worker: bool = False) -> Any:
+        """How many gradients were applied how stale: {updates in between: gradients}.
+
+        The number counts the updates between the parameters that a gradient was computed with and those that it has
+        changed. What was pushed before the run was started again isn't counted.
+
+        Args:
+            by_worker: {worker: such a histogram} instead.
+
+        Raises:
+            UsageError: Not inside the `with` statement.
+            PeerLostError: A server has gone.
+        """
+        found = {worker: dict(counts) for worker, counts in self.servers("staleness").first("staleness")["staleness"]}
+        if by_worker:
+            return found
+        total: Counter[int] = Counter()
+        for counts in found.values():
+            total.update(counts)
+        return dict(sorted(total.items()))
+
+    # ------------------------------------------------------------------ for the queue and the tables
+
+    @property
+    def who(self) -> str:
+        """This worker, for people."""
+        return self._roles.name
+
+    def servers(self, doing: str) -> Servers:
+        """The connection to the servers.
+
+        Raises:
+            UsageError: There is none.
+        """
+        if self._servers is None:
+            raise UsageError(
+                f"ps.{doing}: {self!r} has no connection to servers. Call it inside "
+                f"`with evenstep.parameter_server(...) as ps:`."
+            )
+        return self._servers
+
+    def begin_batch(self, batch: Batch) -> None:
+        """The next push has the gradients of a batch."""
+        self._batches.append(batch)
+
+    def give_back(self, batches: Sequence[Batch]) -> None:
+        """A loop was left: others take what it has taken and not pushed."""
+        if batches and self._servers is not None:
+            self._batches = [each for each in self._batches if each not in batches]
+            self._servers.give_back(batches)
+
+    # ------------------------------------------------------------------ a step
+
+    def _parts(self) -> list[Part] | None:
+        """What goes to each server; None: this worker had no samples."""
+        trained, names = list(self._made.trained.values()), list(self._made.trained)
+        of_tables = {name: table.gradients() for name, table in self._made.tables.items()}
+        parts = []
+        for server, indices in enumerate(self._made.division):
+            like = [trained[index] for index in indices]
+            gradients = [each.grad for each in like]
+            for index, gradient in zip(indices, gradients, strict=True):
+                if gradient is not None and gradient.layout != torch.strided:
+                    raise UsageError(
+                        f"{self._gradient_of(names[index])} is sparse, which can't be pushed. Use sparse=False in the "
+                        f"embedding."
+                    )
+            packed = pack(like, gradients) if self._weight else []
+            if not _are_finite(packed):
+                wrong = next(
+                    names[index]
+                    for index, gradient in zip(indices, gradients, strict=True)
+                    if gradient is not None and not _are_finite([gradient])
+                )
+                raise NonFiniteError(
+                    f"{self._gradient_of(wrong)} is infinite or not a number; nothing was sent. Look at the loss."
+                )
+            rows = {name: found[server] for name, found in of_tables.items() if found and len(found[server].ids)}
+            used = [each is not None for each in gradients]
+            if not self._weight and (any(used) or rows):
+                raise UsageError(
+                    "ps.step: there are gradients, and no ps.backward since the last step. Call ps.backward(loss, "
+                    "weight=len(x)) instead of loss.backward(): the weight travels with the gradients."
+                )
+            head = {"weight": self._weight, "used": used, "rows": [[name, each.lr] for name, each in rows.items()]}
+            tensors = [tensor for each in rows.values() for tensor in (each.ids, each.values)]
+            parts.append(Part(head, [*packed, *tensors]))
+        return parts if self._weight else None
+
+    def _gradient_of(self, name: str) -> str:
+        return f"worker {self.worker}, step {self._num_steps}: the gradient of {name!r}"
+
+    def _changed_buffers(self) -> dict[str, Tensor]:
+        """Copies of the module buffers that have changed since they were sent last."""
+        found = {
+            name: each.detach().cpu().clone()
+            for name, each in self.model.named_buffers()
+            if self._buffers.get(name) != each._version
+        }
+        self._buffers |= {name: each._version for name, each in self.model.named_buffers()}
+        return found
+
+    def _load(self, answers: Sequence[Any]) -> None:
+        trained = list(self._made.trained.values())
+        for indices, answer in zip(self._made.division, answers, strict=True):
+            like = [trained[index] for index in indices]
+            packed = to_device(answer.tensors, self._recipe.device)
+            with torch.no_grad():
+                torch._foreach_copy_([each.detach() for each in like], unpack(like, packed)) if like else None
+        self._versions = [answer.head["version"] for answer in answers]
+        self._leads = answers[0].head["leads"]
+
+    # ------------------------------------------------------------------ beginning
+
+    def _begin_alone(self, roles: Roles) -> None:
+        made = self._made = make_model(self._recipe.model_fn, 1)
+        server = self._make_server(roles, made, World.alone(device="cpu"))
+        self._take(made, Servers([Direct(server)], roles, self._recipe.timeout_s))
+
+    def _join(self, placement: Placement, roles: Roles) -> None:
+        recipe = self._recipe
+        hook = excepthook.install(placement)
+        self._at_end.callback(setattr, sys, "excepthook", hook)
+        environment.claim_rank()
+        choose_gloo_interface(placement)
+        store = open_store(placement, recipe.timeout_s)
+        made, error = None, None
+        try:
+            made = make_model(recipe.model_fn, roles.num_servers)
+            if roles.is_server:
+                made.make_shard(roles.server, recipe.optimizer_fn, recipe.scheduler_fn)
+        except Exception as raised:
+            error = raised
+        facts = {
+            "mode": self.mode,
+            "max_staleness": self._mode.max_staleness,
+            "checkpoint": None if recipe.options is None else recipe.options.directory,
+            "EVENSTEP_SERVERS": roles.num_servers,
+            "EVENSTEP_SECRET_FILE": (secret := environment.run_secret()) != b"",
+        }
+        nodes = compare(store, roles, facts, made, error)
+        assert made is not None
+        self._made = made
+        meeting = Meeting(
+            store,
+            placement,
+            roles,
+            nodes,
+            most_bytes=made.most_bytes,
+            interface=recipe.interface,
+            secret=secret,
+            timeout_s=recipe.timeout_s,
+        )
+        if roles.is_server:
+            self._serve(meeting, made)
+        clients = [meeting.connect(server) for server in range(roles.num_servers)]
+        servers = Servers(clients, roles, recipe.timeout_s)
+        servers.first("join")
+        if recipe.options is not None:
+            self._signals = World.alone(device="cpu")
+            self._at_end.callback(StopSignals(self._signals).close)
+        self._take(made, servers)
+
+    def _take(self, made: Made, servers: Servers) -> None:
+        """Begin with what the servers have."""
+        made.to(self._recipe.device)
+        self.model, self._servers = made.model, servers
+        mine = dict(made.model.named_parameters()) | dict(made.model.named_buffers())
+        with torch.no_grad():
+            for name, tensor in servers.initial().items():
+                mine[name].copy_(tensor)
+        self._buffers = {name: each._version for name, each in self.model.named_buffers()}
+        if self._roles.is_alone:
+            servers.first("join")
+        self._load(servers.pull())
+
+    def _serve(self, meeting: Meeting, made: Made) -> None:
+        """Be a server: [Note: a server's process ends]."""
+        world = World.alone(device="cpu") if self._recipe.options is None else meeting.open_world()
+        server = self._make_server(self._roles, made, world)
+        del self._made, made  # a server needs only its share
+        leader = None if self._roles.server == 0 else meeting.connect(0)
+        server.serve(meeting.listen(server, self._at_end), leader)
+        self._at_end.close()
+        raise SystemExit(0)
+
+    def _make_server(self, roles: Roles, made: Made, world: World) -> Server:
+        recipe, queue, checkpoints = self._recipe, BatchQueue(), None
+        shard = made.make_shard(roles.server, recipe.optimizer_fn, recipe.scheduler_fn)
+        trained = {id(each) for each in made.trained.values()}
+        untrained = {
+            name: each.detach().cpu().clone()
+            for name, each in [*made.model.named_parameters(), *made.model.named_buffers()]
+            if id(each) not in trained
+        }
+        if recipe.options is not None:
+            untrained = world.broadcast_object(untrained)
+            checkpoints = Checkpoints(recipe.options, made, shard, recipe.optimizer_fn, world)
+            self._at_end.push(lambda kind, error, _: checkpoints.close(error))
+            state, saved = checkpoints.restore(shard, untrained)
+            queue.load_state(state)
+            untrained |= saved
+        return Server(roles, self._mode, shard, untrained, queue, checkpoints, timeout_s=recipe.timeout_s)
+
+
+def _are_finite(tensors: Sequence[Tensor]) -> bool:
+    # A sum that is finite has no other parts. Flags of all elements take memory, and longer than all else in a step.
+    return all(bool(torch.isfinite(each.sum())) or bool(torch.isfinite(each).all()) for each in tensors)

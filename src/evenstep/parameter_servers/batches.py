@@ -1,0 +1,111 @@
+"""One loader's batches, divided over the workers of a run: `ps.queue()`, for `DataLoader(queue=)`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from evenstep.data.loading.fetch import Loaded
+from evenstep.errors import MismatchError, UsageError
+from evenstep.parameter_servers.deciding.batch_queue import Batch, Pass
+
+if TYPE_CHECKING:
+    from evenstep.parameter_servers.api import ParameterServer
+
+Step = tuple[int, int]  # an epoch, and the number of a batch in it
+Load = Callable[[Iterator[Step]], Iterator[tuple[Any, Loaded]]]
+
+
+class SharedBatches:
+    """Made by `ParameterServer.queue`.
+
+    Args:
+        ps: The worker.
+        number: Of this loader among the worker's.
+        prefetch: Called with a batch before the loop has the one before it; None: none is taken ahead for that.
+    """
+
+    def __init__(self, ps: ParameterServer, number: int, prefetch: Callable[[Any], object] | None) -> None:
+        self._ps, self._number, self._prefetch = ps, number, prefetch
+        self._num_passes: Counter[int] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<SharedBatches {self._number} of {self._ps!r}>"
+
+    def take(self, epoch: int, num_batches: int, facts: Mapping[str, Any], load: Load) -> Iterator[tuple[Any, Loaded]]:
+        """This worker's batches of an epoch, each taken when it is asked for, or as far ahead as `load` reads.
+
+        In "sync" a worker without a batch takes part in the others' steps until all batches are done. In the other
+        modes it goes on at once.
+
+        Args:
+            epoch: Number of the epoch.
+            num_batches: Of it.
+            facts: What decides which samples a batch has, in JSON types.
+            load: Loads batches, by epoch and number in it, in their order. The epoch is an earlier one where a batch of
+                a worker came back late.
+
+        Yields:
+            What `load` yields.
+
+        Raises:
+            MismatchError: Another worker's loader has other batches.
+            PeerLostError: A server has gone, or another worker failed.
+            UsageError: Not inside the `with` statement, or, with `prefetch`, a batch without a step.
+        """
+        ps, text = self._ps, json.dumps(facts, sort_keys=True)
+        # A pass that was left early, as by a look at a first batch, goes on: a new one would be the whole epoch again.
+        wanted: Pass = (self._number, epoch, self._num_passes[epoch])
+        taken: deque[Batch] = deque()  # and not yielded yet
+        last: dict[str, Any] = {}
+
+        def take() -> Iterator[Step]:
+            while (batch := self._take(wanted, num_batches, text, last)) is not None:
+                taken.append(batch)
+                yield batch[0][1], batch[1]
+
+        yielded: Batch | None = None
+        try:
+            while True:
+                steps = take()
+                if (first := next(steps, None)) is not None:
+                    for loaded in self._ahead(load(chain([first], steps))):
+                        yielded = taken.popleft()
+                        ps.begin_batch(yielded)
+                        yield loaded
+                        yielded = None
+                if last["is_over"] or ps.mode != "sync":
+                    self._num_passes[epoch] += 1
+                    return
+                ps.step()
+        finally:
+            # The loop was left: before the step of the batch that it had, or with others taken ahead.
+            ps.give_back([*([] if yielded is None else [yielded]), *taken])
+
+    def _take(self, wanted: Pass, num_batches: int, facts: str, last: dict[str, Any]) -> Batch | None:
+        last |= self._ps.servers("queue").take(wanted, num_batches, facts)
+        if last["differs"]:
+            raise MismatchError(f"{self._ps.who}: {last['differs']}")
+        if last["batch"] is None:
+            return None
+        (loader, epoch, iteration), number = last["batch"]
+        return (loader, epoch, iteration), number
+
+    def _ahead(self, batches: Iterator[tuple[Any, Loaded]]) -> Iterator[tuple[Any, Loaded]]:
+        """With `prefetch`, one behind what is read, and called with each."""
+        if self._prefetch is None:
+            yield from batches
+            return
+        present = next(batches, None)
+        while present is not None:
+            coming = next(batches, None)
+            if coming is not None:
+                self._prefetch(coming[1].batch)
+            num_pushes = self._ps.servers("queue").num_pushes
+            yield present
+            if coming is not None and self._ps.servers("queue").num_pushes != num_pushes + 1:
+                raise UsageError("ps.queue(prefetch=): call ps.step once for each batch of the loop.")
+            present = coming

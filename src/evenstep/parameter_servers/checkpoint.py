@@ -1,0 +1,359 @@
+"""Checkpoints of a run with parameter servers: those of `Checkpointer`, to which each server writes its own part.
+
+The servers are the ranks of a world of their own. A plain script that makes the same model and optimizer loads what
+they save, and they load its. The state of the queue is a loader's: what a loader without a queue needs to go on, and
+beside it what the queue does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.checkpoint.format.manifest import ObjectEntry
+from evenstep.checkpoint.load.layouts import Layout
+from evenstep.errors import MismatchError
+from evenstep.optim.loading import load_exactly
+from evenstep.optim.sharded.flat_segments import Shard as SavedShard
+from evenstep.parameter_servers.preparation import Made, make_optimizer
+from evenstep.parameter_servers.shard import Shard
+from evenstep.world import World
+
+FIRST_LOADER = 1
+_STATE_VERSION = 1  # of a loader's state
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Where and when to save: see `Checkpointer`."""
+
+    directory: str
+    every_steps: int | None
+    every_minutes: float | None
+    keep: int
+
+
+class _Model:
+    """The state dict of the whole model, of which this server has its share."""
+
+    def __init__(self, made: Made, shard: Shard) -> None:
+        self._shard = shard
+        named = [*made.model.named_parameters(), *made.model.named_buffers()]
+        names = {id(each): name for name, each in named}
+        # By key of the state dict: tied parameters have several.
+        state = made.model.state_dict(keep_vars=True)
+        self._name = {key: names[id(each)] for key, each in state.items() if isinstance(each, Tensor)}
+        self._trained = set(made.trained)
+        self.untrained: dict[str, Tensor] = {}
+
+    def state_shards(self) -> tuple[State, list[SavedShard]]:
+        """(What is the same on all servers, this server's parameters)."""
+        same = {key: self.untrained[name] for key, name in self._name.items() if name not in self._trained}
+        own = self._shard.parameters
+        return same, [_whole((key,), own[name]) for key, name in self._name.items() if name in own]
+
+    def state_dict(self) -> State:
+        """Of this server alone."""
+        return self.state_shards()[0]
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take this server's parameters, and what isn't trained.
+
+        Raises:
+            MismatchError: It is another model's.
+        """
+        others = sorted(state.keys() ^ self._name.keys())
+        if others:
+            raise MismatchError(f"it is of another model: {', '.join(others)} are only in one of both")
+        own = self._shard.parameters
+        with torch.no_grad():
+            for key, name in self._name.items():
+                if name in own:
+                    own[name].copy_(state[key])
+                elif name not in self._trained:
+                    self.untrained[name] = state[key]
+
+
+class _Optimizer:
+    """The state dict of an optimizer of the whole model, of which this server has its share."""
+
+    def __init__(self, made: Made, shard: Shard, optimizer_fn: Callable[..., Any], world: World) -> None:
+        self._shard, self._world = shard, world
+        whole = make_optimizer(optimizer_fn, list(made.trained.items()))
+        # For comparisons with what was saved: shapes, and no memory.
+        self.param_groups = [
+            {**group, "params": [each.detach().to("meta") for each in group["params"]]} for group in whole.param_groups
+        ]
+        self._groups = whole.state_dict()["param_groups"]
+        names = {id(each): name for name, each in made.trained.items()}
+        listed = [names[id(each)] for group in whole.param_groups for each in group["params"]]
+        self._number = {name: number for number, name in enumerate(listed)}
+        self._group = {number: group for group in self._groups for number in group["params"]}
+
+    def _own(self) -> list[tuple[str, nn.Parameter, State]]:
+        """This server's parameters, with their groups, in the order of its optimizer."""
+        names = {id(each): name for name, each in self._shard.parameters.items()}
+        groups = [] if self._shard.optimizer is None else self._shard.optimizer.param_groups
+        return [(names[id(each)], each, group) for group in groups for each in group["params"]]
+
+    def state_shards(self) -> tuple[State, list[SavedShard]]:
+        """(What is the same on all servers, what this server's optimizer keeps). Collective."""
+        shards, numbers, options = [], {}, {}
+        for name, parameter, group in self._own():
+            assert self._shard.optimizer is not None
+            number = self._number[name]
+            kept = self._shard.optimizer.state.get(parameter, {})
+            shards += [_whole(("state", number, key), each) for key, each in kept.items() if isinstance(each, Tensor)]
+            numbers[str(number)] = {key: each for key, each in kept.items() if not isinstance(each, Tensor)}
+            options[str(number)] = {key: each for key, each in group.items() if key not in ("params", "param_names")}
+        all_numbers: State = {}
+        for theirs, of_groups in self._world.exchange([numbers, options]):
+            all_numbers |= theirs
+            for number, found in of_groups.items():
+                self._group[int(number)].update(found)
+        state = {int(number): kept for number, kept in sorted(all_numbers.items()) if kept}
+        return {"state": state, "param_groups": self._groups}, shards
+
+    def state_dict(self) -> State:
+        """Of this server alone."""
+        return self.state_shards()[0]
+
+    def load_state_dict(self, state: State) -> None:
+        """Take what is kept of this server's parameters, and the options of their groups."""
+        optimizer = self._shard.optimizer
+        if optimizer is None:
+            return
+        saved = {number: group for group in state["param_groups"] for number in group["params"]}
+        own = self._own()
+        groups = []
+        for group, here in zip(optimizer.state_dict()["param_groups"], optimizer.param_groups, strict=True):
+            names = [name for name, _, of in own if of is here]
+            options = saved[self._number[names[0]]] if names else {}
+            groups.append(group | {key: each for key, each in options.items() if key not in ("params", "param_names")})
+        kept = {
+            place: state["state"][self._number[name]]
+            for place, (name, _, _) in enumerate(own)
+            if self._number[name] in state["state"]
+        }
+        load_exactly(optimizer, {"state": kept, "param_groups": groups})
+
+
+class _Tables:
+    """The trained rows of all servers, of which each writes and, as one of as many, reads its own."""
+
+    def __init__(self, shard: Shard, server: int, num_servers: int) -> None:
+        self._shard, self._server, self._num_servers = shard, server, num_servers
+
+    def state_shards(self) -> tuple[State, list[SavedShard]]:
+        """(How many servers and which tables there are, this server's rows)."""
+        own = [
+            _whole((name, str(self._server), key), each)
+            for name, table in self._shard.tables.items()
+            for key, each in table.state_dict().items()
+        ]
+        return {"num_servers": self._num_servers, "names": sorted(self._shard.tables)}, own
+
+    def state_dict(self) -> State:
+        """Of this server alone."""
+        return self.state_shards()[0]
+
+    def state_layouts(self, saved: ObjectEntry) -> dict[str, Layout]:
+        """Of as many servers each reads its own rows, and nothing of the others'."""
+        num_servers = saved.structure.get("num_servers") if isinstance(saved.structure, dict) else None
+        if num_servers != self._num_servers:
+            return {}
+        return {
+            name: Layout((0, *saved.tensors[name].shape[1:]), ())
+            for path, name in saved.placed
+            if path[1] != str(self._server)
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Take this server's rows.
+
+        Raises:
+            MismatchError: They are of other tables.
+            ConfigurationError: A table or its optimizer differs.
+        """
+        names = sorted(self._shard.tables)
+        if state["names"] != names:
+            raise MismatchError(f"the saved tables of embeddings are {state['names']}, and those of the model {names}")
+        for name, table in self._shard.tables.items():
+            for part in state.get(name, {}).values():  # none where no row was trained
+                table.load_state_dict(part)
+
+
+class QueueState:
+    """The state of the queue, as a loader's."""
+
+    def __init__(self) -> None:
+        self.queue: State = {"passes": [], "first_epochs": {}}
+
+    def state_dict(self) -> State:
+        """As `DataLoader.state_dict`, of the loader that made the first queue."""
+        return loader_state(self.queue) | {"queue": self.queue}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a queue's state, or a loader's."""
+        self.queue = dict(state["queue"]) if "queue" in state else queue_state(state)
+
+
+class Checkpoints:
+    """Saves and restores the state of all servers. Collective, but for what says when; in the main thread.
+
+    Args:
+        options: Where, and when.
+        made: The whole model, of which nothing is kept.
+        shard: This server's part.
+        optimizer_fn: The user's.
+        world: Of all servers.
+    """
+
+    def __init__(
+        self, options: CheckpointOptions, made: Made, shard: Shard, optimizer_fn: Callable[..., Any], world: World
+    ) -> None:
+        self._options, self._world, self._queue = options, world, QueueState()
+        self._model = _Model(made, shard)
+        objects: dict[str, Any] = {"model": self._model, "loader": self._queue}
+        if made.trained:
+            objects["optimizer"] = _Optimizer(made, shard, optimizer_fn, world)
+        if made.tables:
+            objects["tables"] = _Tables(shard, world.rank, world.world_size)
+        if shard.scheduler is not None:
+            objects["scheduler"] = shard.scheduler
+        self._checkpointer = Checkpointer(
+            options.directory, every_steps=1, every_minutes=None, keep=options.keep, world=world, **objects
+        )
+        self._saved_at, self._last = time.monotonic(), 0
+
+    def __repr__(self) -> str:
+        return f"<Checkpoints {self._options.directory}, last of step {self._last}>"
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why this process is to stop; None: it isn't."""
+        return self._world.stop_reason
+
+    def is_due(self, version: int) -> bool:
+        """Whether to save after so many updates."""
+        if version == self._last:
+            return False
+        every_steps, every_minutes = self._options.every_steps, self._options.every_minutes
+        by_steps = every_steps is not None and version - self._last >= every_steps
+        return by_steps or (every_minutes is not None and time.monotonic() - self._saved_at >= 60 * every_minutes)
+
+    def note(self, version: int) -> None:
+        """A save of so many updates is decided."""
+        self._saved_at, self._last = time.monotonic(), version
+
+    def restore(self, shard: Shard, untrained: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
+        """Load the newest good checkpoint, if there is one.
+
+        Args:
+            shard: This server's part.
+            untrained: Tensors of the model that aren't trained, of the first server.
+
+        Returns:
+            (The queue's state, the tensors that aren't trained).
+        """
+        self._model.untrained = dict(untrained)
+        shard.version = self._checkpointer.resume()
+        self.note(shard.version)
+        return self._queue.queue, self._model.untrained
+
+    def save(self, shard: Shard, queue: Mapping[str, Any], untrained: Mapping[str, Tensor], *, waits: bool) -> None:
+        """Save what all servers have now.
+
+        Args:
+            shard: This server's part.
+            queue: State of the queue.
+            untrained: Tensors of the model that aren't trained; the first server's count.
+            waits: Return when it is complete; else when it is copied.
+
+        Raises:
+            CheckpointError: It, or the save before it, has failed.
+        """
+        self.note(shard.version)
+        self._queue.queue = dict(queue)
+        self._model.untrained = self._world.broadcast_object(dict(untrained))
+        if shard.version == 0 or (shard.version == self._checkpointer.num_steps and not waits):
+            return
+        if waits:
+            if shard.version != self._checkpointer.num_steps:
+                self._checkpointer.num_steps = shard.version
+                self._checkpointer.save()
+            self._checkpointer.wait()
+        else:
+            self._checkpointer.num_steps = shard.version - 1
+            self._checkpointer.step()
+
+    def close(self, error: BaseException | None) -> None:
+        """End the servers' world and release the directory."""
+        self._checkpointer.__exit__(type(error) if error else None, error, None)
+        self._world.close()
+
+
+def _whole(path: tuple[str | int, ...], value: Tensor) -> SavedShard:
+    """A tensor that one server has as a whole."""
+    return SavedShard(path, tuple(value.shape), 0, value.detach().reshape(-1))
+
+
+def loader_state(queue: Mapping[str, Any]) -> State:
+    """What a loader without a queue needs to go on where a queue was. Pure.
+
+    Returns:
+        As of `DataLoader.state_dict`; its "batches" say where the epoch goes on, and which batches behind it are done.
+    """
+    passes = [each for each in queue["passes"] if each["pass"][0] == FIRST_LOADER and each["pass"][2] == 0]
+    first_epoch = int(queue["first_epochs"].get(str(FIRST_LOADER), 0))
+    epoch, first, ahead, facts = first_epoch, 0, {}, None
+    for each in passes:
+        facts = facts or each["facts"]
+        is_finished = each["num_batches"] and each["first"] >= each["num_batches"]
+        if is_finished and each["pass"][1] == epoch:
+            epoch += 1
+    for each in passes:
+        if each["pass"][1] == epoch:
+            first = each["first"]
+        if each["pass"][1] >= epoch and each["ahead"]:
+            ahead[str(each["pass"][1])] = list(each["ahead"])
+        if each["pass"][1] > epoch and each["first"]:
+            done = sorted({*range(each["first"]), *each["ahead"]})
+            ahead[str(each["pass"][1])] = done
+    return {
+        "version": _STATE_VERSION,
+        "epoch": epoch,
+        "position": 0,
+        "first_epoch": 0,
+        "data": facts,
+        "batches": {"first": first, "done": ahead},
+    }
+
+
+def queue_state(state: Mapping[str, Any]) -> State:
+    """What a queue needs to go on where a loader without one was. Pure."""
+    epoch, position, data = int(state["epoch"]), int(state["position"]), state.get("data") or {}
+    batches = state.get("batches") or {"first": None, "done": {}}
+    first = batches["first"]
+    if first is None:
+        size = data.get("global_batch_size")
+        first = -(-position // size) if size else 0
+    done = {int(number): list(each) for number, each in batches["done"].items()}
+    passes = [
+        {
+            "pass": [FIRST_LOADER, number, 0],
+            "facts": None,
+            "num_batches": 0,
+            "first": first if number == epoch else 0,
+            "ahead": done.get(number, []),
+        }
+        for number in sorted({epoch, *done})
+    ]
+    return {"passes": passes, "first_epochs": {str(FIRST_LOADER): epoch}}

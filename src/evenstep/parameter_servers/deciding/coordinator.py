@@ -1,0 +1,255 @@
+"""Which pushes make an update, and who may go on: decided by the first server, for all servers. Pure.
+
+[Note: one order of updates]
+
+Every server has another part of each gradient. If each decided by itself, two servers could apply the pushes of a
+worker that was killed differently, and pull different versions. So a worker gives each server its part, and asks the
+first one for its step when all others have theirs. The first server's `Coordinator` decides then, and every server
+executes the same numbered `Decision`s in their order. Hence a push is applied on all servers or on none, and what a
+worker gets is one version of all parameters.
+
+| mode | gradients are applied | a worker goes on |
+| --- | --- | --- |
+| "sync" | once a step, those of all workers together | after that |
+| "async" | each push by itself, at once | at once |
+| "bounded" | each push by itself, at once | when the slowest worker is at most `max_staleness` steps behind |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from evenstep.parameter_servers.deciding.batch_queue import Batch, BatchQueue
+
+Key = tuple[int, int]  # (worker, number of its call)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """When gradients are applied, and who waits for whom.
+
+    Attributes:
+        name: "sync", "async" or "bounded".
+        max_staleness: Of "bounded": how many steps a worker may be ahead of the slowest.
+    """
+
+    name: str
+    max_staleness: int = 0
+
+
+class Push(NamedTuple):
+    """What the coordinator knows of a push.
+
+    Attributes:
+        weight: Sum of the worker's weights; 0: it had no samples, and no server has gradients.
+        version: Number of updates that its parameters had seen.
+        batches: Whose gradients it has.
+    """
+
+    weight: float
+    version: int
+    batches: Sequence[Batch] = ()
+
+
+class Decision(NamedTuple):
+    """What all servers do next.
+
+    Attributes:
+        number: From 1, without a gap.
+        applied: Pushes that make one update, in the order of their sum.
+        released: Calls that are answered now, with the parameters as they are then.
+        gone: Workers that were lost.
+        saves: The queue's state, to be saved with the servers'; None: nothing is saved here.
+        is_last: Nothing else is done until that is complete: the run ends behind it.
+        stops: It was asked to.
+        failure: Why the run can't go on: waiting and later calls are answered with it; "": it can.
+        has_ended: All workers have left.
+    """
+
+    number: int
+    applied: Sequence[Key] = ()
+    released: Sequence[Key] = ()
+    gone: Sequence[int] = ()
+    saves: Mapping[str, Any] | None = None
+    is_last: bool = False
+    stops: bool = False
+    failure: str = ""
+    has_ended: bool = False
+
+
+def decoded(values: Sequence[Any]) -> Decision:
+    """A decision that came as JSON."""
+    number, applied, released, *rest = values
+    return Decision(number, [(w, n) for w, n in applied], [(w, n) for w, n in released], *rest)
+
+
+@dataclass
+class _Member:
+    """A worker that trains.
+
+    Attributes:
+        clock: Steps that it has pushed.
+        call: Its push that waits for its release; None: none does.
+    """
+
+    clock: int
+    call: Key | None = None
+
+
+class Coordinator:
+    """See the top of the file. Not for several threads at once.
+
+    Args:
+        mode: See the table.
+        workers: Numbers of those that will join; they are waited for.
+        queue: Batches; each is finished when its push is applied.
+        version: Number of updates so far.
+        saves_at_end: The state is saved when all workers have left, and they are answered behind that.
+    """
+
+    def __init__(
+        self, mode: Mode, workers: Iterable[int], queue: BatchQueue, *, version: int = 0, saves_at_end: bool = False
+    ) -> None:
+        self._mode, self._queue, self._saves_at_end = mode, queue, saves_at_end
+        self._expected = set(workers)
+        self._members: dict[int, _Member] = {}  # by worker, without those that have left
+        self._leaving: dict[int, Key] = {}  # the call of each worker that has left and waits
+        self._has_left = False  # one of them, which may have been lost since
+        self._lost: list[tuple[int, Batch]] = []  # what lost workers held
+        self._held: dict[Key, Push] = {}  # pushes without an update
+        self._number = 0
+        self._failure = ""
+        self.has_ended = False
+        self.version = version
+        self.staleness: dict[int, Counter[int]] = {}  # by worker
+
+    def __repr__(self) -> str:
+        return f"<Coordinator {self._mode.name}, {len(self._members)} workers, version {self.version}>"
+
+    # ------------------------------------------------------------------ who is there
+
+    @property
+    def members(self) -> set[int]:
+        """Workers that train."""
+        return set(self._members)
+
+    @property
+    def expected(self) -> set[int]:
+        """Workers that have not joined yet."""
+        return set(self._expected)
+
+    def join(self, worker: int) -> None:
+        """A worker begins.
+
+        Workers that are waited for begin at their first step, and others have gone ahead of that by the bound at most.
+        A later one begins at the step of the slowest that is there, so it holds nobody back more than that one does.
+        """
+        here = [0] if worker in self._expected else [member.clock for member in self._members.values()]
+        self._expected.discard(worker)
+        self._members[worker] = _Member(min(here, default=0))
+
+    def lose(self, worker: int) -> list[Decision]:
+        """A worker's process has ended: what it holds, if it had not left, goes to others."""
+        left, lost = self._leaving.pop(worker, None), self._members.pop(worker, None)
+        if left is None and lost is None:
+            return []
+        self._held = {key: push for key, push in self._held.items() if key[0] != worker}
+        self._lost += [(worker, batch) for batch in self._queue.give_back(worker)]
+        return [self._decide(gone=[worker]), *self._advance()]
+
+    def give_up(self, workers: Iterable[int]) -> list[Decision]:
+        """Workers that have never joined aren't waited for any more."""
+        self._expected -= set(workers)
+        return self._advance()
+
+    def leave(self, key: Key, failure: str = "") -> list[Decision]:
+        """A worker has ended: done, or with a failure, with which the run can't go on."""
+        if self._members.pop(key[0], None) is not None:
+            self._leaving[key[0]], self._has_left = key, True
+        self._queue.give_back(key[0])
+        return self.fail(failure) if failure else self._advance()
+
+    def fail(self, failure: str) -> list[Decision]:
+        """The run can't go on."""
+        self._failure = self._failure or failure
+        return self._advance()
+
+    @property
+    def untrained(self) -> list[tuple[int, Batch]]:
+        """(worker, batch) of what lost workers held, and nobody has taken since."""
+        return [each for each in self._lost if self._queue.is_returned(each[1])]
+
+    def lagging(self) -> list[tuple[int, int]]:
+        """Workers for which others may wait, with the steps that they have pushed."""
+        here = [(worker, member.clock) for worker, member in self._members.items() if member.call is None]
+        return sorted(here + [(worker, 0) for worker in self._expected])
+
+    # ------------------------------------------------------------------ what comes
+
+    def pull(self, key: Key) -> list[Decision]:
+        """A worker wants the parameters as they are."""
+        return [] if self._failure else [self._decide(released=[key])]
+
+    def push(self, key: Key, push: Push) -> list[Decision]:
+        """A worker ends a step; all servers have its gradients."""
+        member = self._members.get(key[0])
+        if member is None or self._failure:
+            return []
+        member.clock += 1
+        member.call = key
+        self._held[key] = push
+        applied = [] if self._mode.name == "sync" else self._apply([key])
+        return [*applied, *self._advance()]
+
+    def save(self, *, is_last: bool = False, stops: bool = False) -> list[Decision]:
+        """Have all servers save their state, between the same two updates."""
+        return [self._decide(saves=self._queue.state(), is_last=is_last, stops=stops)]
+
+    # ------------------------------------------------------------------ what follows
+
+    def _decide(self, **what: Any) -> Decision:
+        self._number += 1
+        return Decision(self._number, **what)
+
+    def _advance(self) -> list[Decision]:
+        if self._failure:
+            return [self._decide(failure=self._failure, has_ended=True)]
+        decisions = []
+        # By worker, so that the sum doesn't depend on who came first.
+        if self._mode.name == "sync" and len(self._held) == len(self._members) + len(self._expected):
+            decisions += self._apply(sorted(self._held))
+        released = self._release()
+        if released:
+            decisions.append(self._decide(released=released))
+        if self._has_left and not (self._members or self._expected or self.has_ended):
+            self.has_ended = True
+            decisions += self.save(is_last=True) if self._saves_at_end else []
+            decisions.append(self._decide(released=list(self._leaving.values()), has_ended=True))
+        return decisions
+
+    def _apply(self, keys: Sequence[Key]) -> list[Decision]:
+        pushes = {key: self._held.pop(key) for key in keys}
+        for (worker, _), push in pushes.items():
+            self._queue.finish(worker, push.batches)
+            if push.weight:
+                self.staleness.setdefault(worker, Counter())[self.version - push.version] += 1
+        full = [key for key in keys if pushes[key].weight]
+        if not full:
+            return []
+        self.version += 1
+        return [self._decide(applied=full)]
+
+    def _release(self) -> list[Key]:
+        clocks = [member.clock for member in self._members.values()] + [0] * len(self._expected)
+        released = []
+        for member in self._members.values():
+            key = member.call
+            if key is None or (self._mode.name == "sync" and key in self._held):
+                continue
+            if self._mode.name != "bounded" or member.clock - min(clocks) <= self._mode.max_staleness:
+                released.append(key)
+                member.call = None
+        return released

@@ -1,0 +1,416 @@
+"""A server: what workers and other servers ask of it, and the one thread that executes what was decided.
+
+[Note: who does what]
+Threads of connections keep what workers push, note what they ask for, and wait for the answer. One thread, the
+process's first, executes decisions in their order: it alone changes parameters, packs answers and saves. So nobody
+holds a lock while an optimizer steps, an answer is packed or a file is written.
+
+The first server decides (`Coordinator`); the others ask it for the decisions behind the last that they have. A server
+that is lost ends the run, on all others too: parameters, the state of optimizers and the queue of batches belong to one
+moment. Started again, the run goes on from the newest checkpoint. A worker that is lost ends no run: see
+`Coordinator.lose`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from evenstep.console import say
+from evenstep.errors import EXIT_PREEMPTED, PeerLostError
+from evenstep.parameter_servers.checkpoint import Checkpoints
+from evenstep.parameter_servers.deciding.batch_queue import Batch, BatchQueue
+from evenstep.parameter_servers.deciding.coordinator import Coordinator, Decision, Key, Mode, Push, decoded
+from evenstep.parameter_servers.embedding.rows import RowGradients
+from evenstep.parameter_servers.preparation import Roles
+from evenstep.parameter_servers.shard import Pushed, Shard
+from evenstep.parameter_servers.wire import Client, Listener, Message
+
+_LOOK_EVERY_S = 0.05
+_TURN_S = 5.0  # of a wait: then whoever waits asks again
+_PARTING_S = 10.0  # for the others to have their last answers
+_GIVEN_UP = "the servers have lost this worker, and the others train on its batches"
+
+
+class Server:
+    """See the top of the file. `answer` and `lose` come in threads of connections.
+
+    Args:
+        roles: This process's, and how many others there are.
+        mode: Who waits for whom.
+        shard: This server's share of the parameters, with its optimizer.
+        untrained: Tensors of the model that aren't trained, by name.
+        queue: Batches, of the first server.
+        checkpoints: Of the run; None: there are none.
+        timeout_s: How long a step, or a worker's beginning, is waited for.
+
+    Attributes:
+        error: What the optimizer, or a function of the script's, has raised here; None: nothing has.
+        stops: A stop was requested, and the run has been saved.
+    """
+
+    def __init__(
+        self,
+        roles: Roles,
+        mode: Mode,
+        shard: Shard,
+        untrained: Mapping[str, Tensor],
+        queue: BatchQueue,
+        checkpoints: Checkpoints | None,
+        *,
+        timeout_s: float,
+    ) -> None:
+        self._roles, self._shard, self._checkpoints, self._timeout_s = roles, shard, checkpoints, timeout_s
+        self._untrained, self._queue = dict(untrained), queue
+        self._coordinator = Coordinator(
+            mode, range(roles.num_workers), queue, version=shard.version, saves_at_end=checkpoints is not None
+        )
+        self._changed = threading.Condition()  # for all that follows
+        self._held: dict[Key, Pushed] = {}
+        self._answers: dict[Key, Message] = {}  # of calls that are released, until they are fetched
+        self._gone: set[int] = set()
+        self._told: set[int] = set()  # workers that know that the run stops
+        self._decisions: dict[int, Decision] = {}  # of the first server, until all have them
+        self._given = dict.fromkeys(range(roles.num_workers + 1, roles.num_workers + roles.num_servers), 0)  # by rank
+        self._done = 0  # number of the last decision that was executed
+        self._moved_at = self._began_at = time.monotonic()
+        self._failure = ""
+        self.error: Exception | None = None
+        self._has_ended = self.stops = False
+        self._asked_to_stop = False
+        self._kinds: dict[str, Callable[..., Message]] = {
+            "join": self._join,
+            "initial": self._initial,
+            "hold": self._hold,
+            "step": self._step,
+            "pull": self._pull,
+            "await": self._await,
+            "leave": self._leave,
+            "lookup": self._look_up,
+            "take": self._take,
+            "give_back": self._give_back,
+            "staleness": self._staleness,
+            "stop": self._stop,
+            "failed": self._failed,
+            "decisions": self._decisions_behind,
+        }
+
+    def __repr__(self) -> str:
+        return f"<Server {self._roles.name}, {self._shard!r}>"
+
+    # ------------------------------------------------------------------ the thread that executes
+
+    def serve(self, listener: Listener, leader: Client | None) -> None:
+        """Execute decisions until all workers have left.
+
+        Args:
+            listener: Calls `answer` and `lose`.
+            leader: The first server; None: this is it.
+
+        Raises:
+            PeerLostError: A worker has failed, or a server has gone.
+            SystemExit: With status 75: a stop was requested, and the run has been saved.
+            Exception: What the optimizer has raised.
+        """
+        try:
+            while not self._has_ended:
+                if leader is None:
+                    self.execute(self._wait_for_decisions(self._done, _LOOK_EVERY_S))
+                    self.look()
+                else:
+                    self.execute(map(decoded, leader.call("decisions", after=self._done).head["decisions"]))
+                    self._tell(leader)
+            if leader is not None and self.stops:  # workers are told by the first server, which ends then
+                with contextlib.suppress(PeerLostError):
+                    while True:
+                        leader.call("decisions", after=self._done)
+        except PeerLostError as error:
+            self._end(str(error))
+        finally:
+            self._end(self._failure)
+            with self._changed:
+                self._changed.wait_for(self._all_have_answers, _LOOK_EVERY_S if self._failure else _PARTING_S)
+            listener.close()
+            if leader is not None:
+                leader.close()
+        if self.error is not None:
+            raise self.error
+        if self._failure:
+            raise PeerLostError(f"{self._roles.name} ends: {self._failure}")
+        if self.stops:
+            raise SystemExit(EXIT_PREEMPTED)
+        self._name_untrained()
+
+    def execute(self, decisions: Any) -> None:
+        """Execute decisions, in their order."""
+        for decision in decisions:
+            self._done = decision.number
+            answers: Sequence[Tensor] = []
+            if self.error is None:
+                try:
+                    if decision.applied:
+                        with self._changed:
+                            pushes = [self._held.pop(key) for key in decision.applied]
+                        self._shard.apply(pushes)
+                    if decision.saves is not None and self._checkpoints is not None:
+                        self._save(self._checkpoints, decision)
+                    answers = self._shard.packed() if decision.released else []
+                except Exception as error:
+                    self._fail(f"{self._roles.name}: {type(error).__name__}: {error}", error)
+            with self._changed:
+                self._gone |= set(decision.gone)
+                for kept in (self._held, self._answers):
+                    for key in [key for key in kept if key[0] in self._gone]:
+                        del kept[key]  # type: ignore[attr-defined]
+                if self.error is None:
+                    self._answers |= {
+                        key: Message({"version": self._shard.version, "leads": self._leads(key[0])}, answers)
+                        for key in decision.released
+                        if key[0] not in self._gone
+                    }
+                self._moved_at = time.monotonic()
+                self._failure = self._failure or decision.failure
+                self._has_ended = self._has_ended or decision.has_ended or self.stops
+                self._changed.notify_all()
+
+    def _save(self, checkpoints: Checkpoints, decision: Decision) -> None:
+        assert decision.saves is not None
+        try:
+            with self._changed:
+                untrained = dict(self._untrained)
+            checkpoints.save(self._shard, decision.saves, untrained, waits=decision.is_last)
+        except SystemExit:  # its own answer to the signal, on all servers
+            self.stops = True
+        self.stops = self.stops or decision.stops
+
+    def look(self) -> None:
+        """What the first server does by its clock."""
+        missing = sorted(self._coordinator.expected)
+        if missing and time.monotonic() - self._began_at > self._timeout_s:
+            say(f"evenstep: parameter servers: workers {missing} have not come; the others go on without them")
+            self._happen(lambda coordinator: coordinator.give_up(missing))
+        if self._checkpoints is None or self._has_ended:
+            return
+        if self._checkpoints.stop_reason is not None:
+            self._stop(self._roles.rank)
+        elif self._checkpoints.is_due(self._shard.version):
+            self._checkpoints.note(self._shard.version)
+            self._happen(lambda coordinator: coordinator.save())
+
+    def _tell(self, leader: Client) -> None:
+        """What another server does besides."""
+        if self._checkpoints is not None and self._checkpoints.stop_reason is not None and not self._asked_to_stop:
+            self._asked_to_stop = True
+            leader.call("stop")
+        if self.error is not None and not self._has_ended:
+            leader.call("failed", text=self._failure)
+
+    def _fail(self, failure: str, error: Exception) -> None:
+        self.error, self._failure = error, failure
+        if self._roles.server == 0:
+            self._happen(lambda coordinator: coordinator.fail(failure))
+
+    def _end(self, failure: str) -> None:
+        with self._changed:
+            self._failure, self._has_ended = failure, True
+            self._changed.notify_all()
+
+    def _all_have_answers(self) -> bool:
+        newest = max(self._decisions, default=0)
+        are_told = not self.stops or self._coordinator.members <= self._told
+        return not self._answers and are_told and all(given >= newest for given in self._given.values())
+
+    def _name_untrained(self) -> None:
+        """Name what was lost with a worker when all others had ended their loops."""
+        untrained = self._coordinator.untrained
+        if untrained:
+            named = ", ".join(f"batch {n} of epoch {at[1]} (worker {worker})" for worker, (at, n) in untrained)
+            todo = "" if self._checkpoints is None else " Start the same command again: it trains on them."
+            say(
+                f"evenstep: parameter servers: not trained on, as their worker was lost after the others had ended: "
+                f"{named}.{todo}"
+            )
+
+    # ------------------------------------------------------------------ what others ask
+
+    def answer(self, rank: int, message: Message) -> Message:
+        """Answer a call of a rank."""
+        head = message.head
+        kind = head.pop("kind")
+        if message.tensors:
+            head["tensors"] = message.tensors
+        return self._kinds[kind](rank, **head)
+
+    def lose(self, rank: int) -> None:
+        """A process has gone without having left."""
+        with self._changed:
+            trains = rank in self._coordinator.members and not self._has_ended
+        if self._roles.server != 0:
+            if rank == self._roles.num_workers:
+                self._end(f"{self._roles.name_of(rank)} was lost")
+        elif rank >= self._roles.num_workers:
+            if not self._has_ended:
+                self._happen(lambda coordinator: coordinator.fail(f"{self._roles.name_of(rank)} was lost"))
+        else:
+            if trains:
+                say(f"evenstep: parameter servers: worker {rank} was lost; its batches go to the others")
+            self._happen(lambda coordinator: coordinator.lose(rank))
+
+    def _happen(self, decide: Callable[[Coordinator], Sequence[Decision]]) -> None:
+        with self._changed:
+            self._decisions |= {each.number: each for each in decide(self._coordinator)}
+            self._changed.notify_all()
+        if self._roles.is_alone:
+            self.execute(self._wait_for_decisions(self._done, 0))
+
+    def _wait_for_decisions(self, after: int, timeout_s: float) -> list[Decision]:
+        with self._changed:
+            self._changed.wait_for(lambda: after + 1 in self._decisions, timeout_s)
+            had = min([self._done, *self._given.values()])
+            self._decisions = {number: each for number, each in self._decisions.items() if number > had}
+            return [each for number, each in self._decisions.items() if number > after]
+
+    def _leads(self, worker: int) -> bool:
+        """Whether a worker's module buffers are those that are saved: that of the lowest number's."""
+        return worker == min(self._coordinator.members, default=worker)
+
+    def _decisions_behind(self, rank: int, *, after: int) -> Message:
+        """For another server: those that it hasn't executed yet."""
+        self._given[rank] = after
+        found = self._wait_for_decisions(after, _LOOK_EVERY_S * 10)
+        self._given[rank] = max((each.number for each in found), default=after)
+        return Message({"decisions": found})
+
+    def _join(self, rank: int) -> Message:
+        with self._changed:
+            self._coordinator.join(rank)
+        return Message({})
+
+    def _initial(self, rank: int) -> Message:
+        return Message({"names": list(self._untrained)}, [each.contiguous() for each in self._untrained.values()])
+
+    def _hold(self, rank: int, *, number: int, **pushed: Any) -> Message:
+        """Keep what a worker pushes, until it is applied."""
+        with self._changed:
+            if rank not in self._gone:
+                self._held[rank, number] = self._unpacked(**pushed)
+        return Message({})
+
+    def _step(
+        self,
+        rank: int,
+        *,
+        number: int,
+        version: int,
+        batches: Sequence[Any],
+        buffers: Sequence[str] = (),
+        tensors: Sequence[Tensor] = (),
+        **pushed: Any,
+    ) -> Message:
+        """A worker ends a step; the other servers have its gradients. Its module buffers come last."""
+        count = len(tensors) - len(buffers)
+        with self._changed:
+            self._untrained |= dict(zip(buffers, tensors[count:], strict=True))
+            if pushed["weight"] and rank not in self._gone:
+                self._held[rank, number] = self._unpacked(tensors=tensors[:count], **pushed)
+        push = Push(pushed["weight"], version, [_batch(each) for each in batches])
+        self._happen(lambda coordinator: coordinator.push((rank, number), push))
+        return self._await(rank, number=number)
+
+    def _unpacked(
+        self, *, weight: float, used: Sequence[bool], rows: Sequence[Any] = (), tensors: Sequence[Tensor] = ()
+    ) -> Pushed:
+        count = len(tensors) - 2 * len(rows)
+        of_tables = zip(rows, tensors[count::2], tensors[count + 1 :: 2], strict=True)
+        return Pushed(
+            weight,
+            used,
+            tensors[:count],
+            {name: RowGradients(ids, values, lr) for (name, lr), ids, values in of_tables},
+        )
+
+    def _pull(self, rank: int, *, number: int) -> Message:
+        self._happen(lambda coordinator: coordinator.pull((rank, number)))
+        return self._await(rank, number=number)
+
+    def _leave(self, rank: int, *, number: int, failure: str) -> Message:
+        self._happen(lambda coordinator: coordinator.leave((rank, number), failure))
+        return self._await(rank, number=number)
+
+    def _await(self, rank: int, *, number: int) -> Message:
+        """The parameters, when a worker may go on; "waits": it isn't time yet, ask again."""
+        key = (rank, number)
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._answers or self._has_ended or rank in self._gone, _TURN_S)
+            if key in self._answers:
+                self._changed.notify_all()
+                return self._answers.pop(key)
+            if self.stops:
+                return self._stopped(rank)
+            if self._failure or self._has_ended or rank in self._gone:
+                return Message({"failure": self._failure or _GIVEN_UP})
+            if self._roles.server == 0 and time.monotonic() - self._moved_at > self._timeout_s:
+                lagging = self._coordinator.lagging()
+                return Message(
+                    {"late": ", ".join(f"worker {worker} (has pushed {done} steps)" for worker, done in lagging)}
+                )
+        return Message({"waits": True})
+
+    def _look_up(self, rank: int, *, table: str, tensors: Sequence[Tensor] = ()) -> Message:
+        if rank in self._gone or self._failure:
+            return Message({"failure": self._failure or _GIVEN_UP})
+        try:
+            return Message({}, [self._shard.look_up(table, tensors[0])])
+        except Exception as error:
+            if self._roles.is_alone:
+                raise
+            failure = f"a lookup in table {table!r} failed: {type(error).__name__}: {error}"
+            self._fail(failure, error)
+            return Message({"failure": failure})
+
+    def _take(self, rank: int, *, wanted: Any, num_batches: int, facts: str) -> Message:
+        """A worker's next batch: see `BatchQueue.take`."""
+        with self._changed:
+            if self.stops:
+                return self._stopped(rank)
+            if self._failure or rank not in self._coordinator.members:
+                return Message({"failure": self._failure or _GIVEN_UP})
+            taken = self._queue.take(rank, tuple(wanted), num_batches, facts)
+        return Message({"batch": taken.batch, "is_over": taken.is_over, "differs": taken.failure})
+
+    def _give_back(self, rank: int, *, batches: Sequence[Any]) -> Message:
+        with self._changed:
+            self._queue.give_back(rank, [_batch(each) for each in batches])
+        return Message({})
+
+    def _staleness(self, rank: int) -> Message:
+        with self._changed:
+            found = [[worker, list(counts.items())] for worker, counts in self._coordinator.staleness.items()]
+        return Message({"staleness": found})
+
+    def _stop(self, rank: int) -> Message:
+        """Save once more, and end: a process of the run was asked to."""
+        if not self._asked_to_stop and self._checkpoints is not None:
+            self._asked_to_stop = True
+            self._happen(lambda coordinator: coordinator.save(is_last=True, stops=True))
+        return Message({})
+
+    def _stopped(self, rank: int) -> Message:
+        self._told.add(rank)
+        self._changed.notify_all()
+        return Message({"stops": True})
+
+    def _failed(self, rank: int, *, text: str) -> Message:
+        self._happen(lambda coordinator: coordinator.fail(text))
+        return Message({})
+
+
+def _batch(values: Any) -> Batch:
+    """A batch that came as JSON."""
+    (loader, epoch, iteration), number = values
+    return (loader, epoch, iteration), number

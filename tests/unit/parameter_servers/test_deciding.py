@@ -1,0 +1,241 @@
+"""What servers let through when, and do then: no processes."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+from evenstep.parameter_servers.deciding.batch_queue import BatchQueue
+from evenstep.parameter_servers.deciding.coordinator import Coordinator, Decision, Key, Mode, Push, decoded
+from evenstep.parameter_servers.shard import Pushed, Shard
+
+
+def make_shard() -> Shard:
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    return Shard({"p": parameter}, torch.optim.SGD([parameter], lr=1.0), None, {})
+
+
+@dataclass
+class Run:
+    """Servers with two float64 parameters each, and workers that push to all of them."""
+
+    mode: Mode
+    num_workers: int
+    num_servers: int = 1
+    begins: bool = True
+    saves_at_end: bool = False
+    queue: BatchQueue = field(default_factory=BatchQueue)
+
+    def __post_init__(self) -> None:
+        self.shards = [make_shard() for _ in range(self.num_servers)]
+        self.coordinator = Coordinator(
+            self.mode, range(self.num_workers), self.queue, saves_at_end=self.saves_at_end
+        )
+        self.held: dict[Key, Pushed] = {}
+        self.released: dict[Key, int] = {}  # with the version that it gets
+        self.decisions: list[Decision] = []
+        self.numbers = dict.fromkeys(range(self.num_workers), 0)
+        for worker in range(self.num_workers if self.begins else 0):
+            self.coordinator.join(worker)
+
+    @property
+    def value(self) -> float:
+        """Of all parameters, which have had the same gradients."""
+        values = {float(each) for shard in self.shards for each in shard.parameters["p"].detach()}
+        assert len(values) == 1, values
+        return values.pop()
+
+    def key(self, worker: int) -> Key:
+        return worker, self.numbers[worker]
+
+    def push(self, worker: int, gradient: float, *, weight: float = 1.0, version: int = 0) -> Key:
+        self.numbers[worker] += 1
+        key = self.key(worker)
+        values = torch.full((2,), gradient, dtype=torch.float64)
+        if weight:
+            self.held[key] = Pushed(weight, [True], [values], {})
+        self.execute(self.coordinator.push(key, Push(weight, version)))
+        return key
+
+    def leave(self, worker: int, failure: str = "") -> Key:
+        self.numbers[worker] += 1
+        self.execute(self.coordinator.leave(self.key(worker), failure))
+        return self.key(worker)
+
+    def lose(self, worker: int) -> None:
+        self.execute(self.coordinator.lose(worker))
+
+    def execute(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            assert decision.number == len(self.decisions) + 1, "numbered without a gap"
+            decision = decoded(json.loads(json.dumps(decision)))  # as another server gets it
+            self.decisions.append(decision)
+            if decision.applied:
+                pushes = [self.held.pop(key) for key in decision.applied]
+                for shard in self.shards:
+                    copies = [each._replace(gradients=[g.clone() for g in each.gradients]) for each in pushes]
+                    shard.apply(copies)
+            for key in [key for key in self.held if key[0] in decision.gone]:
+                del self.held[key]
+            self.released |= dict.fromkeys(decision.released, self.shards[0].version)
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_sync_waits_for_all_and_applies_their_weighted_mean(num_servers: int):
+    run = Run(Mode("sync"), 3, num_servers)
+    run.push(2, 3.0, weight=5)
+    run.push(0, 1.0, weight=1)
+    assert not run.released
+    assert run.coordinator.lagging() == [(1, 0)]
+    run.push(1, 7.0, weight=0)
+    assert run.released == {(0, 1): 1, (1, 1): 1, (2, 1): 1}
+    assert run.value == pytest.approx(-16 / 6, abs=1e-15)
+
+
+def test_a_step_of_empty_shares_changes_nothing():
+    run = Run(Mode("sync"), 2)
+    run.push(0, 1.0, weight=0)
+    run.push(1, 1.0, weight=0)
+    assert run.released == {(0, 1): 0, (1, 1): 0}
+    assert run.value == 0
+
+
+def test_sync_goes_on_without_a_worker_that_has_left_or_was_lost():
+    run = Run(Mode("sync"), 4, 2)
+    waiting = run.push(0, 1.0)
+    left = run.leave(1)
+    run.push(2, 8.0)
+    run.lose(2)
+    assert not run.released
+    run.lose(3)
+    assert run.released == {waiting: 1}
+    assert run.value == -1.0, "what a lost worker has pushed isn't applied"
+    assert not run.held
+    last = run.leave(0)
+    assert run.released == {waiting: 1, left: 1, last: 1}
+    assert run.decisions[-1].has_ended
+
+
+def test_who_joins_late_counts_from_then_on():
+    run = Run(Mode("sync"), 2, begins=False)
+    run.coordinator.join(0)
+    waiting = run.push(0, 1.0)
+    assert not run.released
+    run.execute(run.coordinator.give_up([1]))
+    assert run.released == {waiting: 1}
+    run.coordinator.join(1)
+    waiting = run.push(0, 1.0, version=1)
+    assert waiting not in run.released
+    run.push(1, 3.0, version=1)
+    assert waiting in run.released
+    assert run.value == -3.0
+
+
+def test_async_waits_for_nobody_and_counts_staleness():
+    run = Run(Mode("async"), 2, 2)
+    for step in range(4):
+        assert run.push(0, 1.0, version=step) in run.released
+    assert run.released[run.push(1, 1.0, weight=3, version=0)] == 5
+    assert run.value == -5.0
+    assert run.coordinator.staleness == {0: {0: 4}, 1: {4: 1}}
+
+
+@pytest.mark.parametrize("bound", [0, 1, 4])
+def test_bounded_lets_nobody_be_further_ahead(bound: int, fresh_seed: int):
+    """And whoever is slowest never waits, in any order of beginnings and pushes."""
+    chosen = random.Random(fresh_seed)
+    num_workers = 4
+    run = Run(Mode("bounded", bound), num_workers, 2, begins=False)
+    done, begun = [0] * num_workers, set()
+    for _ in range(500):
+        able = [worker for worker in range(num_workers) if not done[worker] or run.key(worker) in run.released]
+        assert set(able) >= {worker for worker in range(num_workers) if done[worker] == min(done)}
+        worker = chosen.choice(able)
+        if worker not in begun:
+            begun.add(worker)
+            run.coordinator.join(worker)
+            continue
+        # It begins its next step only now: how far it is ahead then is what the bound is about.
+        assert done[worker] - min(done) <= bound
+        run.push(worker, 1.0, version=run.coordinator.version)
+        done[worker] += 1
+    assert run.value == -float(sum(done))
+
+
+def test_a_failure_ends_the_run_and_nothing_is_decided_for_who_comes():
+    run = Run(Mode("sync"), 3)
+    run.push(0, 1.0)
+    run.leave(1, "worker 1 failed: ValueError")
+    assert (run.decisions[-1].failure, run.decisions[-1].has_ended) == ("worker 1 failed: ValueError", True)
+    run.push(2, 1.0)
+    assert run.coordinator.pull((2, -1)) == []
+    assert not run.released
+    run.execute(run.coordinator.fail("another"))
+    assert run.decisions[-1].failure == "worker 1 failed: ValueError", "the first one counts"
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_the_last_state_is_saved_before_workers_are_answered(saves: bool):
+    run = Run(Mode("async"), 2, saves_at_end=saves)
+    run.push(0, 1.0)
+    run.leave(0)
+    run.leave(1)
+    *before, end = run.decisions
+    assert (end.has_ended, sorted(end.released)) == (True, [(0, 2), (1, 1)])
+    assert (before[-1].saves is not None) == saves
+
+
+def test_a_run_ends_when_all_have_left_and_one_of_them_was_killed():
+    run = Run(Mode("async"), 2)
+    run.leave(0)
+    run.lose(0)
+    last = run.leave(1)
+    assert run.decisions[-1].has_ended
+    assert run.decisions[-1].released == [last]
+
+
+def test_the_schedule_steps_after_every_update():
+    run = Run(Mode("async"), 2)
+    optimizer = run.shards[0].optimizer
+    assert optimizer is not None
+    run.shards[0].scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for worker in (0, 1, 0):
+        run.push(worker, 1.0)
+    run.push(1, 1.0, weight=0)
+    assert run.value == -1.75
+
+
+def test_what_is_packed_does_not_change():
+    shard = make_shard()
+    before = shard.packed()[0]
+    assert shard.packed()[0] is before, "packed once a version"
+    shard.apply([Pushed(1.0, [True], [torch.ones(2, dtype=torch.float64)], {})])
+    assert before.abs().sum() == 0
+    assert shard.packed()[0].tolist() == [-1, -1]
+
+
+def test_gradients_are_gone_when_an_optimizer_fails():
+    parameter = nn.Parameter(torch.zeros(2))
+    shard = Shard({"p": parameter}, torch.optim.SparseAdam([parameter]), None, {})
+    with pytest.raises(RuntimeError, match="SparseAdam"):
+        shard.apply([Pushed(1.0, [True], [torch.ones(2)], {})])
+    assert parameter.grad is None
+    assert shard.version == 0
+
+
+def test_batches_that_nobody_is_left_to_take_are_named():
+    run = Run(Mode("async"), 3)
+    taken = {worker: run.queue.take(worker, (1, 4, 0), 3, "").batch for worker in range(3)}
+    run.lose(2)
+    assert run.queue.take(0, (1, 4, 0), 3, "").batch == taken[2]
+    assert run.coordinator.untrained == []
+    run.push(0, 1.0)
+    run.leave(0)
+    run.lose(1)
+    # Worker 0 has left with two batches that it never pushed, and worker 2's was one of them.
+    assert run.coordinator.untrained == [(2, taken[2]), (1, taken[1])]

@@ -11,8 +11,8 @@ second of each mode, as a multiple of `DistributedDataParallel`'s with the same 
 **RPC.** A step without computing: gradients of 4 MB to a server, and parameters back. Ours in "sync"; a program after
 torch's tutorial on parameter servers with batched RPC; and a Gloo all-reduce of as much.
 
-**Bytes.** What a step sends and receives, counted, against the formula: the parameters' bytes each way for each worker,
-over any number of servers, half of it in 16 bits. Behind it what RPC's pickles take besides.
+**Calls.** A message of 5 MB there and back between two processes of one host, and one of 64 bytes: over our sockets, and
+over torch's RPC. Milliseconds and microseconds.
 
 **Digits.** Accuracy after equally many epochs, with the histogram of staleness. Then a training that fails: workers
 push gradients that are twelve of their own steps old, so that each is applied some 50 updates late; once with the rate
@@ -46,7 +46,7 @@ import evenstep
 from evenstep.errors import NonFiniteError
 from evenstep.ground.environment import current_placement
 from evenstep.launcher.pool.ranks import RankGroup
-from evenstep.parameter_servers.server.shard import Answer, Pushed
+from evenstep.parameter_servers.wire import Badge, Client, Listener, Message
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync"},
@@ -284,42 +284,76 @@ def overhead(directory: Path, steps: int, rounds: int) -> dict[str, list[float]]
     return found | {"ours over the tutorial's": ratios(times["ours, sync"], times["torch's tutorial"])}
 
 
-# ------------------------------------------------------------------ bytes
+# ------------------------------------------------------------------ calls
 
 
-def bytes_of_steps(options: dict[str, Any], steps: int) -> dict[str, float]:
-    """Bytes a step of this worker, and those of RPC's pickles of one push and of its answer."""
-    with evenstep.parameter_server(wide, sgd, mode="sync", **options) as ps:
-        counted = ps._traffic
-        before = sum(counted.sent), sum(counted.received)
-        for _ in range(steps):
-            ps.backward(ps(torch.randn(4, 512)).square().mean())
-            ps.step()
-        sent, received = sum(counted.sent) - before[0], sum(counted.received) - before[1]
-        parameters = sum(each.numel() * each.element_size() for each in ps.model.parameters())
-    message = ("ask", (1, (1, 1), Pushed(1.0, 1, [True] * 4, [torch.empty(0)])))
-    # What isn't a tensor travels as this pickle; torch has no public way to it.
-    pickled = sum(
-        len(rpc.internal._internal_rpc_pickler.serialize(each)[0]) for each in (message, Answer(1, [torch.empty(0)]))
+def echo(tensor: Tensor) -> Tensor:
+    """What RPC calls."""
+    return tensor
+
+
+def call_ours(directory: str, num_bytes: int, calls: int) -> float:
+    """Seconds a call over our sockets; 0 on the process that answers."""
+    badge, done = Badge(b"", "bench"), Path(directory, "done")
+    if current_placement().rank == 1:
+        listener = Listener(
+            Path(directory),
+            badge,
+            lambda _, message: Message({}, message.tensors),
+            lambda _: None,
+            most_bytes=num_bytes,
+            silent_s=30,
+        )
+        Path(directory, "listens").touch()
+        while not done.exists():
+            time.sleep(0.01)
+        listener.close()
+        return 0.0
+    while not Path(directory, "listens").exists():
+        time.sleep(0.01)
+    client = Client(
+        f"unix:{directory}", badge, 0, who="a", server="b", timeout_s=60, silent_s=30, most_bytes=num_bytes
     )
-    return {
-        "parameters": parameters,
-        "sent": sent / steps,
-        "received": received / steps,
-        "pickles": pickled * ps.num_servers,
-    }
+    sent = torch.ones(num_bytes // 4)
+    for number in range(-20, calls):
+        if number == 0:
+            begin = time.monotonic()
+        client.call("echo", [sent])
+    taken = (time.monotonic() - begin) / calls
+    client.close()
+    done.touch()
+    return taken
 
 
-def count_bytes(steps: int) -> dict[str, dict[str, float]]:
-    """By case, of worker 0; the formula's share is 1, or 0.5 in 16 bits."""
-    found = {}
-    for name, servers, options in (
-        ("1 server", 1, {}),
-        ("3 servers", 3, {}),
-        ("3 servers, bfloat16", 3, {"transfer_dtype": torch.bfloat16}),
-    ):
-        of_step = on_ranks(bytes_of_steps, 2, (options, steps), servers=servers)[0]
-        found[name] = of_step | {"formula": of_step["parameters"] * (0.5 if options else 1)}
+def call_rpc(directory: str, num_bytes: int, calls: int) -> float:
+    """The same over torch's RPC."""
+    rank = current_placement().rank
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{directory}/rpc", rpc_timeout=0)
+    rpc.init_rpc(f"rank-{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    taken = 0.0
+    if rank == 0:
+        sent = torch.ones(num_bytes // 4)
+        for number in range(-20, calls):
+            if number == 0:
+                begin = time.monotonic()
+            rpc.rpc_sync("rank-1", echo, args=(sent,))
+        taken = (time.monotonic() - begin) / calls
+    rpc.shutdown()
+    return taken
+
+
+def time_calls(directory: Path, steps: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds a call, and ours over RPC's."""
+    found: dict[str, list[float]] = {}
+    for name, num_bytes, calls in (("5 MB", 5 << 20, steps), ("64 bytes", 64, 10 * steps)):
+        times: dict[str, list[float]] = {"ours": [], "torch's RPC": []}
+        for number in range(rounds):
+            for side, function in (("ours", call_ours), ("torch's RPC", call_rpc)):
+                folder = directory / f"{name}-{side}-{number}".replace(" ", "-")
+                folder.mkdir(mode=0o700, parents=True)
+                times[side].append(max(on_ranks(function, 2, (str(folder), num_bytes, calls))))
+        found |= {f"{name}, {side}, us": quartiles([1e6 * each for each in values]) for side, values in times.items()}
+        found[f"{name}, ours over RPC's"] = ratios(times["ours"], times["torch's RPC"])
     return found
 
 
@@ -429,7 +463,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--epochs", type=int, default=30, help="of the digits")
     parser.add_argument("--seeds", type=int, default=3, help="of the digits")
-    parser.add_argument("--only", nargs="*", default=["unequal", "equal", "rpc", "bytes", "digits"])
+    parser.add_argument("--only", nargs="*", default=["unequal", "equal", "rpc", "calls", "digits"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     result: dict[str, Any] = {"machine": describe_machine()}
@@ -451,13 +485,12 @@ def main() -> None:
         print("a step of 4 MB without computing, two workers")
         for name, values in result["rpc"].items():
             print(f"  {name:34} {spread(values)}")
-    if "bytes" in args.only:
-        result["bytes"] = count_bytes(args.steps)
-        print("bytes of a worker's step: sent, received, of the formula each way, RPC's pickles")
-        for name, each in result["bytes"].items():
-            print(
-                f"  {name:34} {each['sent']:,.0f} {each['received']:,.0f} {each['formula']:,.0f} {each['pickles']:,.0f}"
-            )
+    if "calls" in args.only:
+        with tempfile.TemporaryDirectory() as directory:
+            result["calls"] = time_calls(Path(directory), args.steps, args.rounds)
+        print("a message there and back, two processes of one host")
+        for name, values in result["calls"].items():
+            print(f"  {name:34} {spread(values)}")
     if "digits" in args.only:
         result["digits"] = accuracies(args.epochs, args.seeds)
         print("digits: accuracy, mean and seeds; updates late")

@@ -11,8 +11,8 @@ second of each mode, as a multiple of `DistributedDataParallel`'s with the same 
 **RPC.** A step without computing: gradients of 4 MB to a server, and parameters back. Ours in "sync"; a program after
 torch's tutorial on parameter servers with batched RPC; and a Gloo all-reduce of as much.
 
-**Calls.** A message of 5 MB there and back between two processes of one host, and one of 64 bytes: over our sockets, and
-over torch's RPC. Milliseconds and microseconds.
+**Calls.** A message of 5 MB there and back between two processes of one host, and one of 64 bytes: over our sockets,
+and over torch's RPC.
 
 **Digits.** Accuracy after equally many epochs, with the histogram of staleness. Then a training that fails: workers
 push gradients that are twelve of their own steps old, so that each is applied some 50 updates late; once with the rate
@@ -311,9 +311,7 @@ def call_ours(directory: str, num_bytes: int, calls: int) -> float:
         return 0.0
     while not Path(directory, "listens").exists():
         time.sleep(0.01)
-    client = Client(
-        f"unix:{directory}", badge, 0, who="a", server="b", timeout_s=60, silent_s=30, most_bytes=num_bytes
-    )
+    client = Client(f"unix:{directory}", badge, 0, who="a", server="b", timeout_s=60, silent_s=30, most_bytes=num_bytes)
     sent = torch.ones(num_bytes // 4)
     for number in range(-20, calls):
         if number == 0:

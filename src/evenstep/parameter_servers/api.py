@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from evenstep import checks
 from evenstep import world as worlds
 from evenstep.checkpoint.save.stopping import StopSignals
-from evenstep.errors import ConfigurationError, EvenstepError, NonFiniteError, UsageError
+from evenstep.errors import EXIT_PREEMPTED, ConfigurationError, EvenstepError, NonFiniteError, UsageError
 from evenstep.ground import environment
 from evenstep.ground.compat.c_library import heap
 from evenstep.ground.coordination.rendezvous_store import choose_gloo_interface, open_store
@@ -36,6 +36,7 @@ from evenstep.parameter_servers.deciding.coordinator import Mode
 from evenstep.parameter_servers.meeting import Meeting
 from evenstep.parameter_servers.preparation import WHO, Made, Roles, assign_roles, compare, make_model
 from evenstep.parameter_servers.server import Server
+from evenstep.parameter_servers.shard import Shard
 from evenstep.parameter_servers.shares import pack, to_device, unpack
 from evenstep.parameter_servers.worker import Direct, Part, Servers
 from evenstep.world import World
@@ -227,7 +228,8 @@ class ParameterServer:
                     error = late  # servers would wait for ever for whom this worker has given up
                     raise
         finally:
-            if error is not None and not worlds.ended_well(error):  # the first error counts, whatever else goes wrong
+            has_stopped = isinstance(error, SystemExit) and error.code == EXIT_PREEMPTED  # the servers know
+            if not (has_stopped or worlds.ended_well(error)):  # the first error counts, whatever else goes wrong
                 with contextlib.suppress(EvenstepError, SystemExit):
                     servers.leave(f"worker {self.worker} failed: {type(error).__name__}: {error}")
             self._servers, self._state = None, "ended"
@@ -452,7 +454,8 @@ class ParameterServer:
 
     def _begin_alone(self, roles: Roles) -> None:
         made = self._made = make_model(self._recipe.model_fn, 1)
-        server = self._make_server(roles, made, World.alone(device="cpu"))
+        shard = made.make_shard(0, self._recipe.optimizer_fn, self._recipe.scheduler_fn)
+        server = self._make_server(made, shard, World.alone(device="cpu"))
         self._take(made, Servers([Direct(server)], roles, self._recipe.timeout_s))
 
     def _join(self, placement: Placement, roles: Roles) -> None:
@@ -462,11 +465,11 @@ class ParameterServer:
         environment.claim_rank()
         choose_gloo_interface(placement)
         store = open_store(placement, recipe.timeout_s)
-        made, error = None, None
+        made, shard, error = None, None, None
         try:
             made = make_model(recipe.model_fn, roles.num_servers)
             if roles.is_server:
-                made.make_shard(roles.server, recipe.optimizer_fn, recipe.scheduler_fn)
+                shard = made.make_shard(roles.server, recipe.optimizer_fn, recipe.scheduler_fn)
         except Exception as raised:
             error = raised
         facts = {
@@ -489,8 +492,8 @@ class ParameterServer:
             secret=secret,
             timeout_s=recipe.timeout_s,
         )
-        if roles.is_server:
-            self._serve(meeting, made)
+        if shard is not None:
+            self._serve(meeting, made, shard)
         clients = [meeting.connect(server) for server in range(roles.num_servers)]
         servers = Servers(clients, roles, recipe.timeout_s)
         servers.first("join")
@@ -512,19 +515,18 @@ class ParameterServer:
             servers.first("join")
         self._load(servers.pull())
 
-    def _serve(self, meeting: Meeting, made: Made) -> None:
+    def _serve(self, meeting: Meeting, made: Made, shard: Shard) -> None:
         """Be a server: [Note: a server's process ends]."""
         world = World.alone(device="cpu") if self._recipe.options is None else meeting.open_world()
-        server = self._make_server(self._roles, made, world)
+        server = self._make_server(made, shard, world)
         del self._made, made  # a server needs only its share
         leader = None if self._roles.server == 0 else meeting.connect(0)
         server.serve(meeting.listen(server, self._at_end), leader)
         self._at_end.close()
         raise SystemExit(0)
 
-    def _make_server(self, roles: Roles, made: Made, world: World) -> Server:
+    def _make_server(self, made: Made, shard: Shard, world: World) -> Server:
         recipe, queue, checkpoints = self._recipe, BatchQueue(), None
-        shard = made.make_shard(roles.server, recipe.optimizer_fn, recipe.scheduler_fn)
         trained = {id(each) for each in made.trained.values()}
         untrained = {
             name: each.detach().cpu().clone()
@@ -533,12 +535,15 @@ class ParameterServer:
         }
         if recipe.options is not None:
             untrained = world.broadcast_object(untrained)
-            checkpoints = Checkpoints(recipe.options, made, shard, recipe.optimizer_fn, world)
+            has_scheduler = recipe.scheduler_fn is not None and bool(made.trained)
+            checkpoints = Checkpoints(
+                recipe.options, made, shard, recipe.optimizer_fn, world, has_scheduler=has_scheduler
+            )
             self._at_end.push(lambda kind, error, _: checkpoints.close(error))
             state, saved = checkpoints.restore(shard, untrained)
             queue.load_state(state)
             untrained |= saved
-        return Server(roles, self._mode, shard, untrained, queue, checkpoints, timeout_s=recipe.timeout_s)
+        return Server(self._roles, self._mode, shard, untrained, queue, checkpoints, timeout_s=recipe.timeout_s)
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:

@@ -145,6 +145,23 @@ class _Optimizer:
         load_exactly(optimizer, {"state": kept, "param_groups": groups})
 
 
+class _Scheduler:
+    """The schedule, which is the same on all servers that have parameters."""
+
+    def __init__(self, shard: Shard, world: World) -> None:
+        self._scheduler, self._world = shard.scheduler, world
+
+    def state_dict(self) -> State:
+        """Collective."""
+        states = self._world.exchange(None if self._scheduler is None else self._scheduler.state_dict())
+        return next(each for each in states if each is not None)
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from there."""
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state)
+
+
 class _Tables:
     """The trained rows of all servers, of which each writes and, as one of as many, reads its own."""
 
@@ -214,10 +231,18 @@ class Checkpoints:
         shard: This server's part.
         optimizer_fn: The user's.
         world: Of all servers.
+        has_scheduler: The script has a schedule.
     """
 
     def __init__(
-        self, options: CheckpointOptions, made: Made, shard: Shard, optimizer_fn: Callable[..., Any], world: World
+        self,
+        options: CheckpointOptions,
+        made: Made,
+        shard: Shard,
+        optimizer_fn: Callable[..., Any],
+        world: World,
+        *,
+        has_scheduler: bool,
     ) -> None:
         self._options, self._world, self._queue = options, world, QueueState()
         self._model = _Model(made, shard)
@@ -226,15 +251,15 @@ class Checkpoints:
             objects["optimizer"] = _Optimizer(made, shard, optimizer_fn, world)
         if made.tables:
             objects["tables"] = _Tables(shard, world.rank, world.world_size)
-        if shard.scheduler is not None:
-            objects["scheduler"] = shard.scheduler
+        if has_scheduler:
+            objects["scheduler"] = _Scheduler(shard, world)
         self._checkpointer = Checkpointer(
             options.directory, every_steps=1, every_minutes=None, keep=options.keep, world=world, **objects
         )
         self._saved_at, self._last = time.monotonic(), 0
 
     def __repr__(self) -> str:
-        return f"<Checkpoints {self._options.directory}, last of step {self._last}>"
+        return f"{self._options.directory} at step {self._last}"
 
     @property
     def stop_reason(self) -> str | None:

@@ -18,7 +18,7 @@ from evenstep.errors import ConfigurationError, PeerLostError
 from evenstep.ground import environment
 from evenstep.ground.environment import Placement, placement_from_nodes
 from evenstep.parameter_servers.preparation import WHO, Roles
-from evenstep.parameter_servers.server import Server
+from evenstep.parameter_servers.server import TURN_S, Server
 from evenstep.parameter_servers.wire import Badge, Client, Listener
 from evenstep.temporary import private_directory
 from evenstep.transport.factory import Transports, open_shared_memory, open_transports
@@ -115,7 +115,7 @@ class Meeting:
             self._roles.rank,
             who=self._roles.name,
             server=name,
-            timeout_s=self._timeout_s,
+            timeout_s=self._timeout_s + 2 * TURN_S,
             silent_s=self._silent_s,
             most_bytes=self._most_bytes,
         )

@@ -113,7 +113,7 @@ class Made:
     """
 
     model: nn.Module
-    trained: dict[str, Tensor]
+    trained: Mapping[str, Tensor]
     division: Division
     tables: dict[str, RemoteEmbedding]
 

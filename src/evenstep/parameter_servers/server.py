@@ -32,7 +32,7 @@ from evenstep.parameter_servers.shard import Pushed, Shard
 from evenstep.parameter_servers.wire import Client, Listener, Message
 
 _LOOK_EVERY_S = 0.05
-_TURN_S = 5.0  # of a wait: then whoever waits asks again
+TURN_S = 5.0  # of a wait: then whoever waits asks again
 _PARTING_S = 10.0  # for the others to have their last answers
 _GIVEN_UP = "the servers have lost this worker, and the others train on its batches"
 
@@ -131,6 +131,9 @@ class Server:
                         leader.call("decisions", after=self._done)
         except PeerLostError as error:
             self._end(str(error))
+        except BaseException as error:
+            self._end(f"{self._roles.name} failed: {type(error).__name__}: {error}")
+            raise
         finally:
             self._end(self._failure)
             with self._changed:
@@ -166,7 +169,7 @@ class Server:
                 self._gone |= set(decision.gone)
                 for kept in (self._held, self._answers):
                     for key in [key for key in kept if key[0] in self._gone]:
-                        del kept[key]  # type: ignore[attr-defined]
+                        del kept[key]
                 if self.error is None:
                     self._answers |= {
                         key: Message({"version": self._shard.version, "leads": self._leads(key[0])}, answers)
@@ -187,6 +190,8 @@ class Server:
         except SystemExit:  # its own answer to the signal, on all servers
             self.stops = True
         self.stops = self.stops or decision.stops
+        if decision.stops and self._roles.server == 0:
+            say(f"evenstep: stop requested; saved {checkpoints!r}, from which the run goes on")
 
     def look(self) -> None:
         """What the first server does by its clock."""
@@ -346,7 +351,7 @@ class Server:
         """The parameters, when a worker may go on; "waits": it isn't time yet, ask again."""
         key = (rank, number)
         with self._changed:
-            self._changed.wait_for(lambda: key in self._answers or self._has_ended or rank in self._gone, _TURN_S)
+            self._changed.wait_for(lambda: key in self._answers or self._has_ended or rank in self._gone, TURN_S)
             if key in self._answers:
                 self._changed.notify_all()
                 return self._answers.pop(key)

@@ -307,7 +307,12 @@ class Client:
         self._number = 0
         self._call = Message({})
         self._future: Future[Message] | None = None  # of the call in flight
-        self._socket = self._connect()
+        try:
+            self._socket = self._connect()
+        except OSError as error:
+            raise PeerLostError(
+                f"{who} was not let in by {server} ({error.strerror or error}). Do all nodes have the same secret file?"
+            ) from None
 
     def __repr__(self) -> str:
         return f"<Client of {self.server} at {self._address}, {self._number} calls>"
@@ -463,7 +468,8 @@ def receive(connection: socket.socket, most_bytes: int, idle_s: float | None, si
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
 
 
 def _read(connection: socket.socket, num_bytes: int) -> bytes:

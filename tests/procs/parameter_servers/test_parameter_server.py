@@ -30,7 +30,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-
 def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
 
@@ -362,7 +361,7 @@ def late_worker(timeout_s: float) -> None:
     ("function", "kind", "text"),
     [
         (other_model, MismatchError, "did not make the same model everywhere"),
-        (other_mode, ConfigurationError, "mode='async' on rank 0, but 'sync' on rank 1"),
+        (other_mode, ConfigurationError, r"mode='async' on rank 0, but 'sync' on worker 1 \(rank 1\)"),
         (closure_optimizer, ConfigurationError, "LBFGS evaluates the loss"),
         (beside_a_world, evenstep.EvenstepError, "there is a world of 3 ranks"),
         (failing_worker, ZeroDivisionError, "of worker 1"),

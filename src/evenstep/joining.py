@@ -33,7 +33,7 @@ from evenstep.ground.environment import (
     placement_from_nodes,
 )
 from evenstep.ground.health import excepthook, heartbeat, peer_heartbeats
-from evenstep.ground.health.steps import count_optimizer_steps
+from evenstep.ground.health.steps import count_optimizer_steps, validate_roles
 from evenstep.ground.health.users_code import warn
 from evenstep.transport.backend import backend
 from evenstep.transport.core.object_collectives import exchange
@@ -108,6 +108,7 @@ def init(
         UsageError: A constructor was called before, and made or adopted a world; or this process was forked from a
             rank, whose connections it can't use.
     """
+    validate_roles()
     seed = randomness.validate_seed("evenstep.init", seed)
     if transport is not None:
         checks.choice("evenstep.init: transport", transport, TRANSPORTS, otherwise="None to let evenstep choose")

@@ -363,7 +363,7 @@ def late_worker(timeout_s: float) -> None:
         (other_model, MismatchError, "did not make the same model everywhere"),
         (other_mode, ConfigurationError, r"mode='async' on rank 0, but 'sync' on worker 1 \(rank 1\)"),
         (closure_optimizer, ConfigurationError, "LBFGS evaluates the loss"),
-        (beside_a_world, evenstep.EvenstepError, "there is a world of 3 ranks"),
+        (beside_a_world, ConfigurationError, "trains without evenstep.parameter_server, so no rank is a server"),
         (failing_worker, ZeroDivisionError, "of worker 1"),
     ],
 )
@@ -430,3 +430,27 @@ def test_roles_come_from_the_command_line(tmp_path: Path):
     run = Command(tmp_path, ["run", "--servers", "1", "--nnodes", "2", "train.py"])
     assert run.wait() == 78
     assert "EVENSTEP_SERVERS" in run.stderr
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("first", ["with evenstep.init(): pass", "pass"])
+def test_servers_of_a_script_that_has_none_are_an_error(first: str, tmp_path: Path):
+    (tmp_path / "train.py").write_text(
+        f"""
+import torch
+import evenstep
+
+{first}
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(50):
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+print("trained")
+"""
+    )
+    run = Command(tmp_path, ["run", "--servers", "1", "--nproc-per-node", "1", "--device", "cpu", "train.py"])
+    assert run.wait() == 78, run.stderr
+    assert "trains without evenstep.parameter_server, so no rank is a server. Leave it out." in run.stderr
+    assert "Traceback" not in run.stderr
+    assert "trained" not in run.stdout

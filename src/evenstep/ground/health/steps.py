@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from evenstep.console import say
+from evenstep.errors import ConfigurationError
 from evenstep.ground.environment import Placement, current_placement, is_claimed, lacks_servers
 from evenstep.ground.health import heartbeat, peer_heartbeats
 from evenstep.ground.health.heartbeat import Heartbeat, Phase, mark
@@ -68,8 +69,10 @@ def _optimizer_ended(optimizer: Any, *_: object) -> None:
     mark(Phase.BETWEEN_STEPS, step=most)
     if most % _LOOK_EVERY_STEPS == 0:
         mark_compilations()
-        for line in find_misuse(current_placement()) if most == _LOOK_EVERY_STEPS else ():
-            say(f"evenstep: {line}")
+        if most == _LOOK_EVERY_STEPS:
+            validate_roles()
+            for line in find_misuse(current_placement()):
+                say(f"evenstep: {line}")
         _watch.look(time.monotonic())
 
 
@@ -81,9 +84,20 @@ def find_misuse(placement: Placement) -> list[str]:
             f"{placement.world_size} ranks train independent copies: the script has called neither evenstep.init nor "
             f"torch.distributed.init_process_group. Call one of them, or start one rank."
         )
-    if placement.rank == 0 and lacks_servers():
-        lines.append("--servers: the script has made no evenstep.parameter_server, so no rank is one. Leave it out.")
     return lines
+
+
+def validate_roles() -> None:
+    """Raise where some ranks are to be servers, and all train.
+
+    Raises:
+        ConfigurationError: See above.
+    """
+    if lacks_servers():
+        raise ConfigurationError(
+            "--servers (EVENSTEP_SERVERS): the script trains without evenstep.parameter_server, so no rank is a server. "
+            "Leave it out."
+        )
 
 
 def _call_listeners(optimizer: Optimizer, has_ended: bool) -> None:

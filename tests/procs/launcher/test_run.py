@@ -365,11 +365,6 @@ ALONE = """
         (["--nproc-per-node", "1"], [], ""),
         (["--nproc-per-node", "2"], ["group"], ""),
         (["--nproc-per-node", "2"], ["world"], ""),
-        (
-            ["--nproc-per-node", "2", "--servers", "1"],
-            ["world"],
-            "--servers: the script has made no evenstep.parameter",
-        ),
     ],
 )
 def test_ranks_that_do_nothing_together_are_told(
@@ -377,7 +372,7 @@ def test_ranks_that_do_nothing_together_are_told(
 ) -> None:
     code, command = call(tmp_path, ["--device", "cpu", *flags, "script.py", *arguments], ALONE)
     assert code == 0, command.stderr
-    found = [line for line in command.stderr.splitlines() if "independent" in line or "--servers" in line]
+    found = [line for line in command.stderr.splitlines() if "independent" in line]
     assert len(found) == bool(says)
     assert says in "".join(found)
 

@@ -13,9 +13,11 @@ A listener answers a number that it has seen from the answer that it has made, o
 
 [Note: when a peer is lost]
 The end of a connection is the end of a peer whose process has ended, which one host shows at once. Else the peer has
-`silent_s` to come back: it may only have lost the connection. Between nodes the kernels ask each other whether they
-are there: so a process that is busy or stopped isn't lost, and a node without power is. A client that finds nobody
-listening has lost its server. Waits are counted in turns of a sleep: what this process itself has slept through is no
+`silent_s` to come back: it may only have lost the connection. A client that finds nobody listening has lost its server.
+Between nodes the kernels ask each other whether they are there: a node without power is lost, and a process that is
+busy or stopped isn't. TCP_USER_TIMEOUT can't tell the two apart: it also ends the connection to a process that is
+slow to read, though the kernel there answers. So where bytes are on their way, each turn of a wait looks at when the
+other kernel was last heard of. Waits are counted in such turns: what this process itself has slept through is no
 peer's silence. Children that are forked, as a loader's workers, close their copies of the sockets; else the end would
 never be seen.
 """
@@ -26,7 +28,9 @@ import contextlib
 import errno
 import hashlib
 import hmac
+import itertools
 import json
+import math
 import os
 import secrets
 import socket
@@ -35,7 +39,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +50,7 @@ from torch import Tensor
 
 from evenstep import network
 from evenstep.console import say
-from evenstep.errors import CollectiveTimeoutError, PeerLostError
+from evenstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 from evenstep.processes import is_running
 
 _LENGTH = struct.Struct("!I")
@@ -55,8 +59,12 @@ _MOST_HEADER_BYTES = 1 << 24
 _NUM_WAITING = 32  # connections that have not proved yet who they are
 _HANDSHAKE_S = 5.0
 _LOOK_EVERY_S = 0.02
+_TURN_S = 1.0  # at most, of a wait
 _SAY_EVERY_S = 1.0
+_LEAST_TRIES = 5  # to connect again, however long this process has slept
+_NODE_IS_GONE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH)
 _PEER_IDENTITY = struct.Struct("3i")  # pid, user and group of a Unix socket's other side
+_TCP_INFO = struct.Struct("=3xB20xI28xI")  # unanswered probes, unacknowledged segments, ms since the last answer
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
@@ -130,8 +138,12 @@ class Listener:
         self._most_bytes, self._silent_s = most_bytes, silent_s
         if isinstance(where, Path):
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            with _reached(where) as folder:
-                self._socket.bind(f"{folder}/socket")
+            try:
+                with _reached(where) as folder:
+                    self._socket.bind(f"{folder}/socket")
+            except OSError:
+                self._socket.close()
+                raise
             self._socket.listen(1024)
             self.address = f"unix:{where}"
         else:
@@ -141,9 +153,11 @@ class Listener:
         self._lock = threading.Lock()
         self._waiting: deque[socket.socket] = deque()
         self._peers: dict[int, _Peer] = {}
-        self._said_at = -_SAY_EVERY_S
+        self._answering: set[socket.socket] = set()
+        self._said_at = -math.inf
         self._is_closed = False
-        threading.Thread(target=self._accept, name="evenstep servers' door", daemon=True).start()
+        self._door = threading.Thread(target=self._accept, name="evenstep servers' door", daemon=True)
+        self._door.start()
 
     def __repr__(self) -> str:
         return f"<Listener {self.address}, {len(self._peers)} peers>"
@@ -151,11 +165,14 @@ class Listener:
     def close(self, patience_s: float = 5.0) -> None:
         """Send the answers that are on their way, and end all connections."""
         deadline = time.monotonic() + patience_s
-        while any(each.is_answering for each in list(self._peers.values())) and time.monotonic() < deadline:
+        while self._answering and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S / 10)
-        self._is_closed = True
-        for each in [self._socket, *self._waiting, *(peer.socket for peer in self._peers.values() if peer.socket)]:
-            _end(each)
+        with self._lock:
+            self._is_closed = True
+            for each in [self._socket, *self._waiting, *(peer.socket for peer in self._peers.values() if peer.socket)]:
+                _end(each)
+        self._door.join()
+        self._socket.close()
 
     def _accept(self) -> None:
         while not self._is_closed:
@@ -179,60 +196,65 @@ class Listener:
                 _end(self._waiting.popleft())
 
     def _attend(self, connection: socket.socket, address: Any) -> None:
-        try:
-            connection.settimeout(_HANDSHAKE_S)
-            rank = self._admit(connection)
-        except OSError as error:
-            _end(connection)
-            self._refuse(address, error)
-            return
-        finally:
-            with self._lock, contextlib.suppress(ValueError):
-                self._waiting.remove(connection)
-        _tend(connection, self._silent_s)
-        with self._lock:
-            peer = self._peers.setdefault(rank, _Peer())
-            before, peer.socket, peer.pid = peer.socket, connection, _identity(connection)[0]
-        if before is not None:
-            _end(before)
-        is_silent = has_left = False
-        try:
-            while not has_left:
-                message = receive(connection, self._most_bytes, None, self._silent_s)
-                has_left = message.head.get("kind") == "bye"
-                if not has_left:
-                    peer.is_answering = True
-                    send(connection, self._answer_once(rank, peer, message))
-                    peer.is_answering = False
-        except OSError as error:
-            is_silent = error.errno == errno.ETIMEDOUT
-        finally:
-            peer.is_answering = False
-            _end(connection)
-        if not has_left and not self._comes_back(peer, connection, is_silent=is_silent):
+        with connection:  # closed by this thread alone: another's may have the same number by then
+            try:
+                line = Line(connection, self._silent_s)
+                rank = self._admit(line)
+            except OSError as error:
+                self._refuse(address, error)
+                return
+            finally:
+                with self._lock, contextlib.suppress(ValueError):
+                    self._waiting.remove(connection)
+            with self._lock:
+                if self._is_closed:
+                    return
+                peer = self._peers.setdefault(rank, _Peer())
+                before, peer.socket, peer.pid = peer.socket, connection, _identity(connection)[0]
+            if before is not None:
+                _end(before)
+            end = self._answer_all(rank, peer, line)
+        if end is not None and not self._comes_back(peer, connection, end):
             self._lost(rank)
 
-    def _admit(self, connection: socket.socket) -> int:
+    def _answer_all(self, rank: int, peer: _Peer, line: Line) -> OSError | None:
+        """Answer the calls of a connection; returns what has ended it, None: the peer has left."""
+        try:
+            while True:
+                message = line.receive(self._most_bytes, None)
+                if message.head.get("kind") == "bye":
+                    return None
+                self._answering.add(line.socket)
+                line.send(self._answer_once(rank, peer, message), None)
+                self._answering.discard(line.socket)
+        except OSError as error:
+            return error
+        finally:
+            self._answering.discard(line.socket)
+            _end(line.socket)
+
+    def _admit(self, line: Line) -> int:
         """The rank of whoever connects, once it has proved that it is one.
 
         Raises:
             OSError: It hasn't.
         """
-        if connection.family == socket.AF_UNIX and _identity(connection)[1] != os.getuid():
+        if line.socket.family == socket.AF_UNIX and _identity(line.socket)[1] != os.getuid():
             raise PermissionError(errno.EPERM, "another user's")
         mine = secrets.token_bytes(32)
-        connection.sendall(mine)
-        rank, theirs, proof = _HELLO.unpack(_read(connection, _HELLO.size))
+        line.write(mine, _HANDSHAKE_S)
+        rank, theirs, proof = _HELLO.unpack(line.read(_HELLO.size, _HANDSHAKE_S))
         if not hmac.compare_digest(proof, self._badge.proof("client", rank, mine + theirs)):
             raise PermissionError(errno.EPERM, "wrong key, or another run's or attempt's")
-        connection.sendall(self._badge.proof("server", rank, mine + theirs))
+        line.write(self._badge.proof("server", rank, mine + theirs), _HANDSHAKE_S)
         return int(rank)
 
     def _refuse(self, address: Any, error: OSError) -> None:
         now = time.monotonic()
-        if self._is_closed or now - self._said_at < _SAY_EVERY_S:
-            return
-        self._said_at = now
+        with self._lock:
+            if self._is_closed or now - self._said_at < _SAY_EVERY_S:
+                return
+            self._said_at = now
         where = f" from {address[0]}" if isinstance(address, tuple) else ""
         say(f"evenstep: parameter servers: a stranger's connection{where} was refused: {error.strerror or error}")
 
@@ -251,9 +273,9 @@ class Listener:
                 answer.set_result(Message({"error": f"{type(error).__name__}: {error}"}))
         return answer.result()
 
-    def _comes_back(self, peer: _Peer, connection: socket.socket, *, is_silent: bool) -> bool:
+    def _comes_back(self, peer: _Peer, connection: socket.socket, end: OSError) -> bool:
         """Whether a peer connects again in time, or nobody waits for it; see [Note: when a peer is lost]."""
-        for _ in range(0 if is_silent else int(self._silent_s / _LOOK_EVERY_S)):
+        for _ in range(0 if end.errno in _NODE_IS_GONE else int(self._silent_s / _LOOK_EVERY_S)):
             if peer.socket is not connection or self._is_closed:
                 return True
             if peer.pid and not is_running(peer.pid):
@@ -270,7 +292,6 @@ class _Peer:
         self.pid = 0  # 0: it can't be seen from here
         self.number = 0  # of its newest call
         self.answer: Future[Message] = Future()
-        self.is_answering = False
 
 
 class Client:
@@ -284,10 +305,10 @@ class Client:
         server: The listener's, for messages.
         timeout_s: How long an answer may take.
         silent_s: See [Note: when a peer is lost].
-        most_bytes: Of the tensors of one answer.
+        most_bytes: Of the tensors of one message.
 
     Raises:
-        PeerLostError: Nobody listens there, or it isn't who it should be.
+        PeerLostError: Nobody listens there, it isn't who it should be, or doesn't let this process in.
     """
 
     def __init__(
@@ -307,12 +328,8 @@ class Client:
         self._number = 0
         self._call = Message({})
         self._future: Future[Message] | None = None  # of the call in flight
-        try:
-            self._socket = self._connect()
-        except OSError as error:
-            raise PeerLostError(
-                f"{who} was not let in by {server} ({error.strerror or error}). Do all nodes have the same secret file?"
-            ) from None
+        self._is_sent = True
+        self._line = self._reach()
 
     def __repr__(self) -> str:
         return f"<Client of {self.server} at {self._address}, {self._number} calls>"
@@ -328,11 +345,22 @@ class Client:
         Returns:
             What waits for the answer. It raises PeerLostError where the server is lost, and CollectiveTimeoutError
             where it doesn't answer in time.
+
+        Raises:
+            UsageError: More than a message may have.
+            EvenstepError: As what waits for the answer.
         """
+        num_bytes = sum(each.numel() * each.element_size() for each in tensors)
+        if num_bytes > self._most_bytes:
+            raise UsageError(
+                f"{self._who}: tensors of {num_bytes:,} bytes for {self.server}, where the model as it began has "
+                f"{self._most_bytes:,}. Module buffers must keep their sizes."
+            )
         self._settle()
         self._number += 1
         answer: Future[Message] = Future()
         self._call, self._future = Message({"kind": kind, "call": self._number, **head}, tensors), answer
+        self._is_sent = False
         self._deliver()
 
         def finish() -> Message:
@@ -349,73 +377,92 @@ class Client:
     def close(self) -> None:
         """Leave in good order; nobody is lost."""
         with contextlib.suppress(OSError):
-            send(self._socket, Message({"kind": "bye"}))
-        _end(self._socket)
+            self._line.send(Message({"kind": "bye"}), _TURN_S)
+        self._line.close()
 
     def _settle(self) -> None:
         """Wait for the answer of the call in flight."""
-        if self._future is None or self._future.done():
-            return
-        while True:
-            try:
-                self._future.set_result(receive(self._socket, self._most_bytes, self._timeout_s, self._silent_s))
-                return
-            except OSError as error:
-                if isinstance(error, TimeoutError) and error.errno is None:
-                    raise CollectiveTimeoutError(
-                        f"{self._who} waited {self._timeout_s:g} s for {self.server}, which did not answer."
-                    ) from None
-                self._recover(error)
-                self._deliver()
+        while self._future is not None and not self._future.done():
+            self._deliver()
+            with self._beginning_again():
+                self._future.set_result(self._line.receive(self._most_bytes, self._timeout_s))
 
     def _deliver(self) -> None:
-        while True:
-            try:
-                send(self._socket, self._call)
-                return
-            except OSError as error:
-                self._recover(error)
+        """Send the call in flight."""
+        while not self._is_sent:
+            with self._beginning_again():
+                self._line.send(self._call, self._timeout_s)
+                self._is_sent = True
 
-    def _recover(self, error: OSError) -> None:
-        """Connect again after the connection has ended.
+    @contextlib.contextmanager
+    def _beginning_again(self) -> Iterator[None]:
+        """What ends in the middle of a frame, be it by an exception of a signal's, is sent again as a whole.
 
         Raises:
             PeerLostError: The server has gone.
+            CollectiveTimeoutError: It takes too long.
         """
-        _end(self._socket)
-        for _ in range(0 if error.errno == errno.ETIMEDOUT else int(self._silent_s / _LOOK_EVERY_S)):
-            try:
-                self._socket = self._connect()
-                return
-            except PeerLostError:
-                raise
-            except OSError as again:
-                error = again
-                time.sleep(_LOOK_EVERY_S)
-        raise self._lost(error)
-
-    def _connect(self) -> socket.socket:
         try:
-            if self._address.startswith("unix:"):
-                made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                with _reached(Path(self._address.removeprefix("unix:"))) as folder:
-                    made.connect(f"{folder}/socket")
-            else:
-                made = socket.create_connection(tuple(json.loads(self._address)), timeout=self._silent_s)
-        except (ConnectionRefusedError, FileNotFoundError) as error:
-            raise self._lost(error) from None
+            yield
+        except BaseException as error:
+            self._line.close()
+            self._is_sent = False
+            if not isinstance(error, OSError):
+                raise
+            if isinstance(error, TimeoutError) and error.errno is None:
+                raise CollectiveTimeoutError(
+                    f"{self._who} waited {self._timeout_s:g} s for {self.server}, which did not answer."
+                ) from None
+            if error.errno in (*_NODE_IS_GONE, errno.EBADMSG):
+                raise self._lost(error) from None
+            self._line = self._reach()
+
+    def _reach(self) -> Line:
+        """Connect; again for `silent_s`, unless nobody listens."""
+        deadline = time.monotonic() + self._silent_s
+        for tries in itertools.count(1):
+            try:
+                return self._connect()
+            except (PeerLostError, CollectiveTimeoutError):
+                raise
+            except OSError as error:
+                is_over = tries >= _LEAST_TRIES and time.monotonic() > deadline
+                if is_over or isinstance(error, ConnectionRefusedError | FileNotFoundError | TimeoutError):
+                    raise self._lost(error) from None
+                time.sleep(_LOOK_EVERY_S)
+        raise AssertionError
+
+    def _connect(self) -> Line:
+        """A connection to the server.
+
+        Raises:
+            OSError: There is none. TimeoutError: Its node, or it, doesn't answer.
+        """
+        if self._address.startswith("unix:"):
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        else:
+            made = socket.create_connection(tuple(json.loads(self._address)), timeout=self._silent_s)
         _open.add(made)
         try:
-            made.settimeout(self._silent_s)
-            theirs, mine = _read(made, 32), secrets.token_bytes(32)
-            made.sendall(_HELLO.pack(self._rank, mine, self._badge.proof("client", self._rank, theirs + mine)))
-            if not hmac.compare_digest(_read(made, 32), self._badge.proof("server", self._rank, theirs + mine)):
+            if made.family == socket.AF_UNIX:
+                with _reached(Path(self._address.removeprefix("unix:"))) as folder:
+                    made.connect(f"{folder}/socket")
+            line = Line(made, self._silent_s)
+            theirs, mine = line.read(32, self._timeout_s), secrets.token_bytes(32)
+            proof = self._badge.proof("client", self._rank, theirs + mine)
+            line.write(_HELLO.pack(self._rank, mine, proof), self._timeout_s)
+            try:
+                answer = line.read(32, self._timeout_s)
+            except ConnectionResetError as error:
+                raise ConnectionResetError(
+                    errno.ECONNRESET, "it refuses this process: is the secret file the same on all nodes?"
+                ) from error
+            if not hmac.compare_digest(answer, self._badge.proof("server", self._rank, theirs + mine)):
                 raise PeerLostError(f"{self._who}: what listens at {self._address} is not {self.server} of this run.")
         except BaseException:
-            _end(made)
+            made.close()
             raise
-        _tend(made, self._silent_s)
-        return made
+        return line
 
     def _lost(self, error: OSError) -> PeerLostError:
         return PeerLostError(
@@ -424,79 +471,118 @@ class Client:
         )
 
 
-def send(connection: socket.socket, message: Message) -> None:
-    """Send a message; the kernel has it when this returns."""
-    described = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in message.tensors]
-    head = json.dumps({**message.head, "tensors": described}).encode()
-    connection.sendall(_LENGTH.pack(len(head)) + head)
-    for each in message.tensors:
-        if each.numel():
-            connection.sendall(_bytes_of(each))
-
-
-def receive(connection: socket.socket, most_bytes: int, idle_s: float | None, silent_s: float) -> Message:
-    """Receive a message.
+class Line:
+    """A connection: frames there and back, for as long as the other process's node is there.
 
     Args:
-        connection: From whom.
-        most_bytes: Of its tensors.
-        idle_s: How long to wait for its first byte; None: for ever.
-        silent_s: How long to wait for each of the others.
+        connected: A socket.
+        silent_s: See [Note: when a peer is lost].
 
-    Raises:
-        OSError: The connection has ended, or what comes is no message. TimeoutError without a number: it took too long.
+    Attributes:
+        socket: It.
     """
-    connection.settimeout(idle_s)
-    first = _read(connection, 1)
-    connection.settimeout(silent_s)
-    (length,) = _LENGTH.unpack(first + _read(connection, _LENGTH.size - 1))
-    if length > _MOST_HEADER_BYTES:
-        raise ConnectionError(f"a header of {length:,} bytes")
-    try:
-        head = json.loads(_read(connection, length))
-        described = [(getattr(torch, dtype), tuple(map(int, shape))) for dtype, shape in head.pop("tensors")]
-        sizes = [dtype.itemsize * torch.Size(shape).numel() for dtype, shape in described]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConnectionError(f"a header that is none: {error}") from None
-    if min(sizes, default=0) < 0 or sum(sizes) > most_bytes:
-        raise ConnectionError(f"tensors of {sum(sizes):,} bytes, and at most {most_bytes:,} can be meant")
-    tensors = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in described]
-    for each in tensors:
-        if each.numel():
-            _fill(connection, _bytes_of(each))
-    return Message(head, tensors)
+
+    def __init__(self, connected: socket.socket, silent_s: float) -> None:
+        self.socket, self._silent_s = connected, silent_s
+        self._turn_s = min(_TURN_S, silent_s / 5)
+        connected.settimeout(self._turn_s)
+        if connected.family != socket.AF_UNIX:
+            every_s = max(1, int(silent_s / 6))
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every_s)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every_s)
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
+
+    def __repr__(self) -> str:
+        return f"<Line {self.socket!r}>"
+
+    def send(self, message: Message, patience_s: float | None) -> None:
+        """Send a message; the kernel has it when this returns.
+
+        Args:
+            message: It.
+            patience_s: How long its head, and each of its tensors, may take; None: for ever.
+
+        Raises:
+            OSError: The connection has ended. TimeoutError without a number: it took too long.
+        """
+        described = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in message.tensors]
+        head = json.dumps({**message.head, "tensors": described}).encode()
+        self.write(_LENGTH.pack(len(head)) + head, patience_s)
+        for each in message.tensors:
+            self._move(self.socket.send, _bytes_of(each), patience_s)
+
+    def receive(self, most_bytes: int, patience_s: float | None) -> Message:
+        """Receive a message.
+
+        Args:
+            most_bytes: Of its tensors.
+            patience_s: As in `send`.
+
+        Raises:
+            OSError: As in `send`. With EBADMSG: what comes is no message.
+        """
+        (length,) = _LENGTH.unpack(self.read(_LENGTH.size, patience_s))
+        if length > _MOST_HEADER_BYTES:
+            raise OSError(errno.EBADMSG, f"a header of {length:,} bytes")
+        try:
+            head = json.loads(self.read(length, patience_s))
+            described = [(getattr(torch, dtype), tuple(map(int, shape))) for dtype, shape in head.pop("tensors")]
+            sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in described]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise OSError(errno.EBADMSG, f"a header that is none: {error}") from None
+        if sum(sizes) > most_bytes or any(each < 0 for _, shape in described for each in shape):
+            raise OSError(errno.EBADMSG, f"tensors of {sum(sizes):,} bytes, and at most {most_bytes:,} can be meant")
+        tensors = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in described]
+        for each in tensors:
+            self._move(self.socket.recv_into, _bytes_of(each), patience_s)
+        return Message(head, tensors)
+
+    def write(self, data: bytes, patience_s: float | None) -> None:
+        """Send bytes."""
+        self._move(self.socket.send, memoryview(data), patience_s)
+
+    def read(self, num_bytes: int, patience_s: float | None) -> bytes:
+        """Receive bytes."""
+        found = bytearray(num_bytes)
+        self._move(self.socket.recv_into, memoryview(found), patience_s)
+        return bytes(found)
+
+    def close(self) -> None:
+        """End the connection."""
+        _end(self.socket)
+        self.socket.close()
+
+    def _move(self, act: Callable[[memoryview], int], view: memoryview, patience_s: float | None) -> None:
+        waited_s = 0.0
+        while len(view):
+            began = time.monotonic()
+            try:
+                count = act(view)
+                if not count:
+                    raise ConnectionResetError(errno.ECONNRESET, "the connection has ended")
+                view = view[count:]
+            except TimeoutError as error:
+                if error.errno is not None or self._node_is_silent():
+                    raise OSError(errno.ETIMEDOUT, "its node doesn't answer") from None
+            waited_s += min(self._turn_s, time.monotonic() - began)
+            if patience_s is not None and waited_s >= patience_s and len(view):
+                raise TimeoutError("timed out")
+
+    def _node_is_silent(self) -> bool:
+        """Whether the other kernel owes an answer for `silent_s`."""
+        if self.socket.family == socket.AF_UNIX:
+            return False
+        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        num_probes, num_unacknowledged, last_ms = map(int, _TCP_INFO.unpack(info))
+        return (num_probes > 1 or num_unacknowledged > 0) and last_ms > 1000 * self._silent_s
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
-
-
-def _read(connection: socket.socket, num_bytes: int) -> bytes:
-    found = bytearray(num_bytes)
-    _fill(connection, memoryview(found))
-    return bytes(found)
-
-
-def _fill(connection: socket.socket, view: memoryview) -> None:
-    while len(view):
-        count = connection.recv_into(view)
-        if not count:
-            raise ConnectionResetError(errno.ECONNRESET, "the connection has ended")
-        view = view[count:]
-
-
-def _tend(connection: socket.socket, silent_s: float) -> None:
-    """Have the kernel find out when the other node has gone."""
-    if connection.family == socket.AF_UNIX:
-        return
-    turn = max(1, int(silent_s / 6))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, turn)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, turn)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * silent_s))
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _identity(connection: socket.socket) -> tuple[int, int]:
@@ -520,7 +606,6 @@ def _reached(folder: Path) -> Any:
 
 
 def _end(connection: socket.socket) -> None:
-    """End a connection, also where another thread waits in it."""
+    """End a connection, also where another thread waits in it, which closes it then."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-    connection.close()

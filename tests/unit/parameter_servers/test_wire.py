@@ -1,0 +1,522 @@
+"""Frames, handshakes and repeated calls, between threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from evenstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
+from evenstep.network import LOOPBACK
+from evenstep.parameter_servers import wire
+from evenstep.parameter_servers.wire import Badge, Line, Message
+from tests.wire_cases import ATTEMPT_BEFORE, BADGE, OTHER_KEY, Cuts, listening
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+SHAPES = [(), (0,), (1,), (3, 0, 5), (7,), (2, 3, 4)]
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
+    return tmp_path if request.param == "unix" else LOOPBACK
+
+
+@pytest.fixture
+def pair() -> Any:
+    one, other = socket.socketpair()
+    with one, other:
+        yield Line(one, 30.0), Line(other, 30.0)
+
+
+def drawn(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Any bits; of a bool 0 and 1."""
+    if dtype == torch.bool:
+        return torch.randint(2, shape, generator=generator).bool()
+    size = [*shape[:-1], shape[-1] * dtype.itemsize] if shape else [dtype.itemsize]
+    return torch.randint(256, size, generator=generator, dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def assert_same(one: Tensor, other: Tensor) -> None:
+    assert (one.dtype, one.shape, bits(one)) == (other.dtype, other.shape, bits(other))
+
+
+# ---------------------------------------------------------------------- frames
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_tensor_comes_as_it_was(dtype: torch.dtype, where: Path | str, fresh_seed: int):
+    generator = torch.Generator().manual_seed(fresh_seed)
+    sent = [drawn(dtype, shape, generator) for shape in SHAPES]
+    with listening(where) as place:
+        client = place.client()
+        answer = client.call("echo", sent, text="ä\n", number=2**70, nothing=None)
+        client.close()
+    assert answer.head == {"rank": 0, "kind": "echo", "text": "ä\n", "number": 2**70, "nothing": None}
+    assert len(answer.tensors) == len(sent)
+    for one, other in zip(sent, answer.tensors, strict=True):
+        assert_same(one, other)
+
+
+def test_tensors_that_are_not_contiguous_or_have_a_gradient(where: Path | str):
+    whole = torch.arange(24.0).reshape(4, 6)
+    sent = [whole.t(), whole[:, 1::2], whole[1:3], whole[0].expand(3, 6), torch.nn.Parameter(whole), whole.flip(0)]
+    with listening(where) as place:
+        client = place.client()
+        answer = client.call("echo", sent)
+        client.close()
+    for one, other in zip(sent, answer.tensors, strict=True):
+        assert_same(one.detach(), other)
+
+
+def test_more_than_a_socket_holds(where: Path | str, fresh_seed: int):
+    sent = drawn(torch.float32, (5_000_000,), torch.Generator().manual_seed(fresh_seed))
+    with listening(where, most_bytes=20_000_000) as place:
+        client = place.client()
+        assert_same(client.call("echo", [sent]).tensors[0], sent)
+        client.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"\xff\xff\xff\xff",
+        struct.pack("!I", wire._MOST_HEADER_BYTES + 1),
+        b"garbage!",
+        b"{}",
+        b"[]",
+        b"7",
+        b'{"tensors": [["float32", [1152921504606846976]]]}',
+        b'{"tensors": [["float32", [4294967296, 4294967296]]]}',
+        b'{"tensors": [["float32", [-1]]]}',
+        b'{"tensors": [["float32", [-2, -2]]]}',
+        b'{"tensors": [["float32", ["x"]]]}',
+        b'{"tensors": [["nn", [1]]]}',
+        b'{"tensors": [["load", [1]]]}',
+        b'{"tensors": [[7, [1]]]}',
+        b'{"tensors": [["float32"]]}',
+        b'{"tensors": [["float32", [25]], ["float64", [13]]]}',
+        b"[" * 100_000,
+        b'{"tensors": "\xff"}',
+    ],
+    ids=lambda head: repr(head[:40]),
+)
+def test_what_is_no_frame_is_an_error_and_takes_no_memory(pair: tuple[Line, Line], head: bytes):
+    near, far = pair
+    is_whole = head.startswith((b"\xff", b"\x01"))
+    near.write(head if is_whole else struct.pack("!I", len(head)) + head, 5.0)
+    with pytest.raises(OSError, match=r"header|at most 200 can be meant") as raised:
+        far.receive(200, 5.0)
+    assert raised.value.errno is not None
+
+
+def test_a_frame_of_just_as_many_bytes_as_can_be_meant(pair: tuple[Line, Line]):
+    near, far = pair
+    near.send(Message({}, [torch.arange(50.0)]), 5.0)
+    assert_same(far.receive(200, 5.0).tensors[0], torch.arange(50.0))
+
+
+def test_a_message_that_is_too_large_is_refused_before_it_is_sent(where: Path | str):
+    with listening(where, most_bytes=100) as place:
+        client = place.client()
+        with pytest.raises(UsageError, match=r"worker 0: tensors of 104 bytes for server 0.*100"):
+            client.call("echo", [torch.zeros(26)])
+        client.call("echo", [torch.zeros(25)])
+        client.close()
+
+
+def test_an_answer_that_is_too_large_ends_the_client(where: Path | str):
+    """It isn't asked for again and again."""
+    with listening(where, lambda *_: Message({}, [torch.zeros(1000)]), most_bytes=100) as place:
+        client = place.client()
+        with pytest.raises(PeerLostError, match="tensors of 4,000 bytes, and at most 100 can be meant"):
+            client.call("grow")
+        assert len(place.calls) == 1
+        client.close()
+
+
+# ---------------------------------------------------------------------- calls
+
+
+def test_calls_of_several_clients(where: Path | str):
+    with listening(where) as place:
+        clients = [place.client(rank) for rank in range(4)]
+
+        def call(rank: int) -> None:
+            for number in range(50):
+                answer = clients[rank].call("echo", [torch.full((3,), float(number))], number=number)
+                assert (answer.head["rank"], answer.head["number"]) == (rank, number)
+                assert answer.tensors[0].tolist() == [number] * 3
+
+        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(4)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert sorted(place.calls) == [(rank, "echo") for rank in range(4) for _ in range(50)]
+        for each in clients:
+            each.close()
+
+
+def test_a_call_that_nobody_has_waited_for_keeps_its_answer(where: Path | str):
+    with listening(where) as place:
+        client = place.client()
+        first = client.start("first", number=1)
+        second = client.start("second", number=2)
+        assert second().head["number"] == 2
+        assert first().head["number"] == 1
+        assert first().head["number"] == 1
+        client.close()
+
+
+def test_an_answer_that_raises_is_an_answer(where: Path | str):
+    def answer(rank: int, message: Message) -> Message:
+        if message.head["kind"] == "fail":
+            raise ValueError("no")
+        return Message({})
+
+    with listening(where, answer) as place:
+        client = place.client()
+        assert client.call("fail").head == {"error": "ValueError: no"}
+        assert client.call("go on").head == {}
+        client.close()
+
+
+def test_a_listener_that_never_answers_is_named(where: Path | str):
+    done = threading.Event()
+    with listening(where, lambda *_: Message({"done": done.wait(30)})) as place:
+        client = place.client(timeout_s=0.3)
+        with pytest.raises(CollectiveTimeoutError, match=r"worker 0 waited 0\.3 s for server 0"):
+            client.call("wait")
+        done.set()
+        client._timeout_s = 30.0
+        assert client.call("wait").head == {"done": True}, "the late answer isn't that of the next call"
+        assert len(place.calls) == 2
+        client.close()
+
+
+def test_nobody_listens(where: Path | str):
+    with listening(where) as place:
+        client = place.client()
+    with pytest.raises(PeerLostError, match=r"worker 0 lost server 0 \(Connection refused\)"):
+        client.call("echo")
+    with pytest.raises(PeerLostError, match=r"worker 1 lost server 0 \((Connection refused|No such file)"):
+        place.client(1)
+    client.close()
+
+
+def test_a_listener_that_cannot_listen(tmp_path: Path):
+    with pytest.raises(FileNotFoundError), listening(tmp_path / "nowhere"):
+        pass
+    with pytest.raises(OSError, match="assign"), listening("192.0.2.1"):
+        pass
+
+
+def test_a_peer_that_says_goodbye_is_not_lost(where: Path | str):
+    with listening(where, silent_s=0.2) as place:
+        place.client(0).close()
+        client = place.client(1)
+        client._line.close()
+        assert place.has_lost.wait(30)
+        time.sleep(0.5)
+        assert place.lost == [1]
+
+
+def test_close_sends_the_answers_that_are_on_their_way(where: Path | str):
+    has_begun, found = threading.Event(), []
+
+    def answer(rank: int, message: Message) -> Message:
+        has_begun.set()
+        time.sleep(0.3)
+        return Message({}, [torch.arange(100_000.0)])
+
+    with listening(where, answer) as place:
+        client = place.client()
+        caller = threading.Thread(target=lambda: found.append(client.call("slow")))
+        caller.start()
+        assert has_begun.wait(30)
+        place.listener.close()
+        caller.join()
+        assert_same(found[0].tensors[0], torch.arange(100_000.0))
+        client.close()
+
+
+def test_nothing_is_left_behind(where: Path | str):
+    """Threads are the guard's, of all tests."""
+    before = set(os.listdir("/proc/self/fd"))
+    with listening(where, silent_s=0.5) as place:
+        clients = [place.client(rank) for rank in range(3)]
+        clients[0].call("echo")
+        clients[1].close()
+        stranger = place.reached()
+        with pytest.raises(PeerLostError):
+            place.client(7, badge=OTHER_KEY)
+    for each in clients:
+        each.close()
+    stranger.close()
+    deadline = time.monotonic() + 30
+    while set(os.listdir("/proc/self/fd")) != before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+# ---------------------------------------------------------------------- connections that break
+
+
+class Adds:
+    """A listener's state: what was applied."""
+
+    def __init__(self) -> None:
+        self.applied: list[int] = []
+
+    def __call__(self, rank: int, message: Message) -> Message:
+        (tensor,) = message.tensors
+        assert bool((tensor == message.head["number"]).all())
+        self.applied.append(message.head["number"])
+        return Message({"count": len(self.applied)}, [tensor * 2])
+
+
+def check_cuts(limits: Callable[[int], tuple[int | None, int | None]], positions: range) -> None:
+    adds = Adds()
+    with listening(answer=adds) as place, Cuts(place.listener.address) as proxy:
+        client = place.client(address=proxy.address)
+        for number, position in enumerate(positions):
+            client._line.close()  # the next call is on a connection of its own
+            proxy.limits.append(limits(position))
+            answer = client.call("add", [torch.full((2,), float(number))], number=number)
+            assert answer.head == {"count": number + 1}
+            assert answer.tensors[0].tolist() == [2.0 * number] * 2
+        client.close()
+    assert adds.applied == list(range(len(positions)))
+    assert place.lost == []
+    assert proxy.num_connections > 1.5 * len(positions), "they were cut"
+
+
+def test_a_connection_that_is_cut_in_a_call_at_any_byte():
+    check_cuts(lambda position: (position, None), range(68 + 90))
+
+
+def test_a_connection_that_is_cut_in_an_answer_at_any_byte():
+    check_cuts(lambda position: (None, position), range(64 + 60))
+
+
+def test_a_call_that_is_repeated_while_it_is_answered_is_handled_once():
+    has_begun, may_end = threading.Event(), threading.Event()
+    found: list[Message] = []
+
+    def answer(rank: int, message: Message) -> Message:
+        has_begun.set()
+        assert may_end.wait(30)
+        return Message({"done": True})
+
+    with listening(answer=answer) as place:
+        client = place.client()
+        caller = threading.Thread(target=lambda: found.append(client.call("slow")))
+        caller.start()
+        for _ in range(3):
+            assert has_begun.wait(30)
+            connected = place.listener._peers[0].socket
+            assert connected is not None
+            connected.shutdown(socket.SHUT_RDWR)
+            while place.listener._peers[0].socket is connected:
+                time.sleep(0.01)
+        may_end.set()
+        caller.join()
+        assert found[0].head == {"done": True}
+        assert place.calls == [(0, "slow")]
+        assert place.lost == []
+        client.close()
+
+
+def test_an_exception_in_the_middle_of_a_call_breaks_no_other(monkeypatch: pytest.MonkeyPatch):
+    """Such as a signal handler's. The call that it has interrupted is sent as a whole before the next."""
+    adds = Adds()
+    moves = Line._move
+    with listening(answer=adds) as place:
+        client = place.client()
+        for number, at in enumerate(range(1, 6)):
+            count = [0]
+
+            def breaks(
+                line: Line, act: Any, view: memoryview, patience_s: Any, at: int = at, count: Any = count
+            ) -> None:
+                count[0] += line is client._line
+                if line is client._line and count[0] == at:
+                    act(view[:1])
+                    raise KeyboardInterrupt
+                moves(line, act, view, patience_s)
+
+            monkeypatch.setattr(Line, "_move", breaks)
+            with pytest.raises(KeyboardInterrupt):
+                client.call("add", [torch.full((2,), 2.0 * number)], number=2 * number)
+            monkeypatch.setattr(Line, "_move", moves)
+            answer = client.call("add", [torch.full((2,), 2.0 * number + 1)], number=2 * number + 1)
+            assert answer.head == {"count": 2 * number + 2}
+        client.close()
+    assert adds.applied == list(range(10))
+
+
+# ---------------------------------------------------------------------- strangers
+
+
+@pytest.mark.parametrize(
+    "badge", [OTHER_KEY, ATTEMPT_BEFORE, Badge(b"", BADGE.run), Badge(BADGE.key, "run 1 server 1")]
+)
+def test_who_has_another_badge_is_refused(where: Path | str, badge: Badge, capfd: pytest.CaptureFixture[str]):
+    with listening(where, silent_s=0.5) as place:
+        client = place.client()
+        with pytest.raises(PeerLostError, match="it refuses this process: is the secret file the same on all nodes"):
+            place.client(1, badge=badge)
+        assert client.call("echo").head["rank"] == 0
+        client.close()
+        assert place.calls == [(0, "echo")]
+        assert place.lost == []
+    said = capfd.readouterr().err
+    of_whom = "" if isinstance(where, Path) else f" from {LOOPBACK}"
+    assert f"a stranger's connection{of_whom} was refused: wrong key, or another run's or attempt's" in said
+
+
+def test_who_listens_without_the_key_is_not_believed():
+    with socket.create_server((LOOPBACK, 0)) as impostor:
+
+        def pretend() -> None:
+            connection, _ = impostor.accept()
+            with connection:
+                connection.sendall(bytes(32))
+                assert len(connection.recv(68, socket.MSG_WAITALL)) == 68
+                connection.sendall(bytes(32))
+                assert connection.recv(1) == b"", "it isn't sent anything"
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with listening() as place, pytest.raises(PeerLostError, match="is not server 0 of this run"):
+            place.client(address=json.dumps(impostor.getsockname()))
+        thread.join()
+
+
+def test_a_proof_that_was_seen_before_is_worth_nothing(where: Path | str):
+    """Nor is the listener's own."""
+    with listening(where) as place:
+        hello = b""
+        for replay in (False, True):
+            with place.reached() as stranger:
+                theirs = stranger.recv(32, socket.MSG_WAITALL)
+                mine = bytes(32)
+                if not replay:
+                    hello = wire._HELLO.pack(0, mine, BADGE.proof("client", 0, theirs + mine))
+                stranger.sendall(hello)
+                assert len(stranger.recv(32, socket.MSG_WAITALL)) == (0 if replay else 32)
+        with place.reached() as stranger:
+            theirs = stranger.recv(32, socket.MSG_WAITALL)
+            stranger.sendall(wire._HELLO.pack(0, mine, BADGE.proof("server", 0, theirs + mine)))
+            assert stranger.recv(32) == b""
+
+
+@pytest.mark.parametrize("said", [b"", b"\0", bytes(67), bytes(68), b"GET / HTTP/1.1\r\n\r\n" * 10, b"\xff" * 4096])
+def test_garbage_and_half_a_hello(where: Path | str, said: bytes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wire, "_HANDSHAKE_S", 0.3)
+    with listening(where) as place:
+        client = place.client()
+        leaving, staying = place.reached(), place.reached()
+        with leaving, staying:
+            for each in (leaving, staying):
+                each.sendall(said)
+            leaving.close()
+            assert len(staying.recv(32, socket.MSG_WAITALL)) == 32
+            assert _rest(staying) == b"", "it is sent away"
+        assert client.call("echo").head["rank"] == 0
+        client.close()
+        assert (place.calls, place.lost) == ([(0, "echo")], [])
+
+
+def _rest(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1)
+    except ConnectionResetError:
+        return b""
+
+
+def test_who_sends_a_hello_byte_by_byte_is_sent_away(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wire, "_HANDSHAKE_S", 0.5)
+    with listening() as place, place.reached() as stranger:
+        assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
+        stranger.settimeout(0.1)
+        for _ in range(60):
+            try:
+                stranger.send(b"x")
+                assert stranger.recv(1) == b""
+                break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+        else:
+            pytest.fail("it was heard to the end")
+
+
+def test_strangers_are_named_at_most_once_a_second(capfd: pytest.CaptureFixture[str]):
+    began = time.monotonic()
+    with listening() as place:
+        while time.monotonic() < began + 2.5:
+            together = [place.reached() for _ in range(20)]
+            for each in together:
+                each.sendall(bytes(68))
+            for each in together:
+                assert len(each.recv(32, socket.MSG_WAITALL)) in (0, 32)
+                each.close()
+    took_s = time.monotonic() - began
+    assert 1 <= capfd.readouterr().err.count("was refused") <= 1 + took_s
+
+
+def test_the_oldest_stranger_gives_way(where: Path | str):
+    with listening(where) as place:
+        strangers = [place.reached() for _ in range(wire._NUM_WAITING + 1)]
+        assert len(strangers[0].recv(32, socket.MSG_WAITALL)) in (0, 32)
+        assert _rest(strangers[0]) == b""
+        assert len(strangers[-1].recv(32, socket.MSG_WAITALL)) == 32
+        client = place.client()
+        assert client.call("echo").head["rank"] == 0
+        client.close()
+        for each in strangers:
+            each.close()
+
+
+def test_a_long_path(tmp_path: Path):
+    folder = tmp_path.joinpath(*["a folder with a long name"] * 8)
+    folder.mkdir(parents=True)
+    assert len(str(folder)) > 200
+    with listening(folder) as place:
+        client = place.client()
+        assert client.call("echo").head["rank"] == 0
+        client.close()

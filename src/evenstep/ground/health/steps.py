@@ -95,8 +95,8 @@ def validate_roles() -> None:
     """
     if lacks_servers():
         raise ConfigurationError(
-            "--servers (EVENSTEP_SERVERS): the script trains without evenstep.parameter_server, so no rank is a server. "
-            "Leave it out."
+            "--servers (EVENSTEP_SERVERS): the script trains without evenstep.parameter_server, so no rank is a "
+            "server. Leave it out."
         )
 
 

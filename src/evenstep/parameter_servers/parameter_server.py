@@ -27,6 +27,7 @@ from torch.distributed import Store
 from evenstep import checks
 from evenstep import world as worlds
 from evenstep.data.loading.fetch import Loaded
+from evenstep.data.position import Mark
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, NonFiniteError, PeerLostError, UsageError
 from evenstep.ground import environment
 from evenstep.ground.coordination.rendezvous_store import choose_gloo_interface, open_store
@@ -43,7 +44,7 @@ from evenstep.parameter_servers.server.shard import Answer, Pushed, Shard
 from evenstep.parameter_servers.traffic import Traffic
 from evenstep.parameter_servers.worker.connections import Connection, LocalConnection, untrained
 
-Positioned = tuple[int, Loaded]  # with its position at the end
+Positioned = tuple[Mark, Loaded]  # with its position at the end
 MODES = ("sync", "async", "bounded")
 _TRANSFER_DTYPES = (torch.bfloat16, torch.float16)
 

@@ -82,6 +82,7 @@ define stress_kills
 $(RUN) tests.faults.kill_loop --kills 200
 $(RUN) tests.faults.kill_loop --kills 50 --s3
 $(RUN) tests.faults.mesh_kill_loop --kills 30
+$(RUN) tests.faults.data_kill_loop --kills 60
 $(foreach kind,plain sharded fsdp2,$(RUN) tests.faults.tier_kill_loop --kind $(kind) --kills 30 &&) true
 endef
 define stress_ends

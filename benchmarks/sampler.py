@@ -120,7 +120,7 @@ def per_index(num_samples: int, num_turns: int) -> dict[str, Any]:
     data = range(num_samples)
     world = evenstep.World.alone(device="cpu")
     torchs = TorchDistributedSampler(data, 1, 0)
-    ours = evenstep.DistributedSampler(data, 1, 0, auto_epoch=True)
+    ours = evenstep.DistributedSampler(data, 1, 0)
     loaders: dict[str, Any] = {
         "torch": TorchDataLoader(data, batch_size=BATCH, sampler=torchs, collate_fn=as_it_is),
         "our_sampler": TorchDataLoader(data, batch_size=BATCH, sampler=ours, collate_fn=as_it_is),
@@ -132,6 +132,7 @@ def per_index(num_samples: int, num_turns: int) -> dict[str, Any]:
     }
     seconds: dict[str, list[float]] = {name: [] for name in loaders}
     for turn in range(num_turns + 1):
+        ours.set_epoch(turn)
         for name, loader in loaders.items():
             took = run_through(loader)
             if turn:  # the first one warms up

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from evenstep import checks
 from evenstep.data.loading import workers
 from evenstep.data.loading.device_prefetch import on_device
 from evenstep.data.loading.fetch import Loaded
-from evenstep.data.order.batch_plan import BatchPlan, in_words, plan_batches
+from evenstep.data.order.batch_plan import in_words, plan_batches
 from evenstep.data.order.epochs import Epochs
 from evenstep.data.position import EpochCounter, Mark, Progress
 from evenstep.data.sources.same_data import digest_of_names
@@ -28,19 +27,12 @@ from evenstep.ground.environment import settings
 from evenstep.ground.health import excepthook
 from evenstep.ground.health.steps import count_batch
 from evenstep.ground.health.users_code import warn
-from evenstep.randomness import mix
+from evenstep.randomness import LARGEST_SEED, mix
 from evenstep.world import World
 
 _WORKERS_TAG = 0x776F726B6572  # "worker": other streams from the same seed stay unrelated
-_MAX_NAMED = 3  # skipped samples that are named one by one
 _STATE_VERSION = 1
 _ADVICE = "Every rank makes its loaders in the same order, from the same data set and with the same arguments."
-_MAY_BE_NONE = {
-    "sample_seed": "None for the mode's choice",
-    "shuffle": "None for the data set's order, or the sampler's",
-    "pin_memory": "None to pin where batches go to a GPU",
-    "persistent_workers": "None to keep those that are expensive to start",
-}
 
 
 class DataLoader:
@@ -89,8 +81,6 @@ class DataLoader:
         lengths: With `max_tokens`: tokens of each sample.
         sample_seed: Key python's, torch's and numpy's random numbers in `__getitem__` by (seed, epoch, sample), so that
             augmentation is the same for any number of ranks and workers. None: in reproducible mode.
-        on_error: "raise", or "skip": leave out samples that raise `DataError`, count them in `num_skipped` and warn;
-            batches are shorter then.
         seed: Of the order and of random numbers; None: the world's, or 0.
         world: The ranks that share the data; None: the current world.
         sampler: Instead of `shuffle`: gives the indices of an epoch, for all ranks together. One that has `state_dict`
@@ -134,7 +124,6 @@ class DataLoader:
         max_tokens: int | None = None,
         lengths: Any = None,
         sample_seed: bool | None = None,
-        on_error: str = "raise",
         seed: int | None = None,
         world: World | None = None,
         sampler: Any = None,
@@ -150,8 +139,6 @@ class DataLoader:
         everybody = evenstep.world.chosen(world if queue is None else World.alone(device="cpu"), "DataLoader")
         self.world = everybody.data_parallel
         self._queue = queue
-        self.drop_last = False
-        self.num_skipped = 0  # samples of this rank that could not be loaded
         self.pin_memory = self.world.device.type == "cuda" and pin_memory is not False
         self._epochs = EpochCounter()
         self._progress = Progress()
@@ -160,36 +147,32 @@ class DataLoader:
         self._has_warned_of_iterations = False
 
         def prepare() -> dict[str, Any]:
-            nonlocal global_batch_size, max_tokens, seed
             try:
                 _validate_refused(batch_size, generator, pin_memory_device, in_order)
-                global_batch_size, max_tokens, seed = map(_plain, (global_batch_size, max_tokens, seed))
-                global_batch_size, max_tokens = _as_measured(global_batch_size, max_tokens)
-                _validate_switches(
-                    shuffle=shuffle,
-                    drop_last=drop_last,
-                    sample_seed=sample_seed,
-                    pin_memory=pin_memory,
-                    persistent_workers=persistent_workers,
-                )
+                for name, value, otherwise in (
+                    ("shuffle", shuffle, "None for the data set's order, or the sampler's"),
+                    ("drop_last", drop_last, ""),
+                    ("sample_seed", sample_seed, "None for the mode's choice"),
+                    ("pin_memory", pin_memory, "None to pin where batches go to a GPU"),
+                    ("persistent_workers", persistent_workers, "None to keep those that are expensive to start"),
+                ):
+                    checks.switches("", otherwise, **{name: value})
                 _validate_workers(collate_fn, worker_init_fn, timeout, prefetch_factor)
-                self.drop_last = bool(drop_last)
                 if dataset is None:
                     raise ConfigurationError("there is nothing to load: dataset is None.")
-                self.dataset = dataset
+                self.dataset, self.sampler, self.batch_sampler = dataset, sampler, batch_sampler
+                self.drop_last, self.shuffle = bool(drop_last), bool(shuffle)
+                own_seed = (self.world.seed or 0) if seed is None else seed
+                self.seed = checks.whole("seed", own_seed, least=0, most=LARGEST_SEED, otherwise="None for the world's")
                 self.num_workers = workers.choose_workers(num_workers, self.world)
                 _validate_queue(queue, self.dataset, world)
-                _validate_order(sampler, batch_sampler, queue, shuffle, global_batch_size, max_tokens)
-                self.sampler, self.batch_sampler = sampler, batch_sampler
-                self.shuffle, self.seed = bool(shuffle), (self.world.seed or 0) if seed is None else seed
+                _validate_order(sampler, batch_sampler, queue, self.shuffle, global_batch_size, max_tokens)
                 self._source = self._choose_source(
-                    global_batch_size,
                     collate_fn,
                     sample_seed=_choose_sample_seed(sample_seed, self.dataset, self.world),
-                    skip=_choose_skips(on_error, self.world),
-                    max_tokens=max_tokens,
-                    lengths=lengths,
                     resume_streams=checks.choice("resume_streams", resume_streams, ("replay", "state")),
+                    lengths=lengths,
+                    **_sizes(global_batch_size, max_tokens),
                 )
                 self._torch_loader = workers.torch_loader(
                     self._source.fetcher,
@@ -205,7 +188,7 @@ class DataLoader:
                 raise ConfigurationError(str(error)) from error.__cause__
             # Beyond what a resume depends on: what would make the ranks' samples, or their number, differ.
             names = digest_of_names(self.dataset) if isinstance(self._source, SampleSource) else ""
-            own = {"sample_seed": bool(sample_seed), "on_error": on_error, "the digest of its file names": names}
+            own = {"sample_seed": bool(sample_seed), "the digest of its file names": names}
             return in_words(self._source.facts()) | own
 
         validate_on_all_ranks(everybody, "DataLoader", prepare, advice=_ADVICE)
@@ -214,51 +197,43 @@ class DataLoader:
 
     def _choose_source(
         self,
-        global_batch_size: Any,
         collate_fn: Callable[[list[Any]], Any] | None,
         *,
         sample_seed: bool,
-        skip: bool,
         resume_streams: str,
-        **given: Any,
+        global_batch_size: int | None,
+        max_tokens: int | None,
+        lengths: Any,
     ) -> Source:
         """Samples or a stream. Raises `ConfigurationError`."""
-        world_size = self.world.world_size
-        if isinstance(self.dataset, IterableDataset):
-            others = {"shuffle": self.shuffle, "sampler": self.sampler, "batch_sampler": self.batch_sampler}
-            others |= given | {"sample_seed": sample_seed, "on_error": skip}
-            _validate_stream(self.dataset, self.seed, global_batch_size, world_size, others)
+        order: dict[str, Any] = {"shuffle": self.shuffle, "sampler": self.sampler, "batch_sampler": self.batch_sampler}
+        order |= {"max_tokens": max_tokens, "lengths": lengths}
+        common: dict[str, Any] = {"num_workers": self.num_workers, "world": self.world}
+        is_stream = isinstance(self.dataset, IterableDataset)
+        if is_stream:
+            _validate_stream(self.dataset, order | {"sample_seed": sample_seed})
+        plan = plan_batches(  # of a stream: to check the size of a step
+            self.world.world_size if is_stream else _number_of_samples(self.dataset),
+            global_batch_size=global_batch_size,
+            drop_last=self.drop_last and not is_stream,
+            seed=self.seed,
+            world_size=self.world.world_size,
+            **order,
+        )
+        if is_stream:
+            assert global_batch_size is not None
             return StreamSource(
                 self.dataset,
                 collate_fn,
                 global_batch_size=global_batch_size,
                 drop_last=self.drop_last,
                 seed=self.seed,
-                num_workers=self.num_workers,
-                world=self.world,
                 by_state=resume_streams == "state",
+                **common,
             )
         if resume_streams == "state":
             raise ConfigurationError("resume_streams='state' is of streams; numbered samples resume by their position.")
-        given |= {"global_batch_size": global_batch_size, "drop_last": self.drop_last}
-        return SampleSource(
-            self.dataset,
-            _plan_batches(
-                self.dataset,
-                shuffle=self.shuffle,
-                seed=self.seed,
-                sampler=self.sampler,
-                batch_sampler=self.batch_sampler,
-                world_size=world_size,
-                **given,
-            ),
-            collate_fn,
-            sample_seed=sample_seed,
-            skip=skip,
-            num_workers=self.num_workers,
-            world=self.world,
-            queue=self._queue,
-        )
+        return SampleSource(self.dataset, plan, collate_fn, sample_seed=sample_seed, queue=self._queue, **common)
 
     @property
     def global_batch_size(self) -> int | None:
@@ -362,7 +337,7 @@ class DataLoader:
         batches = state.get("batches") or {"first": None, "done": {}}
         if batches["first"] is not None:
             mark = Mark(mark.epoch, self._source.position_of(mark.epoch, int(batches["first"])))
-        if not self._source.begins_at(mark):
+        if self._source.step_at(mark) is None:
             raise ConfigurationError(f"DataLoader.load_state_dict: no step begins at position {mark.position}.")
         if "streams" in state:
             mark = mark._replace(state=state["streams"][self.world.rank])
@@ -397,20 +372,13 @@ class DataLoader:
             batches = on_device(batches, self.world.device, pin=self.pin_memory, are_pinned=are_pinned)
         return self._yielded(batches, mark, self._num_iterations)
 
-    def _yielded(self, batches: Iterator[tuple[int | Mark, Loaded]], start: Mark, iteration: int) -> Iterator[Any]:
-        progress, epoch = self._progress, start.epoch
-        end, finished = start, False
-        num_skipped = self.num_skipped
-        named: list[str] = []
+    def _yielded(self, batches: Iterator[tuple[Mark, Loaded]], start: Mark, iteration: int) -> Iterator[Any]:
+        progress, epoch, finished = self._progress, start.epoch, False
         if iteration == self._num_iterations:
-            self._iterated = (start, end)
+            self._iterated = (start, start)
             progress.start()
         try:
-            for place, loaded in batches:
-                if loaded.skipped:
-                    self.num_skipped += len(loaded.skipped)
-                    named += loaded.skipped[: _MAX_NAMED - len(named)]
-                end = place if isinstance(place, Mark) else Mark(epoch, place, loaded.state)
+            for end, loaded in batches:
                 if iteration == self._num_iterations:
                     self._iterated = (start, end)
                     progress.add(end, loaded.batch)
@@ -423,10 +391,8 @@ class DataLoader:
         finally:
             self._epochs.end(epoch, finished=finished)
             if finished and iteration == self._num_iterations:
-                progress.end(Mark(epoch + 1))
+                progress.end(self._source.after(epoch))
             batches.close()  # type: ignore[attr-defined]  # now, and with it the workers
-            if self.num_skipped > num_skipped:
-                self._warn_of_skipped(self.num_skipped - num_skipped, epoch, named)
 
     def _refuse_or_warn_of_older(self) -> None:
         """Speak of an iteration that goes on although a newer one has begun.
@@ -446,13 +412,6 @@ class DataLoader:
                 f"{told}. The position of the loader is that of the newer one alone, so a run can't be resumed "
                 f"exactly. Make two loaders.",
             )
-
-    def _warn_of_skipped(self, num_skipped: int, epoch: int, named: list[str]) -> None:
-        more = "" if num_skipped <= len(named) else f", and {num_skipped - len(named)} more"
-        warn(
-            f"DataLoader: rank {self.world.rank} left out {num_skipped} samples in epoch {epoch}: "
-            f"{'; '.join(named)}{more}.",
-        )
 
     # ------------------------------------------------------------------ evaluation
 
@@ -497,17 +456,6 @@ def _validate_refused(batch_size: Any, generator: Any, pin_memory_device: Any, i
         raise ConfigurationError(f"in_order={in_order!r}: the order of batches is part of the answer here.")
 
 
-def _validate_switches(**given: Any) -> None:
-    """Raise for a switch that is neither True nor False; some may be None.
-
-    Raises:
-        ConfigurationError: A value is something else.
-    """
-    for name, value in given.items():
-        if not (value is None and name in _MAY_BE_NONE):
-            checks.switch(name, value, otherwise=_MAY_BE_NONE.get(name, ""))
-
-
 def _validate_queue(queue: Any, dataset: Any, world: World | None) -> None:
     """Raise for what doesn't go with a queue.
 
@@ -542,6 +490,8 @@ def _validate_order(
     sampler: Any, batch_sampler: Any, queue: Any, shuffle: Any, global_batch_size: Any, max_tokens: Any
 ) -> None:
     """Raise for a sampler that can't be meant, and for arguments that exclude each other."""
+    if queue is not None and max_tokens is not None:
+        raise ConfigurationError("max_tokens with queue=: the batches of a queue have a fixed size, global_batch_size.")
     for name, given in (("sampler", sampler), ("batch_sampler", batch_sampler)):
         if given is None:
             continue
@@ -557,33 +507,26 @@ def _validate_order(
         if name == "batch_sampler":
             others |= {"global_batch_size": global_batch_size, "sampler": sampler}
         for other, value in others.items():
-            if value not in (None, False):
+            if value is not None and value is not False:
                 raise ConfigurationError(f"{name} and {other} exclude each other: each says which samples make a step.")
         by_weight = type(given) is WeightedRandomSampler and given.replacement
         if queue is not None and not by_weight:
             raise ConfigurationError(f"{name} with queue=: workers that take any of the batches can't compare them.")
 
 
-def _plain(value: Any) -> Any:
-    """A numpy or tensor integer as an int, for `mix` and JSON; any other value as it is."""
-    if value is None or checks.is_switch_type(value):
-        return value
-    try:
-        return operator.index(value)
-    except Exception:  # no whole number: refused where its bounds are known
-        return value
-
-
-def _as_measured(global_batch_size: Any, max_tokens: Any) -> tuple[Any, Any]:
-    """Both as the script gives them; as `evenstep bench` sets them under its runs."""
+def _sizes(global_batch_size: Any, max_tokens: Any) -> dict[str, int | None]:
+    """Both sizes of a step, of which one may be None: as the script gives them, or as `evenstep bench` sets them."""
+    if global_batch_size is not None:
+        global_batch_size = checks.whole("global_batch_size", global_batch_size, least=1)
+    if max_tokens is not None:
+        max_tokens = checks.whole("max_tokens", max_tokens, least=1, most=LARGEST_SEED)
     measured = settings().measurement
-    if measured is None:
-        return global_batch_size, max_tokens
-    if global_batch_size is not None and measured.global_batch_size is not None:
-        global_batch_size = measured.global_batch_size
-    if isinstance(max_tokens, int):
-        max_tokens *= measured.growth
-    return global_batch_size, max_tokens
+    if measured is not None:
+        if global_batch_size is not None:
+            global_batch_size = measured.global_batch_size or global_batch_size
+        if max_tokens is not None:
+            max_tokens *= measured.growth
+    return {"global_batch_size": global_batch_size, "max_tokens": max_tokens}
 
 
 def _choose_sample_seed(given: bool | None, dataset: Any, world: World) -> bool:
@@ -595,45 +538,22 @@ def _choose_sample_seed(given: bool | None, dataset: Any, world: World) -> bool:
     return bool(given)
 
 
-def _choose_skips(on_error: str, world: World) -> bool:
-    """Whether samples that can't be loaded are left out."""
-    skips = checks.choice("on_error", on_error, ("raise", "skip")) == "skip"
-    if skips and world.virtual_ranks is not None:
-        raise ConfigurationError(
-            "on_error='skip' in reproducible mode: without a sample the others would move to other virtual ranks. "
-            "Make the data set whole, or leave the sample out of it (torch.utils.data.Subset)."
-        )
-    return skips
-
-
-def _validate_stream(dataset: Any, seed: Any, global_batch_size: Any, world_size: int, others: dict[str, Any]) -> None:
+def _validate_stream(dataset: Any, others: dict[str, Any]) -> None:
     """Raise for arguments that don't go with a stream."""
     kind = type(dataset).__name__
     for name, value in others.items():
-        if value not in (None, False):
+        if value is not None and value is not False:
             raise ConfigurationError(
                 f"{name} doesn't go with {kind}, an IterableDataset: its records come as they come. Shuffle in the "
                 f"data set (its set_epoch is called), or pass one with __len__ and __getitem__."
             )
-    plan_batches(
-        max(1, world_size),
-        global_batch_size=global_batch_size,
-        drop_last=False,
-        shuffle=False,
-        seed=seed,
-        max_tokens=None,
-        lengths=None,
-        sampler=None,
-        batch_sampler=None,
-        world_size=world_size,
-    )
 
 
-def _plan_batches(dataset: Any, **given: Any) -> BatchPlan:
-    """Check the data set and the arguments that divide it.
+def _number_of_samples(dataset: Any) -> int:
+    """Of a data set that numbers them, at least 1.
 
     Raises:
-        ConfigurationError: Something is wrong with them.
+        ConfigurationError: It doesn't.
     """
     kind = type(dataset).__name__
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -655,7 +575,7 @@ def _plan_batches(dataset: Any, **given: Any) -> BatchPlan:
             f"numbers its samples, dataset[0] to dataset[{num_samples - 1}]. Pass one of its values if these are data "
             f"sets, or list(dataset.values()) if each is a sample."
         )
-    return plan_batches(num_samples, **given)
+    return num_samples
 
 
 def _read_state(state: Any, facts: dict[str, Any], *, may_resize: bool) -> tuple[Mark, int]:

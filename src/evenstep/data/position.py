@@ -38,12 +38,11 @@ from itertools import islice
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep.ground.compat.torch_tensors import StorageWeakRef, weak_storage
 from evenstep.ground.health.users_code import warn
-from evenstep.pytrees import children_of
+from evenstep.pytrees import tensors_in
 from evenstep.replica.batches import input_watchers
 
 _MOST_WAITING = 256  # batches that may wait for a step; before, the oldest is forgotten: evaluation has no steps
@@ -58,7 +57,7 @@ class Mark(NamedTuple):
         position: Samples of it that all ranks together have consumed.
         state: What this rank needs beside the position to go on there, such as the state of its stream; often None.
         drawn: Where a sampler of the script gives the order: "step", the steps up to there; "digest", of what was
-            drawn; "state", the sampler's own, if it has one.
+            drawn; "state", the sampler's own, if it has one; "ended", whether that is the state behind an epoch's end.
     """
 
     epoch: int = 0
@@ -220,21 +219,12 @@ def _after_step(*_: Any) -> None:
 
 def _pieces(batch: Any) -> Iterator[_Piece]:
     """The memory of the first tensors of a batch, or of a model's inputs."""
-    for tensor in islice(_tensors(batch), _MOST_TENSORS):
+    for tensor in islice(tensors_in(batch), _MOST_TENSORS):
         try:
             storage, begin = tensor.untyped_storage(), tensor.data_ptr()
         except (NotImplementedError, RuntimeError):  # without memory of its own: sparse, or a subclass
             continue
         yield _Piece(weak_storage(storage), begin, begin + tensor.nbytes)
-
-
-def _tensors(node: Any) -> Iterator[Tensor]:
-    if isinstance(node, Tensor):
-        yield node
-        return
-    parts = children_of(node)
-    for child in parts[0] if parts is not None else ():
-        yield from _tensors(child)
 
 
 def _lies_in(piece: _Piece, whole: _Piece) -> bool:

@@ -12,7 +12,6 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from evenstep import checks, world
-from evenstep.data.order.batch_plan import to_list
 from evenstep.data.order.permutation import EpochOrder
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.health import excepthook
@@ -29,8 +28,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
     sees every sample exactly once. Unlike torch's, no list of the epoch is made: the first index comes at once and
     memory doesn't grow with the data set.
 
-    Call `set_epoch` before each epoch, or pass `auto_epoch=True`; forgetting it gives every epoch the same order, and
-    rank 0 warns when the second one begins.
+    Call `set_epoch` before each epoch; forgetting it gives every epoch the same order, and rank 0 warns when the second
+    one begins.
 
     Args:
         dataset: Anything with a length.
@@ -41,7 +40,6 @@ class DistributedSampler(TorchDistributedSampler[int]):
         drop_last: Leave out the last samples instead of repeating the first.
         pad: False: nothing is repeated; some ranks then have one sample less, so use it with
             `DistributedDataParallel.join`.
-        auto_epoch: Each iteration is the epoch after the one before.
 
     Raises:
         ConfigurationError: A data set without length, or a rank that is none. Also a `ValueError`, as in torch.
@@ -59,7 +57,6 @@ class DistributedSampler(TorchDistributedSampler[int]):
         drop_last: bool = False,
         *,
         pad: bool = True,
-        auto_epoch: bool = False,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ConfigurationError(
@@ -68,15 +65,15 @@ class DistributedSampler(TorchDistributedSampler[int]):
             )
         num_replicas, rank = _choose_rank("DistributedSampler", num_replicas, rank)
         seed = checks.whole("DistributedSampler: seed", seed)
-        checks.switches("DistributedSampler: ", shuffle=shuffle, drop_last=drop_last, pad=pad, auto_epoch=auto_epoch)
+        checks.switches("DistributedSampler: ", shuffle=shuffle, drop_last=drop_last, pad=pad)
         super().__init__(dataset, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self._size = len(dataset)
         self.pad = pad
-        self.auto_epoch = auto_epoch
         if not pad and not drop_last:
             self.total_size = self._size
             self.num_samples = len(range(rank, self._size, num_replicas))
-        self._turns = _AutoEpoch()
+        self._was_set = True  # since the latest iteration began; as there was none, also by default
+        self._has_warned = False
         self._start = 0  # position at which the next iteration begins
         self._begun_at = 0  # position at which the latest began
         self._iteration = 0
@@ -94,7 +91,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         epoch = checks.whole("DistributedSampler.set_epoch: epoch", epoch, least=0)
         if epoch != self.epoch:
             self._start = 0
-        self._turns.was_set = True
+        self._was_set = True
         super().set_epoch(epoch)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, int]:
@@ -135,7 +132,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         epoch, position = (checks.whole(f"{where}: {name}", state.get(name), least=0) for name in ("epoch", "position"))
         self.epoch, self._start = epoch, position
         self._begun_at, self._yielded, self._has_ended = self._start, (0, iter(())), False
-        self._turns.has_begun = False
+        self._was_set = True
 
     def __iter__(self) -> Iterator[int]:
         size = len(self.dataset)  # type: ignore[arg-type]
@@ -144,8 +141,13 @@ class DistributedSampler(TorchDistributedSampler[int]):
                 f"DistributedSampler on rank {self.rank}: the data set had {self._size} samples when the sampler was "
                 f"made and has {size} now. Make a new sampler, on every rank."
             )
-        warns = self.shuffle and self.rank == 0
-        self.epoch = self._turns.begin(self.epoch, counts=self.auto_epoch, warns=warns)
+        if not (self._was_set or self._has_warned) and self.shuffle and self.rank == 0:
+            self._has_warned = True
+            warn(
+                f"DistributedSampler: epoch {self.epoch} begins for the second time, in the same order. Call "
+                f"sampler.set_epoch(epoch) before each epoch.",
+            )
+        self._was_set = False
         self._begun_at, self._start = self._start, 0
         self._iteration, self._yielded, self._has_ended = self._iteration + 1, (0, iter(())), False
         order = EpochOrder(size, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
@@ -157,7 +159,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
             turns = torch.arange(first, min(first + _CHUNK, num_left), device="cpu")
             # Positions behind the end are the padding: the epoch again from its beginning, as often as needed.
             positions = (start + turns * self.num_replicas + self.rank) % order.num_samples
-            chunk = iter(to_list(order.at(positions)))
+            chunk = iter(order.at(positions).numpy().tolist())  # torch's `tolist` takes a quarter longer
             if iteration == self._iteration:
                 self._yielded = (first + len(turns), chunk)
             yield chunk
@@ -179,38 +181,6 @@ class DistributedSampler(TorchDistributedSampler[int]):
             f"<DistributedSampler epoch {self.epoch}, {self.num_samples} of {len(self.dataset)} samples "  # type: ignore[arg-type]
             f"for rank {self.rank} of {self.num_replicas}{', shuffled' if self.shuffle else ''}>"
         )
-
-
-class _AutoEpoch:
-    """Counts a sampler's epochs, and warns once of a forgotten `set_epoch`.
-
-    Attributes:
-        was_set: `set_epoch` was called since the latest iteration began.
-        has_begun: There was an iteration.
-    """
-
-    def __init__(self) -> None:
-        self.was_set = self.has_begun = self._has_warned = False
-
-    def begin(self, epoch: int, *, counts: bool, warns: bool) -> int:
-        """Begin an iteration; returns its epoch.
-
-        Args:
-            epoch: The latest iteration's, or set since then.
-            counts: Without `set_epoch` each iteration is the epoch after the one before (`auto_epoch`).
-            warns: Warn when an epoch begins again without `set_epoch`.
-        """
-        forgotten = self.has_begun and not self.was_set
-        self.has_begun, self.was_set = True, False
-        if forgotten and counts:
-            return epoch + 1
-        if forgotten and warns and not self._has_warned:
-            self._has_warned = True
-            warn(
-                f"DistributedSampler: epoch {epoch} begins for the second time, in the same order. Call "
-                f"sampler.set_epoch(epoch) before each epoch, or make the sampler with auto_epoch=True.",
-            )
-        return epoch
 
 
 def _choose_rank(what: str, num_replicas: Any, rank: Any) -> tuple[int, int]:

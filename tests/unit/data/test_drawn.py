@@ -186,6 +186,54 @@ def test_any_stop_is_resumed_exactly_on_any_ranks(kind: str, num_workers: int, f
     assert seen == expected
 
 
+class CountsYielded(WithState):
+    """Another kind of state, as torchdata's have it: how many indices of the epoch were given."""
+
+    def __init__(self) -> None:
+        self.random, self.done, self.skips = random.Random(7), 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.done, self.skips = self.skips, 0
+        for index in range(self.done, SIZE):
+            self.done += 1
+            yield index
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skips = state["done"]
+
+
+@pytest.mark.parametrize("sampler", [WithState, CountsYielded])
+def test_a_sampler_with_a_state_goes_on_from_every_step(sampler: type[WithState]) -> None:
+    """Also from the last of an epoch, after whose state the sampler would begin again, and from between two epochs."""
+
+    def loader() -> DataLoader:
+        return DataLoader(range(SIZE), 6, sampler=sampler(), collate_fn=list, world=stub_world(), seed=3)
+
+    whole = loader()
+    expected = [(epoch, batch) for epoch in whole.epochs(3) for batch in whole]
+    assert [len(batch) for _, batch in expected] == [6, 6, 6, 6, 6, 6, 5] * 3
+    for stop in range(1, len(expected)):
+        for ends in (False, True):  # whether the loop over the epoch came to its end
+            first = loader()
+            seen = []
+            for epoch in first.epochs(3):
+                for batch in first:
+                    seen.append((epoch, batch))
+                    first.commit()
+                    if len(seen) == stop and not (ends and stop % 7 == 0):
+                        break
+                if len(seen) == stop:
+                    break
+            state = json.loads(json.dumps(first.state_dict()))
+            second = loader()
+            second.load_state_dict(state)
+            seen += [(epoch, batch) for epoch in second.epochs(3) for batch in second]
+            assert seen == expected, (stop, ends)
+
+
 def test_a_generator_of_its_own_is_refused_by_a_resume(fresh_seed: int) -> None:
     """Before the first batch, with the class and the two ways out."""
     random.seed(fresh_seed)

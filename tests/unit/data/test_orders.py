@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from torch.utils.data import BatchSampler, WeightedRandomSampler
 
 from evenstep import DataLoader
 from evenstep.data.order.max_tokens import TokenBatches, cut
-from evenstep.data.order.permutation import EpochOrder
 from evenstep.data.order.weighted import WeightedOrder, Weights
 from evenstep.errors import ConfigurationError, UsageError
 from tests.stub_worlds import stub_world
@@ -95,22 +94,18 @@ def test_bad_weights(weights: list[float], told: str) -> None:
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=300), st.integers(30, 200), st.booleans())
 def test_batches_of_tokens_keep_the_budget_and_lose_nothing(lengths: list[int], budget: int, shuffle: bool) -> None:
     given_lengths = torch.tensor(lengths)
-    order = EpochOrder(len(lengths), 1, 2, shuffle)
-    batches = TokenBatches(order, given_lengths, budget, shuffle=shuffle, seed=1, epoch=2)
-    samples = batches.at(torch.arange(len(lengths)))
-    assert samples.sort().values.tolist() == list(range(len(lengths)))
-    assert shuffle or samples.tolist() == list(range(len(lengths)))
-    spans = [batches.global_batch(step) for step in range(batches.num_batches)]
-    assert [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), len(lengths)]
-    for start, stop in spans:
-        assert (stop - start) * int(given_lengths[samples[start:stop]].max()) <= budget
-        assert (batches.step_at(start), batches.step_at(start + 1) is None) == (
-            spans.index((start, stop)),
-            stop - start > 1,
-        )
+    sampler = TokenBatches(given_lengths, budget, shuffle=shuffle, seed=1)
+    sampler.set_epoch(2)
+    batches = list(sampler)
+    samples = list(chain.from_iterable(batches))
+    assert sorted(samples) == list(range(len(lengths)))
+    assert shuffle or samples == list(range(len(lengths)))
+    assert len(sampler) == len(batches)
+    for batch in batches:
+        assert len(batch) * int(given_lengths[batch].max()) <= budget
     if not shuffle:
-        for (start, stop), (_, after) in pairwise(spans):  # as long as they can be
-            assert stop == after or int(given_lengths[start : stop + 1].max()) * (stop - start + 1) > budget
+        for batch, after in pairwise(batches):  # as long as they can be
+            assert (len(batch) + 1) * int(given_lengths[[*batch, after[0]]].max()) > budget
 
 
 def test_cutting_looks_as_far_as_it_must() -> None:
@@ -124,16 +119,17 @@ def test_cutting_looks_as_far_as_it_must() -> None:
 def test_sorting_by_length_wastes_little_and_epochs_differ() -> None:
     lengths = torch.randint(1, 500, (20_000,), generator=torch.Generator().manual_seed(0))
     seen = []
+    sampler = TokenBatches(lengths, 16_384, shuffle=True)
     for epoch in range(2):
-        batches = TokenBatches(EpochOrder(20_000, 0, epoch), lengths, 16_384, shuffle=True, epoch=epoch)
-        samples = batches.at(torch.arange(20_000))
-        spans = [batches.global_batch(step) for step in range(batches.num_batches)]
-        padded = sum((stop - start) * int(lengths[samples[start:stop]].max()) for start, stop in spans)
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        padded = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
         assert int(lengths.sum()) / padded > 0.95
-        means = torch.tensor([float(lengths[samples[a:b]].float().mean()) for a, b in spans])
+        means = torch.tensor([float(lengths[batch].float().mean()) for batch in batches])
         assert float(torch.corrcoef(torch.stack([means[:-1], means[1:]]))[0, 1]) < 0.3, "lengths come in any order"
-        seen.append(samples)
-    assert not torch.equal(*seen)
+        seen.append(batches)
+        assert len(sampler) == len(batches)
+    assert seen[0] != seen[1]
 
 
 @pytest.mark.parametrize(

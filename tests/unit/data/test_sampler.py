@@ -79,7 +79,9 @@ def test_the_epoch_belongs_to_the_iteration() -> None:
 def test_a_forgotten_set_epoch_is_said_once_and_on_one_rank() -> None:
     samplers = [DistributedSampler(range(20), 2, rank) for rank in range(2)]
     first = [list(sampler) for sampler in samplers]
-    with pytest.warns(UserWarning, match=r"epoch 0 begins for the second time, in the same order. Call .*auto_epoch"):
+    with pytest.warns(
+        UserWarning, match=r"epoch 0 begins for the second time, in the same order. Call sampler.set_epoch"
+    ):
         assert list(samplers[0]) == first[0]
     assert list(samplers[0]) == first[0], "not twice"
     assert list(samplers[1]) == first[1], "not on rank 1"
@@ -92,16 +94,6 @@ def test_who_sets_the_epoch_or_does_not_shuffle_hears_nothing() -> None:
         list(sampler)
     evaluation = DistributedSampler(range(20), 2, 0, shuffle=False)
     assert list(evaluation) == list(evaluation)
-
-
-def test_auto_epoch_counts() -> None:
-    by_hand, counting = DistributedSampler(range(50), 2, 1), DistributedSampler(range(50), 2, 1, auto_epoch=True)
-    for epoch in (0, 1, 2, 7, 8):
-        by_hand.set_epoch(epoch)
-        if epoch == 7:
-            counting.set_epoch(7)
-        assert list(counting) == list(by_hand)
-        assert counting.epoch == epoch
 
 
 @settings(max_examples=100, deadline=None)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import io
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from itertools import islice
+from functools import partial
+from multiprocessing.sharedctypes import RawArray
 from typing import Any, NamedTuple
 
 import torch
@@ -22,26 +24,26 @@ from torch.utils.data import TensorDataset, default_collate, get_worker_info
 from evenstep import randomness
 from evenstep.data.loading.digests import digest_of
 from evenstep.data.loading.nested import emptied
-from evenstep.data.order.batch_plan import Request
+from evenstep.data.order.batch_plan import Request, divide
 from evenstep.data.order.epochs import Epochs
 from evenstep.errors import DataError
 from evenstep.ground.compat.torch_data import without_worker_info
 from evenstep.ground.health import excepthook
 from evenstep.randomness import mix, seed_streams
+from evenstep.virtual_ranks import per_rank
+from evenstep.world import World
 
 _BATCH_TAG = 0x6261746368  # "batch": other streams from the same seed stay unrelated
 _SAMPLE_TAG = 0x73616D706C65  # "sample"
 MAX_BYTES = 524_288  # of all tensors of a batch that is sent as bytes
-_MAX_EXAMPLES = 1_000  # samples tried for one that can be loaded
 
 
 class Loaded(NamedTuple):
-    """A batch, and the reasons for missing samples.
+    """A batch.
 
     Attributes:
         batch: Result of `collate_fn`.
         packed: The batch as `pack` made it in a worker; `batch` is None then.
-        skipped: Why each missing sample could not be loaded.
         num_samples: Of the global batch; known here only for streams.
         digests: Of the records of this batch's step, behind those of the steps before that other workers load; of
             numbered samples, of the request's looks; empty if nothing is to be compared.
@@ -50,7 +52,6 @@ class Loaded(NamedTuple):
     """
 
     batch: Any
-    skipped: tuple[str, ...] = ()
     num_samples: int | None = None
     digests: tuple[int, ...] = ()
     failure: DataError | None = None
@@ -58,85 +59,115 @@ class Loaded(NamedTuple):
     state: Any = None
 
 
-class Fetcher:
-    """Loads the batch of a request.
+class Fetcher(ABC):
+    """Loads the batch of a request. torch's loader takes it for the data set.
 
     Args:
-        dataset: Has `__getitem__`.
+        dataset: The script's.
         collate_fn: Makes a batch of a list of samples; None: torch's.
-        batch_seed: Key of a worker's random streams, with the epoch and the step: a resume draws what would have been
-            drawn. In the rank's own process they are left alone.
-        sample_seed: Key of the random streams in `__getitem__`, with the epoch and the sample, in every process; None:
-            samples have none of their own.
-        skip: Leave samples out whose loading raises `DataError`.
-        page: Memory in which workers note their place, [2 * workers]: step and number of the sample in the share.
-        packs: Have workers send small batches as bytes.
+        seed: With epoch, step and rank the key of a worker's random streams: a resume draws what would have been drawn.
+            In the rank's own process they are left alone.
+        num_workers: Of this rank, as of every other.
+        world: The ranks.
+
+    Attributes:
+        wants_tensors: The data set gives whole batches, of an int64 tensor of sample numbers.
+        notes_samples: Whether workers note the sample, and not only the step.
+        share: Of this rank, [start, stop), of the positions from `start` to `stop`.
+        page: Memory in which workers note their place, [2 * workers]: step and number of the sample in the share. It is
+            readable after their death.
     """
+
+    wants_tensors = False
+    notes_samples = False
 
     def __init__(
         self,
         dataset: Any,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None,
         *,
-        batch_seed: int = 0,
-        sample_seed: int | None = None,
-        skip: bool = False,
-        page: Any = None,
-        packs: bool = False,
+        seed: int,
+        num_workers: int,
+        world: World,
     ) -> None:
         self.dataset = dataset
         self.collate = default_collate if collate_fn is None else collate_fn
-        self.wants_tensors = gives_batches(dataset, self.collate)
-        self._batch_seed = batch_seed
-        self._sample_seed = None if self.wants_tensors else sample_seed  # such a data set draws nothing
-        # Whether workers note the sample, and not only the step.
-        self.notes_samples = not self.wants_tensors and (
-            sample_seed is not None or not hasattr(dataset, "__getitems__")
+        self.page = RawArray("q", 2 * num_workers) if num_workers else None
+        self.seed, self._rank = seed, world.rank
+        self.share = partial(
+            divide, rank=world.rank, world_size=world.world_size, virtual_ranks=per_rank(world.virtual_ranks)
         )
-        self.skips = skip
-        self._page = page
-        self._packs = packs
-        self._epochs = Epochs(dataset)
+        # torch's thread pins batches for a GPU; it can't pin tensors inside the bytes.
+        self._packs = world.device.type == "cpu"
         self._is_small = False  # whether the latest batch was packed
-        self._good: int | None = None  # a sample that could be loaded
+
+    @abstractmethod
+    def load(self, request: Request) -> Loaded:
+        """The batch of a request."""
 
     def __getitem__(self, request: Request) -> Loaded:
-        """Load a batch. torch's loader takes this object for the data set."""
+        """Load a batch, here or in a worker."""
+        if get_worker_info() is None:
+            return self.load(request)
+        self._note(request.step, 0)
+        if not self.wants_tensors:
+            seed_streams(mix(_BATCH_TAG, mix(self.seed, self._rank), request.epoch, request.step))
+        try:
+            loaded = packed(self.load(request)) if self._packs else self.load(request)
+        except DataError as error:
+            return failed(error)
+        self._is_small = loaded.packed is not None
+        return loaded
+
+    def _note(self, step: int, number: int) -> None:
         worker = get_worker_info()
-        if worker is not None:
-            if self._page is not None:
-                self._page[2 * worker.id : 2 * worker.id + 2] = [request.step, 0]
-            if not self.wants_tensors:
-                seed_batch(self._batch_seed, request)
-            try:
-                loaded = packed(self._load(request)) if self._packs else self._load(request)
-                self._is_small = loaded.packed is not None
-                return loaded
-            except DataError as error:
-                return failed(error)
-        if self._sample_seed is None:
+        if self.page is not None and worker is not None:
+            self.page[2 * worker.id : 2 * worker.id + 2] = [step, number]
+
+    def _collated(self, samples: list[Any]) -> Any:
+        if self._is_small and self.collate is default_collate:
+            # In a worker torch's function would make a file of shared memory for each tensor.
+            with without_worker_info():
+                return self.collate(samples)
+        return self.collate(samples)
+
+
+class SampleFetcher(Fetcher):
+    """Loads samples by their numbers.
+
+    Args:
+        sample_seed: Key of the random streams in `__getitem__`, with the epoch and the sample, in every process; None:
+            samples have none of their own.
+        arguments: Of `Fetcher`.
+    """
+
+    def __init__(
+        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, *, sample_seed: int | None, **arguments: Any
+    ) -> None:
+        super().__init__(dataset, collate_fn, **arguments)
+        self.wants_tensors = gives_batches(dataset, self.collate)
+        self._sample_seed = None if self.wants_tensors else sample_seed  # such a data set draws nothing
+        self._gives_several = self._sample_seed is None and bool(getattr(dataset, "__getitems__", None))
+        self.notes_samples = not self.wants_tensors and not self._gives_several
+        self._epochs = Epochs(dataset)
+
+    def load(self, request: Request) -> Loaded:
+        """See `Fetcher.load`. The streams of the rank's own process are as before, where samples have theirs."""
+        if self._sample_seed is None or get_worker_info() is not None:
             return self._load(request)
         with randomness.preserved():
             return self._load(request)
 
     def _load(self, request: Request) -> Loaded:
         self._epochs.tell(request.epoch)
-        if request.looks:
-            return self._load(request._replace(looks=False))._replace(digests=self._looked())
         if request.example is not None:
-            return Loaded(self._nothing_like(request.epoch, request.example))
-        if self.wants_tensors:
-            try:
-                return Loaded(batch_of(self.dataset, torch.as_tensor(request.samples, device="cpu")))
-            except DataError:
-                if not self.skips:
-                    raise
-        samples = request.samples.tolist() if isinstance(request.samples, Tensor) else request.samples
-        skipped: list[str] = []
-        loaded = self._samples(samples, request, skipped)
-        if skipped and not loaded:
-            return Loaded(self._nothing_like(request.epoch, None), tuple(skipped))
-        return Loaded(self._collated(loaded), tuple(skipped))
+            one, two, three = (self._sample(request.example, request.epoch) for _ in range(3))
+            batch = emptied(self.collate([one]), self.collate([two, three]))
+        elif self.wants_tensors:
+            batch = batch_of(self.dataset, torch.as_tensor(request.samples, device="cpu"))
+        else:
+            batch = self._collated(self._samples(request))
+        return Loaded(batch, digests=self._looked() if request.looks else ())
 
     def _looked(self) -> tuple[int, int]:
         """Digests of two reads of a few fixed samples; they differ where reads do, or fail."""
@@ -149,72 +180,29 @@ class Fetcher:
             except Exception:  # of the user's data set: there is no verdict
                 return 0, 1
 
-    def _collated(self, loaded: list[Any]) -> Any:
-        if self._is_small and self.collate is default_collate:
-            # In a worker torch's function would make a file of shared memory for each tensor.
-            with without_worker_info():
-                return self.collate(loaded)
-        return self.collate(loaded)
-
-    def _samples(self, samples: list[int], request: Request, skipped: list[str]) -> list[Any]:
-        dataset = self.dataset
-        if self._sample_seed is None and getattr(dataset, "__getitems__", None):
-            try:
-                return list(dataset.__getitems__(samples))
-            except DataError:
-                if not self.skips:
-                    raise
+    def _samples(self, request: Request) -> list[Any]:
+        if self._gives_several:
+            return list(self.dataset.__getitems__(request.samples))
         loaded: list[Any] = []
-        note = self._noter()
         sample = None
         try:
-            if not self.skips and self._sample_seed is None and get_worker_info() is None:
-                for sample in samples:
-                    loaded.append(dataset[sample])
+            if self._sample_seed is None and get_worker_info() is None:
+                for sample in request.samples:
+                    loaded.append(self.dataset[sample])
                 return loaded
-            for number, sample in enumerate(samples):
-                note(number)
-                try:
-                    loaded.append(self._sample(sample, request.epoch))
-                except DataError as error:
-                    if not self.skips:
-                        raise
-                    skipped.append(f"sample {sample}: {error}")
+            for number, sample in enumerate(request.samples):
+                self._note(request.step, number)
+                loaded.append(self._sample(sample, request.epoch))
         except Exception as error:
             if not isinstance(error, DataError) and hasattr(error, "add_note"):  # python 3.11
                 error.add_note(f"while evenstep loaded sample {sample}, epoch {request.epoch}, step {request.step}")
             raise
         return loaded
 
-    def _sample(self, sample: int, epoch: int) -> Any:
+    def _sample(self, sample: Any, epoch: int) -> Any:
         if self._sample_seed is not None:
             seed_streams(mix(_SAMPLE_TAG, self._sample_seed, epoch, sample))
-        loaded = self.dataset[sample]
-        self._good = sample
-        return loaded
-
-    def _noter(self) -> Callable[[int], None]:
-        worker = get_worker_info()
-        if self._page is None or worker is None:
-            return lambda number: None
-        page, place = self._page, 2 * worker.id + 1
-        return lambda number: page.__setitem__(place, number)
-
-    def _nothing_like(self, epoch: int, example: int | None) -> Any:
-        """The batch of no samples."""
-        num_samples = len(self.dataset)
-        candidates = [each for each in (example, self._good) if each is not None]
-        for sample in (*candidates, *islice(range(num_samples), _MAX_EXAMPLES if self.skips else 0)):
-            try:
-                one, two, three = (self._sample(sample, epoch) for _ in range(3))
-            except DataError:
-                if not self.skips:
-                    raise
-                continue
-            return emptied(self.collate([one]), self.collate([two, three]))
-        raise DataError(
-            f"none of {min(num_samples, _MAX_EXAMPLES)} samples can be loaded; what a batch looks like isn't known."
-        )
+        return self.dataset[sample]
 
 
 def failed(error: DataError) -> Loaded:
@@ -230,11 +218,6 @@ def packed(loaded: Loaded) -> Loaded:
     """The same with a small batch as bytes: see [Note: small batches as bytes]."""
     data = pack(loaded.batch)
     return loaded if data is None else loaded._replace(batch=None, packed=data)
-
-
-def seed_batch(key: int, request: Request) -> None:
-    """Seed a worker's streams for a batch. See `Fetcher`."""
-    seed_streams(mix(_BATCH_TAG, key, request.epoch, request.step))
 
 
 def gives_batches(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:

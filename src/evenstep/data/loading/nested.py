@@ -6,7 +6,7 @@ passed through). What has a `to` method of its own (`PackedSequence`, the batche
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Number
 from typing import Any
 
@@ -19,28 +19,25 @@ from evenstep.pytrees import children_of
 
 def move(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
     """The batch with its tensors on `device`; those that are there already are not copied."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=non_blocking)
-    if hasattr(batch, "to") and not isinstance(batch, type):
-        return batch.to(device)
-    parts = children_of(batch)
-    if parts is None:
-        return batch
-    children, rebuild = parts
-    return rebuild([move(child, device, non_blocking=non_blocking) for child in children])
+    return _mapped(batch, lambda tensor: tensor.to(device, non_blocking=non_blocking), "to", device)
 
 
 def pinned(batch: Any) -> Any:
     """The batch with its CPU tensors in pinned memory."""
+    return _mapped(batch, lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor, "pin_memory")
+
+
+def _mapped(batch: Any, change: Callable[[Tensor], Tensor], own: str, *arguments: Any) -> Any:
+    """The batch with its tensors changed; what has a method named `own` is changed by that."""
     if isinstance(batch, Tensor):
-        return batch.pin_memory() if batch.device.type == "cpu" else batch
-    if hasattr(batch, "pin_memory"):
-        return batch.pin_memory()
+        return change(batch)
+    if hasattr(batch, own) and not isinstance(batch, type):
+        return getattr(batch, own)(*arguments)
     parts = children_of(batch)
     if parts is None:
         return batch
     children, rebuild = parts
-    return rebuild([pinned(child) for child in children])
+    return rebuild([_mapped(child, change, own, *arguments) for child in children])
 
 
 def used_on(batch: Any, stream: torch.cuda.Stream) -> None:

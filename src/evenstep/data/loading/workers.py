@@ -8,12 +8,12 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
-from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import get_worker_info
 
+from evenstep import checks
 from evenstep.control_groups import count_cpus
 from evenstep.data.loading.fetch import Loaded, unpack
 from evenstep.errors import ConfigurationError, DataError
@@ -43,21 +43,10 @@ def choose_workers(given: Any, world: World) -> int:
     Raises:
         ConfigurationError: It is no such number.
     """
-    if given == "auto":
-        return suitable_workers(
-            num_cores=count_cpus(),
-            local_world_size=world.local_world_size,
-            device_type=world.device.type,
-        )
-    if not isinstance(given, int) or isinstance(given, bool) or not 0 <= given <= _MANY_WORKERS:
-        bounds = f"at least 0{f' and at most {_MANY_WORKERS}' if isinstance(given, int) and given > 0 else ''}"
-        raise ConfigurationError(f"num_workers={given!r}: a whole number, {bounds}, or 'auto'.")
-    return given
-
-
-def new_page(num_workers: int) -> Any:
-    """Shared memory in which workers note their place, readable after their death; None without workers."""
-    return RawArray("q", 2 * num_workers) if num_workers > 0 else None
+    if isinstance(given, str) and given == "auto":
+        num_cores, local_world_size = count_cpus(), world.local_world_size
+        return suitable_workers(num_cores=num_cores, local_world_size=local_world_size, device_type=world.device.type)
+    return checks.whole("num_workers", given, least=0, most=_MANY_WORKERS, otherwise="'auto'")
 
 
 def starts_slowly(context: Any) -> bool:
@@ -65,8 +54,7 @@ def starts_slowly(context: Any) -> bool:
     if context is None:
         return multiprocessing.get_start_method() != "fork"
     get_start_method = getattr(context, "get_start_method", None)  # torch refuses what is no context
-    method = get_start_method() if callable(get_start_method) else context
-    return bool(method != "fork")
+    return bool((get_start_method() if callable(get_start_method) else context) != "fork")
 
 
 class _Requests:
@@ -233,5 +221,4 @@ def _overdue(processes: list[Any], fetcher: Any, doing: Callable[[int, int], str
 
 
 def _noted(fetcher: Any, worker: int, doing: Callable[[int, int], str]) -> str:
-    page = getattr(fetcher, "_page", None)
-    return "its share" if page is None else doing(page[2 * worker], page[2 * worker + 1])
+    return doing(fetcher.page[2 * worker], fetcher.page[2 * worker + 1])

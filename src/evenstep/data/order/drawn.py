@@ -9,6 +9,12 @@ of the script's generator), so they draw from no stream of the process. While an
 python's, torch's and numpy's streams are its own, seeded by (seed, epoch) and exchanged around the batch: the script's
 are as without it. A generator or counter that a sampler holds itself is beyond reach. Its draws must follow from
 `set_epoch`, or it has `state_dict` and `load_state_dict`, whose state is kept with each batch, and nothing is replayed.
+
+[Note: a sampler's own state]
+The state of an epoch's end may be that of a beginning, as where a sampler keeps what is left of a list. So from a
+sampler with a state one batch is drawn ahead: the last batch of an epoch has the state behind the end, and "ended". A
+run that goes on there draws nothing in that epoch. Some samplers give nothing after such a state is loaded, and then
+begin anew; others begin at once. So a resume looks whether a first index comes, and if one does, loads the state again.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from evenstep.data.order.epochs import Epochs
+from evenstep.data.order.max_tokens import TokenBatches
 from evenstep.data.position import Mark
 from evenstep.errors import UsageError
 from evenstep.randomness import OwnStreams, mix
@@ -39,7 +46,7 @@ _CHUNK = 16_384  # indices that are replayed at a time
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampler of a loader.
+    """The sampler of a loader: the script's, or the one by which `max_tokens` is kept.
 
     Attributes:
         sampler: Gives indices, or global batches of them.
@@ -54,8 +61,13 @@ class Sampling:
     seed: int
 
     @property
-    def num_batches(self) -> int:
+    def is_ours(self) -> bool:
+        """Whether it is evenstep's own, which depends on seed and epoch alone."""
+        return isinstance(self.sampler, TokenBatches)
+
+    def num_batches(self, epoch: int) -> int:
         """Steps of an epoch, as the sampler's length has it now; `TypeError` if it has none."""
+        Epochs(self.sampler).tell(epoch)
         if self.size is None:
             return len(self.sampler)
         full, rest = divmod(len(self.sampler), self.size)
@@ -69,7 +81,7 @@ class Sampling:
 
 
 class Drawing:
-    """One iteration's global batches: `GlobalBatches` and `Order` of what was drawn so far.
+    """One iteration's global batches: an epoch, as far as it was drawn.
 
     It holds 8 bytes for each sample that was drawn, for `gather`; an index that is no whole number is held as it is.
 
@@ -78,13 +90,16 @@ class Drawing:
         start: Where the iteration begins. What comes before is drawn and compared, unless the sampler has a state.
 
     Attributes:
+        number: Of the epoch.
+        last: `Mark.drawn` of the beginning of the next epoch, once this one has ended.
         is_wrong: Other samples were drawn up to `start` than in the run that was there.
     """
 
     def __init__(self, sampling: Sampling, start: Mark) -> None:
-        self._sampling, self._epoch = sampling, start.epoch
-        self._sampler, self._is_torchs = _copied(sampling, start.epoch)
+        self._sampling, self.number = sampling, start.epoch
         self._epochs = Epochs(sampling.sampler)
+        self._epochs.tell(self.number)
+        self._sampler, self._draws_nothing = _copied(sampling, start.epoch)
         self._streams = OwnStreams(mix(_SAMPLER_TAG, sampling.seed, start.epoch))
         self._digest = hashlib.blake2b(digest_size=7)
         self._has_state = all(callable(getattr(self._sampler, f"{verb}state_dict", None)) for verb in ("", "load_"))
@@ -92,12 +107,13 @@ class Drawing:
         self._first_step: int = saved.get("step", 0)
         self._bounds = [start.position]
         self._batches: list[Any] = []
+        self._ahead: tuple[list[Any], dict[str, Any]] | None = None
+        self.last: dict[str, Any] | None = None
         is_restored = self._has_state and saved.get("state") is not None
         with self._in_use():
             if is_restored:
-                self._sampler.load_state_dict(copy.deepcopy(saved["state"]))
-                self._digest.update(b"%d" % saved["digest"])
-            self._iterator: Iterator[Any] = iter(self._sampler)
+                self._load(saved)
+            self._iterator: Iterator[Any] = iter(self._sampler) if self._ahead is None else iter(())
         self.is_wrong = not is_restored and not self._replays(start.position, saved.get("digest"))
 
     @property
@@ -107,18 +123,41 @@ class Drawing:
 
     def draw(self) -> tuple[list[Any], Mark] | None:
         """The next global batch, and the position at its end; None at the end of the epoch."""
-        if self._has_state:  # a resume begins here, without the streams' past
-            self._streams = OwnStreams(mix(_SAMPLER_TAG, self._sampling.seed, self._epoch, self._bounds[-1]))
-        with self._in_use():
-            indices = self._next()
-            if not indices:
-                return None
-            self._add(indices)
-            state = copy.deepcopy(self._sampler.state_dict()) if self._has_state else None
+        indices, own = self._advance() if self._ahead is None else self._ahead
+        if not indices:
+            self.last = {"step": 0, "digest": 0, **own} if own else None
+            return None
+        self._add(indices)
         self._batches.append(_packed(indices))
         self._bounds.append(self._bounds[-1] + len(indices))
-        drawn = {"step": self._first_step + len(self._batches), "digest": self.digest}
-        return indices, Mark(self._epoch, self._bounds[-1], drawn=drawn | ({"state": state} if self._has_state else {}))
+        if self._has_state:
+            self._ahead = self._advance()
+            own = own if self._ahead[0] else self._ahead[1]
+        drawn = {"step": self._first_step + len(self._batches), "digest": self.digest, **own}
+        return indices, Mark(self.number, self._bounds[-1], drawn=drawn)
+
+    def _advance(self) -> tuple[list[Any], dict[str, Any]]:
+        """The next global batch, empty at the epoch's end, and what is kept of a sampler that has a state."""
+        if not self._has_state:
+            with self._in_use():
+                return self._next(), {}
+        # A resume begins here, without the streams' past.
+        self._streams = OwnStreams(mix(_SAMPLER_TAG, self._sampling.seed, self.number, self._bounds[-1]))
+        with self._in_use():
+            indices = self._next()
+            own = {"state": copy.deepcopy(self._sampler.state_dict())}
+        return indices, own if indices else own | {"ended": True}
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        """Give the sampler a saved state: see [Note: a sampler's own state]."""
+        self._digest.update(b"%d" % saved["digest"])
+        self._sampler.load_state_dict(copy.deepcopy(saved["state"]))
+        if not saved.get("ended"):
+            return
+        if next(iter(self._sampler), None) is not None:
+            self._sampler.load_state_dict(copy.deepcopy(saved["state"]))
+        if self._first_step:
+            self._ahead = [], {"state": saved["state"], "ended": True}
 
     def _next(self) -> list[Any]:
         if self._sampling.size is None:
@@ -146,16 +185,11 @@ class Drawing:
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
         """The sampler draws, in its epoch: see [Note: a sampler's random numbers]."""
-        self._epochs.tell(self._epoch)
-        with contextlib.nullcontext() if self._is_torchs else self._streams.in_use():
+        self._epochs.tell(self.number)
+        with contextlib.nullcontext() if self._draws_nothing else self._streams.in_use():
             yield
 
     # ------------------------------------------------------------------ what was drawn
-
-    @property
-    def num_samples(self) -> int:
-        """Positions up to the last that was drawn."""
-        return self._bounds[-1]
 
     @property
     def num_batches(self) -> int:
@@ -163,12 +197,12 @@ class Drawing:
         return self._first_step + len(self._batches)
 
     def global_batch(self, step: int) -> tuple[int, int]:
-        """See `GlobalBatches`."""
+        """See `ComputedEpoch`."""
         number = step - self._first_step
         return self._bounds[number], self._bounds[number + 1]
 
     def step_at(self, position: int) -> int | None:
-        """See `GlobalBatches`."""
+        """See `ComputedEpoch`."""
         return self._first_step + bisect_left(self._bounds, position)
 
     def indices(self, step: int) -> list[Any]:
@@ -176,7 +210,7 @@ class Drawing:
         return list(self._batches[step - self._first_step])
 
     def at(self, positions: Tensor) -> Tensor:
-        """See `Order`.
+        """See `ComputedEpoch`.
 
         Raises:
             UsageError: The sampler doesn't number the samples.
@@ -195,9 +229,9 @@ def _packed(indices: list[Any]) -> Any:
 
 
 def _copied(sampling: Sampling, epoch: int) -> tuple[Any, bool]:
-    """The sampler to draw from, and whether it is a copy of one of torch's, with a generator of its own."""
+    """The sampler to draw from, and whether it is a copy that draws from no stream of the process: torch's, or ours."""
     sampler = sampling.sampler
-    if type(sampler) not in _TORCHS:
+    if not sampling.is_ours and type(sampler) not in _TORCHS:
         return sampler, False
     own, given = copy.copy(sampler), getattr(sampler, "generator", None)
     key = mix(_SAMPLER_TAG, sampling.seed, epoch, 0 if given is None else given.initial_seed())

@@ -1,4 +1,4 @@
-"""`TokenBatches`: global batches limited by tokens instead of samples (`max_tokens`). Pure.
+"""`TokenBatches`: a batch sampler whose global batches are limited by tokens instead of samples (`max_tokens`).
 
 A batch that is padded costs the number of its samples times its longest one. `max_tokens` bounds that product for the
 *global* batch; shares hold equally many samples, of similar lengths, so each rank has about its part of it.
@@ -11,19 +11,18 @@ sorted by length, cut greedily, and the batches of the window shuffled:
     batches    2  8  4  6 | 9  1 | 7  3      max_tokens 102
     shuffled   7  3 | 2  8  4  6 | 9  1
 
-The cuts depend on seed and epoch and not on the number of ranks, and every rank knows all of them: the number of steps
-is the same everywhere. In memory are the lengths (given) and the position at which each batch of the epoch begins.
+The cuts depend on seed and epoch and not on the number of ranks, and every rank computes all of them: the number of
+steps is the same everywhere, and nobody compares them. In memory are the lengths, which are given.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from itertools import accumulate
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from evenstep.data.order.permutation import EpochOrder, Order
+from evenstep.data.order.permutation import EpochOrder
 from evenstep.errors import ConfigurationError
 from evenstep.randomness import mix
 
@@ -33,70 +32,50 @@ _SMALLEST_WINDOW, _LARGEST_WINDOW = 1_000, 262_144
 
 
 class TokenBatches:
-    """An epoch's order and global batches in one; both use the same positions.
+    """Gives the global batches of one epoch after the other, as lists of indices.
 
     Args:
-        order: The epoch's samples before they are sorted.
         lengths: [size of the data set], int64, at least 1: tokens of each sample.
         max_tokens: Samples times longest sample of a global batch, at most.
-        shuffle: False: `order` stays as it is, and is only cut.
-        seed: Together with `epoch` it decides the order of the batches in a window.
-        epoch: Together with `seed` it decides the order of the batches in a window.
+        shuffle: False: the samples stay in their order, which is only cut.
+        seed: Together with the epoch it decides the order.
     """
 
-    def __init__(
-        self, order: Order, lengths: Tensor, max_tokens: int, *, shuffle: bool, seed: int = 0, epoch: int = 0
-    ) -> None:
-        self.num_samples = order.num_samples
-        self._order, self._lengths, self._max_tokens = order, lengths, max_tokens
-        self._shuffle, self._seed, self._epoch = shuffle, seed, epoch
+    def __init__(self, lengths: Tensor, max_tokens: int, *, shuffle: bool, seed: int = 0) -> None:
+        self.lengths, self.max_tokens = lengths, max_tokens
+        self._shuffle, self._seed, self._epoch = shuffle, seed, 0
         self._window = window_of(lengths, max_tokens)
-        sizes: list[int] = []
-        self._samples: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64, device="cpu"))
-        for number in range(-(-self.num_samples // self._window)):
-            sizes += self._arrange(number)[1]
-        self._bounds = list(accumulate(sizes, initial=0))
+        self._length: tuple[int, int] = (-1, 0)  # of the epoch with that number
 
-    @property
-    def num_batches(self) -> int:
-        """Steps of this epoch, on every rank."""
-        return len(self._bounds) - 1
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of iterations that begin now, and of the length."""
+        self._epoch = epoch
 
-    def global_batch(self, step: int) -> tuple[int, int]:
-        """First position of a global batch, and the position after its last."""
-        return self._bounds[step], self._bounds[step + 1]
+    def __len__(self) -> int:
+        if self._length[0] != self._epoch:
+            self._length = self._epoch, sum(len(sizes) for _, sizes in self._windows())
+        return self._length[1]
 
-    def step_at(self, position: int) -> int | None:
-        """The step that begins at `position`; None if none does. The end of the epoch is the step after the last."""
-        step = bisect_left(self._bounds, position)
-        return step if step < len(self._bounds) and self._bounds[step] == position else None
+    def __iter__(self) -> Iterator[list[int]]:
+        for samples, sizes in self._windows():
+            for batch in torch.split(samples, sizes):
+                yield batch.tolist()
 
-    def at(self, positions: Tensor) -> Tensor:
-        """Sample indices at `positions`, any shape, int64."""
-        samples = torch.empty_like(positions)
-        windows = positions // self._window
-        for number in sorted(set(windows.reshape(-1).tolist())):
-            if self._samples[0] != number:
-                self._samples = (number, self._arrange(number)[0])
-            inside = windows == number
-            samples[inside] = self._samples[1][positions[inside] - number * self._window]
-        return samples
-
-    def _arrange(self, number: int) -> tuple[Tensor, list[int]]:
-        """The samples of a window in their final order, and the sizes of its batches."""
-        start = number * self._window
-        samples = self._order.at(torch.arange(start, min(start + self._window, self.num_samples), device="cpu"))
-        lengths = self._lengths[samples]
-        if self._shuffle:
-            by_length = torch.argsort(lengths, stable=True)
-            samples, lengths = samples[by_length], lengths[by_length]
-        sizes = cut(lengths, self._max_tokens)
-        if self._shuffle:
-            batches = torch.split(samples, sizes)
-            turns = EpochOrder(len(sizes), self._seed, mix(_SHUFFLE_TAG, self._epoch, number)).slice(0, len(sizes))
-            samples = torch.cat([batches[turn] for turn in turns.tolist()])
-            sizes = [sizes[turn] for turn in turns.tolist()]
-        return samples, sizes
+    def _windows(self) -> Iterator[tuple[Tensor, list[int]]]:
+        """Of one window after the other the samples, and the sizes of its batches."""
+        size, epoch = len(self.lengths), self._epoch
+        order = EpochOrder(size, self._seed, epoch, self._shuffle)
+        for number, start in enumerate(range(0, size, self._window)):
+            samples = order.slice(start, min(start + self._window, size))
+            if self._shuffle:
+                samples = samples[torch.argsort(self.lengths[samples], stable=True)]
+            sizes = cut(self.lengths[samples], self.max_tokens)
+            if self._shuffle:
+                batches = torch.split(samples, sizes)
+                key = mix(_SHUFFLE_TAG, epoch, number)
+                turns = EpochOrder(len(sizes), self._seed, key).slice(0, len(sizes)).tolist()
+                samples, sizes = torch.cat([batches[turn] for turn in turns]), [sizes[turn] for turn in turns]
+            yield samples, sizes
 
 
 def window_of(lengths: Tensor, max_tokens: int) -> int:

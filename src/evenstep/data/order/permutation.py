@@ -14,10 +14,9 @@ of all orders could never occur if no walk broke that.
 Sets so small that eight rounds might leave a trace are sorted by a random key instead, which is a bounded amount of
 work and exactly uniform.
 
-All arithmetic is on int64 and stays below 2**63: words have 32 bits, multipliers 31, so nothing overflows and a right
-shift never sees a sign. It is written with operators that numpy's arrays and torch's tensors share. Where numpy is
-installed the network runs on its arrays, to the same numbers, in half of torch's time; up to 2**31 samples on uint32,
-whose products wrap as the mask demands, in a third. The order is part of what a checkpoint relies on: a test pins it.
+Words have 32 bits, sides and multipliers 31, so products of 64 bits never overflow. The network runs on numpy's
+unsigned arrays, in half of the time of torch's tensors. Up to 2**31 samples they have 32 bits, whose products wrap as
+the mask demands: a third. The order is part of what a checkpoint relies on: a test pins it.
 """
 
 from __future__ import annotations
@@ -25,18 +24,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError
 from evenstep.randomness import mix
-
-try:
-    import numpy
-except ImportError:  # torch alone does it too
-    numpy = None  # type: ignore[assignment]
 
 _NUM_ROUNDS = 8
 _LARGEST_SORTED = 256
@@ -45,17 +40,6 @@ _LARGEST_NARROW = 1 << 31
 _BLOCK = 32_768  # positions at a time: intermediate tensors stay in the cache
 _MASK_32 = 0xFFFF_FFFF
 _SHUFFLE_TAG = 0x6F72646572  # "order": keys of other streams from the same seed stay unrelated
-
-
-class Order(Protocol):
-    """The sample at each position of an epoch. Local, and the same on every rank."""
-
-    @property
-    def num_samples(self) -> int:
-        """Positions of the epoch."""
-
-    def at(self, positions: Tensor) -> Tensor:
-        """Sample indices at `positions`, any shape, int64."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +80,9 @@ class EpochOrder:
         """
         if positions.numel() == 0:
             return positions.clone()
-        validate_positions(positions, self.num_samples)
+        low, high = (int(end) for end in positions.aminmax())
+        if low < 0 or high >= self.num_samples:
+            raise IndexError(f"positions {low} to {high} of an epoch of {self.num_samples} samples")
         if not self.shuffle:
             return positions.clone()
         if self.num_samples <= _LARGEST_SORTED:
@@ -124,92 +110,47 @@ class EpochOrder:
 
     def _walk(self, positions: Tensor) -> Tensor:
         """[n] to [n], int64; `positions` stays as it is."""
-        if numpy is None:
-            samples = self._permute(positions)
-            while True:
-                (astray,) = torch.nonzero(samples >= self.num_samples, as_tuple=True)
-                if astray.numel() == 0:
-                    return samples
-                samples[astray] = self._permute(samples[astray])
-        is_narrow = self.num_samples < _LARGEST_NARROW
-        permute = self._permute_narrow if is_narrow else self._permute
-        array = permute(positions.numpy().astype(numpy.uint32 if is_narrow else numpy.int64, copy=False))
+        word = numpy.uint32 if self.num_samples < _LARGEST_NARROW else numpy.uint64
+        samples = self._permute(positions.numpy().astype(word))
         while True:
-            (beyond,) = (array >= self.num_samples).nonzero()
+            (beyond,) = (samples >= self.num_samples).nonzero()
             if beyond.size == 0:
-                return torch.from_numpy(array.astype(numpy.int64, copy=False))
-            array[beyond] = permute(array[beyond])
+                return torch.from_numpy(samples.astype(numpy.int64))
+            samples[beyond] = self._permute(samples[beyond])
 
     def _permute(self, cells: Any) -> Any:
         a, b = self._sides
         left = cells // b
         right = cells - left * b
         for number in range(0, _NUM_ROUNDS, 2):
-            _add_modulo_(left, _below(a, right ^ self._keys[number]), a)
-            _add_modulo_(right, _below(b, left ^ self._keys[number + 1]), b)
+            left = _add_modulo(left, _below(a, right ^ self._keys[number]), a)
+            right = _add_modulo(right, _below(b, left ^ self._keys[number + 1]), b)
         left *= b
         left += right
         return left
-
-    def _permute_narrow(self, cells: Any) -> Any:
-        """`_permute` on numpy's uint32; the sides are below 2**16."""
-        a, b = self._sides
-        left = cells // b
-        right = cells - left * b
-        for number in range(0, _NUM_ROUNDS, 2):
-            left = _add_modulo_narrow(left, _below_narrow(a, right ^ self._keys[number]), a)
-            right = _add_modulo_narrow(right, _below_narrow(b, left ^ self._keys[number + 1]), b)
-        left *= b
-        left += right
-        return left
-
-
-def validate_positions(positions: Tensor, num_samples: int) -> tuple[int, int]:
-    """The lowest and the highest of some positions, at least one.
-
-    Raises:
-        IndexError: A position outside of the epoch.
-    """
-    low, high = (int(end) for end in positions.aminmax())
-    if low < 0 or high >= num_samples:
-        raise IndexError(f"positions {low} to {high} of an epoch of {num_samples} samples")
-    return low, high
 
 
 def scramble(words: Any) -> Any:
-    """Hash 32-bit words, held in int64, into 32-bit words; in place.
+    """Hash 32-bit words, held in 32 or 64 bits, into 32-bit words; in place. Of torch's tensors, too.
 
     The finaliser of Ettinger ("lowbias32" family of Wellons' hash-prospector); both multipliers have less than 32
     bits, so that products fit into 63.
     """
     words ^= words >> 16
-    words *= 0x21F0AAAD
-    words &= _MASK_32
-    words ^= words >> 15
-    words *= 0x735A2D97
-    words &= _MASK_32
-    words ^= words >> 15
+    for multiplier in (0x21F0AAAD, 0x735A2D97):
+        words *= multiplier
+        if words.itemsize > 4:  # narrower ones wrap
+            words &= _MASK_32
+        words ^= words >> 15
     return words
 
 
 def _below(bound: int, words: Any) -> Any:
-    """Hash 32-bit words into 0 to bound - 1, in place; `bound` below 2**31."""
+    """Hash 32-bit words into 0 to bound - 1, in place; `bound` has at most half of the bits in which they are held.
+
+    That is `words * bound >> 32`, put together from two products that fit.
+    """
     words = scramble(words)
-    words *= bound
-    words >>= 32
-    return words
-
-
-def _add_modulo_(values: Any, increments: Any, modulus: int) -> None:
-    """`(values + increments) % modulus`, in place; both below `modulus`. A shift is ten times faster than `%`."""
-    values += increments
-    values -= modulus
-    values += (values >> 63) & modulus
-
-
-def _below_narrow(bound: int, words: Any) -> Any:
-    """`_below` on uint32: the product's upper half, put together from two products that fit; `bound` below 2**16."""
-    _scramble_narrow_(words)
     upper = words >> 16
     upper *= bound
     words &= 0xFFFF
@@ -220,16 +161,7 @@ def _below_narrow(bound: int, words: Any) -> Any:
     return upper
 
 
-def _scramble_narrow_(words: Any) -> None:
-    """`scramble` on uint32."""
-    words ^= words >> 16
-    words *= 0x21F0AAAD
-    words ^= words >> 15
-    words *= 0x735A2D97
-    words ^= words >> 15
-
-
-def _add_modulo_narrow(values: Any, increments: Any, modulus: int) -> Any:
-    """`(values + increments) % modulus` on uint32: below 0 wraps to what is larger than any value."""
+def _add_modulo(values: Any, increments: Any, modulus: int) -> Any:
+    """`(values + increments) % modulus`, both below it. What is below 0 wraps, and is larger than any value."""
     values += increments
     return numpy.minimum(values, values - modulus)

@@ -2,115 +2,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+import contextlib
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from evenstep.data.loading.fetch import Loaded
-from evenstep.data.order.batch_plan import Epoch, divide
+from evenstep.data.loading import workers
+from evenstep.data.loading.fetch import Fetcher, Loaded
+from evenstep.data.order.batch_plan import Epoch, Request
 from evenstep.data.position import Mark
 from evenstep.errors import MismatchError
+from evenstep.replica.channels import channel_of
 from evenstep.transport.core.object_collectives import check_rows
-from evenstep.virtual_ranks import per_rank
+from evenstep.transport.core.transport import Transport
+from evenstep.transport.local import LocalTransport
 from evenstep.world import World
 
-_LEFT_OUT = (
-    " Samples that were left out (on_error='skip') have no rows, and which ones were left out isn't known: with such "
-    "samples gather in the loop, with world.gather."
-)
 
+class Source(ABC):
+    """The data of a loader.
 
-class Source(Protocol):
-    """The data of a loader. `fetcher` loads one batch; `batches` are all of an iteration."""
+    Args:
+        dataset: The script's.
+        world: The ranks that share it.
+        global_batch_size: Samples of one step, on all ranks together; None if steps are measured otherwise.
+        fetcher: Loads one batch.
 
-    fetcher: Any
-    done: dict[int, frozenset[int]]
-    """By epoch the steps that a resumed run leaves out: parameter servers' workers were done with them."""
+    Attributes:
+        done: By epoch the steps that a resumed run leaves out: parameter servers' workers were done with them.
+        transport: Carries the ranks' messages about these data, and nothing else: the world's own carries what the loop
+            does, and a loader may be read by another thread than the loop's.
+    """
 
-    @property
-    def global_batch_size(self) -> int | None:
-        """Samples of one step, on all ranks together; None if steps are measured in tokens."""
+    def __init__(self, dataset: Any, world: World, global_batch_size: int | None, fetcher: Fetcher) -> None:
+        self.dataset, self.world, self.global_batch_size, self.fetcher = dataset, world, global_batch_size, fetcher
+        self.done: dict[int, frozenset[int]] = {}
+        self.transport: Transport = LocalTransport()
 
     def connect(self) -> None:
-        """Collective: open what carries the ranks' messages about these data, and nothing else."""
+        """Collective: open `transport`."""
+        if self.world.transport.world_size > 1:
+            self.transport = channel_of(self, self.world, "data", torch.device("cpu"))
 
+    @abstractmethod
     def facts(self) -> dict[str, Any]:
         """Values that must be equal on all ranks, and in a resumed run. Checkpoints hold them: keys never change."""
 
+    @abstractmethod
     def num_steps(self, epoch: int) -> int:
         """Steps of an epoch; `TypeError` if it is unknown."""
 
-    def begins_at(self, mark: Mark) -> bool:
-        """Whether a step begins there."""
-
-    def step_at(self, mark: Mark) -> int:
-        """The step that begins there."""
-
-    def position_of(self, epoch: int, step: int) -> int:
-        """Where a step begins; for the step behind the last, where that ends."""
-
-    def validate(self) -> None:
-        """Raise if the data have changed since the loader was made."""
-
-    def batches(
-        self, start: Mark, iteration: int, torch_loader: TorchDataLoader[Any] | None
-    ) -> Iterator[tuple[int | Mark, Loaded]]:
-        """This rank's batches, each with the position at its end; loaded here, or by the workers of `torch_loader`."""
-
-    def gather(self, rows: Tensor, start: Mark, end: Mark) -> Tensor:
-        """All ranks' rows in the order of the data set. Collective."""
-
+    @abstractmethod
     def describe(self, epoch: int) -> str:
         """The data and its global batches, for messages."""
 
+    @abstractmethod
+    def batches(
+        self, start: Mark, iteration: int, torch_loader: TorchDataLoader[Any] | None
+    ) -> Iterator[tuple[Mark, Loaded]]:
+        """This rank's batches, each with the position at its end; loaded here, or by the workers of `torch_loader`."""
 
-def positions_by_rank(epoch: Epoch, start: int, stop: int, world_size: int, virtual_ranks: int = 1) -> list[Tensor]:
-    """Positions of each rank's samples between two steps, in the order in which it loads them. Pure.
+    @abstractmethod
+    def gather(self, rows: Tensor, start: Mark, end: Mark) -> Tensor:
+        """All ranks' rows in the order of the data set. Collective."""
 
-    `virtual_ranks` are those of each rank.
-    """
-    batches = epoch.batches
-    first, last = batches.step_at(start) or 0, batches.step_at(stop)
-    spans = [batches.global_batch(step) for step in range(first, batches.num_batches if last is None else last)]
-    parts = []
-    for rank in range(world_size):
-        shares = [
-            torch.arange(*divide(*span, rank=rank, world_size=world_size, virtual_ranks=virtual_ranks), device="cpu")
-            for span in spans
-        ]
-        parts.append(torch.cat(shares) if shares else torch.empty(0, dtype=torch.int64, device="cpu"))
-    return parts
+    def _gathered(self, rows: Tensor, epoch: Epoch, start: int, stop: int) -> Tensor:
+        """All ranks' rows of the steps from one position to another, by number of the sample. Collective."""
+        first, last = epoch.step_at(start) or 0, epoch.step_at(stop)
+        steps = range(first, epoch.num_batches if last is None else last)
+        spans = [self.fetcher.share(*epoch.global_batch(step)) for step in steps]
+        positions = [torch.arange(*span, device="cpu") for span in spans]
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        return gather_in_order(self.world, rows, epoch.at(torch.cat([none, *positions])))
+
+    def step_at(self, mark: Mark) -> int | None:
+        """The step that begins there; None if none does. 0 where only drawing up to there could show it."""
+        return 0
+
+    def position_of(self, epoch: int, step: int) -> int:
+        """Where a step begins, if steps have numbers; for the step behind the last, where that ends."""
+        return 0
+
+    def after(self, epoch: int) -> Mark:
+        """Where training goes on when the latest iteration, of this epoch, has ended."""
+        return Mark(epoch + 1)
+
+    def validate(self) -> None:  # noqa: B027 - a stream can't be checked
+        """Raise if the data have changed since the loader was made, as far as they can be checked."""
+
+    def loading(
+        self,
+        wanted: Iterator[Request],
+        torch_loader: TorchDataLoader[Any] | None,
+        doing: Callable[[int, int], str],
+    ) -> contextlib.AbstractContextManager[Iterator[Loaded]]:
+        """The batches of some requests, as long as a block lasts; `doing` is that of `workers.working`."""
+        if torch_loader is not None:
+            return workers.working(torch_loader, wanted, doing)
+        # A copy, because it may hold a place in a stream: two iterations at once have two places.
+        return contextlib.nullcontext(map(copy.copy(self.fetcher).__getitem__, wanted))
 
 
-def gather_in_order(world: World, rows: Tensor, epoch: Epoch, start: int, stop: int, *, skips: bool = False) -> Tensor:
+def gather_in_order(world: World, rows: Tensor, own: Tensor) -> Tensor:
     """Gather all ranks' rows by number of the sample. Collective.
 
     Args:
         world: The ranks.
         rows: [n, ...], this rank's.
-        epoch: The iterated epoch.
-        start: Position at which the iteration began.
-        stop: Position at which it ended.
-        skips: Samples may have been skipped; they have no rows.
+        own: [samples], int64: those that this rank has seen, in that order.
 
     Raises:
         MismatchError: A rank has another number of rows than samples. Raised on all of them.
         ConfigurationError: No dense tensor.
     """
     check_rows(rows, rank=world.rank, what="loader.gather")
-    parts = positions_by_rank(epoch, start, stop, world.world_size, per_rank(world.virtual_ranks))
-    num_rows = len(rows) if rows.dim() else 1
-    lengths = world.exchange(num_rows) if world.world_size > 1 else [num_rows]
-    for rank, (length, part) in enumerate(zip(lengths, parts, strict=True)):
-        if length != len(part):
+    counts = [len(rows) if rows.dim() else 1, len(own)]
+    for rank, (num_rows, num_samples) in enumerate(world.exchange(counts) if world.world_size > 1 else [counts]):
+        if num_rows != num_samples:
             raise MismatchError(
-                f"loader.gather: rank {rank} has {length} rows and has seen {len(part)} samples in the latest "
+                f"loader.gather: rank {rank} has {num_rows} rows and has seen {num_samples} samples in the latest "
                 f"iteration. Pass one row for each, of all batches (torch.cat of a list), in the order in which they "
-                f"came.{_LEFT_OUT if skips else ''}"
+                f"came."
             )
-    gathered = world.gather(rows)
-    samples = epoch.order.at(torch.cat(parts))
+    samples, gathered = world.gather(own), world.gather(rows)
     return gathered[torch.argsort(samples, stable=True).to(gathered.device)]

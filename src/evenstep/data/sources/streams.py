@@ -33,33 +33,27 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import default_collate, get_worker_info
 
-from evenstep.data.loading import workers
 from evenstep.data.loading.digests import digest_of
-from evenstep.data.loading.fetch import Loaded, failed, packed, seed_batch
+from evenstep.data.loading.fetch import Fetcher, Loaded
 from evenstep.data.loading.nested import emptied
-from evenstep.data.order.batch_plan import Epoch, FixedBatches, Request, divide
+from evenstep.data.order.batch_plan import ComputedEpoch, Request
 from evenstep.data.order.epochs import Epochs
 from evenstep.data.order.permutation import EpochOrder
 from evenstep.data.position import Mark
 from evenstep.data.sources.same_stream import same_everywhere
-from evenstep.data.sources.source import gather_in_order
+from evenstep.data.sources.source import Source
 from evenstep.data.sources.webdataset import count_shards, is_pipeline, part_of
-from evenstep.errors import ConfigurationError, DataError, UsageError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.torch_data import without_worker_info
 from evenstep.randomness import OwnStreams, mix, seed_streams
-from evenstep.replica.channels import channel_of
 from evenstep.transport.core.transport import Transport
-from evenstep.transport.local import LocalTransport
-from evenstep.virtual_ranks import per_rank
 from evenstep.world import World
 
 _STREAM_TAG = 0x73747265616D  # "stream": other streams from the same seed stay unrelated
@@ -88,8 +82,25 @@ class Start(NamedTuple):
     step: int = 0
 
 
-class StreamSource:
-    """An `IterableDataset`: [Note: streams]."""
+class StreamSource(Source):
+    """An `IterableDataset`: [Note: streams].
+
+    Args:
+        dataset: The stream.
+        collate_fn: Makes a batch of a list of records; None: torch's.
+        global_batch_size: Records of a step on all ranks together.
+        drop_last: Leave out a last global batch that is short.
+        seed: Of the random numbers that the stream draws.
+        num_workers: Of this rank, as of every other.
+        world: The ranks.
+        by_state: See [Note: a stream's own state].
+
+    Raises:
+        ConfigurationError: The stream can't do what an argument asks for.
+    """
+
+    fetcher: StreamFetcher
+    global_batch_size: int
 
     def __init__(
         self,
@@ -103,74 +114,54 @@ class StreamSource:
         world: World,
         by_state: bool,
     ) -> None:
-        self.done: dict[int, frozenset[int]] = {}
-        self.dataset, self.world = dataset, world
-        self.seed = seed
-        self.global_batch_size: int = global_batch_size
-        self.drop_last = drop_last
-        self._num_workers = max(1, num_workers)
-        self._num_parts = world.world_size * self._num_workers
         self._num_shards = num_shards_of(dataset)
-        self.by_shard = (self._num_shards or 0) >= self._num_parts > 1
-        # Whether several processes run through it, each of which must be given the same records.
-        self._is_compared = not self.by_shard and self._num_parts > 1
-        self._by_state = by_state
+        fetcher = StreamFetcher(
+            dataset,
+            collate_fn,
+            seed=seed,
+            num_workers=num_workers,
+            world=world,
+            global_batch_size=global_batch_size,
+            drop_last=drop_last,
+            num_shards=self._num_shards or 0,
+            by_state=by_state,
+        )
+        super().__init__(dataset, world, global_batch_size, fetcher)
+        self._num_workers, self._num_parts, self.by_shard = fetcher.num_workers, fetcher.num_parts, fetcher.by_shard
+        kind = type(dataset).__name__
         if by_state and not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
             raise ConfigurationError(
-                f"resume_streams='state': {type(dataset).__name__} has no state_dict and load_state_dict. Leave it "
-                f"out: 'replay' resumes any stream, and exactly."
+                f"resume_streams='state': {kind} has no state_dict and load_state_dict. Leave it out: 'replay' resumes "
+                f"any stream, and exactly."
             )
         if is_pipeline(dataset):
             part_of(dataset, seed, 0, 1, 0)  # refuses what the loader can't take
         if self.by_shard and world.virtual_ranks is not None:
             raise ConfigurationError(
-                f"{type(dataset).__name__} is a stream that is divided by shards, whose order depends on the number of "
-                f"ranks and workers; reproducible mode can't have that. Hide its num_shards, so that it is divided by "
-                f"record, or number its records (Arrow files)."
+                f"{kind} is a stream that is divided by shards, whose order depends on the number of ranks and "
+                f"workers; reproducible mode can't have that. Hide its num_shards, so that it is divided by record, or "
+                f"number its records (Arrow files)."
             )
         if self.by_shard and drop_last:
             raise ConfigurationError(
-                f"drop_last=True: {type(dataset).__name__} is a stream that is divided by shards, whose parts end at "
-                f"different times: there is no last global batch that could be left out, but steps at the end in which "
-                f"some ranks have fewer samples or none. Leave drop_last out and weight steps by their samples "
-                f"(model.backward(loss, weight=len(x))), or hide its num_shards, so that it is divided by record."
+                f"drop_last=True: {kind} is a stream that is divided by shards, whose parts end at different times: "
+                f"there is no last global batch that could be left out, but steps at the end in which some ranks have "
+                f"fewer samples or none. Leave drop_last out and weight steps by their samples (model.backward(loss, "
+                f"weight=len(x))), or hide its num_shards, so that it is divided by record."
             )
-        self._transport: Transport = LocalTransport()
-        self.fetcher = StreamFetcher(
-            dataset,
-            collate_fn,
-            global_batch_size=global_batch_size,
-            drop_last=drop_last,
-            seed=seed,
-            rank=world.rank,
-            world_size=world.world_size,
-            virtual_ranks=per_rank(world.virtual_ranks),
-            num_workers=num_workers,
-            by_shard=self.by_shard,
-            compares=self._is_compared,
-            by_state=by_state,
-            packs=world.device.type == "cpu",
-        )
-
-    def connect(self) -> None:
-        """Collective: open what carries the ranks' messages about this stream, and nothing else.
-
-        The world's own carries what the loop does, and a loader may be read by another thread than the loop's.
-        """
-        if self.world.world_size > 1:
-            self._transport = channel_of(self, self.world, "streams", torch.device("cpu"))
 
     def facts(self) -> dict[str, Any]:
         """See `Source.facts`."""
         facts: dict[str, Any] = {
             "global_batch_size": self.global_batch_size,
-            "seed": self.seed,
-            "drop_last": self.drop_last,
+            "seed": self.fetcher.seed,
+            "drop_last": self.fetcher.drop_last,
         }
-        if self._by_state:
+        by_state = self.fetcher.by_state
+        if by_state:
             facts["resume_streams"] = "state"
-        if self._by_state or self._num_shards is not None:  # whose order may depend on them
-            matters = self._by_state or self.by_shard
+        if by_state or self._num_shards is not None:  # whose order may depend on them
+            matters = by_state or self.by_shard
             facts |= {"num_parts": self._num_parts, "num_workers": self._num_workers} if matters else _UNDIVIDED
         return facts
 
@@ -183,42 +174,27 @@ class StreamSource:
         if self.by_shard:
             raise TypeError("a stream that is divided by shards has no length before it ends")
         full, rest = divmod(len(self.dataset), self.global_batch_size)
-        return full + (rest > 0 and not self.drop_last)
+        return full + (rest > 0 and not self.fetcher.drop_last)
 
-    def begins_at(self, mark: Mark) -> bool:
-        """True: only the stream itself could know otherwise."""
-        return True
-
-    def step_at(self, mark: Mark) -> int:
-        """See `Source.step_at`; a stream's steps have no numbers."""
-        return 0
-
-    def position_of(self, epoch: int, step: int) -> int:
-        """See `Source.position_of`."""
-        return 0
-
-    def validate(self) -> None:
-        """Does nothing: a stream can't be checked."""
+    def describe(self, epoch: int) -> str:
+        """See `Source.describe`."""
+        return f"a stream in global batches of {self.global_batch_size}"
 
     def batches(
         self, start: Mark, iteration: int, torch_loader: TorchDataLoader[Any] | None
-    ) -> Iterator[tuple[int, Loaded]]:
-        """This rank's batches, each with the position at its end: records, or steps if it is divided by shards."""
+    ) -> Iterator[tuple[Mark, Loaded]]:
+        """See `Source.batches`. A position counts records, or steps if the stream is divided by shards."""
         first, states = 0 if self.by_shard else -(-start.position // self.global_batch_size), []
         if start.state is not None:
             first, states = start.state
         wanted = stream_requests(start.epoch, iteration, first, states)
-        if torch_loader is None:
-            # A copy, because it holds the place in the stream: two iterations at once have two places.
-            own = map(copy.copy(self.fetcher).__getitem__, wanted)
-            yield from self._measured(self._with_states(own, first, states), start)
-            return
-        with workers.working(torch_loader, wanted, lambda step, _: f"its part of step {step} of a stream") as batches:
-            yield from self._measured(self._with_states(batches, first, states), start)
+        with self.loading(wanted, torch_loader, lambda step, _: f"its part of step {step} of a stream") as batches:
+            for position, loaded in self._measured(self._with_states(batches, first, states), start):
+                yield Mark(start.epoch, position, loaded.state), loaded
 
     def _with_states(self, batches: Iterator[Loaded], first: int, states: list[Any]) -> Iterator[Loaded]:
         """Batches with what a resume behind them needs: see [Note: a stream's own state]."""
-        if not self._by_state:
+        if not self.fetcher.by_state:
             yield from batches
             return
         latest = states or [None] * self._num_workers
@@ -232,13 +208,13 @@ class StreamSource:
     def _measured(self, batches: Iterator[Loaded], start: Mark) -> Iterator[tuple[int, Loaded]]:
         if self.by_shard:
             # How many records each part gave to a step is unknown before a read: finished steps are read and dropped.
-            own = until_all_end(until_the_end(batches, self._num_workers), self._transport)
+            own = until_all_end(until_the_end(batches, self._num_workers), self.transport)
             first_step = 1 if start.state is None else start.position + 1
             yield from ((step, loaded) for step, loaded in enumerate(own, first_step) if step > start.position)
             return
-        if self._is_compared:
+        if self.fetcher.is_compared:
             first_step = -(-start.position // self.global_batch_size)
-            batches = same_everywhere(batches, self._transport, start.epoch, first_step, self._num_workers)
+            batches = same_everywhere(batches, self.transport, start.epoch, first_step, self._num_workers)
         position = start.position
         for loaded in batches:
             if not loaded.num_samples:
@@ -250,63 +226,47 @@ class StreamSource:
         """All ranks' rows in the order of the stream. Collective."""
         if self.by_shard:
             raise UsageError("loader.gather: a stream divided by shards has no order that could be restored.")
-        epoch = Epoch(0, FixedBatches(end.position, self.global_batch_size), EpochOrder(end.position, shuffle=False))
-        return gather_in_order(self.world, rows, epoch, start.position, end.position)
-
-    def describe(self, epoch: int) -> str:
-        """See `Source.describe`."""
-        return f"a stream in global batches of {self.global_batch_size}"
+        epoch = ComputedEpoch(EpochOrder(end.position, shuffle=False), self.global_batch_size)
+        return self._gathered(rows, epoch, start.position, end.position)
 
 
-class StreamFetcher:
+class StreamFetcher(Fetcher):
     """Loads this rank's share of the next global batches of a stream; the `Fetcher` of `IterableDataset`s.
 
     A request's `samples` is a `Start`: that of another iteration starts the stream anew.
 
     Args:
-        dataset: The stream.
-        collate_fn: Makes a batch of a list of records; None: torch's.
-        global_batch_size: Records of a step on all ranks together.
-        drop_last: Leave out a last global batch that is short; not with `by_shard`.
-        seed: Of the random numbers that the stream draws.
-        rank: This rank.
-        world_size: Number of ranks.
-        virtual_ranks: Of each rank; see `divide`.
-        num_workers: Of this rank, as of every other.
-        by_shard: See [Note: streams].
-        compares: Digests of the records are wanted.
+        global_batch_size: See `StreamSource`.
+        drop_last: Likewise; not with `by_shard`.
+        num_shards: By which the stream can be divided.
         by_state: The stream's state is wanted with each batch.
-        packs: Have workers send small batches as bytes.
-    """
+        arguments: Of `Fetcher`.
 
-    wants_tensors = False
+    Attributes:
+        by_shard: See [Note: streams].
+        is_compared: Several processes run through the stream, and digests of what each is given are wanted.
+    """
 
     def __init__(
         self,
         dataset: Any,
         collate_fn: Callable[[list[Any]], Any] | None,
         *,
+        seed: int,
+        num_workers: int,
+        world: World,
         global_batch_size: int,
         drop_last: bool,
-        seed: int,
-        rank: int,
-        world_size: int,
-        virtual_ranks: int = 1,
-        num_workers: int,
-        by_shard: bool,
-        compares: bool = False,
-        by_state: bool = False,
-        packs: bool = False,
+        num_shards: int,
+        by_state: bool,
     ) -> None:
-        self.dataset = dataset
-        self.collate = default_collate if collate_fn is None else collate_fn
-        self._size, self._drop_last = global_batch_size, drop_last
-        self._rank, self._world_size, self._num_workers = rank, world_size, max(1, num_workers)
-        self._share = partial(divide, rank=rank, world_size=world_size, virtual_ranks=virtual_ranks)
-        self._seed = seed
-        self._by_shard = by_shard
-        self._compares, self._by_state = compares, by_state
-        self._packs = packs and num_workers > 0
+        super().__init__(dataset, collate_fn, seed=seed, num_workers=num_workers, world=world)
+        self.drop_last, self.by_state = drop_last, by_state
+        self.num_workers = max(1, num_workers)
+        self.num_parts = world.world_size * self.num_workers
+        self.by_shard = num_shards >= self.num_parts > 1
+        self.is_compared = not self.by_shard and self.num_parts > 1
+        self._size = global_batch_size
         self._iteration: int | None = None
         self._epoch = 0
         self._stream: Any = None
@@ -315,59 +275,49 @@ class StreamFetcher:
         self._first: Any = None
         self._streams = OwnStreams(0)
 
-    def __getitem__(self, request: Request) -> Loaded:
+    def load(self, request: Request) -> Loaded:
         """Load a batch; `num_samples` is 0 at the end of the stream, or of this worker's part of it."""
-        if get_worker_info() is None:
-            return self._load(request)
-        seed_batch(mix(self._seed, self._rank), request)  # what `collate_fn` draws; the stream has its own
-        try:
-            return self._load(request)
-        except DataError as error:
-            return failed(error)
-
-    def _load(self, request: Request) -> Loaded:
         with without_worker_info():
             if self._iteration != request.samples.iteration:
                 self._begin(request)
             digests: list[int] = []
             with self._streams.in_use():
-                if self._by_shard:
-                    start, stop = self._share(0, self._size)
+                if self.by_shard:
+                    start, stop = self.share(0, self._size)
                     mine = records = self._take(stop - start)
                 else:
                     records = self._run_on(request.step, digests)
-                    start, stop = self._share(0, len(records))
+                    start, stop = self.share(0, len(records))
                     mine = records[start:stop]
-            state = self._stream.state_dict() if self._by_state else None
-            if not records or (self._drop_last and len(records) < self._size):
-                batch = self._nothing() if self._by_shard else None
+            state = self._stream.state_dict() if self.by_state else None
+            if not records or (self.drop_last and len(records) < self._size):
+                batch = self._nothing() if self.by_shard else None
                 return Loaded(batch, num_samples=0, digests=tuple(digests), state=state)
-        batch = self.collate(mine) if mine else self._nothing()
-        loaded = Loaded(batch, num_samples=len(records), digests=tuple(digests), state=state)
-        return packed(loaded) if self._packs else loaded
+        batch = self._collated(mine) if mine else self._nothing()
+        return Loaded(batch, num_samples=len(records), digests=tuple(digests), state=state)
 
     def _begin(self, request: Request) -> None:
         """Begin the whole stream, or a part of it. Workers take turns, so the request's number says which part."""
         self._epoch, start = request.epoch, request.samples
         self._iteration, self._step = start.iteration, start.step
-        key = mix(_STREAM_TAG, self._seed, self._epoch)
+        key = mix(_STREAM_TAG, self.seed, self._epoch)
         # Behind a state the numbers from the epoch's beginning aren't drawn again.
         self._streams = OwnStreams(mix(key, start.step) if start.step else key)
-        index = self._rank * self._num_workers + request.step % self._num_workers
+        index = self._rank * self.num_workers + request.step % self.num_workers
         with self._streams.in_use():
-            self._stream = self._part(self._world_size * self._num_workers, index) if self._by_shard else self._part()
+            self._stream = self._part(self.num_parts, index) if self.by_shard else self._part()
             if start.state is not None:
-                if not self._by_shard:
+                if not self.by_shard:
                     self._stream = copy.deepcopy(self._stream)  # that of the script has no place in it to go on from
                 self._stream.load_state_dict(start.state)
             self._records = iter(self._stream)
-            if self._by_shard:
+            if self.by_shard:
                 self._records = _drawing_otherwise(self._records, mix(key, start.step, index))
 
     def _part(self, num_parts: int = 1, index: int = 0) -> Any:
         """The stream or a part of it, which has been told the epoch itself."""
         if is_pipeline(self.dataset):
-            return part_of(self.dataset, self._seed, self._epoch, num_parts, index)
+            return part_of(self.dataset, self.seed, self._epoch, num_parts, index)
         Epochs(self.dataset).tell(self._epoch, again=True)
         if num_parts == 1:
             return self.dataset
@@ -377,12 +327,12 @@ class StreamFetcher:
 
     def _run_on(self, step: int, digests: list[int]) -> list[Any]:
         """Records of a step. `digests` gets its digest, behind those of the steps that other workers have taken."""
-        others = min(step - self._step, self._num_workers - 1) if self._compares else 0
+        others = min(step - self._step, self.num_workers - 1) if self.is_compared else 0
         deque(islice(self._records, (step - self._step - others) * self._size), maxlen=0)
         self._step = step + 1
         digests += [digest_of(self._take(self._size)) for _ in range(others)]
         records = self._take(self._size)
-        if self._compares:
+        if self.is_compared:
             digests.append(digest_of(records))
         return records
 
@@ -458,8 +408,6 @@ def until_all_end(batches: Iterator[Loaded], transport: Transport) -> Iterator[L
 
 
 def _any(transport: Transport, own: bool) -> bool:
-    if transport.world_size == 1:
-        return own
     flag = torch.tensor([int(own)], device="cpu")
     transport.all_reduce(flag, "max").wait()
     return bool(flag)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -66,6 +67,18 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._get_root_mesh()
 
 
+def forget_meshes() -> None:
+    """Have torch forget the results of DTensors' operations, which have the meshes of groups that were destroyed.
+
+    It compares meshes by ranks and names, and not by their groups. So what it computes on an equal mesh of the next
+    group would have the old mesh, whose groups' names are those of no group then, or of others.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        debug = importlib.import_module("torch.distributed.tensor.debug")
+        for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+            getattr(debug, name, lambda: None)()
+
+
 def local_part(value: Tensor) -> Tensor:
     """This rank's part of a DTensor, which shares its memory, outside of autograd; any other tensor as it is.
 
@@ -108,6 +121,7 @@ __all__ = [
     "disabled_dispatch",
     "disabled_function",
     "flatten_dense",
+    "forget_meshes",
     "has_storage",
     "is_dtensor",
     "local_part",
@@ -131,6 +145,11 @@ NAMES = (
         "torch.distributed.tensor:DTensor.to_local~_local_tensor",
         "what a rank has of a DTensor",
         "an AttributeError where a model has DTensors",
+    ),
+    PrivateName(
+        "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
+        "lets DTensors of the next process group have its meshes",
+        "a DTensor's operation may find no group, or another one, in a second world of a process",
     ),
     PrivateName(
         "torch.distributed.tensor.placement_types:_StridedShard",

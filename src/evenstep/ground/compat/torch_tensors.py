@@ -79,6 +79,15 @@ def forget_meshes() -> None:
             getattr(debug, name, lambda: None)()
 
 
+def ranks_of_mesh(mesh: DeviceMesh) -> Tensor:
+    """The rank at each place of a mesh: also of a slice when the process group has ended, which torch's own asks."""
+    root, names = root_mesh(mesh), list(mesh.mesh_dim_names or ())
+    known, place = root.mesh_dim_names or (), root.get_coordinate()
+    if root is mesh or place is None or [name for name in known if name in names] != names:
+        return mesh.mesh
+    return root.mesh[tuple(slice(None) if name in names else at for name, at in zip(known, place, strict=True))]
+
+
 def local_part(value: Tensor) -> Tensor:
     """This rank's part of a DTensor, which shares its memory, outside of autograd; any other tensor as it is.
 
@@ -116,6 +125,30 @@ def wrapped_like(like: DTensor, local: Tensor, shape: tuple[int, ...]) -> Tensor
     )
 
 
+def row_on_mesh(row: Tensor, mesh: DeviceMesh, num_rows: int) -> Tensor:
+    """A DTensor [num_rows, ...], of which ranks have another row along "replicate", and a part of it along "shard".
+
+    Args:
+        row: This rank's: a DTensor over the dimension "shard" of the mesh, or the same on all ranks along it.
+        mesh: With one of these dimensions or both.
+        num_rows: How many there are.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    inner: Any = row.placements[0] if is_dtensor(row) else Replicate()
+    if isinstance(inner, Shard):
+        inner = Shard(inner.dim + 1)
+    shape = torch.Size((num_rows, *row.shape))
+    return DTensor.from_local(
+        local_part(row)[None],
+        mesh,
+        [Shard(0) if name == "replicate" else inner for name in mesh.mesh_dim_names or ()],
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
 __all__ = [
     "StorageWeakRef",
     "disabled_dispatch",
@@ -126,7 +159,9 @@ __all__ = [
     "is_dtensor",
     "local_part",
     "make_wrapper_subclass",
+    "ranks_of_mesh",
     "root_mesh",
+    "row_on_mesh",
     "split_of",
     "unflatten_dense",
     "unscale",

@@ -21,6 +21,7 @@ from evenstep.console import quieten, say
 from evenstep.device import choose_device
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, MismatchError, UsageError
 from evenstep.ground.compat.torch_distributed import abort_process_groups, default_store, keep_groups, reset_group_count
+from evenstep.ground.compat.torch_tensors import forget_meshes
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.coordination.mesh import validate_mesh
 from evenstep.ground.coordination.rendezvous_store import choose_gloo_interface, open_store
@@ -377,6 +378,7 @@ def _give_up_nccl() -> None:
 def _destroy_default_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+        forget_meshes()
 
 
 def _explain_rendezvous(placement: Placement, error: Exception) -> str:

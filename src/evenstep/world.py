@@ -337,7 +337,9 @@ class World:
             return
         self.has_diverged = True
         if self.is_initialised and not (self._part_of is not None and self._part_of.has_diverged):
-            randomness.diverge(self.data_rank)
+            # On a mesh also ranks draw otherwise that aren't in one part of it, as replicas that step each for itself.
+            whole = self if self._part_of is None or self._part_of.mesh is None else self._part_of
+            randomness.diverge(whole.data_rank)
 
     @property
     def draws_its_own(self) -> bool:

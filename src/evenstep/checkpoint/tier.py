@@ -37,6 +37,7 @@ from evenstep.checkpoint.store import LocalDirectory
 from evenstep.console import say
 from evenstep.errors import ConfigurationError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
+from evenstep.optim.local_sgd.local_sgd import LocalSGD
 from evenstep.world import World
 
 _UNUSED_AFTER_S = 7 * 86400.0
@@ -126,7 +127,7 @@ class LocalTier:
         lock_number: int,
         run: str,
     ) -> None:
-        self._every_steps, self._world = every_steps, world
+        self._every_steps, self._world, self._objects = every_steps, world, objects
         key = world.broadcast_object(hashlib.sha256(run.encode()).hexdigest()[:32])
         user = _folder_of_user(local.root)
         self.storage = local.inside(user / key)
@@ -186,13 +187,19 @@ class LocalTier:
         if self._tells and self._saved_step is not None and not (writer.is_busy or writer.has_failed):
             self._tells = False
             took = step - self._saved_step
-            most = f"{self._every_steps} + {took} steps"
+            most = f"{self._between_saves()} + {took} steps"
             say(f"evenstep: local copies are kept: a lost process costs at most {most}, while local saves succeed")
         if is_due:
             self._saver.start(step, metrics)
             self._saved_step = step
             if waits:
                 self.finish()
+
+    def _between_saves(self) -> int:
+        """The most steps from one save to the next: with `LocalSGD` a save that is due waits for an exchange."""
+        locals_ = [each for each in self._objects.values() if isinstance(each, LocalSGD) and each.is_open]
+        between = max((each.every for each in locals_), default=1)
+        return -(-self._every_steps // between) * between
 
     def finish(self) -> None:
         """Collective: wait for the pending save, and remove what it replaces. A failure is printed."""

@@ -14,13 +14,15 @@ from evenstep.parallel.exchange import MeshExchange
 from evenstep.parallel.layout import validate_layout
 from evenstep.parallel.replicas import find_replicas
 from evenstep.replica.batches import DummyBatch, pad_parts
-from evenstep.replica.channels import bucket_transport, channel_of, validate_thread
+from evenstep.replica.channels import Peers, bucket_transport, channel_of, validate_thread
 from evenstep.replica.gradients.engine import Engine
+from evenstep.replica.gradients.strategies import ReplicaWindowEnd
 from evenstep.replica.monitors.checks import Monitors, Policy
 from evenstep.replica.normalization.sync_batchnorm import replace_torchs
 from evenstep.replica.wrapper.assembly import Divided, build_engine
 from evenstep.replica.wrapper.distributed import Batch, DistributedDataParallel
 from evenstep.replica.wrapper.settings import Settings, settle
+from evenstep.transport.core.staged import for_messages
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
@@ -42,6 +44,7 @@ class DividedModel(DistributedDataParallel):
         on_nonfinite: As for `DistributedDataParallel`; what is inspected is each rank's part of the sum over ranks.
         broadcast_buffers: As there, among the data ranks.
         compare_every: As there: between replicas of the same parts.
+        local_steps: Replicas step each for itself: see `parallelize`.
     """
 
     is_divided = True
@@ -55,9 +58,11 @@ class DividedModel(DistributedDataParallel):
         on_nonfinite: Policy | None,
         broadcast_buffers: bool | None,
         compare_every: int | None,
+        local_steps: bool,
     ) -> None:
         nn.Module.__init__(self)
         validate_thread(world, self)
+        whole, world = world, world.along("shard") if local_steps else world
         ranks = world.model_ranks
         settings = settle(
             ranks,
@@ -86,10 +91,37 @@ class DividedModel(DistributedDataParallel):
         self.find_unused_parameters = self.gradient_as_bucket_view = self.static_graph = False
         self.skip_all_reduce_unused_params = self.batched_grad_copy = self.lazy_bucket_allocation = False
         self.bucket_bytes_cap_list: list[int] = []
-        self.device_mesh = world.mesh
+        self.device_mesh = whole.mesh
         self._everybody, self._data = world, world.data_parallel
+        self._peers: Peers | None = None
         self._set_up(ranks, settings, bucket_transport(ranks, self))
         self._dummy = DummyBatch(self.dim)
+        if local_steps:
+            self.engine.ending = ReplicaWindowEnd(world.world_size)
+            self._peers = self._find_peers(whole)
+
+    def _find_peers(self, whole: World) -> Peers:
+        """Collective: the ranks over which `LocalSGD` averages this rank's parts.
+
+        Args:
+            whole: All ranks, with a mesh.
+        """
+        assert whole.mesh is not None
+        names, place = whole.mesh.mesh_dim_names or (), whole.mesh.get_coordinate()
+        number = place[names.index("replicate")] if place is not None and "replicate" in names else 0
+        replicas = whole.along("replicate")
+        return Peers(
+            whole,
+            for_messages(channel_of(self, whole, "local steps", whole.device), whole.device),
+            channel_of(self, replicas, "local steps", whole.device),
+            number,
+            whole.mesh,
+        )
+
+    @property
+    def peers(self) -> Peers | None:
+        """See `DistributedDataParallel`: with `local_steps`."""
+        return self._peers
 
     def _build_engine(self, world: World, settings: Settings, transport: Transport) -> tuple[Engine, Monitors]:
         data = transport if self._data is world else channel_of(self, self._data, "gradients", world.device)

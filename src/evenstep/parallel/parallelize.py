@@ -12,6 +12,7 @@ from evenstep import checks
 from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
+from evenstep.ground.coordination.mesh import DATA
 from evenstep.ground.health import excepthook
 from evenstep.parallel.blocks import Blocks, choose_blocks, validate_plan
 from evenstep.parallel.layout import is_divided_module
@@ -37,6 +38,7 @@ def parallelize(
     on_nonfinite: Policy | None = "warn",
     broadcast_buffers: bool | None = None,
     compare_every: int | None = None,
+    local_steps: bool = False,
 ) -> DistributedDataParallel:
     """Divide a model over the ranks of the world's mesh, by torch's own functions, under evenstep's loop.
 
@@ -61,6 +63,8 @@ def parallelize(
         on_nonfinite: As for `DistributedDataParallel`.
         broadcast_buffers: As there.
         compare_every: As there; of a divided model replicas of the same parts are compared.
+        local_steps: For `LocalSGD`, without which such a model isn't trained: FSDP2 divides over "shard" alone, and
+            replicas (along "replicate") step each for itself. Without "shard" it changes nothing.
 
     Returns:
         The model with `backward`, `microbatches` and so on, and torch's modules in `.module`.
@@ -86,9 +90,11 @@ def parallelize(
             )
         chosen[:] = choose_blocks(module, blocks)
         _validate_arguments(names, tensor_plan, mp_policy, offload_policy)
+        _validate_local_steps("parallelize", local_steps, names, offload_policy)
         validate_plan(module, tensor_plan)
         validate_none_yet(module, "parallelize")
-        return {"the number of blocks": len(chosen), "reshard_after_forward": reshard_after_forward}
+        facts = {"reshard_after_forward": reshard_after_forward, "local_steps": bool(local_steps)}
+        return facts | {"the number of blocks": len(chosen)}
 
     _validate_together(module, world, "parallelize", validate)
     if not {"shard", "tensor"} & set(names):
@@ -110,7 +116,8 @@ def parallelize(
 
         policies = {"mp_policy": mp_policy, "offload_policy": offload_policy}
         options = {name: policy for name, policy in policies.items() if policy is not None}
-        mesh = world.mesh["replicate", "shard"] if "replicate" in names else world.mesh["shard"]
+        is_hybrid = "replicate" in names and not local_steps
+        mesh = world.mesh["replicate", "shard"] if is_hybrid else world.mesh["shard"]
         for each in [*chosen, module]:
             fully_shard(each, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
     return DividedModel(
@@ -120,6 +127,7 @@ def parallelize(
         on_nonfinite=on_nonfinite,
         broadcast_buffers=broadcast_buffers,
         compare_every=compare_every,
+        local_steps=bool(local_steps),
     )
 
 
@@ -131,6 +139,7 @@ def attach(
     on_nonfinite: Policy | None = "warn",
     broadcast_buffers: bool | None = None,
     compare_every: int | None = None,
+    local_steps: bool = False,
 ) -> DistributedDataParallel:
     """Put a model that torch's functions have divided under evenstep's loop.
 
@@ -143,6 +152,7 @@ def attach(
         on_nonfinite: As for `DistributedDataParallel`.
         broadcast_buffers: As there.
         compare_every: As there; of a divided model replicas of the same parts are compared.
+        local_steps: As for `parallelize`; `fully_shard` was given `world.mesh["shard"]`.
 
     Returns:
         As `parallelize`.
@@ -161,12 +171,14 @@ def attach(
         is_divided = is_divided_module(module)
         if is_divided:
             validate_none_left(module, "fully_shard")
+            names = ("no mesh",) if world.mesh is None else (world.mesh.mesh_dim_names or ())
+            _validate_local_steps("attach", local_steps, names)
         elif world.mesh is not None and world.model_ranks.world_size > world.data_size:
             raise ConfigurationError(
                 "attach: the mesh has ranks along tensor, and no parameter of the model is divided. Call torch's "
                 'parallelize_module(model, world.mesh["tensor"], plan) first, or evenstep.parallelize.'
             )
-        return {"whether the model is divided": is_divided}
+        return {"whether the model is divided": is_divided, "local_steps": bool(local_steps)}
 
     _validate_together(module, world, "attach", validate)
     if not is_divided_module(module):
@@ -184,6 +196,7 @@ def attach(
         on_nonfinite=on_nonfinite,
         broadcast_buffers=broadcast_buffers,
         compare_every=compare_every,
+        local_steps=bool(local_steps),
     )
 
 
@@ -245,6 +258,17 @@ def _validate_arguments(names: tuple[str, ...], tensor_plan: Any, mp_policy: Any
         raise ConfigurationError(
             'parallelize: the mesh has the dimension "tensor", and no tensor_plan says which layers it divides. Pass '
             "one, as for torch's parallelize_module, or leave the dimension out."
+        )
+
+
+def _validate_local_steps(who: str, local_steps: Any, names: tuple[str, ...], offload_policy: Any = None) -> None:
+    """Refuse what replicas that step each for itself can't have."""
+    checks.switch(f"{who}: local_steps", local_steps)
+    found = [*(name for name in names if name not in DATA), *(["offload_policy"] if offload_policy else [])]
+    if local_steps and found:
+        raise ConfigurationError(
+            f'{who}: local_steps=True is for models that are divided along "shard" alone, with replicas along '
+            f'"replicate", whose parts are on their ranks\' devices. Here there is {", ".join(found)}.'
         )
 
 

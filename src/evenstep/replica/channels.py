@@ -22,9 +22,11 @@ import gc
 import threading
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from evenstep.errors import UsageError
 from evenstep.transport.core.transport import Transport
@@ -132,6 +134,25 @@ def channel_of(
     members = world.of_group(process_group)
     pools = _pools.setdefault(members, {})
     return pools.setdefault((purpose, device), _Pool(members, device)).take(owner)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that have the same parts of a model, as `LocalSGD` needs them, which averages parameters over them.
+
+    Attributes:
+        everybody: All ranks that have parts of the model.
+        control: Carries messages between all of them, in order with the model's passes.
+        transport: Carries parameters between those that have the same parts as this one.
+        number: Of this rank's replica of the model.
+        mesh: Of all ranks, if each replica is divided over its dimension "shard"; None: each rank has a replica.
+    """
+
+    everybody: World
+    control: Transport
+    transport: Transport
+    number: int
+    mesh: DeviceMesh | None = None
 
 
 _wrapped_by: weakref.WeakKeyDictionary[World, weakref.WeakKeyDictionary[object, weakref.ref[threading.Thread]]] = (

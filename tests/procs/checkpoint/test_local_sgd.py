@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import evenstep
+from evenstep.checkpoint import tier
 from evenstep.errors import CheckpointError, ConfigurationError, UsageError
 from evenstep.testing import RankPool
 
@@ -186,3 +187,37 @@ def grown() -> None:
 
 def test_states_of_different_shapes_are_refused(ranks: RankPool) -> None:
     ranks.run(grown, 2)
+
+
+def told_of_copies(where: Path) -> list[str]:
+    """What is said of local copies that are due every 20 steps, with an exchange every 8."""
+    evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(nn.Linear(2, 2))
+    local = evenstep.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=8)
+    said: list[str] = []
+    plain, tier.say = tier.say, said.append
+    try:
+        with evenstep.Checkpointer(
+            where / "runs",
+            model=model,
+            local_sgd=local,
+            every_minutes=None,
+            local=where / "local",
+            local_every_steps=20,
+            asynchronous=False,
+        ) as checkpoint:
+            for _ in range(32):
+                model.backward(model(torch.ones(2, 2)).square().mean())
+                local.step()
+                checkpoint.step()
+    finally:
+        tier.say = plain
+    local.close()
+    return said
+
+
+def test_what_a_lost_process_costs_counts_the_wait_for_an_exchange(ranks: RankPool, tmp_path: Path) -> None:
+    """Saved behind step 24, and not 20; so said one exchange later."""
+    first, second = ranks.run(told_of_copies, 2, tmp_path)
+    assert ["a lost process costs at most 24 + 8 steps" in each for each in first] == [True]
+    assert second == []

@@ -183,3 +183,30 @@ def adopted(backend):
 @pytest.mark.parametrize("backend", ["gloo", "evenstep"])
 def test_a_scripts_own_mesh_is_adopted(ranks, backend):
     assert ranks.run(adopted, 4, backend) == [(n, 2, [0, 1]) for n in (0, 0, 1, 1)]
+
+
+def of_the_next_world(has_another_group: bool) -> list[Any]:
+    """The groups of a mesh, of what a DTensor's operations give on it, and the sum over one of its dimensions."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    before = worlds.initialised()
+    if before is not None:
+        before.close()
+    with evenstep.init(quiet=True) as world:
+        if has_another_group:  # so that names count on from another number
+            dist.new_group([0, 1])
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+        value = DTensor.from_local(torch.full((2,), 1.0 + world.rank % 2), mesh, [Shard(0)])
+        made = torch.zeros_like(value) + value
+        summed = DTensor.from_local(made.to_local(), made.device_mesh, [Partial()]).redistribute(
+            placements=[Replicate()]
+        )
+        groups = [each.get_group().group_name for each in (mesh, made.device_mesh)]
+        return [groups[0] == groups[1], made.full_tensor().tolist(), summed.to_local().tolist()]
+
+
+def test_what_is_computed_has_the_groups_of_this_world(ranks):
+    """torch kept results with meshes of groups that had ended: names of no group on one rank, of others elsewhere."""
+    for has_another_group in (False, True):
+        found = ranks.run(of_the_next_world, 4, has_another_group)
+        assert found == [[True, [1.0, 1.0, 2.0, 2.0], [3.0, 3.0]]] * 4

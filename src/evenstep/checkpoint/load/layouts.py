@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from evenstep.checkpoint.format.regions import Region, Shape, common, held_regio
 from evenstep.checkpoint.format.tree import flatten, shown, unwrapped
 from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_tensors import is_dtensor, local_part, wrapped_like
+from evenstep.optim.local_sgd.local_sgd import LocalSGD
+from evenstep.optim.local_sgd.state import ROWS
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -102,21 +105,16 @@ def find_layouts(owner: str, saved: ObjectEntry, target: Any) -> dict[str, Layou
     if hasattr(target, "state_layouts"):
         layouts: dict[str, Layout] = target.state_layouts(saved)
         return layouts
-    if hasattr(target, "state_shards"):
-        return {}
     found: dict[str, Layout] = {}
-    if isinstance(target, nn.Module):
+    if isinstance(target, LocalSGD):
+        found = _row_layouts(owner, saved, target)
+        known = {} if target.outer is None else _divided_as_parameters(saved, "outer.state.", target.outer)
+    elif hasattr(target, "state_shards"):
+        return {}
+    elif isinstance(target, nn.Module):
         known = {key: value for key, value in target.state_dict().items() if is_dtensor(value)}
     elif isinstance(getattr(target, "param_groups", None), list):
-        known = {}
-        parameters = [parameter for group in target.param_groups for parameter in group["params"]]
-        for name, entry in saved.tensors.items():
-            first, _, rest = name.partition(".")
-            index = rest.partition(".")[0]
-            if first == "state" and index.isdigit() and int(index) < len(parameters) and entry.shape:
-                parameter = parameters[int(index)]
-                if is_dtensor(parameter):
-                    known[name] = parameter
+        known = _divided_as_parameters(saved, "state.", target)
     else:
         state = target if isinstance(target, dict) else target.state_dict()
         known = {name: value for name, value in flatten(state, "")[1].items() if is_dtensor(value)}
@@ -126,14 +124,44 @@ def find_layouts(owner: str, saved: ObjectEntry, target: Any) -> dict[str, Layou
             continue
         shape = saved.tensors[key].shape
         if tuple(value.shape) == shape:
-            try:
-                regions = tuple(held_regions(value))
-            except ValueError as error:
-                message = f"{shown((owner, name))} is a DTensor that can't be loaded into: {error}."
-                raise ConfigurationError(message) from None
-            found[key] = Layout(tuple(local_part(value).shape), regions, value)
+            found[key] = Layout(tuple(local_part(value).shape), _regions_of(owner, name, value), value)
         else:
             found[key] = Layout(shape, (whole(shape),), value)
+    return found
+
+
+def _parameters_in(saved: ObjectEntry, prefix: str, optimizer: Any) -> Iterator[tuple[str, Shape, Tensor]]:
+    """(name, shape, parameter) of what an optimizer has saved for its parameters, but for single numbers."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for name, entry in saved.tensors.items():
+        index = name.removeprefix(prefix).partition(".")[0]
+        if name.startswith(prefix) and index.isdigit() and int(index) < len(parameters) and entry.shape:
+            yield name, entry.shape, parameters[int(index)]
+
+
+def _divided_as_parameters(saved: ObjectEntry, prefix: str, optimizer: Any) -> dict[str, DTensor]:
+    return {name: each for name, _, each in _parameters_in(saved, prefix, optimizer) if is_dtensor(each)}
+
+
+def _regions_of(owner: str, name: str, value: DTensor) -> tuple[Region, ...]:
+    try:
+        return tuple(held_regions(value))
+    except ValueError as error:
+        message = f"{shown((owner, name))} is a DTensor that can't be loaded into: {error}."
+        raise ConfigurationError(message) from None
+
+
+def _row_layouts(owner: str, saved: ObjectEntry, local: LocalSGD) -> dict[str, Layout]:
+    """The row of this rank's replica; or all rows, where there were another number of replicas."""
+    found = {}
+    for name, (num_rows, *shape), parameter in _parameters_in(saved, f"{ROWS}.", local.optimizer):
+        regions: tuple[Region, ...] = (whole(tuple(shape)),)
+        held = tuple(shape)
+        if is_dtensor(parameter) and tuple(parameter.shape) == held:
+            regions, held = _regions_of(owner, name, parameter), tuple(local_part(parameter).shape)
+        first, count = (local.peers.number, 1) if num_rows == local.peers.transport.world_size else (0, num_rows)
+        rows = [Region((first, *each.offsets), (count, *each.sizes), (0, *each.at)) for each in regions]
+        found[name] = Layout((count, *held), tuple(rows))
     return found
 
 

@@ -16,7 +16,7 @@ from evenstep.checkpoint.format.regions import Shape, first_element, held_region
 from evenstep.checkpoint.format.tree import dotted, flatten, shown, unwrapped
 from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_modules import compiled_module
-from evenstep.ground.compat.torch_tensors import is_dtensor, local_part, root_mesh, split_of
+from evenstep.ground.compat.torch_tensors import is_dtensor, local_part, ranks_of_mesh, root_mesh, split_of
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 
 if TYPE_CHECKING:
@@ -162,11 +162,11 @@ def _holders(value: DTensor) -> tuple[int, list[int]]:
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank outside the mesh holds nothing"
-    me = int(mesh.mesh[tuple(coordinate)])  # the process group may have ended
+    ranks, all_ranks = ranks_of_mesh(mesh), root_mesh(mesh).mesh
+    me = int(ranks[tuple(coordinate)])  # the process group may have ended
     places = zip(coordinate, value.placements, strict=True)
-    inside = mesh.mesh[tuple(slice(None) if split_of(each) == (None, 1) else at for at, each in places)]
-    all_ranks = root_mesh(mesh).mesh
-    left_out = _left_out(mesh.mesh, all_ranks, me)
+    inside = ranks[tuple(slice(None) if split_of(each) == (None, 1) else at for at, each in places)]
+    left_out = _left_out(ranks, all_ranks, me)
     found: set[int] = set()
     for rank in inside.flatten().tolist():
         here = (all_ranks == rank).nonzero()[0].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -66,6 +67,27 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._get_root_mesh()
 
 
+def forget_meshes() -> None:
+    """Have torch forget the results of DTensors' operations, which have the meshes of groups that were destroyed.
+
+    It compares meshes by ranks and names, and not by their groups. So what it computes on an equal mesh of the next
+    group would have the old mesh, whose groups' names are those of no group then, or of others.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        debug = importlib.import_module("torch.distributed.tensor.debug")
+        for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
+            getattr(debug, name, lambda: None)()
+
+
+def ranks_of_mesh(mesh: DeviceMesh) -> Tensor:
+    """The rank at each place of a mesh: also of a slice when the process group has ended, which torch's own asks."""
+    root, names = root_mesh(mesh), list(mesh.mesh_dim_names or ())
+    known, place = root.mesh_dim_names or (), root.get_coordinate()
+    if root is mesh or place is None or [name for name in known if name in names] != names:
+        return mesh.mesh
+    return root.mesh[tuple(slice(None) if name in names else at for name, at in zip(known, place, strict=True))]
+
+
 def local_part(value: Tensor) -> Tensor:
     """This rank's part of a DTensor, which shares its memory, outside of autograd; any other tensor as it is.
 
@@ -103,16 +125,43 @@ def wrapped_like(like: DTensor, local: Tensor, shape: tuple[int, ...]) -> Tensor
     )
 
 
+def row_on_mesh(row: Tensor, mesh: DeviceMesh, num_rows: int) -> Tensor:
+    """A DTensor [num_rows, ...], of which ranks have another row along "replicate", and a part of it along "shard".
+
+    Args:
+        row: This rank's: a DTensor over the dimension "shard" of the mesh, or the same on all ranks along it.
+        mesh: With one of these dimensions or both.
+        num_rows: How many there are.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    inner: Any = row.placements[0] if is_dtensor(row) else Replicate()
+    if isinstance(inner, Shard):
+        inner = Shard(inner.dim + 1)
+    shape = torch.Size((num_rows, *row.shape))
+    return DTensor.from_local(
+        local_part(row)[None],
+        mesh,
+        [Shard(0) if name == "replicate" else inner for name in mesh.mesh_dim_names or ()],
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
 __all__ = [
     "StorageWeakRef",
     "disabled_dispatch",
     "disabled_function",
     "flatten_dense",
+    "forget_meshes",
     "has_storage",
     "is_dtensor",
     "local_part",
     "make_wrapper_subclass",
+    "ranks_of_mesh",
     "root_mesh",
+    "row_on_mesh",
     "split_of",
     "unflatten_dense",
     "unscale",
@@ -131,6 +180,11 @@ NAMES = (
         "torch.distributed.tensor:DTensor.to_local~_local_tensor",
         "what a rank has of a DTensor",
         "an AttributeError where a model has DTensors",
+    ),
+    PrivateName(
+        "torch.distributed.tensor.debug:_clear_sharding_prop_cache",
+        "lets DTensors of the next process group have its meshes",
+        "a DTensor's operation may find no group, or another one, in a second world of a process",
     ),
     PrivateName(
         "torch.distributed.tensor.placement_types:_StridedShard",

@@ -14,6 +14,16 @@ replicas differ.
 
 Parameters are equal again behind it, so a checkpoint holds the copy as the model itself, and beside it only the state
 of the outer optimizer.
+
+[Note: local steps of a divided model]
+
+With `parallelize(local_steps=True)` a replica is divided over the ranks along "shard". FSDP2 divides over these alone,
+and windows end among them: weights are counted within a replica. What is exchanged is each rank's parts, with the
+ranks along "replicate" that have the same parts in other replicas.
+
+    a replica does as one       whether a step is left out is agreed on within it, in each step ("skip", "raise")
+    all ranks do as one         whether some gradient wasn't finite is agreed on within replicas, then between them;
+                                names and scales of losses travel between all ranks
 """
 
 from __future__ import annotations
@@ -29,6 +39,8 @@ from torch import Tensor, optim
 from evenstep import checks
 from evenstep.device import by_kind
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, NonFiniteError, PeerLostError, UsageError
+from evenstep.ground.compat.torch_ddp import reshard
+from evenstep.ground.compat.torch_tensors import local_part
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.health import excepthook
 from evenstep.ground.health.users_code import warn
@@ -38,7 +50,7 @@ from evenstep.optim.loading import load_exactly
 from evenstep.optim.local_sgd.state import make_equal, put_together, take_apart
 from evenstep.optim.sharded.flat_segments import Shard
 from evenstep.optim.sharded.sharded_optimizer import ShardedOptimizer
-from evenstep.replica.gradients.strategies import LocalWindowEnd
+from evenstep.replica.gradients.strategies import LocalWindowEnd, ReplicaWindowEnd
 from evenstep.replica.gradients.window import drop_grads
 from evenstep.replica.monitors.checks import Finder, listed
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
@@ -70,12 +82,15 @@ class LocalSGD:
     which parameters are the same on all ranks. It is given this object, and not the optimizers: the inner one's state
     on every rank and the outer one's are saved with it: `Checkpointer(..., model=model, local_sgd=local)`.
 
+    Of a model that `parallelize(local_steps=True)` has divided a replica steps as a rank does here; see [Note: local
+    steps of a divided model].
+
     A gradient that isn't finite is this rank's alone until parameters are averaged; then all ranks know of it, and do
     what the model's `on_nonfinite` says: "warn" says it once, with rank and parameter, on CPUs; "skip" has left out
     that rank's step, and says so; "raise" has, too, and is a NonFiniteError of all ranks in place of the exchange.
 
     Args:
-        model: An `evenstep.DistributedDataParallel`.
+        model: An `evenstep.DistributedDataParallel`, or what `parallelize` has made with `local_steps`.
         optimizer: A plain torch optimizer over its parameters.
         every: Steps from one exchange to the next.
         warmup_steps: Steps at the beginning after each of which parameters are averaged, without an outer step.
@@ -86,12 +101,13 @@ class LocalSGD:
     Attributes:
         outer: See there; a scheduler may set its rates, equally on all ranks.
         num_steps: Local steps so far.
+        peers: The ranks that it averages over.
 
     Raises:
         ConfigurationError: No such model, a divided optimizer, one of other parameters, the same optimizer twice, a
             number out of its range, or another dtype.
-        UsageError: Gradients have been added since they were last averaged, ranks step on their own already, or a
-            ShardedOptimizer has parameters of the model.
+        UsageError: Gradients have been added since they were last averaged, ranks step on their own already, a
+            ShardedOptimizer has parameters of the model, or it was divided without `local_steps`.
         MismatchError: The ranks were given different numbers.
     """
 
@@ -110,12 +126,14 @@ class LocalSGD:
             if not isinstance(model, DistributedDataParallel):
                 raise checks.refuse("LocalSGD: model", model, "an evenstep.DistributedDataParallel")
 
+        peers = model.peers
+        if peers is None:  # on all ranks
+            raise UsageError(
+                "LocalSGD: the model is divided over ranks, and no rank can step without the others. Divide it along "
+                '"shard" alone: evenstep.parallelize(module, local_steps=True), or average in every step.'
+            )
+
         def validate() -> dict[str, Any]:
-            if model.is_divided:
-                raise UsageError(
-                    "the model is divided over ranks, and no rank can step without the others. Use it with "
-                    "evenstep.DistributedDataParallel, or average in every step."
-                )
             if model.world.virtual_ranks is not None:
                 raise UsageError("in reproducible mode: what ranks learn by themselves depends on how many there are.")
             _validate(model, "optimizer", optimizer)
@@ -130,7 +148,7 @@ class LocalSGD:
                 )
             if transfer_dtype not in (None, torch.bfloat16, torch.float16):
                 raise checks.refuse("transfer_dtype", transfer_dtype, "torch.bfloat16, torch.float16, or None")
-            if model.engine.stays_local:
+            if model.engine.ending.owner is not None:
                 raise UsageError("the model has another LocalSGD. Close that first.")
             if model.engine.is_in_window:
                 raise UsageError("gradients have been added and not averaged. Make it before the loop.")
@@ -141,8 +159,8 @@ class LocalSGD:
                 "transfer_dtype": str(transfer_dtype),
             }
 
-        validate_on_all_ranks(model.world, "LocalSGD", validate)
-        self.model = model
+        validate_on_all_ranks(peers.everybody, "LocalSGD", validate)
+        self.model, self.peers = model, peers
         self.optimizer = optimizer
         self.every = int(every)  # as plain numbers, whichever kind they are
         self.warmup_steps = int(warmup_steps)
@@ -151,7 +169,8 @@ class LocalSGD:
         self._exchanges_changes = not (outer is None and transfer_dtype is None)
         self._before: list[Tensor] | None = None  # trained parameters at the last exchange, in a round of local steps
         self._usual_ending = model.engine.ending
-        model.engine.ending = LocalWindowEnd(self)
+        in_replica = model.world.world_size
+        model.engine.ending = ReplicaWindowEnd(in_replica, self) if model.is_divided else LocalWindowEnd(self)
         policy = model.settings.on_nonfinite
         self._policy = policy if policy in ("skip", "raise") or model.world.device.type == "cpu" else None
         self._finder = Finder()
@@ -159,10 +178,9 @@ class LocalSGD:
         self._num_left_out = 0
         self._has_warned = False
         self._scaler: torch.amp.GradScaler | None = None
-        for observer in model.engine.observers:
-            observer.set_apart(True)
+        self._set_apart(True)
         # Before replicas are compared, and before a Checkpointer saves for the last time.
-        model.world.before_close.insert(0, partial(_average_at_end, weakref.ref(self)))
+        peers.everybody.before_close.insert(0, partial(_average_at_end, weakref.ref(self)))
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> bool:
         """Step on this rank's gradients. Collective if ranks exchange now; returns whether parameters are equal.
@@ -173,7 +191,8 @@ class LocalSGD:
 
         Raises:
             ConfigurationError: The scaler is none.
-            UsageError: Gradients are scaled, and there is no scaler. Nothing was stepped.
+            UsageError: Gradients are scaled, and there is no scaler; or those of a divided model are still to be added
+                over its ranks. Nothing was stepped.
             NonFiniteError: See the class. Parameters are each rank's own.
         """
         engine = self.model.engine
@@ -181,8 +200,8 @@ class LocalSGD:
             with abort_peers(self.model):
                 raise checks.refuse("LocalSGD.step: scaler", scaler, "a torch.amp.GradScaler, or None")
         is_scaled = scaler is not None and scaler.is_enabled()
-        if self._is_open:
-            engine.end_local_window()
+        if self.is_open:
+            self._end_window()
             if engine.was_scaled and not is_scaled and any(p.grad is not None for p in engine.parameters):
                 raise UsageError(
                     "LocalSGD.step: the gradients were scaled by a GradScaler. Call local.step(scaler=scaler), in "
@@ -190,7 +209,7 @@ class LocalSGD:
                 )
             if not is_scaled:
                 self._look_at_gradients()
-        if self._is_open and self._exchanges_changes and self._before is None:
+        if self.is_open and self._exchanges_changes and self._before is None:
             self._before = [_real(parameter).clone() for parameter in engine.parameters]
         if is_scaled and scaler is not None:
             self._scaler = scaler
@@ -199,7 +218,7 @@ class LocalSGD:
         else:
             self.optimizer.step()
         self.num_steps += 1
-        if not self._is_open:
+        if not self.is_open:
             return True
         engine.is_apart = True
         is_warming_up = self.num_steps <= self.warmup_steps
@@ -208,8 +227,23 @@ class LocalSGD:
             self._exchange(None if is_warming_up else self.outer)
         return is_due
 
+    def _end_window(self) -> None:
+        """End the accumulation of this rank, if it is open.
+
+        Raises:
+            UsageError: Other ranks have to take part in that.
+        """
+        engine = self.model.engine
+        if not self.model.is_divided:
+            engine.end_local_window()
+        elif engine.is_in_window:
+            raise UsageError(
+                "LocalSGD.step: gradients of a divided model have been added on this rank alone. Leave "
+                "model.accumulate() for the last backward pass before the step."
+            )
+
     @property
-    def _is_open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether ranks step on their own."""
         return self.model.engine.ending.owner is self
 
@@ -232,13 +266,15 @@ class LocalSGD:
             NonFiniteError: See the class. Parameters are each rank's own.
         """
         engine = self.model.engine
-        if self.model.world.world_size > 1 or (outer is not None and self._before is not None):
+        is_bad = self._policy is not None and self._any_in_replica(bool(self._bad))
+        if self.peers.transport.world_size > 1 or (outer is not None and self._before is not None):
+            reshard(self.model.module)  # what was gathered before would go on with the values of before
             changes = self._changes()
             by_change = {_real(parameter).data_ptr() for parameter in engine.parameters} if changes else set()
             kept = (_real(each) for each in self.model._kept_tensors())
-            self._average_all([*changes, *(each for each in kept if each.data_ptr() not in by_change)])
+            self._average_all([*changes, *(each for each in kept if each.data_ptr() not in by_change)], is_bad)
             self._apply(changes, outer)
-        elif self._bad:
+        elif is_bad:
             self._conclude()
         self._before, engine.is_apart = None, False
 
@@ -267,14 +303,19 @@ class LocalSGD:
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
 
-    def _average_all(self, kept: Iterable[Tensor]) -> None:
-        """Collective: tensors become their mean over ranks, in place; scales of losses the smallest."""
+    def _average_all(self, kept: Iterable[Tensor], is_bad: bool) -> None:
+        """Collective: tensors become their mean over ranks, in place; scales of losses the smallest.
+
+        Args:
+            kept: Those of this rank.
+            is_bad: Something was found in this replica.
+        """
         for number, tensors in enumerate(by_kind(each for each in kept if each.is_floating_point())):
-            # One number more: whether this rank has found something. Not in a message of its own.
+            # One number more: whether something was found. Not in a message of its own.
             has_flag = number == 0 and self._policy is not None
-            flag = [tensors[0].new_tensor([float(bool(self._bad))])] if has_flag else []
+            flag = [tensors[0].new_tensor([float(is_bad)])] if has_flag else []
             flat = torch.cat([*(tensor.reshape(-1) for tensor in tensors), *flag])
-            self.model.engine.transport.all_reduce(flat, "mean").wait()
+            self.peers.transport.all_reduce(flat, "mean").wait()
             if has_flag and bool(flat[-1] > 0):
                 self._conclude()
             parts = torch.split_with_sizes(flat[: len(flat) - len(flag)], [tensor.numel() for tensor in tensors])
@@ -284,21 +325,29 @@ class LocalSGD:
             self._agree_on_scale(self._scaler)
 
     def _look_at_gradients(self) -> None:
-        """Of this step; where it is to be left out, the optimizer finds none."""
+        """Of this step; where it is to be left out, the optimizer finds none. Collective within a divided replica."""
         if self._policy is None or (self._policy == "warn" and (self._has_warned or self._bad)):
             return
         engine = self.model.engine
         self._finder.look_in_grads(engine.names, engine.parameters)
         found = self._finder.take()
         self._bad |= dict.fromkeys(found)
-        if found and self._policy != "warn":
-            self._num_left_out += 1
+        if self._policy != "warn" and self._any_in_replica(bool(found)):
+            self._num_left_out += self.model.world.is_main or not self.model.is_divided
             drop_grads(engine.parameters)
+
+    def _any_in_replica(self, is_so: bool) -> bool:
+        """Whether something is so on one of the ranks that this replica is divided over. Collective among these."""
+        if not self.model.is_divided:
+            return is_so
+        flag = torch.tensor([float(is_so)], device="cpu")
+        self.model.engine.control.all_reduce(flag, "max").wait()
+        return bool(flag)
 
     def _conclude(self) -> None:
         """Collective: say whose gradients were not finite."""
-        world, policy = self.model.world, self._policy
-        received = exchange(self.model.engine.control, {"names": list(self._bad), "left_out": self._num_left_out})
+        world, policy = self.peers.everybody, self._policy
+        received = exchange(self.peers.control, {"names": list(self._bad), "left_out": self._num_left_out})
         self._bad, self._num_left_out = {}, 0
         num_left_out = sum(each["left_out"] for each in received)
         text = "; ".join(f"rank {rank}: {listed(each['names'])}" for rank, each in enumerate(received) if each["names"])
@@ -321,7 +370,7 @@ class LocalSGD:
     def _agree_on_scale(self, scaler: torch.amp.GradScaler) -> None:
         """Collective: the smallest scale of all ranks, which have overflowed each by itself."""
         state = scaler.state_dict()
-        received = exchange(self.model.engine.control, [state["scale"], state["_growth_tracker"]])
+        received = exchange(self.peers.control, [state["scale"], state["_growth_tracker"]])
         scale, tracker = (min(each[i] for each in received) for i in range(2))
         scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": tracker})
 
@@ -330,20 +379,21 @@ class LocalSGD:
 
         What the optimizer keeps becomes the same on all ranks, too: the mean of tensors, rank 0's numbers. With momenta
         of their own ranks would step differently on equal gradients. Gradients that there are belong to this rank
-        alone, and are dropped. Behind it `step` is the optimizer's.
+        alone, and are dropped. Behind it `step` is the optimizer's. A divided model isn't trained any more: nothing
+        would add its gradients over replicas.
 
         Raises:
             NonFiniteError: See the class. Ranks still step on their own.
         """
-        world = self.model.world
-        if not self._is_open:
+        world = self.peers.everybody
+        if not self.is_open:
             return
         self.average()
         self._leave()
-        if world.world_size == 1:
+        if world.world_size == 1 or self.model.is_divided:
             return
         try:
-            make_equal(self.optimizer, self.model.engine)
+            make_equal(self.optimizer, self.peers)
         except ConfigurationError as error:  # on all ranks
             if world.is_main:
                 warn(
@@ -356,7 +406,7 @@ class LocalSGD:
 
         Save where ranks have the same parameters, which are those of the last exchange.
         """
-        kept = {"num_steps": self.num_steps, "is_closed": not self._is_open}
+        kept = {"num_steps": self.num_steps, "is_closed": not self.is_open}
         return kept if self.outer is None else {**kept, "outer": self.outer.state_dict()}
 
     def state_shards(self) -> tuple[dict[str, Any], list[Shard]]:
@@ -369,7 +419,7 @@ class LocalSGD:
         Raises:
             ConfigurationError: What ranks keep has different shapes. Raised on all of them.
         """
-        state, shards = take_apart(self.optimizer, self.model.engine)
+        state, shards = take_apart(self.optimizer, self.peers)
         return {**self.state_dict(), **state}, shards
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -388,12 +438,12 @@ class LocalSGD:
             raise checks.refuse(f"{where}: state", state, "what state_dict() returned")
         num_steps = checks.whole(f"{where}: num_steps", state.get("num_steps"), least=0)
         if "ranks" in state:
-            load_exactly(self.optimizer, put_together(state, self.model.world))
+            load_exactly(self.optimizer, put_together(state, self.optimizer, self.peers))
         if self.outer is not None and "outer" in state:
             load_exactly(self.outer, state["outer"])
         self.num_steps = num_steps
         self._before, self.model.engine.is_apart = None, False
-        if self._is_open and state.get("is_closed", False):
+        if self.is_open and state.get("is_closed", False):
             self._leave()
 
     def _leave(self) -> None:
@@ -401,10 +451,15 @@ class LocalSGD:
         engine = self.model.engine
         engine.end_local_window()
         engine.ending = self._usual_ending
-        if self.model.world.world_size > 1:
+        if self.peers.everybody.world_size > 1:
             drop_grads(engine.parameters)
-        for observer in engine.observers:
-            observer.set_apart(False)
+        self._set_apart(False)
+
+    def _set_apart(self, is_apart: bool) -> None:
+        """Have nothing compared between ranks that step each for itself. The ranks of one replica go on with it."""
+        observers, nonfinite = self.model.engine.observers, self.model.monitors.nonfinite
+        for observer in [each for each in observers if each is nonfinite or not self.model.is_divided]:
+            observer.set_apart(is_apart)
 
 
 def _average_at_end(reference: weakref.ref[LocalSGD]) -> None:
@@ -412,7 +467,7 @@ def _average_at_end(reference: weakref.ref[LocalSGD]) -> None:
     local = reference()
     if local is None or not local.model.engine.is_apart:
         return
-    world = local.model.world
+    world = local.peers.everybody
     try:
         world.control.set_timeout(_DEADLINE_S)
         num_steps = set(world.exchange(local.num_steps, what="the last exchange of LocalSGD"))
@@ -447,6 +502,6 @@ def _validate(model: DistributedDataParallel, name: str, optimizer: Any) -> None
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """A tensor's memory as real numbers, outside of autograd."""
-    tensor = tensor.detach()
+    """The memory of this rank's part of a tensor as real numbers, outside of autograd."""
+    tensor = local_part(tensor.detach())
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -5,6 +5,9 @@
     what is kept of a parameter     of every rank           in the checkpoint
     a tensor of shape [...]         another one             one tensor of shape [ranks, ...], each rank writes its row
     numbers, small tensors          another one             a list, one entry per rank
+
+Where `LocalSGD` has a divided model, read "replica" for "rank": a row is that of a replica, each rank writes and reads
+its part of it, and what isn't divided is that of the replica's first rank.
 """
 
 from __future__ import annotations
@@ -16,57 +19,58 @@ import torch
 from torch import Tensor, optim
 
 from evenstep.errors import ConfigurationError
+from evenstep.ground.compat.torch_tensors import is_dtensor, row_on_mesh, wrapped_like
 from evenstep.optim.loading import load_exactly
 from evenstep.optim.sharded.flat_segments import STATE_DICT, Shard
-from evenstep.replica.gradients.engine import Engine
-from evenstep.world import World
+from evenstep.replica.channels import Peers
 
 ROWS = "rows"  # what the tensors of all ranks stand under
 
 
-def take_apart(optimizer: optim.Optimizer, engine: Engine) -> tuple[dict[str, Any], list[Shard]]:
+def take_apart(optimizer: optim.Optimizer, peers: Peers) -> tuple[dict[str, Any], list[Shard]]:
     """Collective: the states of all ranks' optimizers, as pieces.
 
     Args:
         optimizer: This rank's.
-        engine: Of the model, which knows its ranks.
+        peers: Of the model.
 
     Returns:
-        (what `put_together` takes without its rows, equal on all ranks; this rank's row of each tensor).
+        (what `put_together` takes, equal on all ranks, without rows or with DTensors of them; this rank's row of each
+        tensor that isn't there).
 
     Raises:
         ConfigurationError: Ranks keep tensors of different shapes. Raised on all of them.
     """
-    return _take_apart(optimizer.state_dict(), engine)
+    return _take_apart(optimizer.state_dict(), _parameters_of(optimizer), peers)
 
 
-def make_equal(optimizer: optim.Optimizer, engine: Engine) -> None:
+def make_equal(optimizer: optim.Optimizer, peers: Peers) -> None:
     """Collective: every optimizer keeps the mean of all ranks' tensors, and the first rank's numbers.
 
     Its parameter groups stay as they are.
 
     Args:
         optimizer: This rank's.
-        engine: Of the model, which knows its ranks.
+        peers: Of the model, which isn't divided.
 
     Raises:
         ConfigurationError: Ranks keep tensors of different shapes, or what no message can carry. Raised on all of
             them; nothing was changed.
     """
     whole = optimizer.state_dict()
-    state, shards = _take_apart({**whole, "param_groups": []}, engine)
+    state, shards = _take_apart({**whole, "param_groups": []}, _parameters_of(optimizer), peers)
     received = state["ranks"]
     means: dict[str, dict[str, Tensor]] = {}
     for shard in shards:
         number, key = map(str, shard.path[1:])
         having = [rank for rank, each in enumerate(received) if key in each["shapes"].get(number, {})]
-        values = shard.values.to(engine.world.device, copy=True)
+        values = shard.values.to(peers.everybody.device, copy=True)
         flat = torch.view_as_real(values) if values.is_complex() else values
         if flat.is_floating_point():
-            engine.transport.all_reduce(flat).wait()  # who has none gives zeros
+            peers.transport.all_reduce(flat).wait()  # who has none gives zeros
             flat /= len(having)
         else:
-            engine.transport.broadcast(flat, having[0]).wait()
+            peers.transport.broadcast(flat, having[0]).wait()
         means.setdefault(number, {})[key] = values.view(shard.shape[1:])
     found: dict[int, dict[str, Any]] = {}
     for each in reversed(received):  # the first rank that has something is the last to say it
@@ -75,7 +79,9 @@ def make_equal(optimizer: optim.Optimizer, engine: Engine) -> None:
     load_exactly(optimizer, {**whole, "state": found})
 
 
-def _take_apart(whole: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], list[Shard]]:
+def _take_apart(
+    whole: Mapping[str, Any], parameters: Sequence[Tensor], peers: Peers
+) -> tuple[dict[str, Any], list[Shard]]:
     kept: dict[str, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     for number, entries in whole["state"].items():
@@ -83,43 +89,59 @@ def _take_apart(whole: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any
         tensors[str(number)] = large
         kept[str(number)] = {key: value for key, value in entries.items() if key not in large}
     shapes = {n: {key: _told(value) for key, value in each.items()} for n, each in tensors.items()}
-    # By the world, which exchanges also at its end, for the last save.
     given = {"state": kept, "shapes": shapes, "param_groups": whole["param_groups"]}
-    received = engine.world.exchange(given, what=STATE_DICT)
-    shards = []
-    for (number, key), (dtype, shape) in _agreed([each["shapes"] for each in received]).items():
-        values = tensors.get(number, {}).get(key)
-        row = torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu") if values is None else values.detach()
-        begin = engine.world.rank * row.numel()
-        shards.append(Shard((ROWS, number, key), (engine.world.world_size, *shape), begin, row.reshape(-1)))
-    return {"ranks": received}, shards
+    # By the world, which exchanges also at its end, for the last save.
+    told = peers.everybody.exchange([peers.number, given], what=STATE_DICT)
+    by_replica = dict(reversed(told))  # of each replica the first rank's
+    state: dict[str, Any] = {"ranks": [by_replica[number] for number in sorted(by_replica)]}
+    num_rows, shards = len(by_replica), []
+    for (number, key), (name, shape) in _agreed([each["shapes"] for _, each in told]).items():
+        parameter, dtype = parameters[int(number)], getattr(torch, name)
+        row = tensors.get(number, {}).get(key)
+        if row is None and tuple(parameter.shape) == shape:
+            row = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        elif row is None:
+            row = torch.zeros(shape, dtype=dtype, device=parameter.device)
+        if peers.mesh is not None:
+            rows = state.setdefault(ROWS, {}).setdefault(number, {})
+            rows[key] = row_on_mesh(row.detach(), peers.mesh, num_rows)
+        else:
+            begin = peers.number * row.numel()
+            shards.append(Shard((ROWS, number, key), (num_rows, *shape), begin, row.detach().reshape(-1)))
+    return state, shards
 
 
-def put_together(state: Mapping[str, Any], world: World) -> dict[str, Any]:
+def put_together(state: Mapping[str, Any], optimizer: optim.Optimizer, peers: Peers) -> dict[str, Any]:
     """Local: a state dict for this rank's optimizer.
 
     Args:
-        state: What `take_apart` returned, with the rows as tensors.
-        world: The ranks now. As many as there were: each has its own again. Others have the mean of all ranks'
-            tensors, and rank 0's numbers.
+        state: What `take_apart` returned, with the rows as tensors: all of them, or those that this rank needs; of a
+            divided parameter this rank's part of them.
+        optimizer: This rank's.
+        peers: Of the model. As many as there were: each has its own again. Others have the mean of all ranks' tensors,
+            and rank 0's numbers.
     """
     received, rows = state["ranks"], state.get(ROWS, {})
-    if len(received) == world.world_size:
-        mine = received[world.rank]
-        found = {
-            int(number): {**entries, **{key: rows[number][key][world.rank] for key in mine["shapes"][number]}}
-            for number, entries in mine["state"].items()
-        }
-        return {"state": found, "param_groups": mine["param_groups"]}
+    parameters = dict(enumerate(_parameters_of(optimizer)))
+    is_own = len(received) == peers.transport.world_size
     found = {}
     for number in sorted({int(number) for each in received for number in each["state"]}):
         having = [rank for rank, each in enumerate(received) if str(number) in each["state"]]
-        first = received[having[0]]
-        found[number] = {
-            **first["state"][str(number)],
-            **{key: _mean(rows[str(number)][key][having]) for key in first["shapes"][str(number)]},
-        }
-    return {"state": found, "param_groups": received[0]["param_groups"]}
+        if is_own and peers.number not in having:
+            continue
+        first = received[peers.number if is_own else having[0]]
+        entries = dict(first["state"][str(number)])
+        for key, (_, shape) in first["shapes"][str(number)].items():
+            values = rows[str(number)][key]
+            own = values[min(peers.number, len(values) - 1)] if is_own else _mean(values[having])
+            parameter = parameters.get(number)
+            entries[key] = wrapped_like(parameter, own, tuple(shape)) if is_dtensor(parameter) else own
+        found[number] = entries
+    return {"state": found, "param_groups": received[peers.number if is_own else 0]["param_groups"]}
+
+
+def _parameters_of(optimizer: optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _told(value: Tensor) -> list[Any]:

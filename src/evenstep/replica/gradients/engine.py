@@ -106,7 +106,7 @@ class Engine:
         self.synchronise = True  # whether the next backward pass ends the window
         self.state = State.IDLE
         self.is_apart = False  # local SGD: parameters differ between ranks
-        self.was_scaled = False  # whether a GradScaler has scaled what is in `p.grad` of a window that ended here alone
+        self.was_scaled = False  # whether a GradScaler has scaled what the last window left in `p.grad`
         self.num_reductions, self.has_learned_order = 0, False
         self._hooks = OutputHooks(self._real_outputs_reached)
         self._dummy_hooks = OutputHooks(self._dummy_outputs_reached, is_tracked=True)
@@ -574,6 +574,7 @@ class Engine:
         self.exchange.finish(self._window)
         self._window.saved.add_back(to_shards=True)
         window, self._window = self._window, None
+        self.was_scaled = window.is_scaled
         self.recorder.end()
         self.num_reductions += 1
         if not self.has_learned_order:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from evenstep.errors import UsageError
 from evenstep.replica.gradients.buckets.bucket import Bucket
 from evenstep.replica.gradients.window import Window
 
@@ -13,7 +14,8 @@ from evenstep.replica.gradients.window import Window
 class WindowEnd:
     """Ends every window with the mean of the gradients over all ranks.
 
-    `LocalWindowEnd` ends windows on each rank alone, `virtual_ranks.sums.VirtualRankSums` adds up virtual ranks first.
+    `LocalWindowEnd` ends windows on each rank alone, `ReplicaWindowEnd` within each replica of a divided model,
+    `virtual_ranks.sums.VirtualRankSums` adds up virtual ranks first.
 
     Args:
         num_shares: The number of ranks, or of virtual ranks: the divisor of PLAIN passes.
@@ -69,3 +71,25 @@ class LocalWindowEnd(WindowEnd):
     def __init__(self, owner: object) -> None:
         super().__init__(num_shares=1)
         self.owner = owner
+
+
+class ReplicaWindowEnd(WindowEnd):
+    """Ends every window with the mean over the ranks that have parts of the same replica: local SGD of a divided model.
+
+    Args:
+        num_shares: How many these ranks are.
+        owner: The `LocalSGD` that steps with it; None: there is none, and replicas would drift apart.
+    """
+
+    def __init__(self, num_shares: int, owner: object = None) -> None:
+        super().__init__(num_shares)
+        self.owner = owner
+
+    def validate_pass(self, what: str) -> None:
+        """See `WindowEnd`."""
+        if self.owner is None:
+            raise UsageError(
+                f"{what}, and no LocalSGD averages its replicas, which step each for itself (local_steps=True). Make "
+                f"evenstep.LocalSGD(model, optimizer, every=...) before the loop. Behind its close such a model isn't "
+                f"trained any more."
+            )

@@ -240,6 +240,11 @@ class NonFinite(Observer):
         self._findings: set[tuple[int, int, str]] = set()  # in sums: window, rank (-1: of all together), parameter
         self._num_windows = 0
         self._is_off = False  # it has warned
+        self._is_apart = False
+
+    def set_apart(self, is_apart: bool) -> None:
+        """See `Observer`. The ranks of one replica of a divided model raise nothing alone: `LocalSGD` looks itself."""
+        self._is_apart = is_apart and self._of_parts
 
     # ------------------------------------------------------------------ look
 
@@ -264,7 +269,7 @@ class NonFinite(Observer):
 
     def end_window(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         """See `Observer`."""
-        if self.inspects_buckets and not self._is_off:
+        if self.inspects_buckets and not (self._is_off or self._is_apart):
             self._finder.look_in_grads(names, parameters)
 
     def _look_at_sum(

@@ -37,7 +37,7 @@ from evenstep.ground.health.steps import mark_compilations
 from evenstep.ground.health.telemetry import Recorder
 from evenstep.ground.health.users_code import warn
 from evenstep.replica.batches import DummyBatch, input_watchers, is_empty_batch, show_inputs, split
-from evenstep.replica.channels import bucket_transport, validate_thread
+from evenstep.replica.channels import Peers, bucket_transport, validate_thread
 from evenstep.replica.gradients.buckets.comm_hooks import AVERAGING, CommHook
 from evenstep.replica.gradients.engine import Engine, weighted_passes
 from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
@@ -823,6 +823,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _set_uneven(self, uneven: Uneven | None) -> None:
         self.engine.exchange.set_uneven(uneven)
+
+    @property
+    def peers(self) -> Peers | None:
+        """The ranks over which `LocalSGD` averages parameters; None: replicas of this model can't step on their own."""
+        return Peers(self.world, self.engine.control, self.engine.transport, self.world.rank)
 
     def _kept_tensors(self) -> list[Tensor]:
         buffers = [buffer for _, buffer in self.settings.equal_buffers(self.module, is_on=True)]

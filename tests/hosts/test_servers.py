@@ -67,7 +67,8 @@ def start(
             **Settings(node_timeout_s=node_timeout_s).variables(),
         }
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PET_", "GLOO"))}
-        command = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", sys.executable, "script.py"]
+        script_of_node = 'hostname "$1"; shift; ulimit -n 256; exec "$@"'  # which node it is, processes see by its name
+        command = ["unshare", "--uts", "sh", "-c", script_of_node, "sh", f"node{rank}", sys.executable, "script.py"]
         with (directory / "stdout").open("wb") as out, (directory / "stderr").open("wb") as err:
             process = subprocess.Popen(
                 hosts.command(rank, command),

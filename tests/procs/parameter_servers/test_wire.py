@@ -1,0 +1,350 @@
+"""Calls between processes that are stopped, killed, forked, busy, another user's, or a thousand strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evenstep.network import LOOPBACK
+from evenstep.parameter_servers.wire import Message
+from tests.wire_cases import Place, listening
+
+_FORK = multiprocessing.get_context("fork")
+MANY_BYTES = 16_000_000  # more than the kernel keeps of a connection
+
+
+@contextlib.contextmanager
+def child(target: Callable[..., Any], *args: Any) -> Iterator[BaseProcess]:
+    """A forked process; killed at the end where it still runs."""
+    process = _FORK.Process(target=_run, args=(target, args))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child has only one
+        process.start()
+    try:
+        yield process
+    finally:
+        if process.is_alive():
+            os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+        process.close()
+
+
+def _run(target: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)  # threads of OpenMP are not there after a fork
+    target(*args)
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
+    return tmp_path if request.param == "unix" else LOOPBACK
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
+
+
+def stop_for(process: BaseProcess, pause_s: float) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(pause_s)
+    os.kill(process.pid, signal.SIGCONT)
+
+
+def call_and_sleep(place: Place) -> None:
+    place.client().call("begin")
+    time.sleep(600)
+
+
+def call_fork_and_sleep(place: Place) -> None:
+    client = place.client()
+    client.call("begin")
+    pid = os.fork()  # as a loader's worker; it lives on
+    if pid == 0:
+        time.sleep(600)
+    client.call("forked", pid=pid)
+    time.sleep(600)
+
+
+# ---------------------------------------------------------------------- who is lost
+
+
+def test_a_process_that_has_ended_is_lost(tmp_path: Path):
+    """Long before silent_s: the deadline of the test is shorter."""
+    with listening(tmp_path, silent_s=3600) as place, child(call_and_sleep, place) as process:
+        wait_until(lambda: place.calls == [(0, "begin")])
+        assert place.lost == []
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        assert place.has_lost.wait(60)
+        assert place.lost == [0]
+
+
+def test_a_process_that_has_ended_is_lost_though_its_child_lives(tmp_path: Path):
+    pids: list[int] = []
+
+    def answer(rank: int, message: Message) -> Message:
+        pids.extend([message.head["pid"]] if "pid" in message.head else [])
+        return Message({})
+
+    with listening(tmp_path, answer, silent_s=3600) as place, child(call_fork_and_sleep, place) as process:
+        wait_until(lambda: len(pids) == 1)
+        try:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            assert place.has_lost.wait(60)
+            os.kill(pids[0], 0)
+        finally:
+            os.kill(pids[0], signal.SIGKILL)
+
+
+def test_between_nodes_the_end_of_a_process_whose_child_lives_is_seen():
+    """Its connection ends, and it doesn't come back."""
+    pids: list[int] = []
+
+    def answer(rank: int, message: Message) -> Message:
+        pids.extend([message.head["pid"]] if "pid" in message.head else [])
+        return Message({})
+
+    with listening(LOOPBACK, answer, silent_s=1.0) as place, child(call_fork_and_sleep, place) as process:
+        wait_until(lambda: len(pids) == 1)
+        try:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            assert place.has_lost.wait(60)
+        finally:
+            os.kill(pids[0], signal.SIGKILL)
+
+
+# ---------------------------------------------------------------------- who isn't
+
+
+def push_many(place: Place) -> None:
+    client, number, is_enough = place.client(), 0, False
+    while not is_enough:
+        number += 1
+        answer = client.call("echo", [torch.full((MANY_BYTES // 4,), float(number))], number=number)
+        assert bool((answer.tensors[0] == number).all())
+        is_enough = answer.head["is_enough"]
+    client.close()
+
+
+@pytest.mark.extended
+def test_a_client_that_is_stopped_in_the_middle_of_a_frame_is_not_lost(where: Path | str):
+    """For much longer than silent_s: in its calls, and in answers that it doesn't read."""
+    is_enough = False
+
+    def answer(rank: int, message: Message) -> Message:
+        return Message({"is_enough": is_enough}, message.tensors)
+
+    with listening(where, answer, most_bytes=MANY_BYTES, silent_s=0.5) as place, child(push_many, place) as process:
+        wait_until(lambda: len(place.calls) > 1)
+        for pause_s in (0.2, 2.5, 2.5):
+            stop_for(process, pause_s)
+            before = len(place.calls)
+            wait_until(lambda before=before: len(place.calls) > before + 1)  # type: ignore[misc]
+        is_enough = True
+        process.join()
+        assert process.exitcode == 0
+        assert place.lost == []
+
+
+def serve(where: Path | str, connection: Any) -> None:
+    with listening(where, most_bytes=MANY_BYTES, silent_s=0.5) as place:
+        connection.send(place.listener.address)
+        connection.recv()
+        connection.send((place.calls, place.lost))
+
+
+@pytest.mark.extended
+def test_a_listener_that_is_stopped_is_waited_for(where: Path | str):
+    """In the middle of a large frame, too, which it doesn't read; and when a client wants to connect."""
+    mine, theirs = _FORK.Pipe()
+    with mine, theirs, child(serve, where, theirs) as process, listening(silent_s=0.5, most_bytes=MANY_BYTES) as here:
+        address = mine.recv()
+        client = here.client(address=address)
+        timer = threading.Thread(target=stop_for, args=(process, 2.5))
+        timer.start()
+        for number in range(10):
+            answer = client.call("echo", [torch.full((MANY_BYTES // 4,), float(number))], number=number)
+            assert bool((answer.tensors[0] == number).all())
+        timer.join()
+        timer = threading.Thread(target=stop_for, args=(process, 2.0))
+        timer.start()
+        time.sleep(0.5)
+        client._line.close()
+        assert client.call("echo").head["rank"] == 0
+        timer.join()
+        client.close()
+        mine.send(None)
+        assert mine.recv() == ([(0, "echo")] * 11, [])
+
+
+def hold_the_interpreter(pause_s: float) -> None:
+    """As native code does that doesn't release it."""
+    ctypes.PyDLL(None).usleep(int(pause_s * 1_000_000))
+
+
+def look_up_and_hold(place: Place) -> None:
+    client = place.client()
+    coming = client.start("grow")  # as rows of the next batch, asked for before a step
+    hold_the_interpreter(2.5)
+    assert coming().tensors[0].numel() == MANY_BYTES // 4
+    assert client.call("grow").tensors[0].numel() == MANY_BYTES // 4
+    client.close()
+
+
+def test_a_client_that_holds_the_interpreter_is_not_lost(where: Path | str):
+    """A large answer is on its way to it meanwhile."""
+
+    def answer(rank: int, message: Message) -> Message:
+        return Message({}, [torch.zeros(MANY_BYTES // 4)])
+
+    with (
+        listening(where, answer, most_bytes=MANY_BYTES, silent_s=0.5) as place,
+        child(look_up_and_hold, place) as process,
+    ):
+        process.join()
+        assert process.exitcode == 0
+        assert place.calls == [(0, "grow")] * 2
+        assert place.lost == []
+
+
+def push_some(place: Place) -> None:
+    client = place.client()
+    for number in range(30):
+        client.call("echo", [torch.zeros(100_000)], number=number)
+    client.close()
+
+
+def test_a_listener_that_holds_the_interpreter_is_waited_for(where: Path | str):
+    """As an optimizer's step in native code may, for longer than silent_s."""
+    with listening(where, silent_s=0.5) as place, child(push_some, place) as process:
+        wait_until(lambda: len(place.calls) > 2)
+        hold_the_interpreter(2.5)
+        process.join()
+        assert process.exitcode == 0
+        assert place.calls == [(0, "echo")] * 30
+        assert place.lost == []
+
+
+# ---------------------------------------------------------------------- strangers
+
+
+def come_as_another(place: Place) -> None:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    try:
+        place.reached()
+    except PermissionError:
+        os._exit(7)
+
+
+def come_through_an_open_folder(place: Place) -> None:
+    os.setgid(65534)
+    os.setuid(65534)
+    with place.reached() as stranger:
+        os._exit(8 if stranger.recv(32) == b"" else 9)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's process is made by root")
+@pytest.mark.parametrize(
+    ("mode", "come", "status"), [(0o700, come_as_another, 7), (0o777, come_through_an_open_folder, 8)]
+)
+def test_another_user_at_a_unix_socket(
+    mode: int, come: Callable[..., Any], status: int, capfd: pytest.CaptureFixture[str]
+):
+    """The folder keeps it out; the kernel says who it is where somebody has opened the folder."""
+    folder = Path("/tmp") / f"evenstep-test-{os.getpid()}"
+    folder.mkdir(mode=0o700)
+    try:
+        with listening(folder) as place:
+            folder.chmod(mode)
+            (folder / "socket").chmod(0o777 if mode == 0o777 else 0o700)
+            client = place.client()
+            with child(come, place) as process:
+                process.join()
+                assert process.exitcode == status
+            assert client.call("echo").head["rank"] == 0
+            client.close()
+    finally:
+        (folder / "socket").unlink(missing_ok=True)
+        folder.rmdir()
+    assert ("refused: another user's" in capfd.readouterr().err) is (status == 8)
+
+
+FEW_DESCRIPTORS = """
+    import os, resource, socket, sys, threading, time
+    import torch
+    from tests.wire_cases import listening
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    with listening() as place:
+        print(place.listener.address, flush=True)
+        with open("/dev/null"):  # what else the process opens has room
+            pass
+        for line in sys.stdin:  # what the others do meanwhile is in their hands
+            with open("/dev/null"):
+                print(len(os.listdir("/proc/self/fd")), flush=True)
+        assert not place.lost, place.lost
+        print(len(place.calls))
+"""
+
+
+@pytest.mark.extended
+def test_a_thousand_silent_connections_and_256_descriptors():
+    """Calls go on, a new client gets in, and the process can open files."""
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(FEW_DESCRIPTORS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+        listening() as here,
+        contextlib.ExitStack() as held,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        here.listener.address, own = address, here.listener.address
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+        clients = [here.client()]
+        for number in range(1000):
+            held.enter_context(here.reached())
+            if number % 50 == 0:
+                assert clients[0].call("echo", number=number).head["number"] == number
+                process.stdin.write("\n")
+                process.stdin.flush()
+                assert int(process.stdout.readline()) < 200
+        clients.append(here.client(1))
+        for each in clients:
+            assert each.call("echo").head["kind"] == "echo"
+            each.close()
+        here.listener.address = own
+        process.stdin.close()
+        assert process.stdout.read().strip() == str(20 + 2)
+    assert process.returncode == 0

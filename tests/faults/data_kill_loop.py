@@ -224,7 +224,7 @@ class Run:
             for rank in range(num_ranks)
         ]
         paths = [meeting / f"samples-{rank}" for rank in range(num_ranks)]
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while after_s is not None and not all(path.exists() and path.read_text() for path in paths):
             if time.monotonic() > deadline or os.waitpid(pids[0], os.WNOHANG)[0]:
                 raise AssertionError(f"{self.kind} did not train:\n{self.told(meeting)}")

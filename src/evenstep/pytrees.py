@@ -16,6 +16,7 @@ from torch import Tensor
 from evenstep.ground.compat import torch_pytree
 
 Rebuild = Callable[[Sequence[Any]], Any]
+_PLAIN = (int, float, complex, str, bytes, type(None))  # leaves of which a batch may have many
 
 
 def children_of(node: Any) -> tuple[list[Any], Rebuild] | None:
@@ -37,7 +38,7 @@ def tensors_in(outputs: Any) -> Iterator[Tensor]:
     for leaf in torch_pytree.tree_leaves(outputs):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif (parts := children_of(leaf)) is not None:
+        elif not isinstance(leaf, _PLAIN) and (parts := children_of(leaf)) is not None:
             for child in parts[0]:
                 yield from tensors_in(child)
 

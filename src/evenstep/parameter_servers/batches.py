@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from evenstep.data.loading.fetch import Loaded
 from evenstep.errors import MismatchError, UsageError
 from evenstep.parameter_servers.deciding.batch_queue import Batch, Pass
-
-if TYPE_CHECKING:
-    from evenstep.parameter_servers.api import ParameterServer
+from evenstep.parameter_servers.worker import Servers
 
 Step = tuple[int, int]  # an epoch, and the number of a batch in it
 Load = Callable[[Iterator[Step]], Iterator[tuple[Any, Loaded]]]
+
+
+class Worker(Protocol):
+    """What batches need of `ParameterServer`."""
+
+    mode: str
+
+    @property
+    def who(self) -> str: ...  # noqa: D102
+    def servers(self, doing: str) -> Servers: ...  # noqa: D102
+    def step(self) -> None: ...  # noqa: D102
+    def begin_batch(self, batch: Batch) -> None: ...  # noqa: D102
+    def give_back(self, batches: Sequence[Batch]) -> None: ...  # noqa: D102
 
 
 class SharedBatches:
@@ -28,7 +39,7 @@ class SharedBatches:
         prefetch: Called with a batch before the loop has the one before it; None: none is taken ahead for that.
     """
 
-    def __init__(self, ps: ParameterServer, number: int, prefetch: Callable[[Any], object] | None) -> None:
+    def __init__(self, ps: Worker, number: int, prefetch: Callable[[Any], object] | None) -> None:
         self._ps, self._number, self._prefetch = ps, number, prefetch
         self._num_passes: Counter[int] = Counter()
 

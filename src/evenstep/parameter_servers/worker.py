@@ -103,7 +103,9 @@ class Servers:
         ]
 
         def finish() -> list[Tensor]:
-            answers = self._checked([Message({}, [torch.empty(0)]) if call is None else call() for call in calls])
+            answers = self._checked(
+                [Message({}, [torch.empty(0, device="cpu")]) if call is None else call() for call in calls]
+            )
             return [each.tensors[0] for each in answers]
 
         return finish

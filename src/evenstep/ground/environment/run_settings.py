@@ -46,10 +46,10 @@ class Settings:
         inject: Faults of `evenstep run --inject`.
         phase_timeouts: What `evenstep run --phase-timeout` said.
         stamps_lines: Whether lines of log files begin with time, rank and step.
-        node_timeout_s: What `evenstep run --node-timeout` said.
         rehearsal: File that says how a resume is rehearsed (`evenstep verify --resume`).
         verification: File that says what a rank records of its steps (`evenstep verify`).
         measurement: How the run is measured (`evenstep bench`).
+        node_timeout_s: What `evenstep run --node-timeout` said.
     """
 
     launcher: str = ""
@@ -61,10 +61,10 @@ class Settings:
     inject: str = ""
     phase_timeouts: str = ""
     stamps_lines: bool = False
-    node_timeout_s: float = 30.0
     rehearsal: str | None = None
     verification: str | None = None
     measurement: Measurement | None = None
+    node_timeout_s: float = 30.0
 
     @classmethod
     def parse(cls, variables: Mapping[str, str]) -> Settings:

@@ -21,7 +21,7 @@ from evenstep.device import by_kind
 from evenstep.errors import ConfigurationError, MismatchError, NonFiniteError, UsageError
 from evenstep.ground.compat.torch_tensors import is_dtensor, local_part
 from evenstep.optim import exact
-from evenstep.optim.consistency import Given, abort_peers, model_of, note
+from evenstep.optim.consistency import Given, abort_peers, model_of, note, parameters_of
 from evenstep.replica.sharded.gradient_placeholder import GradientPlaceholder, local_parts
 from evenstep.replica.wrapper.distributed import wrapped_models
 from evenstep.transport.base import Op
@@ -319,21 +319,13 @@ def _limit(max_norm: Any) -> float | None:
 
 
 def _listed(parameters: Parameters, who: str) -> list[Tensor]:
-    if isinstance(parameters, optim.Optimizer):
-        return [parameter for group in parameters.param_groups for parameter in group["params"]]
-    if isinstance(parameters, nn.Module):
-        return list(parameters.parameters())
-    if isinstance(parameters, Tensor):
-        return [parameters]
-    if isinstance(parameters, Iterable):
-        given = list(parameters)
-        wrong = [each for each in given if not isinstance(each, Tensor)]
-        if not wrong:
-            return given
-        raise checks.refuse(
-            f"{who}: one of the parameters", wrong[0], "a tensor (of named_parameters() take the values)"
-        )
-    raise checks.refuse(f"{who}: parameters", parameters, "an optimizer, a module, or parameters")
+    found = parameters_of(parameters)
+    if found is not None:
+        return found
+    if not isinstance(parameters, Iterable):
+        raise checks.refuse(f"{who}: parameters", parameters, "an optimizer, a module, or parameters")
+    wrong = next(each for each in parameters if not isinstance(each, Tensor))
+    raise checks.refuse(f"{who}: one of the parameters", wrong, "a tensor (of named_parameters() take the values)")
 
 
 def _validate_averaged(parameters: Sequence[Tensor], what: str) -> None:

@@ -89,7 +89,7 @@ def abort_peers(about: Any) -> Iterator[None]:
 
 def _transports_of(about: Any) -> list[Transport]:
     """The transports in which other ranks may wait: the model's, and the control transport."""
-    parameters = _parameters_of(about)
+    parameters = parameters_of(about)
     if parameters is not None:
         model = model_of(parameters)
         return [] if model is None else [model.engine.transport, model.world.control]
@@ -97,18 +97,16 @@ def _transports_of(about: Any) -> list[Transport]:
     return [*(model.engine.transport for model in wrapped_models()), *([] if world is None else [world.control])]
 
 
-def _parameters_of(about: Any) -> list[Any] | None:
-    if isinstance(about, DistributedDataParallel):
-        return about.engine.parameters[:1]
+def parameters_of(about: Any) -> list[Tensor] | None:
+    """The parameters of an optimizer or a module, a tensor, or several; None of anything else. Reads no iterator."""
     if isinstance(about, optim.Optimizer):
         return [parameter for group in about.param_groups for parameter in group["params"]]
     if isinstance(about, nn.Module):
         return list(about.parameters())
-    if isinstance(about, Tensor):
-        return [about]
-    if isinstance(about, list | tuple) and all(isinstance(each, Tensor) for each in about):
-        return list(about)
-    return None
+    given = [about] if isinstance(about, Tensor) or not isinstance(about, Iterable) else about
+    if isinstance(given, Iterator) or not all(isinstance(each, Tensor) for each in given):
+        return None
+    return list(given)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ SAYS = {
     "contrastive.py": r"loss \d\.\d{4} over 1 pairs",
     "rates.py": r"linear rule, times 4.*\n0\.0040 in the first step, 0\.4000 after the warm-up, 0\.0004 in the last",
     "diloco.py": r"20 local steps",
+    "divided.py": r"DividedModel: 20 local steps",
     "averages.py": r"evaluated with the average of 4 states",
 }
 

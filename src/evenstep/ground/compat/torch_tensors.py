@@ -74,9 +74,9 @@ def forget_meshes() -> None:
     group would have the old mesh, whose groups' names are those of no group then, or of others.
     """
     if "torch.distributed.tensor" in sys.modules:
-        debug = importlib.import_module("torch.distributed.tensor.debug")
-        for name in ("_clear_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache"):
-            getattr(debug, name, lambda: None)()
+        debug: Any = importlib.import_module("torch.distributed.tensor.debug")
+        if hasattr(debug, "_clear_sharding_prop_cache"):
+            debug._clear_sharding_prop_cache()
 
 
 def ranks_of_mesh(mesh: DeviceMesh) -> Tensor:

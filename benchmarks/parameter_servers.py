@@ -37,7 +37,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from evenstep.parameter_servers.server.shard import Answer, Pushed
 from measuring import describe_machine, quartiles, ratios, spread
 from torch import Tensor, nn
 from torch.distributed import rpc
@@ -47,6 +46,7 @@ import evenstep
 from evenstep.errors import NonFiniteError
 from evenstep.ground.environment import current_placement
 from evenstep.launcher.pool.ranks import RankGroup
+from evenstep.parameter_servers.server.shard import Answer, Pushed
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync"},

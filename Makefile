@@ -90,6 +90,8 @@ $(RUN) tests.faults.random_ends --runs 300 $(ARGS)
 endef
 define stress_servers
 $(RUN) tests.faults.server_kills --kills 50 $(ARGS)
+$(RUN) tests.procs.parameter_servers.test_messages 10000
+$(RUN) tests.hosts.test_servers
 endef
 define stress_soak
 $(RUN) tests.faults.soak --minutes 30 $(ARGS)

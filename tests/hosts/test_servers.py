@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -182,3 +183,13 @@ def test_a_worker_whose_node_loses_its_power_is_lost_and_the_others_go_on(
     assert "worker 1 was lost; its batches go to the others" in server.stderr
     assert second.wait() != 0
     assert "worker 1 (rank 1) lost server 0" in second.stderr
+
+
+if __name__ == "__main__":
+    # 100 of each, 1,000 silent connections, and a minute of coming again; as root.
+    with tempfile.TemporaryDirectory(prefix="evenstep-strangers-") as name, Hosts(3, Path(name)) as nodes:
+        for is_secret in (True, False):
+            place = Path(name, f"secret {is_secret}")
+            place.mkdir()
+            check_strangers(nodes, place, has_secret=is_secret, times=100, silent=1000, again_s=60)
+            sys.stdout.write(f"the same digits; secret file: {is_secret}\n")

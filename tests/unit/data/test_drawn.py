@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from evenstep import DataLoader
+from evenstep.data.order.epochs import Epochs
 from evenstep.errors import ConfigurationError, UsageError
 from tests.stub_worlds import stub_world
 
@@ -205,7 +206,23 @@ class CountsYielded(WithState):
         self.skips = state["done"]
 
 
-@pytest.mark.parametrize("sampler", [WithState, CountsYielded])
+class LiveState(WithState):
+    """Its state is what it goes on changing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": self.left, "random": self.random.getstate()}
+
+
+class StateAndStreams(WithState):
+    """Draws from the process's streams, too, of which its state says nothing."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.left = self.left or list(range(SIZE))
+        while self.left:
+            yield self.left.pop(random.randrange(len(self.left)))
+
+
+@pytest.mark.parametrize("sampler", [WithState, CountsYielded, LiveState, StateAndStreams])
 def test_a_sampler_with_a_state_goes_on_from_every_step(sampler: type[WithState]) -> None:
     """Also from the last of an epoch, after whose state the sampler would begin again, and from between two epochs."""
 
@@ -407,3 +424,12 @@ def test_a_set_epoch_of_the_script_is_the_loaders(kind: str) -> None:
     for twin in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):
         twin.set_epoch(9)
         assert (twin.epoch, data.epoch, loader.epoch) == (9, 5, 6)
+
+
+def test_a_shallow_copy_is_told_its_own_epoch() -> None:
+    """As where a stream's `shard` copies itself; the loader of the original hears nothing."""
+    data = Numbered()
+    loader = DataLoader(data, 4, world=stub_world())
+    twin = copy.copy(data)
+    Epochs(twin).tell(9, again=True)
+    assert (twin.epoch, data.epoch, loader.epoch) == (9, -1, 0)

@@ -90,7 +90,10 @@ class _Watched:
 def _watched(target: Any) -> _Watched | None:
     """The object's; None if nothing can be written on it."""
     found = getattr(target, "set_epoch", None)
-    if not isinstance(found, _Watched) or found._owner is not target:
+    if isinstance(found, _Watched) and found._owner is not target:  # it came with a shallow copy
+        del target.set_epoch
+        found = None
+    if not isinstance(found, _Watched):
         with contextlib.suppress(AttributeError, TypeError):
             target.set_epoch = found = _Watched(target)
     return found if isinstance(found, _Watched) else None

@@ -23,11 +23,25 @@ class Worker(Protocol):
     mode: str
 
     @property
-    def who(self) -> str: ...  # noqa: D102
-    def servers(self, doing: str) -> Servers: ...  # noqa: D102
-    def step(self) -> None: ...  # noqa: D102
-    def begin_batch(self, batch: Batch) -> None: ...  # noqa: D102
-    def give_back(self, batches: Sequence[Batch]) -> None: ...  # noqa: D102
+    def who(self) -> str:
+        """This worker, for people."""
+        ...
+
+    def servers(self, doing: str) -> Servers:
+        """The connection to the servers."""
+        ...
+
+    def step(self) -> None:
+        """Push, and take the parameters that come back."""
+        ...
+
+    def begin_batch(self, batch: Batch) -> None:
+        """The next push has the gradients of a batch."""
+        ...
+
+    def give_back(self, batches: Sequence[Batch]) -> None:
+        """Others take what was taken and not pushed."""
+        ...
 
 
 class SharedBatches:

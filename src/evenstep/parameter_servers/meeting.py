@@ -25,6 +25,7 @@ from evenstep.transport.factory import Transports, open_shared_memory, open_tran
 from evenstep.world import World
 
 _POLL_S = 0.05
+_SILENT_S = 30.0  # as `evenstep run --node-timeout` by default
 _LONGEST_SILENCE_S = 86_400.0  # `--node-timeout inf`: sockets want a number
 
 
@@ -56,7 +57,7 @@ class Meeting:
     ) -> None:
         self._store, self._placement, self._roles, self._nodes = store, placement, roles, nodes
         self._most_bytes, self._interface, self._secret, self._timeout_s = most_bytes, interface, secret, timeout_s
-        self._silent_s = min(environment.settings().node_timeout_s, _LONGEST_SILENCE_S)
+        self._silent_s = min(environment.settings().node_timeout_s or _SILENT_S, _LONGEST_SILENCE_S)
         # Another one in each attempt: a process of the attempt before is a stranger.
         self._run = store.compare_set("run", "", secrets.token_hex(16)).decode()
 

@@ -49,7 +49,7 @@ class Settings:
         rehearsal: File that says how a resume is rehearsed (`evenstep verify --resume`).
         verification: File that says what a rank records of its steps (`evenstep verify`).
         measurement: How the run is measured (`evenstep bench`).
-        node_timeout_s: What `evenstep run --node-timeout` said.
+        node_timeout_s: What `evenstep run --node-timeout` said; None: 30 s.
     """
 
     launcher: str = ""
@@ -64,7 +64,7 @@ class Settings:
     rehearsal: str | None = None
     verification: str | None = None
     measurement: Measurement | None = None
-    node_timeout_s: float = 30.0
+    node_timeout_s: float | None = None
 
     @classmethod
     def parse(cls, variables: Mapping[str, str]) -> Settings:

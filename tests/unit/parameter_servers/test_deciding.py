@@ -33,9 +33,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.shards = [make_shard() for _ in range(self.num_servers)]
-        self.coordinator = Coordinator(
-            self.mode, range(self.num_workers), self.queue, saves_at_end=self.saves_at_end
-        )
+        self.coordinator = Coordinator(self.mode, range(self.num_workers), self.queue, saves_at_end=self.saves_at_end)
         self.held: dict[Key, Pushed] = {}
         self.released: dict[Key, int] = {}  # with the version that it gets
         self.decisions: list[Decision] = []

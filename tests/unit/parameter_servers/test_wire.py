@@ -504,7 +504,8 @@ def test_strangers_are_named_at_most_once_a_second(capfd: pytest.CaptureFixture[
     assert 1 <= capfd.readouterr().err.count("was refused") <= 1 + took_s
 
 
-def test_the_oldest_stranger_gives_way(where: Path | str):
+def test_the_oldest_stranger_gives_way(where: Path | str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wire, "_HANDSHAKE_S", 3600.0)
     with listening(where) as place:
         strangers = [place.reached() for _ in range(wire._NUM_WAITING + 1)]
         assert len(strangers[0].recv(32, socket.MSG_WAITALL)) in (0, 32)

@@ -85,6 +85,7 @@ _RANK_PROCESS = "EVENSTEP_RANK_PROCESS"
 _has_roles = False  # see `num_servers`
 _SERVERS = "EVENSTEP_SERVERS"
 _SECRET_FILE = "EVENSTEP_SECRET_FILE"
+_secret = b""  # see `run_secret`
 
 
 def settings() -> Settings:
@@ -294,9 +295,10 @@ def run_secret() -> bytes:
     Raises:
         ConfigurationError: The file can't be read, is empty, or others than this user may read it.
     """
-    path = os.environ.get(_SECRET_FILE, "")
+    global _secret
+    path = os.environ.pop(_SECRET_FILE, "")  # what this process starts need not know where it lies
     if not path:
-        return b""
+        return _secret
     try:
         with open(path, "rb") as file:
             is_private = not os.fstat(file.fileno()).st_mode & 0o077
@@ -306,6 +308,7 @@ def run_secret() -> bytes:
     if not secret or not is_private:
         why = "others than its owner may read it: chmod 600" if secret else "the file is empty"
         raise ConfigurationError(f"{_SECRET_FILE}={path}: {why}.")
+    _secret = secret
     return secret
 
 

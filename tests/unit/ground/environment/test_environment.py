@@ -151,3 +151,27 @@ def test_replaced_variables_are_the_only_ones() -> None:
         assert dict(os.environ) == {"EVENSTEP_TEST_NEW": "1"}
     finally:
         environment.replace(before)
+
+
+def test_the_secret_of_a_run_is_read_once_and_its_place_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment, "_secret", b"")
+    assert environment.run_secret() == b""
+    file = tmp_path / "key"
+    for content, mode, text in (
+        ("k3y\n", 0o644, "others than its owner"),
+        ("\n", 0o600, "is empty"),
+        (None, 0, "No such"),
+    ):
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_text(content)
+            file.chmod(mode)
+        monkeypatch.setenv("EVENSTEP_SECRET_FILE", str(file))
+        with pytest.raises(ConfigurationError, match=text):
+            environment.run_secret()
+    file.write_text("k3y\n")
+    file.chmod(0o600)
+    monkeypatch.setenv(*environment.secret_variable(str(file)).popitem())
+    assert environment.run_secret() == b"k3y"
+    assert "EVENSTEP_SECRET_FILE" not in os.environ
+    assert environment.run_secret() == b"k3y", "also in a later run of this process"

@@ -83,9 +83,9 @@ def parameter_server(
         scheduler_fn: Makes a learning-rate schedule from a server's optimizer. It steps after every update: once for
             all workers in "sync", once for each push in the other modes.
         checkpoint: A directory for checkpoints, which are those of `Checkpointer`, with a model, an optimizer, a loader
-            and, with `scheduler_fn`, a scheduler. The run begins with the newest that is there, also when the launcher
-            starts all processes again after a server was lost. Server 0 holds a whole model and optimizer for it. None:
-            no checkpoints.
+            and, with `scheduler_fn`, a scheduler; each server writes its own part. The run begins with the newest that
+            is there, also when the launcher starts all processes again after a server was lost. `optimizer_fn` is
+            called with all parameters, too, to number them. None: no checkpoints.
         every_steps: Save after so many updates; None: not by their number.
         every_minutes: Save after so many minutes; None: not by time. The last state is always saved.
         keep: Number of newest checkpoints to keep.
@@ -168,7 +168,8 @@ class ParameterServer:
         self._state = "not begun"
         self._weight = 0.0
         self._batches: list[Batch] = []  # whose gradients the next push has
-        self._buffers: dict[str, int] = {}  # versions of module buffers as they were sent last
+        self._begun: list[Batch] = []  # that the loop has had since the last backward pass
+        self._buffers: dict[str, tuple[Tensor, int]] = {}  # as they were sent last, with their versions
         self._leads = False
         self._num_steps = self._num_queues = 0
         self._signals: World | None = None
@@ -230,13 +231,17 @@ class ParameterServer:
         finally:
             has_stopped = isinstance(error, SystemExit) and error.code == EXIT_PREEMPTED  # the servers know
             if not (has_stopped or worlds.ended_well(error)):  # the first error counts, whatever else goes wrong
-                with contextlib.suppress(EvenstepError, SystemExit):
-                    servers.leave(f"worker {self.worker} failed: {type(error).__name__}: {error}")
+                self._fail(servers, error)
             self._servers, self._state = None, "ended"
             servers.close()
             for table in self._made.tables.values():
                 table.detach()
             self._at_end.__exit__(kind, error, tb)
+
+    def _fail(self, servers: Servers, error: BaseException | None) -> None:
+        """Tell the servers why this worker ends, if they are there."""
+        with contextlib.suppress(Exception, SystemExit):
+            servers.leave(f"worker {self.worker} failed: {type(error).__name__}: {error}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
@@ -260,6 +265,7 @@ class ParameterServer:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise checks.refuse("ps.backward: loss", loss, "a tensor of one number")
         number = checks.number("ps.backward: weight", weight, least=0)
+        self._batches, self._begun = [*self._batches, *self._begun], []
         if number == 0:
             return
         before, self._weight = self._weight, self._weight + number
@@ -278,14 +284,21 @@ class ParameterServer:
         released.
 
         Raises:
-            NonFiniteError: A gradient is infinite or not a number; nothing was sent.
+            NonFiniteError: A gradient is infinite or not a number; nothing was sent, and the step's passes are
+                forgotten. Its batches count as done with the next step.
             UsageError: A gradient is sparse, or came without `ps.backward`, or this is not inside the `with` statement.
             PeerLostError: A server has gone, or another worker failed.
             CollectiveTimeoutError: The others have not come in time; the text names them.
             SystemExit: With status 75: a stop was requested, and the run has been saved.
         """
         servers = self.servers("step")
-        parts = self._parts()
+        try:
+            parts = self._parts()
+        except NonFiniteError:
+            self._weight = 0.0
+            for table in self._made.tables.values():
+                table.release_gradients()
+            raise
         if self._signals is not None and self._signals.stop_reason is not None:
             self._signals.stop_reason = None
             servers.first("stop")
@@ -294,7 +307,8 @@ class ParameterServer:
             parameter.grad = None
         for table in self._made.tables.values():
             table.release_gradients()
-        batches, self._batches, self._weight = self._batches, [], 0.0
+        batches = [*self._batches, *self._begun]
+        self._batches, self._begun, self._weight = [], [], 0.0
         answers = servers.push(
             parts,
             version=self._versions[0],
@@ -380,14 +394,16 @@ class ParameterServer:
         return self._servers
 
     def begin_batch(self, batch: Batch) -> None:
-        """The next push has the gradients of a batch."""
-        self._batches.append(batch)
+        """The loop has a batch, whose gradients the next push has."""
+        self._begun.append(batch)
 
     def give_back(self, batches: Sequence[Batch]) -> None:
-        """A loop was left: others take what it has taken and not pushed."""
-        if batches and self._servers is not None:
-            self._batches = [each for each in self._batches if each not in batches]
-            self._servers.give_back(batches)
+        """A loop was left: others take what it has taken, but for batches whose gradients wait for a step."""
+        self._begun = [each for each in self._begun if each not in batches]
+        given = [each for each in batches if each not in self._batches]
+        if given and self._servers is not None:
+            with contextlib.suppress(EvenstepError, SystemExit):  # what has ended the loop is told by it
+                self._servers.give_back(given)
 
     # ------------------------------------------------------------------ a step
 
@@ -432,12 +448,12 @@ class ParameterServer:
 
     def _changed_buffers(self) -> dict[str, Tensor]:
         """Copies of the module buffers that have changed since they were sent last."""
-        found = {
-            name: each.detach().cpu().clone()
-            for name, each in self.model.named_buffers()
-            if self._buffers.get(name) != each._version
-        }
-        self._buffers |= {name: each._version for name, each in self.model.named_buffers()}
+        found = {}
+        for name, each in self.model.named_buffers():
+            tensor, version = self._buffers.get(name, (None, 0))
+            if tensor is not each or version != each._version:  # written to, or another one was assigned
+                found[name] = each.detach().cpu().clone()
+                self._buffers[name] = each, each._version
         return found
 
     def _load(self, answers: Sequence[Any]) -> None:
@@ -479,7 +495,7 @@ class ParameterServer:
             "EVENSTEP_SERVERS": roles.num_servers,
             "EVENSTEP_SECRET_FILE": (secret := environment.run_secret()) != b"",
         }
-        nodes = compare(store, roles, facts, made, error)
+        nodes = compare(store, roles, facts, made, error, timeout_s=recipe.timeout_s)
         assert made is not None
         self._made = made
         meeting = Meeting(
@@ -497,10 +513,14 @@ class ParameterServer:
         clients = [meeting.connect(server) for server in range(roles.num_servers)]
         servers = Servers(clients, roles, recipe.timeout_s)
         servers.first("join")
-        if recipe.options is not None:
-            self._signals = World.alone(device="cpu")
-            self._at_end.callback(StopSignals(self._signals).close)
-        self._take(made, servers)
+        try:
+            if recipe.options is not None:
+                self._signals = World.alone(device="cpu")
+                self._at_end.callback(StopSignals(self._signals).close)
+            self._take(made, servers)
+        except BaseException as failed:
+            self._fail(servers, failed)
+            raise
 
     def _take(self, made: Made, servers: Servers) -> None:
         """Begin with what the servers have."""
@@ -510,7 +530,7 @@ class ParameterServer:
         with torch.no_grad():
             for name, tensor in servers.initial().items():
                 mine[name].copy_(tensor)
-        self._buffers = {name: each._version for name, each in self.model.named_buffers()}
+        self._buffers = {name: (each, each._version) for name, each in self.model.named_buffers()}
         if self._roles.is_alone:
             servers.first("join")
         self._load(servers.pull())

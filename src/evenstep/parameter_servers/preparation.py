@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from evenstep.checks import counted
-from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, OtherRankFailedError
+from evenstep.errors import (
+    CollectiveTimeoutError,
+    ConfigurationError,
+    EvenstepError,
+    MismatchError,
+    OtherRankFailedError,
+)
 from evenstep.ground.environment import Placement, node_identity
 from evenstep.parameter_servers.embedding.remote_embedding import RemoteEmbedding, find_tables
 from evenstep.parameter_servers.embedding.table import Table
@@ -26,6 +33,7 @@ from evenstep.replica.normalization.sync_batchnorm import SyncBatchNorm
 from evenstep.replica.wrapper.model_check import check_same_model, describe
 
 WHO = "evenstep.parameter_server: "
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -242,7 +250,13 @@ def make_scheduler(scheduler_fn: Callable[..., Any] | None, optimizer: Optimizer
 
 
 def compare(
-    store: Store, roles: Roles, facts: Mapping[str, Any], made: Made | None, error: Exception | None
+    store: Store,
+    roles: Roles,
+    facts: Mapping[str, Any],
+    made: Made | None,
+    error: Exception | None,
+    *,
+    timeout_s: float,
 ) -> list[str]:
     """Check that all processes have the same model and arguments, and that none has failed so far.
 
@@ -254,6 +268,7 @@ def compare(
         facts: The arguments that must be equal.
         made: None if there was an error.
         error: What this process has failed with.
+        timeout_s: How long to wait for the others.
 
     Returns:
         The node of each process.
@@ -262,6 +277,7 @@ def compare(
         ConfigurationError: A process was given what can't be meant, or other arguments. On all of them.
         MismatchError: The models differ. On all of them.
         OtherRankFailedError: The user's functions failed on another process.
+        CollectiveTimeoutError: Others have not come here in time.
         Exception: What was passed as `error`.
     """
     mine: dict[str, Any] = {"facts": dict(facts), "node": node_identity()}
@@ -276,7 +292,15 @@ def compare(
         mine["parameter"] = describe(made.model.named_parameters())
         mine["module buffer"] = describe(made.model.named_buffers())
     store.set(f"given-{roles.rank}", json.dumps(mine))
-    everybody = [json.loads(store.get(f"given-{rank}")) for rank in range(roles.num_workers + roles.num_servers)]
+    ranks, deadline = range(roles.num_workers + roles.num_servers), time.monotonic() + timeout_s
+    while missing := [rank for rank in ranks if not store.check([f"given-{rank}"])]:
+        if time.monotonic() > deadline:
+            names = ", ".join(map(roles.name_of, missing))
+            raise CollectiveTimeoutError(
+                f"{WHO}{roles.name} waited {timeout_s:g} s for {names} to come to `with evenstep.parameter_server`."
+            )
+        time.sleep(_POLL_S)
+    everybody = [json.loads(store.get(f"given-{rank}")) for rank in ranks]
     if error is not None:
         raise error
     for rank, each in enumerate(everybody):

@@ -3,7 +3,8 @@
 [Note: who does what]
 Threads of connections keep what workers push, note what they ask for, and wait for the answer. One thread, the
 process's first, executes decisions in their order: it alone changes parameters, packs answers and saves. So nobody
-holds a lock while an optimizer steps, an answer is packed or a file is written.
+holds a lock while an optimizer steps, an answer is packed or a file is written; lookups alone wait for a step of their
+table.
 
 The first server decides (`Coordinator`); the others ask it for the decisions behind the last that they have. A server
 that is lost ends the run, on all others too: parameters, the state of optimizers and the queue of batches belong to one
@@ -81,7 +82,7 @@ class Server:
         self._moved_at = self._began_at = time.monotonic()
         self._failure = ""
         self.error: Exception | None = None
-        self._has_ended = self.stops = False
+        self._has_ended = self._is_executing = self.stops = False
         self._asked_to_stop = False
         self._kinds: dict[str, Callable[..., Message]] = {
             "join": self._join,
@@ -129,6 +130,7 @@ class Server:
                 with contextlib.suppress(PeerLostError):
                     while True:
                         leader.call("decisions", after=self._done)
+                        time.sleep(_LOOK_EVERY_S)
         except PeerLostError as error:
             self._end(str(error))
         except BaseException as error:
@@ -137,22 +139,25 @@ class Server:
         finally:
             self._end(self._failure)
             with self._changed:
-                self._changed.wait_for(self._all_have_answers, _LOOK_EVERY_S if self._failure else _PARTING_S)
+                patience_s = self._timeout_s if self.stops else _LOOK_EVERY_S if self._failure else _PARTING_S
+                self._changed.wait_for(self._all_have_answers, patience_s)
             listener.close()
             if leader is not None:
                 leader.close()
         if self.error is not None:
             raise self.error
-        if self._failure:
-            raise PeerLostError(f"{self._roles.name} ends: {self._failure}")
         if self.stops:
             raise SystemExit(EXIT_PREEMPTED)
+        if self._failure:
+            raise PeerLostError(f"{self._roles.name} ends: {self._failure}")
         self._name_untrained()
 
     def execute(self, decisions: Any) -> None:
         """Execute decisions, in their order."""
         for decision in decisions:
-            self._done = decision.number
+            if self._has_ended:  # what stands behind the end is executed by no server
+                return
+            self._done, self._is_executing = decision.number, True
             answers: Sequence[Tensor] = []
             if self.error is None:
                 try:
@@ -176,7 +181,7 @@ class Server:
                         for key in decision.released
                         if key[0] not in self._gone
                     }
-                self._moved_at = time.monotonic()
+                self._moved_at, self._is_executing = time.monotonic(), False
                 self._failure = self._failure or decision.failure
                 self._has_ended = self._has_ended or decision.has_ended or self.stops
                 self._changed.notify_all()
@@ -191,7 +196,10 @@ class Server:
             self.stops = True
         self.stops = self.stops or decision.stops
         if decision.stops and self._roles.server == 0:
-            say(f"evenstep: stop requested; saved {checkpoints!r}, from which the run goes on")
+            what = (
+                f"saved {checkpoints!r}, from which the run goes on" if self._shard.version else "nothing to save yet"
+            )
+            say(f"evenstep: stop requested; {what}")
 
     def look(self) -> None:
         """What the first server does by its clock."""
@@ -209,10 +217,12 @@ class Server:
 
     def _tell(self, leader: Client) -> None:
         """What another server does besides."""
+        if self._has_ended:
+            return
         if self._checkpoints is not None and self._checkpoints.stop_reason is not None and not self._asked_to_stop:
             self._asked_to_stop = True
             leader.call("stop")
-        if self.error is not None and not self._has_ended:
+        if self.error is not None:
             leader.call("failed", text=self._failure)
 
     def _fail(self, failure: str, error: Exception) -> None:
@@ -227,7 +237,7 @@ class Server:
 
     def _all_have_answers(self) -> bool:
         newest = max(self._decisions, default=0)
-        are_told = not self.stops or self._coordinator.members <= self._told
+        are_told = not self.stops or self._coordinator.present <= self._told
         return not self._answers and are_told and all(given >= newest for given in self._given.values())
 
     def _name_untrained(self) -> None:
@@ -275,7 +285,7 @@ class Server:
 
     def _wait_for_decisions(self, after: int, timeout_s: float) -> list[Decision]:
         with self._changed:
-            self._changed.wait_for(lambda: after + 1 in self._decisions, timeout_s)
+            self._changed.wait_for(lambda: after + 1 in self._decisions or self._has_ended, timeout_s)
             had = min([self._done, *self._given.values()])
             self._decisions = {number: each for number, each in self._decisions.items() if number > had}
             return [each for number, each in self._decisions.items() if number > after]
@@ -286,9 +296,10 @@ class Server:
 
     def _decisions_behind(self, rank: int, *, after: int) -> Message:
         """For another server: those that it hasn't executed yet."""
-        self._given[rank] = after
         found = self._wait_for_decisions(after, _LOOK_EVERY_S * 10)
-        self._given[rank] = max((each.number for each in found), default=after)
+        with self._changed:
+            self._given[rank] = max((each.number for each in found), default=after)
+            self._changed.notify_all()
         return Message({"decisions": found})
 
     def _join(self, rank: int) -> Message:
@@ -358,9 +369,10 @@ class Server:
             if self.stops:
                 return self._stopped(rank)
             if self._failure or self._has_ended or rank in self._gone:
-                return Message({"failure": self._failure or _GIVEN_UP})
-            if self._roles.server == 0 and time.monotonic() - self._moved_at > self._timeout_s:
-                lagging = self._coordinator.lagging()
+                why = _GIVEN_UP if rank in self._gone else "all others have left"
+                return Message({"failure": self._failure or why})
+            lagging = [] if self._is_executing or self._roles.server != 0 else self._coordinator.lagging()
+            if lagging and time.monotonic() - self._moved_at > self._timeout_s:
                 return Message(
                     {"late": ", ".join(f"worker {worker} (has pushed {done} steps)" for worker, done in lagging)}
                 )
@@ -400,8 +412,9 @@ class Server:
 
     def _stop(self, rank: int) -> Message:
         """Save once more, and end: a process of the run was asked to."""
-        if not self._asked_to_stop and self._checkpoints is not None:
-            self._asked_to_stop = True
+        with self._changed:
+            is_first, self._asked_to_stop = not self._asked_to_stop, True
+        if is_first and self._checkpoints is not None:
             self._happen(lambda coordinator: coordinator.save(is_last=True, stops=True))
         return Message({})
 

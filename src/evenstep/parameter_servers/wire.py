@@ -50,7 +50,7 @@ from torch import Tensor
 
 from evenstep import network
 from evenstep.console import say
-from evenstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
+from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError, UsageError
 from evenstep.processes import is_running
 
 _LENGTH = struct.Struct("!I")
@@ -262,7 +262,7 @@ class Listener:
         """[Note: a call is applied once]."""
         number = message.head.pop("call")
         with self._lock:
-            is_new = peer.number != number
+            is_new = number > peer.number  # an older one comes from a connection that was cut, and nobody waits for it
             if is_new:
                 peer.number, peer.answer = number, Future()
             answer = peer.answer
@@ -329,6 +329,7 @@ class Client:
         self._call = Message({})
         self._future: Future[Message] | None = None  # of the call in flight
         self._is_sent = True
+        self._error: EvenstepError | None = None  # with which it has given up
         self._line = self._reach()
 
     def __repr__(self) -> str:
@@ -348,8 +349,10 @@ class Client:
 
         Raises:
             UsageError: More than a message may have.
-            EvenstepError: As what waits for the answer.
+            EvenstepError: As what waits for the answer; or an earlier call has ended so.
         """
+        if self._error is not None:
+            raise self._error
         num_bytes = sum(each.numel() * each.element_size() for each in tensors)
         if num_bytes > self._most_bytes:
             raise UsageError(
@@ -409,13 +412,17 @@ class Client:
             self._is_sent = False
             if not isinstance(error, OSError):
                 raise
-            if isinstance(error, TimeoutError) and error.errno is None:
-                raise CollectiveTimeoutError(
-                    f"{self._who} waited {self._timeout_s:g} s for {self.server}, which did not answer."
-                ) from None
-            if error.errno in (*_NODE_IS_GONE, errno.EBADMSG):
-                raise self._lost(error) from None
-            self._line = self._reach()
+            try:
+                if isinstance(error, TimeoutError) and error.errno is None:
+                    raise CollectiveTimeoutError(
+                        f"{self._who} waited {self._timeout_s:g} s for {self.server}, which did not answer."
+                    ) from None
+                if error.errno in (*_NODE_IS_GONE, errno.EBADMSG):
+                    raise self._lost(error) from None
+                self._line = self._reach()
+            except EvenstepError as end:
+                self._error = end
+                raise
 
     def _reach(self) -> Line:
         """Connect; again for `silent_s`, unless nobody listens."""

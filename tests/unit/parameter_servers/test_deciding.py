@@ -12,6 +12,8 @@ from torch import nn
 
 from evenstep.parameter_servers.deciding.batch_queue import BatchQueue
 from evenstep.parameter_servers.deciding.coordinator import Coordinator, Decision, Key, Mode, Push, decoded
+from evenstep.parameter_servers.preparation import Roles
+from evenstep.parameter_servers.server import Server
 from evenstep.parameter_servers.shard import Pushed, Shard
 
 
@@ -237,3 +239,30 @@ def test_batches_that_nobody_is_left_to_take_are_named():
     run.lose(1)
     # Worker 0 has left with two batches that it never pushed, and worker 2's was one of them.
     assert run.coordinator.untrained == [(2, taken[2]), (1, taken[1])]
+
+
+def test_a_worker_that_dies_before_it_joins_is_waited_for_no_longer():
+    run = Run(Mode("sync"), 2, begins=False)
+    run.coordinator.join(0)
+    waiting = run.push(0, 1.0)
+    assert not run.released
+    run.lose(1)
+    assert run.released == {waiting: 1}
+
+
+def test_a_run_without_any_worker_ends():
+    run = Run(Mode("async"), 2, begins=False)
+    run.coordinator.join(0)
+    run.lose(0)
+    assert not run.decisions[-1].has_ended
+    run.execute(run.coordinator.give_up([1]))
+    assert (run.decisions[-1].failure, run.decisions[-1].has_ended) == ("no worker is left", True)
+
+
+def test_nothing_is_executed_behind_the_end():
+    """Servers get decisions in lists of other lengths: a save that one of them makes alone would never end."""
+    shard = make_shard()
+    server = Server(Roles(0, 1, 0), Mode("async"), shard, {}, BatchQueue(), None, timeout_s=60)
+    server._held[0, 1] = Pushed(1.0, [True], [torch.ones(2, dtype=torch.float64)], {})
+    server.execute([Decision(1, has_ended=True), Decision(2, applied=[(0, 1)])])
+    assert shard.version == 0

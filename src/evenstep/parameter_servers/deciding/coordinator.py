@@ -137,6 +137,11 @@ class Coordinator:
         return set(self._members)
 
     @property
+    def present(self) -> set[int]:
+        """Workers that train, or have left and wait for the others."""
+        return self.members | set(self._leaving)
+
+    @property
     def expected(self) -> set[int]:
         """Workers that have not joined yet."""
         return set(self._expected)
@@ -155,7 +160,7 @@ class Coordinator:
         """A worker's process has ended: what it holds, if it had not left, goes to others."""
         left, lost = self._leaving.pop(worker, None), self._members.pop(worker, None)
         if left is None and lost is None:
-            return []
+            return self.give_up([worker]) if worker in self._expected else []
         self._held = {key: push for key, push in self._held.items() if key[0] != worker}
         self._lost += [(worker, batch) for batch in self._queue.give_back(worker)]
         return [self._decide(gone=[worker]), *self._advance()]
@@ -215,6 +220,8 @@ class Coordinator:
         return Decision(self._number, **what)
 
     def _advance(self) -> list[Decision]:
+        if not (self._members or self._expected or self._has_left):
+            self._failure = self._failure or "no worker is left"
         if self._failure:
             return [self._decide(failure=self._failure, has_ended=True)]
         decisions = []

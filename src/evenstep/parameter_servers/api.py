@@ -26,6 +26,7 @@ from evenstep.checkpoint.save.stopping import StopSignals
 from evenstep.errors import EXIT_PREEMPTED, ConfigurationError, EvenstepError, NonFiniteError, UsageError
 from evenstep.ground import environment
 from evenstep.ground.compat.c_library import heap
+from evenstep.ground.compat.torch_modules import BatchNorm
 from evenstep.ground.coordination.rendezvous_store import choose_gloo_interface, open_store
 from evenstep.ground.environment import Placement
 from evenstep.ground.health import excepthook
@@ -42,6 +43,7 @@ from evenstep.parameter_servers.worker import Direct, Part, Servers
 from evenstep.world import World
 
 MODES = ("sync", "async", "bounded")
+_NORMS = (BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 @excepthook.for_users
@@ -449,9 +451,11 @@ class ParameterServer:
     def _changed_buffers(self) -> dict[str, Tensor]:
         """Copies of the module buffers that have changed since they were sent last."""
         found = {}
+        # Whose statistics torch writes without counting it.
+        norms = {id(each) for norm in self.model.modules() if isinstance(norm, _NORMS) for each in norm.buffers()}
         for name, each in self.model.named_buffers():
             tensor, version = self._buffers.get(name, (None, 0))
-            if tensor is not each or version != each._version:  # written to, or another one was assigned
+            if id(each) in norms or tensor is not each or version != each._version:
                 found[name] = each.detach().cpu().clone()
                 self._buffers[name] = each, each._version
         return found

@@ -292,7 +292,7 @@ class Server:
 
     def _leads(self, worker: int) -> bool:
         """Whether a worker's module buffers are those that are saved: that of the lowest number's."""
-        return worker == min(self._coordinator.members, default=worker)
+        return self._checkpoints is not None and worker == min(self._coordinator.members, default=worker)
 
     def _decisions_behind(self, rank: int, *, after: int) -> Message:
         """For another server: those that it hasn't executed yet."""

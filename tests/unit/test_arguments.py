@@ -156,7 +156,6 @@ CASES = [
     *each(loader, "sample_seed", *(wrong for wrong in NO_SWITCH if wrong is not None)),
     *each(loader, "pin_memory", "x"),
     *each(loader, "dataset", None, words="there is nothing to load"),
-    *each(loader, "on_error", 5, "stop", None),
     *each(loader, "resume_streams", 5, "exact", None, "state"),
     *each(tokens, "header_bytes", -1, "x", None),
     *each(tokens, "tokens", None, object()),

@@ -289,8 +289,6 @@ def test_what_else_depends_on_the_number_of_ranks(world):
         model.join()
     with pytest.raises(UsageError, match=r"LocalSGD.*in reproducible mode"):
         evenstep.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
-    with pytest.raises(ConfigurationError, match="on_error='skip'"):
-        evenstep.DataLoader(data, global_batch_size=4, on_error="skip")
     with pytest.raises(ConfigurationError, match="sample_seed=False"):
         evenstep.DataLoader(data, global_batch_size=4, sample_seed=False)
     with pytest.raises(ConfigurationError, match="fused=True"):

@@ -593,8 +593,9 @@ def muon(seed: int) -> int:
         handle.remove()
     for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         # AdamW's fused step, over stretches that end elsewhere, rounds otherwise than torch's usual one; so gradients
-        # differ in the ninth digit, and Muon computes in bfloat16. A wrong update is off by the rate, 0.02, or more.
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.01 if ours.dim() == 2 else 1e-4, msg=name)
+        # differ in the ninth digit, and Muon computes in bfloat16. What matrices are off by then moves the gradients of
+        # the rest in the second digit, and AdamW's five steps of 0.02 with them. A wrong update is off by 0.02 or more.
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.01 if ours.dim() == 2 else 2e-3, msg=name)
     assert optimizers[0][0].state_bytes <= momentum * -(-5 // world.world_size) / 5
     return len(stepped)
 

@@ -172,6 +172,7 @@ class ParameterServer:
         self._batches: list[Batch] = []  # whose gradients the next push has
         self._begun: list[Batch] = []  # that the loop has had since the last backward pass
         self._buffers: dict[str, tuple[Tensor, int]] = {}  # as they were sent last, with their versions
+        self._statistics: set[str] = set()  # module buffers that torch writes without counting it
         self._leads = False
         self._num_steps = self._num_queues = 0
         self._signals: World | None = None
@@ -451,11 +452,9 @@ class ParameterServer:
     def _changed_buffers(self) -> dict[str, Tensor]:
         """Copies of the module buffers that have changed since they were sent last."""
         found = {}
-        # Whose statistics torch writes without counting it.
-        norms = {id(each) for norm in self.model.modules() if isinstance(norm, _NORMS) for each in norm.buffers()}
         for name, each in self.model.named_buffers():
             tensor, version = self._buffers.get(name, (None, 0))
-            if id(each) in norms or tensor is not each or version != each._version:
+            if name in self._statistics or tensor is not each or version != each._version:
                 found[name] = each.detach().cpu().clone()
                 self._buffers[name] = each, each._version
         return found
@@ -535,6 +534,8 @@ class ParameterServer:
             for name, tensor in servers.initial().items():
                 mine[name].copy_(tensor)
         self._buffers = {name: (each, each._version) for name, each in self.model.named_buffers()}
+        norms = [(path, each) for path, each in self.model.named_modules() if isinstance(each, _NORMS)]
+        self._statistics = {name for path, norm in norms for name, _ in norm.named_buffers(prefix=path)}
         if self._roles.is_alone:
             servers.first("join")
         self._load(servers.pull())

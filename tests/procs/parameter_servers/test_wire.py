@@ -99,38 +99,23 @@ def test_a_process_that_has_ended_is_lost(tmp_path: Path):
         assert place.lost == [0]
 
 
-def test_a_process_that_has_ended_is_lost_though_its_child_lives(tmp_path: Path):
+@pytest.mark.parametrize(("is_one_node", "silent_s"), [(True, 3600), (False, 1.0)])
+def test_a_process_that_has_ended_is_lost_though_its_child_lives(tmp_path: Path, silent_s: float, *, is_one_node: bool):
+    """One node sees at once that it has gone; between nodes its connection ends, and it doesn't come back."""
     pids: list[int] = []
 
     def answer(rank: int, message: Message) -> Message:
         pids.extend([message.head["pid"]] if "pid" in message.head else [])
         return Message({})
 
-    with listening(tmp_path, answer, silent_s=3600) as place, child(call_fork_and_sleep, place) as process:
+    where = tmp_path if is_one_node else LOOPBACK
+    with listening(where, answer, silent_s=silent_s) as place, child(call_fork_and_sleep, place) as process:
         wait_until(lambda: len(pids) == 1)
         try:
             assert process.pid is not None
             os.kill(process.pid, signal.SIGKILL)
             assert place.has_lost.wait(60)
             os.kill(pids[0], 0)
-        finally:
-            os.kill(pids[0], signal.SIGKILL)
-
-
-def test_between_nodes_the_end_of_a_process_whose_child_lives_is_seen():
-    """Its connection ends, and it doesn't come back."""
-    pids: list[int] = []
-
-    def answer(rank: int, message: Message) -> Message:
-        pids.extend([message.head["pid"]] if "pid" in message.head else [])
-        return Message({})
-
-    with listening(LOOPBACK, answer, silent_s=1.0) as place, child(call_fork_and_sleep, place) as process:
-        wait_until(lambda: len(pids) == 1)
-        try:
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGKILL)
-            assert place.has_lost.wait(60)
         finally:
             os.kill(pids[0], signal.SIGKILL)
 

@@ -57,9 +57,18 @@ class LiveBytes(TorchDispatchMode):
                 self._seen[storage._cdata] = StorageWeakRef(storage)
 
     def now(self) -> int:
-        """At this moment. A storage may have been made smaller: FSDP2 frees gathered parameters so."""
-        self._seen = {key: seen for key, seen in self._seen.items() if not seen.expired()}
-        return sum(torch.UntypedStorage._new_with_weak_ptr(seen.cdata).nbytes() for seen in self._seen.values())
+        """At this moment. A storage may have been made smaller: FSDP2 frees gathered parameters so.
+
+        [Note] Another thread may free one at any time, so each is asked for once, and `None` says that it is gone.
+        """
+        total = 0
+        for key, seen in list(self._seen.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(seen.cdata)
+            if storage is None:
+                del self._seen[key]
+            else:
+                total += storage.nbytes()
+        return total
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

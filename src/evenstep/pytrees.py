@@ -16,7 +16,7 @@ from torch import Tensor
 from evenstep.ground.compat import torch_pytree
 
 Rebuild = Callable[[Sequence[Any]], Any]
-_PLAIN = (int, float, complex, str, bytes, type(None))  # leaves of which a batch may have many
+_PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))  # leaves of which a batch may have many
 
 
 def children_of(node: Any) -> tuple[list[Any], Rebuild] | None:
@@ -35,12 +35,17 @@ def children_of(node: Any) -> tuple[list[Any], Rebuild] | None:
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:
     """The tensors of what a module returned: of any pytree that torch knows, and of the containers known here."""
-    for leaf in torch_pytree.tree_leaves(outputs):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif not isinstance(leaf, _PLAIN) and (parts := children_of(leaf)) is not None:
-            for child in parts[0]:
-                yield from tensors_in(child)
+    if isinstance(outputs, Tensor):
+        yield outputs
+        return
+    parts: Sequence[Any] = outputs
+    if type(outputs) not in (list, tuple):
+        parts = torch_pytree.tree_leaves(outputs)
+        if len(parts) == 1 and parts[0] is outputs:  # torch knows no parts of it
+            parts = (children_of(outputs) or ((), None))[0]
+    for part in parts:
+        if type(part) not in _PLAIN:
+            yield from tensors_in(part)
 
 
 def flatten_tensors(tree: Any) -> tuple[list[Tensor], Rebuild]:

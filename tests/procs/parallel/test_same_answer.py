@@ -76,13 +76,19 @@ def call(arguments):
 
 
 def check(ranks, mesh, *, steps, rows, fresh_seed, tolerance=1e-12, **arguments):
+    """Within the tolerance, or four times what one rounding of each weight makes in one process, where that is more."""
     given = {"seed": fresh_seed, "steps": steps, "rows": rows}
     optimizer = {k: v for k, v in arguments.items() if k in ("optimizer", "clip", "dtype")}
     expected, norms = gpt.reference(**given, **optimizer)
+    nudged, _ = gpt.reference(**given, **optimizer, is_nudged=True)
+    allowed = max(tolerance, 4 * farthest(nudged, expected))
     for found, found_norms in ranks.run(call, 4, {"mesh": mesh} | given | arguments, timeout_s=240.0):
-        worst = max(float((found[name] - each).abs().max()) for name, each in expected.items())
-        assert worst <= tolerance
-        assert found_norms == pytest.approx(norms, rel=tolerance)
+        assert farthest(found, expected) <= allowed
+        assert found_norms == pytest.approx(norms, rel=allowed)
+
+
+def farthest(found, expected):
+    return max(float((found[name] - each).abs().max()) for name, each in expected.items())
 
 
 @pytest.mark.parametrize("kind", ["hsdp", "tensor x fsdp"])

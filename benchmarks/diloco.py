@@ -5,8 +5,8 @@
 Each side trains the same small language model on the same text, from the same seed, for equally many samples. A time is
 that of a step without the evaluation, on rank 0. Sides take turns over the seeds, so that a busy machine slows all.
 
-The first 3 of 11 steps are DDP's on each side, as in the paper of DiLoCo (24,000 of 88,000), and count in the times. The
-outer momentum is 0.8 and not the paper's 0.9, which so short a run doesn't reach.
+The first 3 of 11 steps are DDP's on each side, as in the paper of DiLoCo (24,000 of 88,000), and count in the times.
+The outer momentum is 0.8: the paper's 0.9 wants a longer run.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -298,6 +300,25 @@ def test_who_was_lost_gets_nothing_more():
     for call in ({"kind": "join"}, take):
         assert "the servers have lost this worker" in server.answer(1, Message(dict(call))).head["failure"]
     assert server.answer(0, Message(dict(take))).head["batch"] == ((1, 0, 0), 0)
+
+
+def test_who_waits_is_woken_when_it_may_go_on(monkeypatch: pytest.MonkeyPatch):
+    """And doesn't only find out when it asks again."""
+    monkeypatch.setattr("evenstep.parameter_servers.server.TURN_S", 3600.0)
+    server = Server(Roles(1, 1, 1), Mode("async"), make_shard(), {}, BatchQueue(), None, timeout_s=60)
+    server.answer(0, Message({"kind": "join"}))
+    found: list[Message] = []
+    call = Message({"kind": "pull", "number": -1})
+    caller = threading.Thread(target=lambda: found.append(server.answer(0, call)), daemon=True)
+    caller.start()
+    decisions = server._wait_for_decisions(0, 30)
+    deadline = time.monotonic() + 30
+    while not server._changed._waiters and time.monotonic() < deadline:  # type: ignore[attr-defined]
+        time.sleep(0.01)
+    server.execute(decisions)
+    caller.join(30)
+    assert [each.head for each in found] == [{"version": 0, "leads": False}]
+    server._end("")
 
 
 def test_nothing_is_executed_behind_the_end():

@@ -307,7 +307,7 @@ def call_ours(directory: str, num_bytes: int, calls: int) -> float:
         Path(directory, "listens").touch()
         while not done.exists():
             time.sleep(0.01)
-        listener.close()
+        listener.close(5.0)
         return 0.0
     while not Path(directory, "listens").exists():
         time.sleep(0.01)

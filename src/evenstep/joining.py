@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from evenstep import checks, determinism, randomness
@@ -229,35 +230,16 @@ def _join(
     shares_a_gpu = chosen.type == "cuda" and requested is not None and torch.device(requested).index is not None
     speaks_nccl = chosen.type == "cuda" and (transport == "nccl" or (transport is None and not shares_a_gpu))
     choose_gloo_interface(placement)
-    shared: SharedMemoryTransport | None = None
     try:
         store = open_store(placement, timeout_s)
-        is_ours = chosen.type == "cpu" and transport != "gloo"
-        if is_ours and placement.num_nodes == 1:
-            shared = open_shared_memory(store, placement.rank, placement.world_size, timeout_s=timeout_s)
-            is_ours = shared is not None
-        # torch's own Gloo would listen on a port from now on: see [Note: the whole group] in `transport.backend`.
-        # Between nodes it would end the process where ranks call with different sizes.
-        usual = "cpu:gloo,cuda:nccl" if speaks_nccl else "gloo"
-        dist.init_process_group(
-            backend=backend.NAME if is_ours else usual,
-            store=store,
-            rank=placement.rank,
-            world_size=placement.world_size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=chosen if speaks_nccl else None,
-            pg_options=None if shared is None else shared.split(),
-        )
+        shared = open_group(store, placement, chosen, transport, speaks_nccl=speaks_nccl, timeout_s=timeout_s)
     except ConfigurationError:
         raise
     except (RuntimeError, ValueError, CollectiveTimeoutError) as error:
         reset_group_count()
         raise ConfigurationError(_explain_rendezvous(placement, error)) from error
     try:
-        if shared is not None:
-            transports = Transports(shared, shared.split(), timeout_s, transport)
-        else:
-            transports = open_transports(transport, chosen, timeout_s=timeout_s)
+        transports = transports_of(shared, chosen, transport, timeout_s=timeout_s)
         if placement.makes_store:
             placement = _complete(placement, transports, chosen)
         end_pages = peer_heartbeats.share_pages(partial(exchange, transports.control), placement)
@@ -272,6 +254,62 @@ def _join(
         seed=seed,
         on_close=[end_pages, _destroy_default_group, restore_hook],
     )
+
+
+def open_group(
+    store: Store,
+    placement: Placement,
+    device: torch.device,
+    transport: str | None,
+    *,
+    speaks_nccl: bool = False,
+    is_for_all: bool = True,
+    timeout_s: float,
+) -> SharedMemoryTransport | None:
+    """Make the process group of some ranks; returns their shared memory, None: they have none. Collective.
+
+    Args:
+        store: Of these ranks.
+        placement: This rank's among them.
+        device: Where gradients are.
+        transport: As for `init`.
+        speaks_nccl: The group gets NCCL, too.
+        is_for_all: Of all ranks. False: shared memory does without a group, by which ranks would be numbered.
+        timeout_s: Deadline for the others to come, and of all calls.
+    """
+    shared: SharedMemoryTransport | None = None
+    is_ours = device.type == "cpu" and transport != "gloo"
+    if is_ours and placement.num_nodes == 1:
+        shared = open_shared_memory(store, placement.rank, placement.world_size, timeout_s=timeout_s)
+        is_ours = shared is not None
+    if shared is not None and not is_for_all:
+        return shared
+    # torch's own Gloo would listen on a port from now on: see [Note: the whole group] in `transport.backend`.
+    # Between nodes it would end the process where ranks call with different sizes.
+    usual = "cpu:gloo,cuda:nccl" if speaks_nccl else "gloo"
+    dist.init_process_group(
+        backend=backend.NAME if is_ours else usual,
+        store=store,
+        rank=placement.rank,
+        world_size=placement.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if speaks_nccl else None,
+        pg_options=None if shared is None else shared.split(),
+    )
+    return shared
+
+
+def transports_of(
+    shared: SharedMemoryTransport | None, device: torch.device, transport: str | None, *, timeout_s: float
+) -> Transports:
+    """The transports of the ranks of `open_group`, which has returned `shared`. Collective.
+
+    Raises:
+        ConfigurationError: The requested transport is not available. Raised on every rank.
+    """
+    if shared is not None:
+        return Transports(shared, shared.split(), timeout_s, transport)
+    return open_transports(transport, device, timeout_s=timeout_s)
 
 
 def _complete(placement: Placement, transports: Transports, device: torch.device) -> Placement:

@@ -65,10 +65,9 @@ ORDER: dict[str, list[str]] = {
         "shard",
         "deciding",
         "embedding",
-        "shares",
     ],
     "parameter_servers.deciding": ["coordinator", "batch_queue"],
-    "parameter_servers.embedding": ["remote_embedding", "table", "initial_rows", "rows"],
+    "parameter_servers.embedding": ["remote_embedding", "table", "initial_rows"],
     "bench": ["command", "compare", "explain", "measure", "memory"],
     "bench.explain": ["plots", "report", "findings"],
     "bench.measure": [

@@ -18,8 +18,7 @@ Reading order:
     wire.py         calls between processes: frames, handshakes, who is lost
     checkpoint.py   what each server writes of a model, an optimizer, tables and the queue, and how they go on from it
     preparation.py  the ranks' roles, and what a script has given: made, refused, compared
-    shard.py        one server's parameters, optimizer and tables
+    shard.py        which server has which parameters; one server's parameters, optimizer and tables
     deciding/       which pushes make an update, who may go on, and which worker takes which batch. Pure
     embedding/      tables of embeddings, divided over servers by row
-    shares.py       which server has which parameters, and tensors packed into few. Pure
 """

@@ -13,7 +13,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -22,28 +21,27 @@ from torch import Tensor, nn
 
 from evenstep import checks
 from evenstep import world as worlds
+from evenstep.checkpoint.format.plan import Policy
 from evenstep.checkpoint.save.stopping import StopSignals
-from evenstep.errors import EXIT_PREEMPTED, ConfigurationError, EvenstepError, NonFiniteError, UsageError
+from evenstep.errors import EXIT_PREEMPTED, ConfigurationError, NonFiniteError, UsageError
 from evenstep.ground import environment
 from evenstep.ground.compat.c_library import heap
-from evenstep.ground.compat.torch_modules import BatchNorm
 from evenstep.ground.coordination.rendezvous_store import choose_gloo_interface, open_store
 from evenstep.ground.environment import Placement
 from evenstep.ground.health import excepthook
 from evenstep.parameter_servers.batches import SharedBatches
-from evenstep.parameter_servers.checkpoint import CheckpointOptions, Checkpoints
-from evenstep.parameter_servers.deciding.batch_queue import Batch, BatchQueue
+from evenstep.parameter_servers.checkpoint import Checkpoints
+from evenstep.parameter_servers.deciding.batch_queue import BatchQueue
 from evenstep.parameter_servers.deciding.coordinator import Mode
 from evenstep.parameter_servers.meeting import Meeting
-from evenstep.parameter_servers.preparation import WHO, Made, Roles, assign_roles, compare, make_model
+from evenstep.parameter_servers.preparation import WHO, Made, Recipe, Roles, assign_roles, make_model
 from evenstep.parameter_servers.server import Server
-from evenstep.parameter_servers.shard import Shard
-from evenstep.parameter_servers.shares import pack, to_device, unpack
-from evenstep.parameter_servers.worker import Direct, Part, Servers
+from evenstep.parameter_servers.shard import Shard, pack, unpack
+from evenstep.parameter_servers.wire import Message
+from evenstep.parameter_servers.worker import Direct, Servers
 from evenstep.world import World
 
 MODES = ("sync", "async", "bounded")
-_NORMS = (BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 @excepthook.for_users
@@ -98,7 +96,7 @@ def parameter_server(
     Raises:
         ConfigurationError: An argument is wrong, there is no server or no worker, or model or optimizer can't be
             trained so. On all of them.
-        MismatchError: A process has another model. On all of them.
+        MismatchError: A process has another model, or other arguments. On all of them.
     """
     checks.function(f"{WHO}model_fn", model_fn)
     checks.function(f"{WHO}optimizer_fn", optimizer_fn)
@@ -109,18 +107,12 @@ def parameter_server(
         bound = checks.whole(f"{WHO}max_staleness", max_staleness, least=0)
     elif max_staleness is not None:
         raise checks.refuse(f"{WHO}max_staleness", max_staleness, f"only with mode='bounded', not {name!r}")
-    options = None
-    if checkpoint is not None:
-        if not isinstance(checkpoint, str | os.PathLike) or not os.fspath(checkpoint):
-            raise checks.refuse(f"{WHO}checkpoint", checkpoint, "the path of a directory, or None")
-        if every_steps is not None:
-            checks.whole(f"{WHO}every_steps", every_steps, least=1, otherwise="None")
-        if every_minutes is not None:
-            checks.number(f"{WHO}every_minutes", every_minutes, above=0, otherwise="None")
-        checks.whole(f"{WHO}keep", keep, least=1)
-        options = CheckpointOptions(str(os.fspath(checkpoint)), every_steps, every_minutes, keep)
-    elif every_steps is not None:
+    policy = Policy(every_steps, every_minutes, keep)
+    if checkpoint is None and every_steps is not None:
         raise checks.refuse(f"{WHO}every_steps", every_steps, "only with checkpoint=, the directory to save in")
+    if checkpoint is not None and (not isinstance(checkpoint, str | os.PathLike) or not os.fspath(checkpoint)):
+        raise checks.refuse(f"{WHO}checkpoint", checkpoint, "the path of a directory, or None")
+    directory = None if checkpoint is None else str(os.fspath(checkpoint))
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
@@ -128,21 +120,8 @@ def parameter_server(
     if interface is not None:
         checks.text(f"{WHO}interface", interface, otherwise="None")
     timeout_s = checks.number(f"{WHO}timeout_s", timeout_s, above=0, most=worlds.LONGEST_TIMEOUT_S)
-    recipe = Recipe(model_fn, optimizer_fn, scheduler_fn, options, chosen, interface, timeout_s)
+    recipe = Recipe(model_fn, optimizer_fn, scheduler_fn, directory, policy, chosen, interface, timeout_s)
     return ParameterServer(recipe, Mode(name, bound))
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """See the arguments of `evenstep.parameter_server`."""
-
-    model_fn: Callable[[], Any]
-    optimizer_fn: Callable[..., Any]
-    scheduler_fn: Callable[..., Any] | None
-    options: CheckpointOptions | None
-    device: torch.device
-    interface: str | None
-    timeout_s: float
 
 
 class ParameterServer:
@@ -166,13 +145,11 @@ class ParameterServer:
         self._recipe, self._mode, self.mode = recipe, mode, mode.name
         self._servers: Servers | None = None
         self._made: Made
+        self._shard: Shard  # of the server in this process
         self._versions: list[int] = []
         self._state = "not begun"
         self._weight = 0.0
-        self._batches: list[Batch] = []  # whose gradients the next push has
-        self._begun: list[Batch] = []  # that the loop has had since the last backward pass
-        self._buffers: dict[str, tuple[Tensor, int]] = {}  # as they were sent last, with their versions
-        self._statistics: set[str] = set()  # module buffers that torch writes without counting it
+        self._buffers: dict[str, Tensor] = {}  # as they were sent last
         self._leads = False
         self._num_steps = self._num_queues = 0
         self._signals: World | None = None
@@ -264,11 +241,11 @@ class ParameterServer:
             ConfigurationError: `loss` is no scalar, or `weight` no such number.
             UsageError: Not inside the `with` statement.
         """
-        self.servers("backward")
+        servers = self.servers("backward")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise checks.refuse("ps.backward: loss", loss, "a tensor of one number")
         number = checks.number("ps.backward: weight", weight, least=0)
-        self._batches, self._begun = [*self._batches, *self._begun], []
+        servers.used, servers.begun = [*servers.used, *servers.begun], []
         if number == 0:
             return
         before, self._weight = self._weight, self._weight + number
@@ -288,7 +265,7 @@ class ParameterServer:
 
         Raises:
             NonFiniteError: A gradient is infinite or not a number; nothing was sent, and the step's passes are
-                forgotten. Its batches count as done with the next step.
+                forgotten, with their gradients. Its batches count as done with the next step.
             UsageError: A gradient is sparse, or came without `ps.backward`, or this is not inside the `with` statement.
             PeerLostError: A server has gone, or another worker failed.
             CollectiveTimeoutError: The others have not come in time; the text names them.
@@ -298,28 +275,15 @@ class ParameterServer:
         try:
             parts = self._parts()
         except NonFiniteError:
-            self._weight = 0.0
-            for table in self._made.tables.values():
-                table.release_gradients()
+            self._release_gradients()
             raise
         if self._signals is not None and self._signals.stop_reason is not None:
             self._signals.stop_reason = None
             servers.first("stop")
         buffers = self._changed_buffers() if self._leads else {}
-        for parameter in self._made.trained.values():
-            parameter.grad = None
-        for table in self._made.tables.values():
-            table.release_gradients()
-        batches = [*self._batches, *self._begun]
-        self._batches, self._begun, self._weight = [], [], 0.0
-        answers = servers.push(
-            parts,
-            version=self._versions[0],
-            batches=batches,
-            buffers=list(buffers),
-            buffer_values=list(buffers.values()),
-        )
-        self._load(answers)
+        self._release_gradients()
+        names, values = list(buffers), list(buffers.values())
+        self._load(servers.push(parts, version=self._versions[0], buffers=names, buffer_values=values))
         for table in self._made.tables.values():
             table.begin_step()
         self._num_steps += 1
@@ -344,7 +308,8 @@ class ParameterServer:
         if prefetch is not None:
             checks.function("ps.queue: prefetch", prefetch, otherwise="None")
         self._num_queues += 1
-        return SharedBatches(self, self._num_queues, prefetch)
+        step = self.step if self.mode == "sync" else None
+        return SharedBatches(lambda: self.servers("queue"), step, self._num_queues, prefetch)
 
     def pull(self) -> None:
         """Take the newest parameters, as before an evaluation.
@@ -376,12 +341,7 @@ class ParameterServer:
             total.update(counts)
         return dict(sorted(total.items()))
 
-    # ------------------------------------------------------------------ for the queue and the tables
-
-    @property
-    def who(self) -> str:
-        """This worker, for people."""
-        return self._roles.name
+    # ------------------------------------------------------------------ a step
 
     def servers(self, doing: str) -> Servers:
         """The connection to the servers.
@@ -396,21 +356,14 @@ class ParameterServer:
             )
         return self._servers
 
-    def begin_batch(self, batch: Batch) -> None:
-        """The loop has a batch, whose gradients the next push has."""
-        self._begun.append(batch)
+    def _release_gradients(self) -> None:
+        self._weight = 0.0
+        for parameter in self._made.trained.values():
+            parameter.grad = None
+        for table in self._made.tables.values():
+            table.release_gradients()
 
-    def give_back(self, batches: Sequence[Batch]) -> None:
-        """A loop was left: others take what it has taken, but for batches whose gradients wait for a step."""
-        self._begun = [each for each in self._begun if each not in batches]
-        given = [each for each in batches if each not in self._batches]
-        if given and self._servers is not None:
-            with contextlib.suppress(EvenstepError, SystemExit):  # what has ended the loop is told by it
-                self._servers.give_back(given)
-
-    # ------------------------------------------------------------------ a step
-
-    def _parts(self) -> list[Part] | None:
+    def _parts(self) -> list[Message] | None:
         """What goes to each server; None: this worker had no samples."""
         trained, names = list(self._made.trained.values()), list(self._made.trained)
         of_tables = {name: table.gradients() for name, table in self._made.tables.items()}
@@ -443,27 +396,26 @@ class ParameterServer:
                 )
             head = {"weight": self._weight, "used": used, "rows": [[name, each.lr] for name, each in rows.items()]}
             tensors = [tensor for each in rows.values() for tensor in (each.ids, each.values)]
-            parts.append(Part(head, [*packed, *tensors]))
+            parts.append(Message(head, [*packed, *tensors]))
         return parts if self._weight else None
 
     def _gradient_of(self, name: str) -> str:
         return f"worker {self.worker}, step {self._num_steps}: the gradient of {name!r}"
 
     def _changed_buffers(self) -> dict[str, Tensor]:
-        """Copies of the module buffers that have changed since they were sent last."""
+        """Copies of the module buffers that differ from what was sent last: torch doesn't count all that it writes."""
         found = {}
         for name, each in self.model.named_buffers():
-            tensor, version = self._buffers.get(name, (None, 0))
-            if name in self._statistics or tensor is not each or version != each._version:
-                found[name] = each.detach().cpu().clone()
-                self._buffers[name] = each, each._version
+            before, now = self._buffers.get(name), each.detach().cpu()
+            if before is None or before.dtype != now.dtype or not torch.equal(before, now):
+                found[name] = self._buffers[name] = now.clone()
         return found
 
     def _load(self, answers: Sequence[Any]) -> None:
         trained = list(self._made.trained.values())
         for indices, answer in zip(self._made.division, answers, strict=True):
             like = [trained[index] for index in indices]
-            packed = to_device(answer.tensors, self._recipe.device)
+            packed = [each.to(self._recipe.device) for each in answer.tensors]  # one copy for each dtype
             with torch.no_grad():
                 torch._foreach_copy_([each.detach() for each in like], unpack(like, packed)) if like else None
         self._versions = [answer.head["version"] for answer in answers]
@@ -472,10 +424,10 @@ class ParameterServer:
     # ------------------------------------------------------------------ beginning
 
     def _begin_alone(self, roles: Roles) -> None:
-        made = self._made = make_model(self._recipe.model_fn, 1)
-        shard = made.make_shard(0, self._recipe.optimizer_fn, self._recipe.scheduler_fn)
-        server = self._make_server(made, shard, World.alone(device="cpu"))
-        self._take(made, Servers([Direct(server)], roles, self._recipe.timeout_s))
+        self._made = make_model(self._recipe.model_fn, 1)
+        self._shard = self._made.make_shard(0, self._recipe)
+        server = self._make_server(World.alone(device="cpu"))
+        self._take(Servers([Direct(server)], roles, self._recipe.timeout_s))
 
     def _join(self, placement: Placement, roles: Roles) -> None:
         recipe = self._recipe
@@ -484,86 +436,69 @@ class ParameterServer:
         environment.claim_rank()
         choose_gloo_interface(placement)
         store = open_store(placement, recipe.timeout_s)
-        made, shard, error = None, None, None
-        try:
-            made = make_model(recipe.model_fn, roles.num_servers)
-            if roles.is_server:
-                shard = made.make_shard(roles.server, recipe.optimizer_fn, recipe.scheduler_fn)
-        except Exception as raised:
-            error = raised
-        facts = {
-            "mode": self.mode,
-            "max_staleness": self._mode.max_staleness,
-            "checkpoint": None if recipe.options is None else recipe.options.directory,
-            "EVENSTEP_SERVERS": roles.num_servers,
-            "EVENSTEP_SECRET_FILE": (secret := environment.run_secret()) != b"",
-        }
-        nodes = compare(store, roles, facts, made, error, timeout_s=recipe.timeout_s)
-        assert made is not None
-        self._made = made
         meeting = Meeting(
             store,
             placement,
             roles,
-            nodes,
-            most_bytes=made.most_bytes,
             interface=recipe.interface,
-            secret=secret,
+            secret=environment.run_secret(),
             timeout_s=recipe.timeout_s,
         )
-        if shard is not None:
-            self._serve(meeting, made, shard)
+
+        def prepare() -> dict[str, Any]:
+            self._made = make_model(recipe.model_fn, roles.num_servers)
+            if roles.is_server:
+                self._shard = self._made.make_shard(roles.server, recipe)
+            facts = {"mode": self.mode, "max_staleness": self._mode.max_staleness, "checkpoint": recipe.checkpoint}
+            return facts | self._made.facts()
+
+        meeting.agree(prepare)
+        meeting.find(self._made)
+        if roles.is_server:
+            self._serve(meeting)
         clients = [meeting.connect(server) for server in range(roles.num_servers)]
         servers = Servers(clients, roles, recipe.timeout_s)
-        servers.first("join")
         try:
-            if recipe.options is not None:
+            if recipe.checkpoint is not None:
                 self._signals = World.alone(device="cpu")
                 self._at_end.callback(StopSignals(self._signals).close)
-            self._take(made, servers)
+            self._take(servers)
         except BaseException as failed:
             self._fail(servers, failed)
             raise
 
-    def _take(self, made: Made, servers: Servers) -> None:
+    def _take(self, servers: Servers) -> None:
         """Begin with what the servers have."""
-        made.to(self._recipe.device)
-        self.model, self._servers = made.model, servers
-        mine = dict(made.model.named_parameters()) | dict(made.model.named_buffers())
+        self._made.to(self._recipe.device)
+        self.model, self._servers = self._made.model, servers
+        mine = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         with torch.no_grad():
-            for name, tensor in servers.initial().items():
+            for name, tensor in servers.join().items():
                 mine[name].copy_(tensor)
-        self._buffers = {name: (each, each._version) for name, each in self.model.named_buffers()}
-        norms = [(path, each) for path, each in self.model.named_modules() if isinstance(each, _NORMS)]
-        self._statistics = {name for path, norm in norms for name, _ in norm.named_buffers(prefix=path)}
-        if self._roles.is_alone:
-            servers.first("join")
+        self._buffers = {name: each.detach().cpu().clone() for name, each in self.model.named_buffers()}
         self._load(servers.pull())
 
-    def _serve(self, meeting: Meeting, made: Made, shard: Shard) -> None:
+    def _serve(self, meeting: Meeting) -> None:
         """Be a server: [Note: a server's process ends]."""
-        world = World.alone(device="cpu") if self._recipe.options is None else meeting.open_world()
-        server = self._make_server(made, shard, world)
-        del self._made, made  # a server needs only its share
+        world = World.alone(device="cpu") if self._recipe.checkpoint is None else meeting.open_world()
+        server = self._make_server(world)
+        del self._made  # a server needs only its share
         leader = None if self._roles.server == 0 else meeting.connect(0)
         server.serve(meeting.listen(server, self._at_end), leader)
         self._at_end.close()
         raise SystemExit(0)
 
-    def _make_server(self, made: Made, shard: Shard, world: World) -> Server:
-        recipe, queue, checkpoints = self._recipe, BatchQueue(), None
+    def _make_server(self, world: World) -> Server:
+        recipe, made, shard, queue, checkpoints = self._recipe, self._made, self._shard, BatchQueue(), None
         trained = {id(each) for each in made.trained.values()}
         untrained = {
             name: each.detach().cpu().clone()
             for name, each in [*made.model.named_parameters(), *made.model.named_buffers()]
             if id(each) not in trained
         }
-        if recipe.options is not None:
+        if recipe.checkpoint is not None:
             untrained = world.broadcast_object(untrained)
-            has_scheduler = recipe.scheduler_fn is not None and bool(made.trained)
-            checkpoints = Checkpoints(
-                recipe.options, made, shard, recipe.optimizer_fn, world, has_scheduler=has_scheduler
-            )
+            checkpoints = Checkpoints(recipe, made, shard, world)
             self._at_end.push(lambda kind, error, _: checkpoints.close(error))
             state, saved = checkpoints.restore(shard, untrained)
             queue.load_state(state)

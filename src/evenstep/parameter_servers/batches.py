@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 from evenstep.data.loading.fetch import Loaded
 from evenstep.errors import MismatchError, UsageError
@@ -17,48 +17,28 @@ Step = tuple[int, int]  # an epoch, and the number of a batch in it
 Load = Callable[[Iterator[Step]], Iterator[tuple[Any, Loaded]]]
 
 
-class Worker(Protocol):
-    """What batches need of `ParameterServer`."""
-
-    mode: str
-
-    @property
-    def who(self) -> str:
-        """This worker, for people."""
-        ...
-
-    def servers(self, doing: str) -> Servers:
-        """The connection to the servers."""
-        ...
-
-    def step(self) -> None:
-        """Push, and take the parameters that come back."""
-        ...
-
-    def begin_batch(self, batch: Batch) -> None:
-        """The next push has the gradients of a batch."""
-        ...
-
-    def give_back(self, batches: Sequence[Batch]) -> None:
-        """Others take what was taken and not pushed."""
-        ...
-
-
 class SharedBatches:
     """Made by `ParameterServer.queue`.
 
     Args:
-        ps: The worker.
+        servers: The connection, as long as there is one.
+        step: Ends a step of this worker's, which has no samples in it; None: nobody waits for those of others.
         number: Of this loader among the worker's.
         prefetch: Called with a batch before the loop has the one before it; None: none is taken ahead for that.
     """
 
-    def __init__(self, ps: Worker, number: int, prefetch: Callable[[Any], object] | None) -> None:
-        self._ps, self._number, self._prefetch = ps, number, prefetch
+    def __init__(
+        self,
+        servers: Callable[[], Servers],
+        step: Callable[[], None] | None,
+        number: int,
+        prefetch: Callable[[Any], object] | None,
+    ) -> None:
+        self._servers, self._step, self._number, self._prefetch = servers, step, number, prefetch
         self._num_passes: Counter[int] = Counter()
 
     def __repr__(self) -> str:
-        return f"<SharedBatches {self._number} of {self._ps!r}>"
+        return f"<SharedBatches {self._number}>"
 
     def take(self, epoch: int, num_batches: int, facts: Mapping[str, Any], load: Load) -> Iterator[tuple[Any, Loaded]]:
         """This worker's batches of an epoch, each taken when it is asked for, or as far ahead as `load` reads.
@@ -81,7 +61,7 @@ class SharedBatches:
             PeerLostError: A server has gone, or another worker failed.
             UsageError: Not inside the `with` statement, or, with `prefetch`, a batch without a step.
         """
-        ps, text = self._ps, json.dumps(facts, sort_keys=True)
+        servers, text = self._servers(), json.dumps(facts, sort_keys=True)
         # A pass that was left early, as by a look at a first batch, goes on: a new one would be the whole epoch again.
         wanted: Pass = (self._number, epoch, self._num_passes[epoch])
         taken: deque[Batch] = deque()  # and not yielded yet
@@ -99,21 +79,22 @@ class SharedBatches:
                 if (first := next(steps, None)) is not None:
                     for loaded in self._ahead(load(chain([first], steps))):
                         yielded = taken.popleft()
-                        ps.begin_batch(yielded)
+                        servers.begun.append(yielded)
                         yield loaded
                         yielded = None
-                if last["is_over"] or ps.mode != "sync":
+                if last["is_over"] or self._step is None:
                     self._num_passes[epoch] += 1
                     return
-                ps.step()
+                self._step()
         finally:
             # The loop was left: before the step of the batch that it had, or with others taken ahead.
-            ps.give_back([*([] if yielded is None else [yielded]), *taken])
+            servers.give_back([*([] if yielded is None else [yielded]), *taken])
 
     def _take(self, wanted: Pass, num_batches: int, facts: str, last: dict[str, Any]) -> Batch | None:
-        last |= self._ps.servers("queue").take(wanted, num_batches, facts)
+        servers = self._servers()
+        last |= servers.first("take", wanted=wanted, num_batches=num_batches, facts=facts)
         if last["differs"]:
-            raise MismatchError(f"{self._ps.who}: {last['differs']}")
+            raise MismatchError(f"{servers.who}: {last['differs']}")
         if last["batch"] is None:
             return None
         (loader, epoch, iteration), number = last["batch"]
@@ -129,8 +110,8 @@ class SharedBatches:
             coming = next(batches, None)
             if coming is not None:
                 self._prefetch(coming[1].batch)
-            num_pushes = self._ps.servers("queue").num_pushes
+            num_pushes = self._servers().num_pushes
             yield present
-            if coming is not None and self._ps.servers("queue").num_pushes != num_pushes + 1:
+            if coming is not None and self._servers().num_pushes != num_pushes + 1:
                 raise UsageError("ps.queue(prefetch=): call ps.step once for each batch of the loop.")
             present = coming

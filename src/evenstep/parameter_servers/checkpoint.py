@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +17,10 @@ from torch import Tensor, nn
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.format.manifest import ObjectEntry
 from evenstep.checkpoint.load.layouts import Layout
-from evenstep.errors import MismatchError
+from evenstep.errors import MismatchError, PeerLostError
 from evenstep.optim.loading import load_exactly
 from evenstep.optim.sharded.flat_segments import Shard as SavedShard
-from evenstep.parameter_servers.preparation import Made, make_optimizer
+from evenstep.parameter_servers.preparation import Made, Recipe, make_optimizer
 from evenstep.parameter_servers.shard import Shard
 from evenstep.world import World
 
@@ -30,17 +29,19 @@ _STATE_VERSION = 1  # of a loader's state
 State = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """Where and when to save: see `Checkpointer`."""
+class _Divided:
+    """What all servers save together, each its own part."""
 
-    directory: str
-    every_steps: int | None
-    every_minutes: float | None
-    keep: int
+    def state_shards(self) -> tuple[State, list[SavedShard]]:
+        """(What is the same on all servers, this server's part). Collective where the first needs the others."""
+        raise NotImplementedError
+
+    def state_dict(self) -> State:
+        """What is the same on all servers."""
+        return self.state_shards()[0]
 
 
-class _Model:
+class _Model(_Divided):
     """The state dict of the whole model, of which this server has its share."""
 
     def __init__(self, made: Made, shard: Shard) -> None:
@@ -54,14 +55,10 @@ class _Model:
         self.untrained: dict[str, Tensor] = {}
 
     def state_shards(self) -> tuple[State, list[SavedShard]]:
-        """(What is the same on all servers, this server's parameters)."""
+        """See `_Divided`."""
         same = {key: self.untrained[name] for key, name in self._name.items() if name not in self._trained}
         own = self._shard.parameters
         return same, [_whole((key,), own[name]) for key, name in self._name.items() if name in own]
-
-    def state_dict(self) -> State:
-        """Of this server alone."""
-        return self.state_shards()[0]
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this server's parameters, and what isn't trained.
@@ -81,7 +78,7 @@ class _Model:
                     self.untrained[name] = state[key]
 
 
-class _Optimizer:
+class _Optimizer(_Divided):
     """The state dict of an optimizer of the whole model, of which this server has its share."""
 
     def __init__(self, made: Made, shard: Shard, optimizer_fn: Callable[..., Any], world: World) -> None:
@@ -104,7 +101,7 @@ class _Optimizer:
         return [(names[id(each)], each, group) for group in groups for each in group["params"]]
 
     def state_shards(self) -> tuple[State, list[SavedShard]]:
-        """(What is the same on all servers, what this server's optimizer keeps). Collective."""
+        """See `_Divided`."""
         shards, numbers, options = [], {}, {}
         for name, parameter, group in self._own():
             assert self._shard.optimizer is not None
@@ -120,10 +117,6 @@ class _Optimizer:
                 self._group[int(number)].update(found)
         state = {int(number): kept for number, kept in sorted(all_numbers.items()) if kept}
         return {"state": state, "param_groups": self._groups}, shards
-
-    def state_dict(self) -> State:
-        """Of this server alone."""
-        return self.state_shards()[0]
 
     def load_state_dict(self, state: State) -> None:
         """Take what is kept of this server's parameters, and the options of their groups."""
@@ -152,9 +145,9 @@ class _Scheduler:
         self._scheduler, self._world = shard.scheduler, world
 
     def state_dict(self) -> State:
-        """Collective."""
-        states = self._world.exchange(None if self._scheduler is None else self._scheduler.state_dict())
-        return next(each for each in states if each is not None)
+        """Collective: the first server has the largest parameter, so it has a schedule where one has."""
+        state: State = self._world.broadcast_object(self._scheduler and self._scheduler.state_dict())
+        return state
 
     def load_state_dict(self, state: State) -> None:
         """Go on from there."""
@@ -162,24 +155,20 @@ class _Scheduler:
             self._scheduler.load_state_dict(state)
 
 
-class _Tables:
+class _Tables(_Divided):
     """The trained rows of all servers, of which each writes and, as one of as many, reads its own."""
 
     def __init__(self, shard: Shard, server: int, num_servers: int) -> None:
         self._shard, self._server, self._num_servers = shard, server, num_servers
 
     def state_shards(self) -> tuple[State, list[SavedShard]]:
-        """(How many servers and which tables there are, this server's rows)."""
+        """See `_Divided`."""
         own = [
             _whole((name, str(self._server), key), each)
             for name, table in self._shard.tables.items()
             for key, each in table.state_dict().items()
         ]
         return {"num_servers": self._num_servers, "names": sorted(self._shard.tables)}, own
-
-    def state_dict(self) -> State:
-        """Of this server alone."""
-        return self.state_shards()[0]
 
     def state_layouts(self, saved: ObjectEntry) -> dict[str, Layout]:
         """Of as many servers each reads its own rows, and nothing of the others'."""
@@ -226,40 +215,30 @@ class Checkpoints:
     """Saves and restores the state of all servers. Collective, but for what says when; in the main thread.
 
     Args:
-        options: Where, and when.
+        recipe: Says where, when and how many, and has the user's functions.
         made: The whole model, of which nothing is kept.
         shard: This server's part.
-        optimizer_fn: The user's.
         world: Of all servers.
-        has_scheduler: The script has a schedule.
     """
 
-    def __init__(
-        self,
-        options: CheckpointOptions,
-        made: Made,
-        shard: Shard,
-        optimizer_fn: Callable[..., Any],
-        world: World,
-        *,
-        has_scheduler: bool,
-    ) -> None:
-        self._options, self._world, self._queue = options, world, QueueState()
+    def __init__(self, recipe: Recipe, made: Made, shard: Shard, world: World) -> None:
+        assert recipe.checkpoint is not None
+        self._directory, self._policy, self._world, self._queue = recipe.checkpoint, recipe.policy, world, QueueState()
         self._model = _Model(made, shard)
         objects: dict[str, Any] = {"model": self._model, "loader": self._queue}
         if made.trained:
-            objects["optimizer"] = _Optimizer(made, shard, optimizer_fn, world)
+            objects["optimizer"] = _Optimizer(made, shard, recipe.optimizer_fn, world)
         if made.tables:
             objects["tables"] = _Tables(shard, world.rank, world.world_size)
-        if has_scheduler:
+        if made.trained and recipe.scheduler_fn is not None:
             objects["scheduler"] = _Scheduler(shard, world)
         self._checkpointer = Checkpointer(
-            options.directory, every_steps=1, every_minutes=None, keep=options.keep, world=world, **objects
+            self._directory, every_steps=1, every_minutes=None, keep=self._policy.keep, world=world, **objects
         )
         self._saved_at, self._last = time.monotonic(), 0
 
     def __repr__(self) -> str:
-        return f"{self._options.directory} at step {self._last}"
+        return f"{self._directory} at step {self._last}"
 
     @property
     def stop_reason(self) -> str | None:
@@ -270,7 +249,7 @@ class Checkpoints:
         """Whether to save after so many updates."""
         if version == self._last:
             return False
-        every_steps, every_minutes = self._options.every_steps, self._options.every_minutes
+        every_steps, every_minutes = self._policy.every_steps, self._policy.every_minutes
         by_steps = every_steps is not None and version - self._last >= every_steps
         return by_steps or (every_minutes is not None and time.monotonic() - self._saved_at >= 60 * every_minutes)
 
@@ -293,21 +272,30 @@ class Checkpoints:
         self.note(shard.version)
         return self._queue.queue, self._model.untrained
 
-    def save(self, shard: Shard, queue: Mapping[str, Any], untrained: Mapping[str, Tensor], *, waits: bool) -> None:
+    def save(
+        self, shard: Shard, queue: Mapping[str, Any], untrained: Mapping[str, Tensor], *, waits: bool, failure: str
+    ) -> None:
         """Save what all servers have now.
+
+        Collective: a server that has failed takes part, so that the others don't wait for it.
 
         Args:
             shard: This server's part.
             queue: State of the queue.
             untrained: Tensors of the model that aren't trained; the first server's count.
             waits: Return when it is complete; else when it is copied.
+            failure: Why this server has nothing to save; "": it has.
 
         Raises:
             CheckpointError: It, or the save before it, has failed.
+            PeerLostError: A server has failed: nothing is saved. On all of them.
         """
         self.note(shard.version)
         self._queue.queue = dict(queue)
-        self._model.untrained = self._world.broadcast_object(dict(untrained))
+        seen = self._world.exchange([failure, dict(untrained) if self._world.is_main else {}])
+        if failures := [each for each, _ in seen if each]:
+            raise PeerLostError(failures[0])
+        self._model.untrained = seen[0][1]
         if shard.version == 0 or (shard.version == self._checkpointer.num_steps and not waits):
             return
         if waits:
@@ -374,11 +362,11 @@ def queue_state(state: Mapping[str, Any]) -> State:
     passes = [
         {
             "pass": [FIRST_LOADER, number, 0],
-            "facts": None,
+            "facts": data or None,
             "num_batches": 0,
             "first": first if number == epoch else 0,
             "ahead": done.get(number, []),
         }
-        for number in sorted({epoch, *done})
+        for number in sorted({epoch, *done} if first or position else done)
     ]
     return {"passes": passes, "first_epochs": {str(FIRST_LOADER): epoch}}

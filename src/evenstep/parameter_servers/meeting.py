@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,31 +16,35 @@ from evenstep import network
 from evenstep.console import say
 from evenstep.errors import ConfigurationError, PeerLostError
 from evenstep.ground import environment
+from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.environment import Placement, placement_from_nodes
-from evenstep.parameter_servers.preparation import WHO, Roles
+from evenstep.joining import open_group, transports_of
+from evenstep.parameter_servers.preparation import CALL, WHO, Made, Roles
 from evenstep.parameter_servers.server import TURN_S, Server
 from evenstep.parameter_servers.wire import Badge, Client, Listener
+from evenstep.replica.wrapper.model_check import validate_same_model
 from evenstep.temporary import private_directory
-from evenstep.transport.factory import Transports, open_shared_memory, open_transports
+from evenstep.transport.core.object_collectives import exchange
+from evenstep.transport.core.store_gather import StoreGather
 from evenstep.world import World
 
 _POLL_S = 0.05
-_SILENT_S = 30.0  # as `evenstep run --node-timeout` by default
 _LONGEST_SILENCE_S = 86_400.0  # `--node-timeout inf`: sockets want a number
 
 
 class Meeting:
-    """One process's way to the others.
+    """One process's way to the others: first through the store of the run, then by connections.
 
     Args:
         store: Of this run.
         placement: This process's.
         roles: This process's.
-        nodes: The node of each process, by rank.
-        most_bytes: Of the tensors of one message.
         interface: On which servers listen between nodes; None: the one that leads to rank 0.
         secret: What all processes of the run know, and nobody else; b"": what is in the store has to do.
-        timeout_s: How long to wait for the servers, and for answers.
+        timeout_s: How long to wait for the others, and for answers.
+
+    Attributes:
+        world_size: How many processes they are.
     """
 
     def __init__(
@@ -48,21 +52,51 @@ class Meeting:
         store: Store,
         placement: Placement,
         roles: Roles,
-        nodes: Sequence[str],
         *,
-        most_bytes: int,
         interface: str | None,
         secret: bytes,
         timeout_s: float,
     ) -> None:
-        self._store, self._placement, self._roles, self._nodes = store, placement, roles, nodes
-        self._most_bytes, self._interface, self._secret, self._timeout_s = most_bytes, interface, secret, timeout_s
-        self._silent_s = min(environment.settings().node_timeout_s or _SILENT_S, _LONGEST_SILENCE_S)
-        # Another one in each attempt: a process of the attempt before is a stranger.
-        self._run = store.compare_set("run", "", secrets.token_hex(16)).decode()
+        self._store, self._placement, self._roles = store, placement, roles
+        self._interface, self._secret, self._timeout_s = interface, secret, timeout_s
+        self._silent_s = min(environment.settings().node_timeout_s, _LONGEST_SILENCE_S)
+        self.world_size = roles.num_workers + roles.num_servers
+        self._gather = StoreGather(store, roles.rank, self.world_size, timeout_s=timeout_s)
 
     def __repr__(self) -> str:
-        return f"<Meeting of {len(self._nodes)} processes, {self._roles.name}>"
+        return f"<Meeting of {self.world_size} processes, {self._roles.name}>"
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The values of all processes, by rank. Collective.
+
+        Raises:
+            CollectiveTimeoutError: Others have not come here in time.
+        """
+        return exchange(self._gather, value, what=CALL)
+
+    def agree(self, prepare: Callable[[], Mapping[str, Any]]) -> None:
+        """Compare the arguments of all processes. Collective.
+
+        Args:
+            prepare: Returns what must be equal on all of them, in JSON types.
+
+        Raises:
+            EvenstepError: As `validate_on_all_ranks` does.
+        """
+        facts = {"EVENSTEP_SERVERS": self._roles.num_servers, "EVENSTEP_SECRET_FILE": self._secret != b""}
+        advice = "All workers and servers pass the same."
+        validate_on_all_ranks(self, CALL, lambda: {**prepare(), **facts}, advice=advice)
+
+    def find(self, made: Made) -> None:
+        """Compare the models of all processes, and find out where these are. Collective.
+
+        Raises:
+            MismatchError: The models differ.
+        """
+        validate_same_model(made.model.named_parameters(), made.model.named_buffers(), self.exchange)
+        seen = self.exchange([environment.node_identity(), secrets.token_hex(16)])
+        self._nodes, self._most_bytes = [node for node, _ in seen], made.most_bytes
+        self._run = seen[0][1]  # another one in each attempt: a process of the attempt before is a stranger
 
     def listen(self, server: Server, held: contextlib.ExitStack) -> Listener:
         """Have others call a server of this process.
@@ -129,21 +163,10 @@ class Meeting:
             return World.alone(device=device)
         store = PrefixStore("servers", self._store)
         placement = placement_from_nodes(self._nodes[roles.num_workers :], roles.server)
-        shared, on_close = None, []
-        if placement.num_nodes == 1:
-            shared = open_shared_memory(store, roles.server, roles.num_servers, timeout_s=self._timeout_s)
-        if shared is not None:
-            transports = Transports(shared, shared.split(), self._timeout_s)
-        else:
-            dist.init_process_group(
-                "gloo",
-                store=store,
-                rank=roles.server,
-                world_size=roles.num_servers,
-                timeout=timedelta(seconds=self._timeout_s),
-            )
-            transports = open_transports("gloo", device, timeout_s=self._timeout_s)
-            on_close = [dist.destroy_process_group]
+        transport = None if placement.num_nodes == 1 else "gloo"
+        shared = open_group(store, placement, device, transport, is_for_all=False, timeout_s=self._timeout_s)
+        transports = transports_of(shared, device, transport, timeout_s=self._timeout_s)
+        on_close = [] if shared is not None else [dist.destroy_process_group]
         return World(placement, device=device, transports=transports, store=store, on_close=on_close)
 
     def _badge(self, server: int) -> Badge:

@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import inspect
-import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import Store
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from evenstep.checkpoint.format.plan import Policy
 from evenstep.checks import counted
-from evenstep.errors import (
-    CollectiveTimeoutError,
-    ConfigurationError,
-    EvenstepError,
-    MismatchError,
-    OtherRankFailedError,
-)
-from evenstep.ground.environment import Placement, node_identity
+from evenstep.errors import ConfigurationError
+from evenstep.ground.environment import Placement
 from evenstep.parameter_servers.embedding.remote_embedding import RemoteEmbedding, find_tables
 from evenstep.parameter_servers.embedding.table import Table
-from evenstep.parameter_servers.shard import Shard
-from evenstep.parameter_servers.shares import Division, plan_division
+from evenstep.parameter_servers.shard import Division, Shard, plan_division
 from evenstep.replica.normalization.sync_batchnorm import SyncBatchNorm
-from evenstep.replica.wrapper.model_check import check_same_model, describe
 
-WHO = "evenstep.parameter_server: "
-_POLL_S = 0.02
+CALL = "evenstep.parameter_server"
+WHO = f"{CALL}: "
 
 
 @dataclass(frozen=True)
@@ -109,6 +99,20 @@ def assign_roles(placement: Placement, num_servers: int) -> Roles:
     return Roles(placement.rank, world_size - num_servers, num_servers)
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """See the arguments of `evenstep.parameter_server`."""
+
+    model_fn: Callable[[], Any]
+    optimizer_fn: Callable[..., Any]
+    scheduler_fn: Callable[..., Any] | None
+    checkpoint: str | None
+    policy: Policy
+    device: torch.device
+    interface: str | None
+    timeout_s: float
+
+
 @dataclass
 class Made:
     """A model in parts.
@@ -137,14 +141,19 @@ class Made:
         rows = (each.num_embeddings * (8 + 8 * each.embedding_dim) for each in self.tables.values())
         return sum(each.numel() * each.element_size() for each in own) + sum(rows)
 
+    def facts(self) -> dict[str, Any]:
+        """What must be the same on all workers and servers, in JSON types, but for parameters and module buffers."""
+        facts: dict[str, Any] = {"tables of embeddings": sorted(self.tables)}
+        for name, each in self.tables.items():
+            facts |= {f"table {name!r}: {key}": value for key, value in each.describe().items()}
+        return facts
+
     def to(self, device: torch.device) -> None:
         """Move the model."""
         self.model.to(device)
         self.trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
 
-    def make_shard(
-        self, server: int, optimizer_fn: Callable[..., Any], scheduler_fn: Callable[[Optimizer], Any] | None
-    ) -> Shard:
+    def make_shard(self, server: int, recipe: Recipe) -> Shard:
         """A server's part of the model, with its optimizer.
 
         Raises:
@@ -154,8 +163,8 @@ class Made:
         named = {name: nn.Parameter(self.trained[name].detach().to("cpu", copy=True)) for name in self.names_of(server)}
         optimizer = scheduler = None
         if named:
-            optimizer = make_optimizer(optimizer_fn, list(named.items()))
-            scheduler = make_scheduler(scheduler_fn, optimizer)
+            optimizer = make_optimizer(recipe.optimizer_fn, list(named.items()))
+            scheduler = make_scheduler(recipe.scheduler_fn, optimizer)
         tables = {name: Table(each.spec(name), server, len(self.division)) for name, each in self.tables.items()}
         return Shard(named, optimizer, scheduler, tables)
 
@@ -247,80 +256,3 @@ def make_scheduler(scheduler_fn: Callable[..., Any] | None, optimizer: Optimizer
     if scheduler.optimizer is not optimizer:
         raise ConfigurationError(f"{WHO}scheduler_fn returned a schedule of another optimizer than it was given.")
     return scheduler
-
-
-def compare(
-    store: Store,
-    roles: Roles,
-    facts: Mapping[str, Any],
-    made: Made | None,
-    error: Exception | None,
-    *,
-    timeout_s: float,
-) -> list[str]:
-    """Check that all processes have the same model and arguments, and that none has failed so far.
-
-    Collective.
-
-    Args:
-        store: Of this run.
-        roles: Whose this process is.
-        facts: The arguments that must be equal.
-        made: None if there was an error.
-        error: What this process has failed with.
-        timeout_s: How long to wait for the others.
-
-    Returns:
-        The node of each process.
-
-    Raises:
-        ConfigurationError: A process was given what can't be meant, or other arguments. On all of them.
-        MismatchError: The models differ. On all of them.
-        OtherRankFailedError: The user's functions failed on another process.
-        CollectiveTimeoutError: Others have not come here in time.
-        Exception: What was passed as `error`.
-    """
-    mine: dict[str, Any] = {"facts": dict(facts), "node": node_identity()}
-    if error is not None:
-        is_mistake = isinstance(error, EvenstepError) and error.is_users_mistake
-        text = str(error) if is_mistake else f"{type(error).__name__}: {error}"
-        mine["error"] = {"text": text, "is_mistake": is_mistake}
-    elif made is not None:
-        mine["facts"]["tables of embeddings"] = sorted(made.tables)
-        for name, each in made.tables.items():
-            mine["facts"] |= {f"table {name!r}: {key}": value for key, value in each.describe().items()}
-        mine["parameter"] = describe(made.model.named_parameters())
-        mine["module buffer"] = describe(made.model.named_buffers())
-    store.set(f"given-{roles.rank}", json.dumps(mine))
-    ranks, deadline = range(roles.num_workers + roles.num_servers), time.monotonic() + timeout_s
-    while missing := [rank for rank in ranks if not store.check([f"given-{rank}"])]:
-        if time.monotonic() > deadline:
-            names = ", ".join(map(roles.name_of, missing))
-            raise CollectiveTimeoutError(
-                f"{WHO}{roles.name} waited {timeout_s:g} s for {names} to come to `with evenstep.parameter_server`."
-            )
-        time.sleep(_POLL_S)
-    everybody = [json.loads(store.get(f"given-{rank}")) for rank in ranks]
-    if error is not None:
-        raise error
-    for rank, each in enumerate(everybody):
-        if (failed := each.get("error")) is not None:
-            if failed["is_mistake"]:
-                raise ConfigurationError(failed["text"])
-            raise OtherRankFailedError(f"{WHO}{roles.name_of(rank)} failed: {failed['text']}")
-    first = everybody[0]["facts"]
-    for rank, each in enumerate(everybody):
-        for name, value in first.items():
-            if each["facts"].get(name) != value:
-                raise ConfigurationError(
-                    f"{WHO}{name}={value!r} on rank 0, but {each['facts'].get(name)!r} on {roles.name_of(rank)}. All "
-                    f"workers and servers pass the same."
-                )
-    for kind in ("parameter", "module buffer"):
-        finding = check_same_model([[tuple(entry) for entry in each[kind]] for each in everybody], kind)
-        if finding is not None:
-            raise MismatchError(
-                f"{WHO}model_fn did not make the same model everywhere ({roles.num_workers} workers, then "
-                f"{roles.num_servers} servers, by rank): {finding}"
-            )
-    return [each["node"] for each in everybody]

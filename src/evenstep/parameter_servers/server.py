@@ -14,7 +14,7 @@ moment. Started again, the run goes on from the newest checkpoint. A worker that
 
 from __future__ import annotations
 
-import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +27,15 @@ from evenstep.errors import EXIT_PREEMPTED, PeerLostError
 from evenstep.parameter_servers.checkpoint import Checkpoints
 from evenstep.parameter_servers.deciding.batch_queue import Batch, BatchQueue
 from evenstep.parameter_servers.deciding.coordinator import Coordinator, Decision, Key, Mode, Push, decoded
-from evenstep.parameter_servers.embedding.rows import RowGradients
+from evenstep.parameter_servers.embedding.table import RowGradients
 from evenstep.parameter_servers.preparation import Roles
 from evenstep.parameter_servers.shard import Pushed, Shard
 from evenstep.parameter_servers.wire import Client, Listener, Message
 
 _LOOK_EVERY_S = 0.05
 TURN_S = 5.0  # of a wait: then whoever waits asks again
-_PARTING_S = 10.0  # for the others to have their last answers
+_PARTING_S = 10.0  # for the others to leave, when all is done
+_FAILING_S = 0.5  # for those who wait, to be told why
 _GIVEN_UP = "the servers have lost this worker, and the others train on its batches"
 
 
@@ -75,18 +76,16 @@ class Server:
         self._held: dict[Key, Pushed] = {}
         self._answers: dict[Key, Message] = {}  # of calls that are released, until they are fetched
         self._gone: set[int] = set()
-        self._told: set[int] = set()  # workers that know that the run stops
         self._decisions: dict[int, Decision] = {}  # of the first server, until all have them
-        self._given = dict.fromkeys(range(roles.num_workers + 1, roles.num_workers + roles.num_servers), 0)  # by rank
+        self._had = dict.fromkeys(range(roles.num_workers + 1, roles.num_workers + roles.num_servers), 0)  # by rank
         self._done = 0  # number of the last decision that was executed
-        self._moved_at = self._began_at = time.monotonic()
+        self._began_at = time.monotonic()
+        self._moved_at = self._began_at  # behind the last decision; infinite while one is executed
         self._failure = ""
         self.error: Exception | None = None
-        self._has_ended = self._is_executing = self.stops = False
-        self._asked_to_stop = False
-        self._kinds: dict[str, Callable[..., Message]] = {
+        self._has_ended = self._asked_to_stop = self.stops = False
+        self._kinds: dict[str, Callable[..., Message | None]] = {
             "join": self._join,
-            "initial": self._initial,
             "hold": self._hold,
             "step": self._step,
             "pull": self._pull,
@@ -97,7 +96,6 @@ class Server:
             "give_back": self._give_back,
             "staleness": self._staleness,
             "stop": self._stop,
-            "failed": self._failed,
             "decisions": self._decisions_behind,
         }
 
@@ -124,13 +122,9 @@ class Server:
                     self.execute(self._wait_for_decisions(self._done, _LOOK_EVERY_S))
                     self.look()
                 else:
-                    self.execute(map(decoded, leader.call("decisions", after=self._done).head["decisions"]))
-                    self._tell(leader)
-            if leader is not None and self.stops:  # workers are told by the first server, which ends then
-                with contextlib.suppress(PeerLostError):
-                    while True:
-                        leader.call("decisions", after=self._done)
-                        time.sleep(_LOOK_EVERY_S)
+                    failure = "" if self.error is None else self._failure
+                    answer = leader.call("decisions", after=self._done, stops=self._is_to_stop, failure=failure)
+                    self.execute(map(decoded, answer.head["decisions"]))
         except PeerLostError as error:
             self._end(str(error))
         except BaseException as error:
@@ -138,12 +132,10 @@ class Server:
             raise
         finally:
             self._end(self._failure)
-            with self._changed:
-                patience_s = self._timeout_s if self.stops else _LOOK_EVERY_S if self._failure else _PARTING_S
-                self._changed.wait_for(self._all_have_answers, patience_s)
-            listener.close()
             if leader is not None:
                 leader.close()
+            # Workers learn of a stop in their next call, be it of a server that has nothing to tell them.
+            listener.close(self._timeout_s if self.stops else _FAILING_S if self._failure else _PARTING_S)
         if self.error is not None:
             raise self.error
         if self.stops:
@@ -157,19 +149,19 @@ class Server:
         for decision in decisions:
             if self._has_ended:  # what stands behind the end is executed by no server
                 return
-            self._done, self._is_executing = decision.number, True
+            self._done, self._moved_at = decision.number, math.inf
             answers: Sequence[Tensor] = []
-            if self.error is None:
-                try:
-                    if decision.applied:
-                        with self._changed:
-                            pushes = [self._held.pop(key) for key in decision.applied]
-                        self._shard.apply(pushes)
-                    if decision.saves is not None and self._checkpoints is not None:
-                        self._save(self._checkpoints, decision)
-                    answers = self._shard.packed() if decision.released else []
-                except Exception as error:
-                    self._fail(f"{self._roles.name}: {type(error).__name__}: {error}", error)
+            try:
+                if decision.applied and self.error is None:
+                    with self._changed:
+                        pushes = [self._held.pop(key) for key in decision.applied]
+                    self._shard.apply(pushes)
+                if decision.saves is not None and self._checkpoints is not None:
+                    self._save(self._checkpoints, decision)
+                if decision.released and self.error is None:
+                    answers = self._shard.packed()
+            except Exception as error:
+                self._fail(f"{self._roles.name}: {type(error).__name__}: {error}", error)
             with self._changed:
                 self._gone |= set(decision.gone)
                 for kept in (self._held, self._answers):
@@ -181,17 +173,19 @@ class Server:
                         for key in decision.released
                         if key[0] not in self._gone
                     }
-                self._moved_at, self._is_executing = time.monotonic(), False
+                self._moved_at = time.monotonic()
                 self._failure = self._failure or decision.failure
                 self._has_ended = self._has_ended or decision.has_ended or self.stops
                 self._changed.notify_all()
 
     def _save(self, checkpoints: Checkpoints, decision: Decision) -> None:
+        """Save with the other servers: a server that has failed comes, too, or they would wait for it."""
         assert decision.saves is not None
         try:
             with self._changed:
                 untrained = dict(self._untrained)
-            checkpoints.save(self._shard, decision.saves, untrained, waits=decision.is_last)
+            failure = "" if self.error is None else self._failure
+            checkpoints.save(self._shard, decision.saves, untrained, waits=decision.is_last, failure=failure)
         except SystemExit:  # its own answer to the signal, on all servers
             self.stops = True
         self.stops = self.stops or decision.stops
@@ -209,24 +203,19 @@ class Server:
             self._happen(lambda coordinator: coordinator.give_up(missing))
         if self._checkpoints is None or self._has_ended:
             return
-        if self._checkpoints.stop_reason is not None:
+        if self._is_to_stop:
             self._stop(self._roles.rank)
         elif self._checkpoints.is_due(self._shard.version):
             self._checkpoints.note(self._shard.version)
             self._happen(lambda coordinator: coordinator.save())
 
-    def _tell(self, leader: Client) -> None:
-        """What another server does besides."""
-        if self._has_ended:
-            return
-        if self._checkpoints is not None and self._checkpoints.stop_reason is not None and not self._asked_to_stop:
-            self._asked_to_stop = True
-            leader.call("stop")
-        if self.error is not None:
-            leader.call("failed", text=self._failure)
+    @property
+    def _is_to_stop(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self._checkpoints is not None and self._checkpoints.stop_reason is not None
 
     def _fail(self, failure: str, error: Exception) -> None:
-        self.error, self._failure = error, failure
+        self.error, self._failure = self.error or error, self._failure or failure
         if self._roles.server == 0:
             self._happen(lambda coordinator: coordinator.fail(failure))
 
@@ -234,11 +223,6 @@ class Server:
         with self._changed:
             self._failure, self._has_ended = failure, True
             self._changed.notify_all()
-
-    def _all_have_answers(self) -> bool:
-        newest = max(self._decisions, default=0)
-        are_told = not self.stops or self._coordinator.present <= self._told
-        return not self._answers and are_told and all(given >= newest for given in self._given.values())
 
     def _name_untrained(self) -> None:
         """Name what was lost with a worker when all others had ended their loops."""
@@ -259,22 +243,21 @@ class Server:
         kind = head.pop("kind")
         if message.tensors:
             head["tensors"] = message.tensors
-        return self._kinds[kind](rank, **head)
+        return self._kinds[kind](rank, **head) or Message({})
 
     def lose(self, rank: int) -> None:
         """A process has gone without having left."""
-        with self._changed:
-            trains = rank in self._coordinator.members and not self._has_ended
         if self._roles.server != 0:
-            if rank == self._roles.num_workers:
-                self._end(f"{self._roles.name_of(rank)} was lost")
-        elif rank >= self._roles.num_workers:
-            if not self._has_ended:
-                self._happen(lambda coordinator: coordinator.fail(f"{self._roles.name_of(rank)} was lost"))
-        else:
-            if trains:
-                say(f"evenstep: parameter servers: worker {rank} was lost; its batches go to the others")
-            self._happen(lambda coordinator: coordinator.lose(rank))
+            return  # the first server sees it, too, and decides for all
+        if rank >= self._roles.num_workers:
+            self._happen(lambda coordinator: coordinator.fail(f"{self._roles.name_of(rank)} was lost"))
+            return
+        with self._changed:
+            self._gone.add(rank)
+            trains = rank in self._coordinator.members and not self._has_ended
+        if trains:
+            say(f"evenstep: parameter servers: worker {rank} was lost; its batches go to the others")
+        self._happen(lambda coordinator: coordinator.lose(rank))
 
     def _happen(self, decide: Callable[[Coordinator], Sequence[Decision]]) -> None:
         with self._changed:
@@ -286,7 +269,7 @@ class Server:
     def _wait_for_decisions(self, after: int, timeout_s: float) -> list[Decision]:
         with self._changed:
             self._changed.wait_for(lambda: after + 1 in self._decisions or self._has_ended, timeout_s)
-            had = min([self._done, *self._given.values()])
+            had = min([self._done, *self._had.values()])
             self._decisions = {number: each for number, each in self._decisions.items() if number > had}
             return [each for number, each in self._decisions.items() if number > after]
 
@@ -294,28 +277,36 @@ class Server:
         """Whether a worker's module buffers are those that are saved: that of the lowest number's."""
         return self._checkpoints is not None and worker == min(self._coordinator.members, default=worker)
 
-    def _decisions_behind(self, rank: int, *, after: int) -> Message:
-        """For another server: those that it hasn't executed yet."""
-        found = self._wait_for_decisions(after, _LOOK_EVERY_S * 10)
-        with self._changed:
-            self._given[rank] = max((each.number for each in found), default=after)
-            self._changed.notify_all()
-        return Message({"decisions": found})
+    def _decisions_behind(self, rank: int, *, after: int, stops: bool, failure: str) -> Message:
+        """For another server, which says whether it was asked to stop or has failed: what it hasn't executed yet."""
+        self._had[rank] = after
+        if stops:
+            self._stop(rank)
+        if failure:
+            self._happen(lambda coordinator: coordinator.fail(failure))
+        return Message({"decisions": self._wait_for_decisions(after, _LOOK_EVERY_S * 10)})
+
+    def _refusal(self, rank: int) -> Message | None:
+        """What a worker's call is answered with when the run, or its part in it, has ended; None: it hasn't."""
+        if self.stops:
+            return Message({"stops": True})
+        if self._failure or self._has_ended:
+            return Message({"failure": self._failure or "all others have left"})
+        return Message({"failure": _GIVEN_UP}) if rank in self._gone else None
 
     def _join(self, rank: int) -> Message:
+        """A worker begins: with the tensors of the model that aren't trained."""
         with self._changed:
+            if (refusal := self._refusal(rank)) is not None:
+                return refusal
             self._coordinator.join(rank)
-        return Message({})
+            return Message({"names": list(self._untrained)}, [each.contiguous() for each in self._untrained.values()])
 
-    def _initial(self, rank: int) -> Message:
-        return Message({"names": list(self._untrained)}, [each.contiguous() for each in self._untrained.values()])
-
-    def _hold(self, rank: int, *, number: int, **pushed: Any) -> Message:
+    def _hold(self, rank: int, *, number: int, **pushed: Any) -> None:
         """Keep what a worker pushes, until it is applied."""
         with self._changed:
             if rank not in self._gone:
                 self._held[rank, number] = self._unpacked(**pushed)
-        return Message({})
 
     def _step(
         self,
@@ -362,16 +353,11 @@ class Server:
         """The parameters, when a worker may go on; "waits": it isn't time yet, ask again."""
         key = (rank, number)
         with self._changed:
-            self._changed.wait_for(lambda: key in self._answers or self._has_ended or rank in self._gone, TURN_S)
-            if key in self._answers:
-                self._changed.notify_all()
-                return self._answers.pop(key)
-            if self.stops:
-                return self._stopped(rank)
-            if self._failure or self._has_ended or rank in self._gone:
-                why = _GIVEN_UP if rank in self._gone else "all others have left"
-                return Message({"failure": self._failure or why})
-            lagging = [] if self._is_executing or self._roles.server != 0 else self._coordinator.lagging()
+            self._changed.wait_for(lambda: key in self._answers or self._refusal(rank) is not None, TURN_S)
+            found = self._answers.pop(key, None) or self._refusal(rank)
+            if found is not None:
+                return found
+            lagging = self._coordinator.lagging() if self._roles.server == 0 else []
             if lagging and time.monotonic() - self._moved_at > self._timeout_s:
                 return Message(
                     {"late": ", ".join(f"worker {worker} (has pushed {done} steps)" for worker, done in lagging)}
@@ -379,53 +365,39 @@ class Server:
         return Message({"waits": True})
 
     def _look_up(self, rank: int, *, table: str, tensors: Sequence[Tensor] = ()) -> Message:
-        if rank in self._gone or self._failure:
-            return Message({"failure": self._failure or _GIVEN_UP})
+        if (refusal := self._refusal(rank)) is not None:
+            return refusal
         try:
             return Message({}, [self._shard.look_up(table, tensors[0])])
         except Exception as error:
             if self._roles.is_alone:
                 raise
-            failure = f"a lookup in table {table!r} failed: {type(error).__name__}: {error}"
-            self._fail(failure, error)
-            return Message({"failure": failure})
+            self._fail(f"a lookup in table {table!r} failed: {type(error).__name__}: {error}", error)
+            return Message({"failure": self._failure})
 
     def _take(self, rank: int, *, wanted: Any, num_batches: int, facts: str) -> Message:
         """A worker's next batch: see `BatchQueue.take`."""
         with self._changed:
-            if self.stops:
-                return self._stopped(rank)
-            if self._failure or rank not in self._coordinator.members:
-                return Message({"failure": self._failure or _GIVEN_UP})
+            if (refusal := self._refusal(rank)) is not None:
+                return refusal
             taken = self._queue.take(rank, tuple(wanted), num_batches, facts)
         return Message({"batch": taken.batch, "is_over": taken.is_over, "differs": taken.failure})
 
-    def _give_back(self, rank: int, *, batches: Sequence[Any]) -> Message:
+    def _give_back(self, rank: int, *, batches: Sequence[Any]) -> None:
         with self._changed:
             self._queue.give_back(rank, [_batch(each) for each in batches])
-        return Message({})
 
     def _staleness(self, rank: int) -> Message:
         with self._changed:
             found = [[worker, list(counts.items())] for worker, counts in self._coordinator.staleness.items()]
         return Message({"staleness": found})
 
-    def _stop(self, rank: int) -> Message:
+    def _stop(self, rank: int) -> None:
         """Save once more, and end: a process of the run was asked to."""
         with self._changed:
             is_first, self._asked_to_stop = not self._asked_to_stop, True
         if is_first and self._checkpoints is not None:
             self._happen(lambda coordinator: coordinator.save(is_last=True, stops=True))
-        return Message({})
-
-    def _stopped(self, rank: int) -> Message:
-        self._told.add(rank)
-        self._changed.notify_all()
-        return Message({"stops": True})
-
-    def _failed(self, rank: int, *, text: str) -> Message:
-        self._happen(lambda coordinator: coordinator.fail(text))
-        return Message({})
 
 
 def _batch(values: Any) -> Batch:

@@ -10,6 +10,8 @@ a JSON header of bounded length and the raw bytes of the tensors that it describ
 [Note: a call is applied once]
 A client numbers its calls and has one in flight. Where its connection breaks it connects again and repeats the call.
 A listener answers a number that it has seen from the answer that it has made, or is making: each call is handled once.
+The client says when it has an answer with tensors. Until then the listener keeps it, and no longer: a copy of the
+parameters for each worker would be kept while the workers compute.
 
 [Note: when a peer is lost]
 The end of a connection is the end of a peer whose process has ended, which one host shows at once. Else the peer has
@@ -28,7 +30,6 @@ import contextlib
 import errno
 import hashlib
 import hmac
-import itertools
 import json
 import math
 import os
@@ -39,9 +40,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,7 +154,6 @@ class Listener:
         self._lock = threading.Lock()
         self._waiting: deque[socket.socket] = deque()
         self._peers: dict[int, _Peer] = {}
-        self._answering: set[socket.socket] = set()
         self._said_at = -math.inf
         self._is_closed = False
         self._door = threading.Thread(target=self._accept, name="evenstep servers' door", daemon=True)
@@ -162,14 +162,15 @@ class Listener:
     def __repr__(self) -> str:
         return f"<Listener {self.address}, {len(self._peers)} peers>"
 
-    def close(self, patience_s: float = 5.0) -> None:
-        """Send the answers that are on their way, and end all connections."""
+    def close(self, patience_s: float) -> None:
+        """Wait until all peers have left or are lost, for so long at most; then end all connections."""
         deadline = time.monotonic() + patience_s
-        while self._answering and time.monotonic() < deadline:
+        while any(each.connection is not None for each in list(self._peers.values())) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S / 10)
         with self._lock:
             self._is_closed = True
-            for each in [self._socket, *self._waiting, *(peer.socket for peer in self._peers.values() if peer.socket)]:
+            connected = [each.connection for each in self._peers.values() if each.connection is not None]
+            for each in [self._socket, *self._waiting, *connected]:
                 _end(each)
         self._door.join()
         self._socket.close()
@@ -178,17 +179,21 @@ class Listener:
         while not self._is_closed:
             try:
                 connection, address = self._socket.accept()
-            except OSError:  # closed; or this process has no descriptor left, until the oldest stranger gives up one
-                self._make_room(_NUM_WAITING // 2)
+                _open.add(connection)
+                with self._lock:
+                    self._waiting.append(connection)
+                self._make_room(_NUM_WAITING)
+                threading.Thread(
+                    target=self._attend, args=(connection, address), name="evenstep servers' peer", daemon=True
+                ).start()
+            except (
+                OSError,
+                RuntimeError,
+            ) as error:  # closed; or no descriptor or thread is left but those of strangers
+                if isinstance(error, RuntimeError):
+                    connection.close()
+                self._make_room(0)
                 time.sleep(_LOOK_EVERY_S)
-                continue
-            _open.add(connection)
-            with self._lock:
-                self._waiting.append(connection)
-            self._make_room(_NUM_WAITING)
-            threading.Thread(
-                target=self._attend, args=(connection, address), name="evenstep servers' peer", daemon=True
-            ).start()
 
     def _make_room(self, most: int) -> None:
         with self._lock:
@@ -210,28 +215,36 @@ class Listener:
                 if self._is_closed:
                     return
                 peer = self._peers.setdefault(rank, _Peer())
-                before, peer.socket, peer.pid = peer.socket, connection, _identity(connection)[0]
+                before, peer.connection, peer.pid = peer.connection, connection, _identity(connection)[0]
             if before is not None:
                 _end(before)
             end = self._answer_all(rank, peer, line)
-        if end is not None and not self._comes_back(peer, connection, end):
-            self._lost(rank)
+        if end is None or not self._comes_back(peer, connection, end):
+            peer.connection = None
+            if end is not None:
+                self._lost(rank)
 
     def _answer_all(self, rank: int, peer: _Peer, line: Line) -> OSError | None:
         """Answer the calls of a connection; returns what has ended it, None: the peer has left."""
         try:
-            while True:
-                message = line.receive(self._most_bytes, None)
-                if message.head.get("kind") == "bye":
-                    return None
-                self._answering.add(line.socket)
-                line.send(self._answer_once(rank, peer, message), None)
-                self._answering.discard(line.socket)
+            while self._answer_next(rank, peer, line):
+                pass
+            return None
         except OSError as error:
             return error
         finally:
-            self._answering.discard(line.socket)
             _end(line.socket)
+
+    def _answer_next(self, rank: int, peer: _Peer, line: Line) -> bool:
+        """Answer the next call of a connection, of which nothing is kept here; False: the peer has left."""
+        message = line.receive(self._most_bytes, None)
+        kind = message.head["kind"]
+        if kind == "had":
+            with self._lock:
+                peer.forget(message.head["call"])
+        elif kind != "bye":
+            line.send(self._answer_once(rank, peer, message), None)
+        return kind != "bye"  # type: ignore[no-any-return]
 
     def _admit(self, line: Line) -> int:
         """The rank of whoever connects, once it has proved that it is one.
@@ -276,22 +289,28 @@ class Listener:
     def _comes_back(self, peer: _Peer, connection: socket.socket, end: OSError) -> bool:
         """Whether a peer connects again in time, or nobody waits for it; see [Note: when a peer is lost]."""
         for _ in range(0 if end.errno in _NODE_IS_GONE else int(self._silent_s / _LOOK_EVERY_S)):
-            if peer.socket is not connection or self._is_closed:
+            if peer.connection is not connection or self._is_closed:
                 return True
             if peer.pid and not is_running(peer.pid):
                 return False
             time.sleep(_LOOK_EVERY_S)
-        return peer.socket is not connection or self._is_closed
+        return peer.connection is not connection or self._is_closed
 
 
+@dataclass
 class _Peer:
     """What a listener knows of a rank."""
 
-    def __init__(self) -> None:
-        self.socket: socket.socket | None = None
-        self.pid = 0  # 0: it can't be seen from here
-        self.number = 0  # of its newest call
-        self.answer: Future[Message] = Future()
+    connection: socket.socket | None = None  # None: it has left, or is lost
+    pid: int = 0  # 0: it can't be seen from here
+    number: int = 0  # of its newest call
+    answer: Future[Message] = field(default_factory=Future)
+
+    def forget(self, number: int) -> None:
+        """It has the answer to a call, and won't repeat it; what comes late from a broken connection gets nothing."""
+        if number == self.number:
+            self.answer = Future()
+            self.answer.set_result(Message({}))
 
 
 class Client:
@@ -327,7 +346,7 @@ class Client:
         self._timeout_s, self._silent_s, self._most_bytes = timeout_s, silent_s, most_bytes
         self._number = 0
         self._call = Message({})
-        self._future: Future[Message] | None = None  # of the call in flight
+        self._answer: Future[Message] | None = None  # of the call in flight
         self._is_sent = True
         self._error: EvenstepError | None = None  # with which it has given up
         self._line = self._reach()
@@ -362,9 +381,9 @@ class Client:
         self._settle()
         self._number += 1
         answer: Future[Message] = Future()
-        self._call, self._future = Message({"kind": kind, "call": self._number, **head}, tensors), answer
+        self._call, self._answer = Message({"kind": kind, "call": self._number, **head}, tensors), answer
         self._is_sent = False
-        self._deliver()
+        self._settle(receives=False)
 
         def finish() -> Message:
             if not answer.done():
@@ -383,61 +402,60 @@ class Client:
             self._line.send(Message({"kind": "bye"}), _TURN_S)
         self._line.close()
 
-    def _settle(self) -> None:
-        """Wait for the answer of the call in flight."""
-        while self._future is not None and not self._future.done():
-            self._deliver()
-            with self._beginning_again():
-                self._future.set_result(self._line.receive(self._most_bytes, self._timeout_s))
+    def _settle(self, *, receives: bool = True) -> None:
+        """Send the call in flight, and receive its answer.
 
-    def _deliver(self) -> None:
-        """Send the call in flight."""
-        while not self._is_sent:
-            with self._beginning_again():
-                self._line.send(self._call, self._timeout_s)
-                self._is_sent = True
-
-    @contextlib.contextmanager
-    def _beginning_again(self) -> Iterator[None]:
-        """What ends in the middle of a frame, be it by an exception of a signal's, is sent again as a whole.
+        What ends in the middle of a frame, be it by an exception of a signal's, is sent again as a whole.
 
         Raises:
             PeerLostError: The server has gone.
             CollectiveTimeoutError: It takes too long.
         """
-        try:
-            yield
-        except BaseException as error:
-            self._line.close()
-            self._is_sent = False
-            if not isinstance(error, OSError):
-                raise
+        while (answer := self._answer) is not None and (receives or not self._is_sent):
             try:
-                if isinstance(error, TimeoutError) and error.errno is None:
-                    raise CollectiveTimeoutError(
-                        f"{self._who} waited {self._timeout_s:g} s for {self.server}, which did not answer."
-                    ) from None
-                if error.errno in (*_NODE_IS_GONE, errno.EBADMSG):
-                    raise self._lost(error) from None
-                self._line = self._reach()
-            except EvenstepError as end:
-                self._error = end
-                raise
+                if self._is_sent:
+                    message = self._line.receive(self._most_bytes, self._timeout_s)
+                    answer.set_result(message)
+                    self._answer, self._call = None, Message({})  # nothing of it is kept
+                    if message.tensors:
+                        self._line.send(Message({"kind": "had", "call": self._number}), self._timeout_s)
+                else:
+                    self._line.send(self._call, self._timeout_s)
+                    self._is_sent = True
+            except BaseException as error:
+                self._line.close()
+                self._is_sent = False
+                if not isinstance(error, OSError):
+                    raise
+                self._begin_again(error)
+
+    def _begin_again(self, error: OSError) -> None:
+        """Connect again where that can help."""
+        try:
+            if isinstance(error, TimeoutError) and error.errno is None:
+                raise CollectiveTimeoutError(
+                    f"{self._who} waited {self._timeout_s:g} s for {self.server}, which did not answer."
+                ) from None
+            if error.errno in (*_NODE_IS_GONE, errno.EBADMSG):
+                raise self._lost(error) from None
+            self._line = self._reach()
+        except EvenstepError as end:
+            self._error = end
+            raise
 
     def _reach(self) -> Line:
         """Connect; again for `silent_s`, unless nobody listens."""
-        deadline = time.monotonic() + self._silent_s
-        for tries in itertools.count(1):
+        for _ in range(_LEAST_TRIES + int(self._silent_s / _LOOK_EVERY_S)):
             try:
                 return self._connect()
-            except (PeerLostError, CollectiveTimeoutError):
+            except PeerLostError:
                 raise
             except OSError as error:
-                is_over = tries >= _LEAST_TRIES and time.monotonic() > deadline
-                if is_over or isinstance(error, ConnectionRefusedError | FileNotFoundError | TimeoutError):
-                    raise self._lost(error) from None
-                time.sleep(_LOOK_EVERY_S)
-        raise AssertionError
+                last = error
+                if isinstance(error, ConnectionRefusedError | FileNotFoundError | TimeoutError):
+                    break
+            time.sleep(_LOOK_EVERY_S)
+        raise self._lost(last) from None
 
     def _connect(self) -> Line:
         """A connection to the server.

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import EXIT_PREEMPTED, CollectiveTimeoutError, EvenstepError, PeerLostError
-from evenstep.parameter_servers.deciding.batch_queue import Batch, Pass
+from evenstep.parameter_servers.deciding.batch_queue import Batch
 from evenstep.parameter_servers.preparation import Roles
 from evenstep.parameter_servers.server import Server
 from evenstep.parameter_servers.wire import Client, Message
-
-
-class Part(NamedTuple):
-    """What goes to one server of a push.
-
-    Attributes:
-        head: The fields of `Pushed` without its tensors.
-        tensors: Packed gradients, then ids and gradients of rows.
-    """
-
-    head: dict[str, Any]
-    tensors: list[Tensor]
 
 
 class Direct:
@@ -60,31 +49,38 @@ class Servers:
         timeout_s: For messages.
 
     Attributes:
-        num_pushes: That this worker has made.
+        who: This worker, for people.
+        num_pushes: That it has made.
+        begun: Batches that its loop has had since the last backward pass.
+        used: Batches whose gradients the next push has.
     """
 
     def __init__(self, clients: Sequence[Client | Direct], roles: Roles, timeout_s: float) -> None:
         self._clients, self._roles, self._timeout_s = clients, roles, timeout_s
+        self.who = roles.name
         self.num_pushes = self._num_pulls = 0
+        self.begun: list[Batch] = []
+        self.used: list[Batch] = []
 
-    def push(self, parts: Sequence[Part] | None, **head: Any) -> list[Message]:
+    def push(self, parts: Sequence[Message] | None, **head: Any) -> list[Message]:
         """End a step; returns each server's answer, when this worker may go on.
 
         Args:
-            parts: For each server; None: this worker had no samples.
+            parts: For each server the fields of `Pushed`, with packed gradients, then ids and gradients of rows; None:
+                this worker had no samples.
             head: See `Server._step`.
         """
         self.num_pushes += 1
-        first: Part = Part({"weight": 0.0, "used": []}, [])
-        if parts is not None:
-            first = parts[0]
-            others = zip(self._clients[1:], parts[1:], strict=True)
-            kept = [client.start("hold", part.tensors, number=self.num_pushes, **part.head) for client, part in others]
-            self._checked(
-                [finish() for finish in kept], first=1
-            )  # all others have it: see [Note: one order of updates]
+        batches, self.used, self.begun = [*self.used, *self.begun], [], []
+        first, *others = [Message({"weight": 0.0, "used": []})] if parts is None else parts
+        kept = [
+            client.start("hold", part.tensors, number=self.num_pushes, **part.head)
+            for client, part in zip(self._clients[1:], others, strict=False)
+        ]
+        for server, finish in enumerate(kept, start=1):  # all others have it then: see [Note: one order of updates]
+            self._checked(server, finish())
         tensors = [*first.tensors, *head.pop("buffer_values")]
-        return self._release("step", self.num_pushes, tensors, **first.head, **head)
+        return self._release("step", self.num_pushes, tensors, batches=batches, **first.head, **head)
 
     def pull(self) -> list[Message]:
         """The newest parameters of every server."""
@@ -103,49 +99,51 @@ class Servers:
         ]
 
         def finish() -> list[Tensor]:
-            answers = self._checked(
-                [Message({}, [torch.empty(0, device="cpu")]) if call is None else call() for call in calls]
-            )
-            return [each.tensors[0] for each in answers]
+            nothing = torch.empty(0, device="cpu")
+            return [
+                nothing if call is None else self._checked(server, call()).tensors[0]
+                for server, call in enumerate(calls)
+            ]
 
         return finish
 
-    def take(self, wanted: Pass, num_batches: int, facts: str) -> dict[str, Any]:
-        """This worker's next batch: see `BatchQueue.take`."""
-        return self.first("take", wanted=wanted, num_batches=num_batches, facts=facts)
-
     def give_back(self, batches: Sequence[Batch]) -> None:
-        """Others take what this worker has taken."""
-        self.first("give_back", batches=batches)
+        """A loop was left: others take what it has taken, but for batches whose gradients wait for a step."""
+        self.begun = [each for each in self.begun if each not in batches]
+        given = [each for each in batches if each not in self.used]
+        if given and self._clients:
+            with contextlib.suppress(EvenstepError, SystemExit):  # what has ended the loop is told by it
+                self.first("give_back", batches=given)
 
     def first(self, kind: str, **head: Any) -> dict[str, Any]:
         """Call the first server alone."""
-        return self._checked([self._clients[0].call(kind, **head)])[0].head
+        return self._checked(0, self._clients[0].call(kind, **head)).head
 
-    def initial(self) -> dict[str, Tensor]:
-        """Tensors of the model that aren't trained, by name, as they are on the first server."""
-        (message,) = self._checked([self._clients[0].call("initial")])
+    def join(self) -> dict[str, Tensor]:
+        """Begin; returns tensors of the model that aren't trained, by name, as they are on the first server."""
+        message = self._checked(0, self._clients[0].call("join"))
         return dict(zip(message.head["names"], message.tensors, strict=True))
 
     def close(self) -> None:
         """Leave in good order."""
         for client in self._clients:
             client.close()
+        self._clients = ()
 
     def _release(self, kind: str, number: int, tensors: Sequence[Tensor] = (), **head: Any) -> list[Message]:
         """Call the first server, and wait until all have released the call of a number."""
         calls = [self._clients[0].start(kind, tensors, number=number, **head)]
         calls += [client.start("await", number=number) for client in self._clients[1:]]
         answers = []
-        for place, (client, finish) in enumerate(zip(self._clients, calls, strict=True)):
-            (answer,) = self._checked([finish()], first=place)
+        for server, (client, finish) in enumerate(zip(self._clients, calls, strict=True)):
+            answer = self._checked(server, finish())
             while answer.head.get("waits"):
-                (answer,) = self._checked([client.call("await", number=number)], first=place)
+                answer = self._checked(server, client.call("await", number=number))
             answers.append(answer)
         return answers
 
-    def _checked(self, answers: list[Message], first: int = 0) -> list[Message]:
-        """The answers of some servers, if they are no failures.
+    def _checked(self, server: int, answer: Message) -> Message:
+        """The answer of a server, if it is no failure.
 
         Raises:
             PeerLostError: The run can't go on.
@@ -153,15 +151,14 @@ class Servers:
             SystemExit: With status 75: a stop was requested, and the run has been saved.
             EvenstepError: A server has failed in it.
         """
-        who = self._roles.name
-        for server, answer in enumerate(answers, start=first):
-            head, name = answer.head, self._roles.name_of_server(server)
-            if head.get("stops"):
-                raise SystemExit(EXIT_PREEMPTED)
-            if "failure" in head:
-                raise PeerLostError(f"{who}: {name} ends: {head['failure']}")
-            if "late" in head:
-                raise CollectiveTimeoutError(f"{who} waited {self._timeout_s:g} s for others. Missing: {head['late']}.")
-            if "error" in head:
-                raise EvenstepError(f"{who}: {name} failed: {head['error']}")
-        return answers
+        head, name = answer.head, self._roles.name_of_server(server)
+        if head.get("stops"):
+            raise SystemExit(EXIT_PREEMPTED)
+        if "failure" in head:
+            raise PeerLostError(f"{self.who}: {name} ends: {head['failure']}")
+        if "late" in head:
+            late = head["late"]
+            raise CollectiveTimeoutError(f"{self.who} waited {self._timeout_s:g} s for others. Missing: {late}.")
+        if "error" in head:
+            raise EvenstepError(f"{self.who}: {name} failed: {head['error']}")
+        return answer

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -360,8 +362,8 @@ def late_worker(timeout_s: float) -> None:
 @pytest.mark.parametrize(
     ("function", "kind", "text"),
     [
-        (other_model, MismatchError, "did not make the same model everywhere"),
-        (other_mode, ConfigurationError, r"mode='async' on rank 0, but 'sync' on worker 1 \(rank 1\)"),
+        (other_model, MismatchError, r"don't have the same model: .* \[3, 2\] on rank 0 but \[4, 2\] on rank 1"),
+        (other_mode, MismatchError, "mode is async on rank 0 and sync on rank 1"),
         (closure_optimizer, ConfigurationError, "LBFGS evaluates the loss"),
         (beside_a_world, ConfigurationError, "trains without evenstep.parameter_server, so no rank is a server"),
         (failing_worker, ZeroDivisionError, "of worker 1"),
@@ -378,6 +380,71 @@ def test_a_worker_that_others_wait_for_is_named():
         CollectiveTimeoutError, match=r"worker 0 \(rank 0\) waited 8 s for others. Missing: worker 1 \(has"
     ):
         evenstep.launch(late_worker, 2, (8.0,), servers=1, device="cpu", timeout_s=120)
+
+
+class FailsWhileTheOtherSaves(torch.optim.SGD):
+    """In its second step, on the second server, when the first has begun to save what its own step has made."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        """See the class."""
+        self.num_steps += 1
+        if current_placement().rank == 2 and self.num_steps == 2:
+            time.sleep(1.0)
+            raise ZeroDivisionError("of the optimizer")
+        super().step()
+
+
+def save_and_fail(path: str) -> str:
+    with (
+        contextlib.suppress(PeerLostError, ZeroDivisionError),
+        evenstep.parameter_server(
+            two_layers, FailsWhileTheOtherSaves, mode="sync", checkpoint=path, every_steps=1, timeout_s=30
+        ) as ps,
+    ):
+        for _ in range(3):
+            ps.backward(ps(torch.ones(2, 6, dtype=torch.float64)).sum())
+            ps.step()
+    return "ended"
+
+
+@pytest.mark.extended
+def test_a_server_that_fails_while_another_saves_keeps_nobody(tmp_path: Path):
+    """In processes that live on: neither an end of theirs nor a deadline helps whoever waits."""
+    with group(1, 2) as ranks:
+        assert ranks.run(save_and_fail, (str(tmp_path / "run"),)) == ["ended"] * 3
+
+
+class LooksForTheModel(torch.optim.SGD):
+    """A server has its share of the parameters, and no longer the model that they were copied from."""
+
+    models: list[weakref.ref[nn.Module]]
+
+    def step(self, closure: Any = None) -> None:
+        """See the class."""
+        gc.collect()
+        assert [each() for each in self.models] == [None]
+        super().step()
+
+
+def without_a_model_on_the_server() -> None:
+    models: list[weakref.ref[nn.Module]] = []
+
+    def model_fn() -> nn.Module:
+        model = two_layers()
+        models.append(weakref.ref(model))
+        return model
+
+    LooksForTheModel.models = models
+    with evenstep.parameter_server(model_fn, lambda p: LooksForTheModel(p, lr=0.1), mode="sync") as ps:
+        ps.backward(ps(torch.ones(2, 6, dtype=torch.float64)).sum())
+        ps.step()
+
+
+@pytest.mark.extended
+def test_a_server_keeps_its_share_alone():
+    evenstep.launch(without_a_model_on_the_server, 1, servers=2, device="cpu", timeout_s=60)
 
 
 def pull_from_the_dead(path: str) -> None:

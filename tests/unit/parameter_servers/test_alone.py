@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import evenstep
-from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
+from evenstep.errors import ConfigurationError, DataError, NonFiniteError, UsageError
 from evenstep.ground import environment
 from evenstep.parameter_servers.checkpoint import loader_state, queue_state
 from evenstep.parameter_servers.deciding.batch_queue import BatchQueue
@@ -227,6 +228,52 @@ def test_batches_that_are_taken_ahead(mode: str):
             ps.queue(prefetch=3)  # type: ignore[arg-type]
 
 
+class Deadly:
+    """The process that loads one of its samples ends."""
+
+    deadly = -1
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, sample: int) -> int:
+        if sample == self.deadly:
+            os._exit(3)
+        return sample
+
+
+def test_a_dead_workers_sample_is_that_of_its_batchs_own_epoch():
+    """Of a batch that was taken ahead, given back, and comes in the epoch behind."""
+    options: dict[str, Any] = {"global_batch_size": 4, "shuffle": True, "seed": 3}
+    plain = evenstep.DataLoader(list(range(20)), world=evenstep.World.alone(), **options)
+    second = [batch.tolist() for batch in plain][1]
+    data = Deadly()
+    with contextlib.suppress(KeyboardInterrupt), evenstep.parameter_server(model, sgd, mode="async") as ps:
+        loader = evenstep.DataLoader(data, queue=ps.queue(), num_workers=1, **options)
+        for _ in loader:
+            ps.step()
+            break
+        loader.set_epoch(1)
+        data.deadly = second[2]
+        with pytest.raises(DataError, match=rf"sample {second[2]} \(epoch 0, step 1, number 2"):
+            list(loader)
+        raise KeyboardInterrupt  # what it has taken is still open
+
+
+def test_a_loader_with_other_batches_does_not_go_on_in_the_middle_of_an_epoch():
+    """It would leave samples out, or train on them twice."""
+    facts = {"global_batch_size": 4, "num_samples": 24}
+    queue = BatchQueue()
+    queue.load_state(queue_state({"epoch": 2, "position": 12, "data": facts}))
+    assert "has another loader" in queue.take(0, (1, 2, 0), 3, json.dumps(facts | {"global_batch_size": 8})).failure
+    assert queue.take(0, (1, 2, 0), 6, json.dumps(facts | {"weights": 7})).batch == ((1, 2, 0), 3)
+    assert "has another loader" in queue.take(1, (1, 2, 0), 6, json.dumps(facts)).failure
+    other = json.dumps(facts | {"global_batch_size": 8})
+    assert queue.take(0, (1, 3, 0), 3, other).batch == ((1, 2, 0), 4)
+    queue.load_state(queue_state({"epoch": 2, "position": 0, "data": facts}))
+    assert queue.take(0, (1, 2, 0), 3, other).batch == ((1, 2, 0), 0)
+
+
 def test_sparse_gradients_are_refused():
     with evenstep.parameter_server(lambda: nn.Embedding(4, 2, sparse=True), sgd) as ps:
         ps.backward(ps.model(torch.tensor([1])).sum())
@@ -366,6 +413,16 @@ def test_batches_that_were_done_out_of_order_are_left_out():
     assert [each and each[1] for each in found] == [2, 5, 6, 7, 8, None]
 
 
+def test_an_epoch_that_is_done_is_no_loaders_next():
+    """It begins with the one behind, and would say so to whoever looks at the state."""
+    queue = BatchQueue()
+    for number in range(3):
+        queue.take(0, (1, 0, 0), 3, "{}")
+        queue.finish(0, [((1, 0, 0), number)])
+    state = loader_state(queue.state())
+    assert (state["epoch"], state["batches"]) == (1, {"first": 0, "done": {}})
+
+
 class Counting(nn.Module):
     """With a module buffer that is another tensor behind each pass."""
 
@@ -408,7 +465,7 @@ def test_a_loop_that_is_left_behind_a_backward_pass(*, steps: bool):
             done += batch.tolist()
         else:
             ps._made.model.zero_grad()
-            ps._weight, ps._batches = 0.0, []
+            ps._weight, ps.servers("test").used = 0.0, []
         loader.set_epoch(0)
         for batch in loader:
             ps.backward(loss_of(ps.model, batch), weight=4)
@@ -426,7 +483,7 @@ def test_a_step_whose_gradients_are_not_finite_is_forgotten(fresh_seed: int):
         ps.backward(ps.model(torch.full((1, 4), float("inf"), dtype=torch.float64)).sum(), weight=7)
         with pytest.raises(NonFiniteError):
             ps.step()
-        ps.model.zero_grad()
+        assert all(each.grad is None for each in ps.model.parameters())
         x = torch.randn(2, 4, dtype=torch.float64)
         ps.backward(ps.model(x).sum(), weight=3)
         gradient = ps.model[0].weight.grad.clone()  # type: ignore[index, union-attr]

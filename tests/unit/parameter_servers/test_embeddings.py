@@ -16,8 +16,14 @@ from torch import Tensor, nn
 import evenstep
 from evenstep.errors import ConfigurationError, MismatchError, NonFiniteError, UsageError
 from evenstep.parameter_servers.embedding.initial_rows import normal_rows
-from evenstep.parameter_servers.embedding.rows import RowGradients, add_up, split_by_server
-from evenstep.parameter_servers.embedding.table import DEFAULT_EPS, Table, TableSpec
+from evenstep.parameter_servers.embedding.table import (
+    DEFAULT_EPS,
+    RowGradients,
+    Table,
+    TableSpec,
+    add_up,
+    split_by_server,
+)
 from evenstep.parameter_servers.server import Server
 
 DOUBLE = torch.float64

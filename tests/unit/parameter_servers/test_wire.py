@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -264,13 +265,17 @@ def test_close_sends_the_answers_that_are_on_their_way(where: Path | str):
 
     with listening(where, answer) as place:
         client = place.client()
-        caller = threading.Thread(target=lambda: found.append(client.call("slow")))
+
+        def call_and_leave() -> None:
+            found.append(client.call("slow"))
+            client.close()
+
+        caller = threading.Thread(target=call_and_leave)
         caller.start()
         assert has_begun.wait(30)
-        place.listener.close()
+        place.listener.close(30.0)
         caller.join()
         assert_same(found[0].tensors[0], torch.arange(100_000.0))
-        client.close()
 
 
 def test_nothing_is_left_behind(where: Path | str):
@@ -290,6 +295,78 @@ def test_nothing_is_left_behind(where: Path | str):
     while set(os.listdir("/proc/self/fd")) != before and time.monotonic() < deadline:
         time.sleep(0.02)
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def test_neither_side_keeps_what_has_come(where: Path | str):
+    """Else a server would have a copy of its parameters, and of the gradients, for each worker that computes."""
+    kept: list[weakref.ref[Tensor]] = []
+
+    def answer(rank: int, message: Message) -> Message:
+        answered = torch.zeros(5)
+        kept.extend(map(weakref.ref, [*message.tensors, answered]))
+        return Message({}, [answered])
+
+    with listening(where, answer) as place:
+        client, pushed = place.client(), torch.zeros(3)
+        found = client.call("step", [pushed])
+        kept += map(weakref.ref, [pushed, *found.tensors])
+        del pushed, found
+        wait_until(lambda: all(each() is None for each in kept))
+        assert len(kept) == 4
+        assert client.call("step").tensors[0].numel() == 5
+        client.close()
+
+
+def test_what_a_broken_connection_says_late_forgets_no_newer_answer(where: Path | str):
+    """It says that the client has the answer to the call before."""
+    may_end = threading.Event()
+
+    def answer(rank: int, message: Message) -> Message:
+        assert message.head["kind"] == "first" or may_end.wait(30)
+        return Message({"kind": message.head["kind"]}, [torch.ones(1)])
+
+    with listening(where, answer) as place:
+        client = place.client(timeout_s=20.0)
+        client.call("first")
+        finish = client.start("second")
+        peer = place.listener._peers[0]
+        wait_until(lambda: peer.number == 2)
+        peer.forget(1)
+        connected = peer.connection
+        assert connected is not None
+        connected.shutdown(socket.SHUT_RDWR)
+        caller = threading.Thread(target=finish)
+        caller.start()
+        wait_until(lambda: peer.connection is not connected)
+        may_end.set()
+        caller.join()
+        assert finish().head["kind"] == "second"
+        client.close()
+
+
+def test_who_finds_no_thread_comes_again(where: Path | str, monkeypatch: pytest.MonkeyPatch):
+    """The door stays open."""
+    starts, refused = threading.Thread.start, [True]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "evenstep servers' peer" and refused:
+            refused.pop()
+            raise RuntimeError("can't start new thread")
+        starts(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with listening(where) as place:
+        client = place.client(timeout_s=20.0)
+        assert client.call("echo").head["rank"] == 0
+        assert not refused
+        client.close()
 
 
 # ---------------------------------------------------------------------- connections that break
@@ -350,10 +427,10 @@ def test_a_call_that_is_repeated_while_it_is_answered_is_handled_once():
         caller.start()
         for _ in range(3):
             assert has_begun.wait(30)
-            connected = place.listener._peers[0].socket
+            connected = place.listener._peers[0].connection
             assert connected is not None
             connected.shutdown(socket.SHUT_RDWR)
-            while place.listener._peers[0].socket is connected:
+            while place.listener._peers[0].connection is connected:
                 time.sleep(0.01)
         may_end.set()
         caller.join()

@@ -74,8 +74,8 @@ class Fetcher(ABC):
         wants_tensors: The data set gives whole batches, of an int64 tensor of sample numbers.
         notes_samples: Whether workers note the sample, and not only the step.
         share: Of this rank, [start, stop), of the positions from `start` to `stop`.
-        page: Memory in which workers note their place, [2 * workers]: step and number of the sample in the share. It is
-            readable after their death.
+        page: Memory in which workers note their place, [3 * workers]: epoch, step, and number of the sample in the
+            share. It is readable after their death.
     """
 
     wants_tensors = False
@@ -92,7 +92,7 @@ class Fetcher(ABC):
     ) -> None:
         self.dataset = dataset
         self.collate = default_collate if collate_fn is None else collate_fn
-        self.page = RawArray("q", 2 * num_workers) if num_workers else None
+        self.page = RawArray("q", 3 * num_workers) if num_workers else None
         self.seed, self._rank = seed, world.rank
         self.share = partial(
             divide, rank=world.rank, world_size=world.world_size, virtual_ranks=per_rank(world.virtual_ranks)
@@ -109,7 +109,7 @@ class Fetcher(ABC):
         """Load a batch, here or in a worker."""
         if get_worker_info() is None:
             return self.load(request)
-        self._note(request.step, 0)
+        self._note(request, 0)
         if not self.wants_tensors:
             seed_streams(mix(_BATCH_TAG, mix(self.seed, self._rank), request.epoch, request.step))
         try:
@@ -119,10 +119,10 @@ class Fetcher(ABC):
         self._is_small = loaded.packed is not None
         return loaded
 
-    def _note(self, step: int, number: int) -> None:
+    def _note(self, request: Request, number: int) -> None:
         worker = get_worker_info()
         if self.page is not None and worker is not None:
-            self.page[2 * worker.id : 2 * worker.id + 2] = [step, number]
+            self.page[3 * worker.id : 3 * worker.id + 3] = [request.epoch, request.step, number]
 
     def _collated(self, samples: list[Any]) -> Any:
         if self._is_small and self.collate is default_collate:
@@ -191,7 +191,7 @@ class SampleFetcher(Fetcher):
                     loaded.append(self.dataset[sample])
                 return loaded
             for number, sample in enumerate(request.samples):
-                self._note(request.step, number)
+                self._note(request, number)
                 loaded.append(self._sample(sample, request.epoch))
         except Exception as error:
             if not isinstance(error, DataError) and hasattr(error, "add_note"):  # python 3.11

@@ -143,14 +143,14 @@ class working:
     Args:
         batches: Made by `torch_loader`.
         requests: Of the iteration.
-        doing: Describes a worker's place from its notes (step, number of the sample in the share).
+        doing: Describes a worker's place from its notes (epoch, step, number of the sample in the share).
 
     Raises:
         DataError: From the iterator: a worker died, took longer than `timeout`, or raised one itself.
     """
 
     def __init__(
-        self, batches: TorchDataLoader[Any], requests: Iterator[Any], doing: Callable[[int, int], str]
+        self, batches: TorchDataLoader[Any], requests: Iterator[Any], doing: Callable[[int, int, int], str]
     ) -> None:
         self._batches, self._requests, self._doing = batches, requests, doing
         self._iterator: Iterator[Any] = iter(())
@@ -183,7 +183,9 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _named(iterator: Iterator[Any], batches: TorchDataLoader[Any], doing: Callable[[int, int], str]) -> Iterator[Any]:
+def _named(
+    iterator: Iterator[Any], batches: TorchDataLoader[Any], doing: Callable[[int, int, int], str]
+) -> Iterator[Any]:
     while True:
         try:
             loaded = next(iterator)
@@ -201,7 +203,7 @@ def _named(iterator: Iterator[Any], batches: TorchDataLoader[Any], doing: Callab
         yield loaded if loaded.packed is None else loaded._replace(batch=unpack(loaded.packed), packed=None)
 
 
-def _obituary(processes: list[Any], fetcher: Any, doing: Callable[[int, int], str]) -> str:
+def _obituary(processes: list[Any], fetcher: Any, doing: Callable[[int, int, int], str]) -> str:
     ends = []
     for number, process in enumerate(processes):
         if process.is_alive() or process.exitcode in (None, 0):
@@ -215,10 +217,10 @@ def _obituary(processes: list[Any], fetcher: Any, doing: Callable[[int, int], st
     return f"{'; '.join(ends) or 'a worker ended'}.{advice}"
 
 
-def _overdue(processes: list[Any], fetcher: Any, doing: Callable[[int, int], str], timeout: float) -> str:
+def _overdue(processes: list[Any], fetcher: Any, doing: Callable[[int, int, int], str], timeout: float) -> str:
     places = [f"worker {n} (pid {p.pid}) is at {_noted(fetcher, n, doing)}" for n, p in enumerate(processes)]
     return f"no batch came within timeout={timeout:g} s: {'; '.join(places)}."
 
 
-def _noted(fetcher: Any, worker: int, doing: Callable[[int, int], str]) -> str:
-    return doing(fetcher.page[2 * worker], fetcher.page[2 * worker + 1])
+def _noted(fetcher: Any, worker: int, doing: Callable[[int, int, int], str]) -> str:
+    return doing(*fetcher.page[3 * worker : 3 * worker + 3])

@@ -195,7 +195,7 @@ class SampleSource(Source):
                     as_tensor = torch_loader is None and self.fetcher.wants_tensors
                     yield Request(of_epoch, step, samples if as_tensor else samples.tolist())
 
-            with self.loading(wanted(), torch_loader, partial(self._doing, self.plan.epoch(number))) as batches:
+            with self.loading(wanted(), torch_loader, partial(self._doing, None)) as batches:
                 for loaded in batches:
                     yield marks.popleft(), loaded
 
@@ -225,8 +225,16 @@ class SampleSource(Source):
             yield Request(drawing.number, drawing.num_batches - 1, indices[start:stop], example)
         agreement.add(ENDED)
 
-    def _doing(self, epoch: Epoch, step: int, number: int) -> str:
-        """The sample that a worker was loading, as far as its notes show."""
+    def _doing(self, epoch: Epoch | None, of_epoch: int, step: int, number: int) -> str:
+        """The sample that a worker was loading, as far as its notes show.
+
+        Args:
+            epoch: The one that is iterated; None: batches of several are loaded, as of a queue.
+            of_epoch: Number of the batch's.
+            step: Number of the batch in it.
+            number: Of the sample in this rank's share.
+        """
+        epoch = epoch or self.plan.epoch(of_epoch)
         start, stop = epoch.global_batch(step)
         if isinstance(epoch, Drawing):
             samples = epoch.indices(step)[slice(*self.fetcher.share(0, stop - start))]

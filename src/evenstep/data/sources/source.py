@@ -99,7 +99,7 @@ class Source(ABC):
         self,
         wanted: Iterator[Request],
         torch_loader: TorchDataLoader[Any] | None,
-        doing: Callable[[int, int], str],
+        doing: Callable[[int, int, int], str],
     ) -> contextlib.AbstractContextManager[Iterator[Loaded]]:
         """The batches of some requests, as long as a block lasts; `doing` is that of `workers.working`."""
         if torch_loader is not None:

@@ -188,7 +188,7 @@ class StreamSource(Source):
         if start.state is not None:
             first, states = start.state
         wanted = stream_requests(start.epoch, iteration, first, states)
-        with self.loading(wanted, torch_loader, lambda step, _: f"its part of step {step} of a stream") as batches:
+        with self.loading(wanted, torch_loader, lambda _, step, __: f"its part of step {step} of a stream") as batches:
             for position, loaded in self._measured(self._with_states(batches, first, states), start):
                 yield Mark(start.epoch, position, loaded.state), loaded
 

@@ -42,10 +42,11 @@ from evenstep.ground.environment.detect import detect, node_of_task, refuse_inde
 from evenstep.ground.environment.inheritance import RankProcess, identity, is_inherited
 from evenstep.ground.environment.launchers import Surroundings
 from evenstep.ground.environment.placement import Placement, placement_from_nodes
-from evenstep.ground.environment.run_settings import Measurement, Settings
+from evenstep.ground.environment.run_settings import NODE_TIMEOUT_S, Measurement, Settings
 from evenstep.processes import PARENT_PID, boot_id, stat_fields, state_and_start
 
 __all__ = [
+    "NODE_TIMEOUT_S",
     "Measurement",
     "Placement",
     "Settings",

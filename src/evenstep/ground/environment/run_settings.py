@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from evenstep.errors import ConfigurationError
 
 VARIABLE = "EVENSTEP_SETTINGS"
+NODE_TIMEOUT_S = 30.0  # another node, or a peer of a parameter server, may be silent for so long
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Settings:
         rehearsal: File that says how a resume is rehearsed (`evenstep verify --resume`).
         verification: File that says what a rank records of its steps (`evenstep verify`).
         measurement: How the run is measured (`evenstep bench`).
-        node_timeout_s: What `evenstep run --node-timeout` said; None: 30 s.
+        node_timeout_s: What `evenstep run --node-timeout` said.
     """
 
     launcher: str = ""
@@ -64,7 +65,7 @@ class Settings:
     rehearsal: str | None = None
     verification: str | None = None
     measurement: Measurement | None = None
-    node_timeout_s: float | None = None
+    node_timeout_s: float = NODE_TIMEOUT_S
 
     @classmethod
     def parse(cls, variables: Mapping[str, str]) -> Settings:
@@ -87,5 +88,6 @@ class Settings:
 
     def variables(self) -> dict[str, str]:
         """The variable of the run's ranks."""
-        given = {name: value for name, value in asdict(self).items() if value}  # no default is true
+        default = asdict(Settings())
+        given = {name: value for name, value in asdict(self).items() if value != default[name]}
         return {VARIABLE: json.dumps(given)}

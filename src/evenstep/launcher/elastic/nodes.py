@@ -37,6 +37,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from evenstep.console import printable
+from evenstep.ground.environment import NODE_TIMEOUT_S
 from evenstep.launcher.failure.report import Failure, RemoteFailure, state_of, status_of, summary_of
 
 _BEAT_S = 0.25
@@ -136,7 +137,7 @@ class OtherNodes:
         session: str,
         node_rank: int,
         num_nodes: int,
-        lost_after_s: float = 30.0,
+        lost_after_s: float = NODE_TIMEOUT_S,
         describe: Callable[[], str] = lambda: "",
     ) -> None:
         self._address, self._port = address, port

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from evenstep.checks import counted
 from evenstep.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+from evenstep.ground.environment import NODE_TIMEOUT_S
 from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause
 from evenstep.ground.health.heartbeat import Heartbeat
 from evenstep.ground.health.users_code import is_users
@@ -342,7 +343,7 @@ class StopPolicy:
     terminate_s: float = 5.0
     save_s: float = 600.0
     stopped_grace_s: float = 30.0
-    node_timeout_s: float = 30.0
+    node_timeout_s: float = NODE_TIMEOUT_S
     look_every_s: float = 0.1
     name_after_s: float = DEFAULT_AFTER_S
     num_workers: int = 0

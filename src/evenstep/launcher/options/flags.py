@@ -16,7 +16,7 @@ from torch.distributed.argparse_util import check_env, env
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError
-from evenstep.ground.environment import is_set, value
+from evenstep.ground.environment import NODE_TIMEOUT_S, is_set, value
 from evenstep.network import LOOPBACK
 
 _DESCRIPTION = """\
@@ -314,7 +314,7 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
     add(
         "--node-timeout",
         type=float,
-        default=30.0,
+        default=NODE_TIMEOUT_S,
         metavar="S",
         help="Seconds that another node may be silent before it is lost, and the run is ended with status 76 "
         "(default: 30).",

@@ -35,12 +35,12 @@ class Taken(NamedTuple):
 
 @dataclass
 class _State:
-    facts: str
-    num_batches: int
-    next: int = 0  # the first that was never given out
+    facts: str  # "": not known yet
+    num_batches: int  # 0: not known yet
+    first: int = 0  # all before it are finished
+    ahead: set[int] = field(default_factory=set)  # others that are finished
+    next: int = 0  # all from it on were never given out, but those that a run before this one has finished
     returned: deque[int] = field(default_factory=deque)
-    ahead: set[int] = field(default_factory=set)  # finished, from `next` on: in a run before this one
-    num_finished: int = 0
 
 
 class BatchQueue:
@@ -67,14 +67,14 @@ class BatchQueue:
         if epoch < self._first_epochs.get(loader, 0):
             return Taken(None, is_over=True)
         state = self._passes.setdefault(wanted, _State(facts, num_batches))
-        if not state.facts:  # begun in a run before this one
+        if not state.num_batches and _agree(state.facts, facts):  # begun before this run, by a loader without a queue
             state.facts, state.num_batches = facts, num_batches
         if (state.facts, state.num_batches) != (facts, num_batches):
             return Taken(
                 None,
                 failure=(
                     f"worker {worker} has another loader than the worker that began epoch {epoch}: {num_batches} "
-                    f"batches of {facts}, and there {state.num_batches} of {state.facts}"
+                    f"batches of {facts}, and there {state.num_batches or 'some'} of {state.facts}"
                 ),
             )
         for each in sorted(self._passes):
@@ -83,7 +83,7 @@ class BatchQueue:
                 if number is not None:
                     self._held.setdefault(worker, set()).add((each, number))
                     return Taken((each, number))
-        return Taken(None, is_over=state.num_finished == state.num_batches)
+        return Taken(None, is_over=state.first == state.num_batches)
 
     def finish(self, worker: int, batches: Iterable[Batch]) -> None:
         """The gradients of what a worker has taken are applied."""
@@ -91,7 +91,11 @@ class BatchQueue:
         for each in batches:
             if each in held:
                 held.remove(each)
-                self._passes[each[0]].num_finished += 1
+                state = self._passes[each[0]]
+                state.ahead.add(each[1])
+                while state.first in state.ahead:
+                    state.ahead.remove(state.first)
+                    state.first += 1
 
     def give_back(self, worker: int, batches: Iterable[Batch] | None = None) -> list[Batch]:
         """Others take what a worker holds: some batches, or, with None, all; returns these."""
@@ -110,21 +114,16 @@ class BatchQueue:
 
     def state(self) -> dict[str, Any]:
         """What is finished, in JSON types; what is held counts as open."""
-        passes = []
-        held = {each for batches in self._held.values() for each in batches}
-        for at, state in sorted(self._passes.items()):
-            missing = {number for where, number in held if where == at} | set(state.returned)
-            first = min(missing, default=_next_open(state))
-            ahead = sorted(set(range(first, state.next)) - missing | {each for each in state.ahead if each > first})
-            passes.append(
-                {
-                    "pass": list(at),
-                    "facts": json.loads(state.facts) if state.facts else None,
-                    "num_batches": state.num_batches,
-                    "first": first,
-                    "ahead": ahead,
-                }
-            )
+        passes = [
+            {
+                "pass": list(at),
+                "facts": json.loads(state.facts) if state.facts else None,
+                "num_batches": state.num_batches,
+                "first": state.first,
+                "ahead": sorted(state.ahead),
+            }
+            for at, state in sorted(self._passes.items())
+        ]
         return {"passes": passes, "first_epochs": {str(key): value for key, value in self._first_epochs.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -134,26 +133,24 @@ class BatchQueue:
         for each in state["passes"]:
             loader, epoch, iteration = each["pass"]
             facts = "" if each["facts"] is None else json.dumps(each["facts"], sort_keys=True)
-            first, ahead = int(each["first"]), set(each["ahead"])
+            first = int(each["first"])
             self._passes[loader, epoch, iteration] = _State(
-                facts, int(each["num_batches"]), next=first, ahead=ahead, num_finished=first + len(ahead)
+                facts, int(each["num_batches"]), first=first, ahead=set(each["ahead"]), next=first
             )
+
+
+def _agree(before: str, facts: str) -> bool:
+    """Whether a loader has the batches of the loader without a queue that began an epoch, as far as that says."""
+    return not before or json.loads(before).items() <= json.loads(facts).items()
 
 
 def _next_of(state: _State, *, may_begin: bool) -> int | None:
     if state.returned:
         return state.returned.popleft()
-    batch = _next_open(state)
-    if not may_begin or batch >= state.num_batches:
-        return None
-    while state.next <= batch:
-        state.ahead.discard(state.next)
+    state.next = max(state.next, state.first)
+    while state.next in state.ahead:
         state.next += 1
-    return batch
-
-
-def _next_open(state: _State) -> int:
-    batch = state.next
-    while batch in state.ahead:
-        batch += 1
-    return batch
+    if not may_begin or state.next >= state.num_batches:
+        return None
+    state.next += 1
+    return state.next - 1

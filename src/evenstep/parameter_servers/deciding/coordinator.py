@@ -93,10 +93,12 @@ class _Member:
     Attributes:
         clock: Steps that it has pushed.
         call: Its push that waits for its release; None: none does.
+        push: That is in no update yet; None: there is none.
     """
 
     clock: int
     call: Key | None = None
+    push: Push | None = None
 
 
 class Coordinator:
@@ -119,7 +121,6 @@ class Coordinator:
         self._leaving: dict[int, Key] = {}  # the call of each worker that has left and waits
         self._has_left = False  # one of them, which may have been lost since
         self._lost: list[tuple[int, Batch]] = []  # what lost workers held
-        self._held: dict[Key, Push] = {}  # pushes without an update
         self._number = 0
         self._failure = ""
         self.has_ended = False
@@ -135,11 +136,6 @@ class Coordinator:
     def members(self) -> set[int]:
         """Workers that train."""
         return set(self._members)
-
-    @property
-    def present(self) -> set[int]:
-        """Workers that train, or have left and wait for the others."""
-        return self.members | set(self._leaving)
 
     @property
     def expected(self) -> set[int]:
@@ -161,7 +157,6 @@ class Coordinator:
         left, lost = self._leaving.pop(worker, None), self._members.pop(worker, None)
         if left is None and lost is None:
             return self.give_up([worker]) if worker in self._expected else []
-        self._held = {key: push for key, push in self._held.items() if key[0] != worker}
         self._lost += [(worker, batch) for batch in self._queue.give_back(worker)]
         return [self._decide(gone=[worker]), *self._advance()]
 
@@ -204,9 +199,8 @@ class Coordinator:
         if member is None or self._failure:
             return []
         member.clock += 1
-        member.call = key
-        self._held[key] = push
-        applied = [] if self._mode.name == "sync" else self._apply([key])
+        member.call, member.push = key, push
+        applied = [] if self._mode.name == "sync" else self._apply([member])
         return [*applied, *self._advance()]
 
     def save(self, *, is_last: bool = False, stops: bool = False) -> list[Decision]:
@@ -226,8 +220,8 @@ class Coordinator:
             return [self._decide(failure=self._failure, has_ended=True)]
         decisions = []
         # By worker, so that the sum doesn't depend on who came first.
-        if self._mode.name == "sync" and len(self._held) == len(self._members) + len(self._expected):
-            decisions += self._apply(sorted(self._held))
+        if not self._expected and all(member.push is not None for member in self._members.values()):
+            decisions += self._apply([member for _, member in sorted(self._members.items())])
         released = self._release()
         if released:
             decisions.append(self._decide(released=released))
@@ -237,13 +231,17 @@ class Coordinator:
             decisions.append(self._decide(released=list(self._leaving.values()), has_ended=True))
         return decisions
 
-    def _apply(self, keys: Sequence[Key]) -> list[Decision]:
-        pushes = {key: self._held.pop(key) for key in keys}
-        for (worker, _), push in pushes.items():
-            self._queue.finish(worker, push.batches)
+    def _apply(self, members: Sequence[_Member]) -> list[Decision]:
+        full = []
+        for member in members:
+            key, push = member.call, member.push
+            assert key is not None
+            assert push is not None
+            member.push = None
+            self._queue.finish(key[0], push.batches)
             if push.weight:
-                self.staleness.setdefault(worker, Counter())[self.version - push.version] += 1
-        full = [key for key in keys if pushes[key].weight]
+                full.append(key)
+                self.staleness.setdefault(key[0], Counter())[self.version - push.version] += 1
         if not full:
             return []
         self.version += 1
@@ -253,10 +251,9 @@ class Coordinator:
         clocks = [member.clock for member in self._members.values()] + [0] * len(self._expected)
         released = []
         for member in self._members.values():
-            key = member.call
-            if key is None or (self._mode.name == "sync" and key in self._held):
+            if member.call is None or member.push is not None:
                 continue
             if self._mode.name != "bounded" or member.clock - min(clocks) <= self._mode.max_staleness:
-                released.append(key)
+                released.append(member.call)
                 member.call = None
         return released

@@ -6,7 +6,6 @@ together. It never holds a table.
 Reading order:
 
     remote_embedding.py  `evenstep.RemoteEmbedding`: the module in a worker's model, and all of a model
-    table.py             a server's share of one table, and the optimizers of single rows
+    table.py             a server's share of one table, the optimizers of single rows, and what travels
     initial_rows.py      what a row is before it is trained, from its number alone
-    rows.py              what travels, and which server has which rows
 """

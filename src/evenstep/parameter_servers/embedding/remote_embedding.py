@@ -23,9 +23,14 @@ from torch import Tensor, nn
 from evenstep import checks
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.ground.health import excepthook
-from evenstep.parameter_servers.embedding.rows import RowGradients, add_up, split_by_server
-from evenstep.parameter_servers.embedding.table import DEFAULT_EPS, ROW_OPTIMIZERS, TableSpec
-from evenstep.parameter_servers.shares import to_device, to_host
+from evenstep.parameter_servers.embedding.table import (
+    DEFAULT_EPS,
+    ROW_OPTIMIZERS,
+    RowGradients,
+    TableSpec,
+    add_up,
+    split_by_server,
+)
 from evenstep.randomness import LARGEST_SEED
 
 _WHO = "evenstep.RemoteEmbedding: "
@@ -180,8 +185,7 @@ class RemoteEmbedding(nn.Module):
             )
         ids = self._validate_ids(ids)
         unique, inverse = torch.unique(ids, return_inverse=True)
-        rows = self._finish(self._take_ahead(unique) or self._start(unique))
-        (rows,) = to_device([rows], self.like.device)
+        rows = self._finish(self._take_ahead(unique) or self._start(unique)).to(self.like.device)
         padding = None
         if self.padding_idx is not None and bool((unique == self.padding_idx).any()):
             padding = int(torch.searchsorted(unique, self.padding_idx))
@@ -293,7 +297,7 @@ class RemoteEmbedding(nn.Module):
             return []
         attachment = self._validate_attached("ps.step")
         lr = checks.number(f"{self._who()}: lr", self.lr, least=0)
-        ids, values = add_up([each for each, _ in self._pushed], to_host([each for _, each in self._pushed]))
+        ids, values = add_up([each for each, _ in self._pushed], [each.cpu() for _, each in self._pushed])
         is_finite = torch.isfinite(values).all(1)
         if not bool(is_finite.all()):
             wrong = ids[~is_finite]

@@ -1,4 +1,4 @@
-"""A server's share of one table, and the optimizers of single rows.
+"""A server's share of one table, the optimizers of single rows, and what travels of them.
 
 [Note: optimizers of rows]
 
@@ -21,16 +21,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.parameter_servers.embedding.initial_rows import normal_rows
-from evenstep.parameter_servers.embedding.rows import RowGradients, add_up
 
 ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 DEFAULT_EPS = 1e-10  # torch's, of Adagrad
+
+
+class RowGradients(NamedTuple):
+    """What a worker pushes of a table to one server.
+
+    Attributes:
+        ids: [n], int64, each once, all of that server.
+        values: [n, dim], the mean by weight of this worker's gradients.
+        lr: The rate of this step.
+    """
+
+    ids: Tensor
+    values: Tensor
+    lr: float
+
+
+def split_by_server(ids: Tensor, num_servers: int) -> list[Tensor]:
+    """For each server the positions of its ids, ascending.
+
+    Row i is on server i modulo `num_servers`: tables are often sorted by how frequent their rows are, and ranges would
+    give one server all the frequent ones.
+
+    Args:
+        ids: [n], int64.
+        num_servers: At least 1.
+    """
+    owner = ids % num_servers
+    return [torch.nonzero(owner == server).flatten() for server in range(num_servers)]
+
+
+def add_up(ids: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Each id once, ascending, with the sum of its rows, added in the order in which they are given.
+
+    Args:
+        ids: [n] each, int64.
+        values: [n, dim] each.
+    """
+    if len(ids) == 1:  # each once already
+        return ids[0], values[0]
+    unique, inverse = torch.unique(torch.cat(list(ids)), return_inverse=True)
+    stacked = torch.cat(list(values))
+    return unique, stacked.new_zeros(len(unique), stacked.shape[1]).index_add_(0, inverse, stacked)
 
 
 @dataclass(frozen=True)

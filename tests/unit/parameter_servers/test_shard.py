@@ -10,7 +10,7 @@ import torch
 from evenstep.errors import ConfigurationError
 from evenstep.ground.environment import Placement
 from evenstep.parameter_servers.preparation import assign_roles
-from evenstep.parameter_servers.shares import pack, plan_division, unpack
+from evenstep.parameter_servers.shard import pack, plan_division, unpack
 
 
 def test_every_parameter_has_one_server(fresh_seed: int):

@@ -170,6 +170,10 @@ def _loops_of(events: Sequence[Event]) -> list[Loop]:
             break
         key = event["loader"], event["iteration"]
         if event.kind == "iterate":
+            # One look at a batch, `next(iter(loader))`, never ends by itself: the next loop over the loader ends it.
+            for earlier in [each for each in opened if each[0] == key[0]]:
+                rows, (steps, evaluated) = opened.pop(earlier)
+                loops[earlier] = Loop(loops[earlier].begin, rows, steps, evaluated)
             opened[key] = [], [0, 0]
             loops[key] = Loop(event)
         elif event.kind == "batch" and key in opened:

@@ -36,7 +36,8 @@ def watched(
             notes=[
                 f"Its {scene.world_size} processes never joined: each trained alone, so it was only read. Does it need "
                 f"a launcher of its own, or a GPU?"
-            ]
+            ],
+            num_steps=0,
         )
     of_data, refuted = data.judge(scene)
     of_steps, refuted_steps = stepping.judge(scene)
@@ -68,10 +69,18 @@ def _notes(scene: Scene, wants_gpus: bool) -> list[str]:
         count = spawned["num_ranks"]
         where = scene.told(spawned.place)
         return [f"It starts {count} ranks of its own ({where}), which can't be watched: it was only read."]
+    # A script that leaves before its first step has said why, perhaps as an exit with a text, or none.
+    message = str(raised["message"]).strip() if raised is not None else ""
+    left = not evidence.num_steps and evidence.hang is None and (raised is None or raised["type"] == "SystemExit")
+    last = evidence.said if left else ""
+    if wants_gpus and (
+        starting.is_for_want_of_gpus(message) or (left and starting.asks_for_gpus(f"{last}\n{message}"))
+    ):
+        first = message if message and not message.isdecimal() else last.strip().rpartition("\n")[2]
+        return [
+            f"It needs GPUs, and this machine has none that it could use, so it was only read: {_first_line(first)}"
+        ]
     if raised is not None:
-        if wants_gpus and starting.is_for_want_of_gpus(str(raised["message"])):
-            first = str(raised["message"]).strip().splitlines()[0]
-            return [f"It needs GPUs, and this machine has none that it could use, so it was only read: {first}"]
         return [_told_error(scene, raised, steps, evidence.said)]
     if evidence.hang is not None:
         text = collectives.how_it_hangs(scene)
@@ -109,6 +118,10 @@ def _told_error(scene: Scene, raised: Event, steps: str, said: str) -> str:
     message = str(raised["message"]).strip().splitlines()
     first = f": {message[0]}" if message else ""
     return f"The script raised {raised['type']}{place} {steps}, so what follows was only read{first}"
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0] if text else ""
 
 
 def _last_seen(scene: Scene) -> str:

@@ -1,3 +1,4 @@
+import io
 import os
 
 import torch
@@ -10,6 +11,12 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, rand
 
 def build():
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def upload(state, client):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    client.put("model.pt", buffer)
 
 
 def main():
@@ -32,6 +39,8 @@ def main():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        if local_rank == 0:
+            upload(model.module.state_dict(), client=os)
         if rank == 0 and local_rank == 0:
             torch.save(model.module.state_dict(), "model.pt")
     dist.destroy_process_group()

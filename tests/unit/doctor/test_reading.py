@@ -325,3 +325,14 @@ def test_modules_are_followed_as_far_as_names_are_taken_from_them(tmp_path: Path
     received = read(write(tmp_path / "train.py", f"import part0\nprint(part0.x0)\n{SCRIPT}"))
     assert len(received.notes) == 1
     assert "part19.py was not read: the script and its modules have more lines or files" in received.notes[0]
+
+
+def test_a_long_chain_of_calls_is_read(tmp_path: Path):
+    """Each call is asked for by all that follow: once each, and not twice as often with every further call."""
+    chain = "".join(f".f{number}(x)" for number in range(60))
+    assert found(write(tmp_path / "train.py", f"{SCRIPT}y = model{chain}\n")) == [("EV101", 7)]
+
+
+def test_a_function_that_calls_itself_is_read(tmp_path: Path):
+    text = "def build(size):\n    DataLoader(data, batch_size=size)\n    return build(size)\n\nbuild(8)\n"
+    assert found(write(tmp_path / "train.py", SCRIPT + text)) == [("EV101", 7)]

@@ -282,7 +282,7 @@ def wrappers_at(script: Script, node: cst.CSTNode | None, frame: Frame, line: in
     """
     things = script.things(node, frame)
     wrapped = [each for each in things if each.kind in ("wrapped", "data parallel") and each.site is not None]
-    if not wrapped or not any(each.kind in ("model", "instance") for each in things):
+    if not wrapped or not any(each.kind in ("model", "instance", "unknown") for each in things):
         return wrapped
     name = dotted(node)
     if not name or not isinstance(node, cst.Name | cst.Attribute):

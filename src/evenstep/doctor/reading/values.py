@@ -84,7 +84,7 @@ class Thing:
         kind: "loader", "sampler", "dataset", "stream", "model", "wrapped", "data parallel", "optimizer", "scheduler",
             "scaler", "tracker", "rank", "local rank", "world size", "main" (true on one rank), "local main" (beside it:
             true on one of each node), "others" (false on one rank), "device", "accelerator", "fabric", "world",
-            "state", "instance", "tuple".
+            "state", "instance", "tuple", "unknown" (perhaps something else).
         site: The call that made it.
         inner: What it was made of: the model in a wrapper, the objects of a state dictionary.
         cls: Of an instance or a model, its class, if it is the script's own.
@@ -150,7 +150,11 @@ class Values:
                 values = tuple(self.of(each.value, frame) for each in node.elements)
                 return frozenset({Thing("dict", items=values)}) if any(values) else NOTHING
             case cst.IfExp():
-                return self.of(node.body, frame) | self.of(node.orelse, frame)
+                branches = [self.of(each, frame) for each in (node.body, node.orelse)]
+                known = [each for each in (node.body, node.orelse) if text_of(each) in ("None", "True", "False")]
+                # Of `model.module if ddp else model` one may be known, and it may be the other.
+                is_unsure = any(branches) and not all(branches) and not known
+                return branches[0] | branches[1] | ({Thing("unknown")} if is_unsure else NOTHING)
             case cst.BooleanOperation():
                 left, right = self.of(node.left, frame), self.of(node.right, frame)
                 if isinstance(node.operator, cst.And) and _kinds(left | right) & {"main", "others"}:

@@ -57,7 +57,7 @@ def examine(
     elif runs:
         from evenstep.doctor.watching import run_under_watch
 
-        watched = run_under_watch(script, arguments, ranks=num_ranks, num_steps=num_steps, say=say)
+        watched = run_under_watch(script, arguments, reading.facts, ranks=num_ranks, num_steps=num_steps, say=say)
     merged = merge(reading.findings, watched)
     kept = [each for each in merged if each.rule in wanted and not _is_ignored(each, reading.ignored)]
     return Report(script, kept, [*notes, *watched.notes], watched.num_steps, reading.looked)
@@ -82,7 +82,7 @@ def read(path: Path) -> Reading:
                     continue
                 # One finding of a rule at a line, whichever way it was found.
                 found.setdefault((finding.rule, finding.path, finding.line, finding.cell), finding)
-        looked = read_script.looked
+        looked, facts = read_script.looked, read_script.facts
     except RecursionError as error:
         raise ConfigurationError(f"{path}: its expressions or calls are nested too deeply to be followed.") from error
     finally:
@@ -92,7 +92,7 @@ def read(path: Path) -> Reading:
         for line, rules in file.source.ignored.items():
             shown, cell = file.source.place(line)
             ignored[str(file.source.path), cell, shown] = rules
-    return Reading(sorted(found.values(), key=_order), read_script.notes, ignored, looked)
+    return Reading(sorted(found.values(), key=_order), read_script.notes, ignored, looked, facts)
 
 
 def _order(finding: Finding) -> tuple[str, int, int, int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from evenstep.checks import counted
@@ -73,6 +73,21 @@ class Looked:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What reading knows of a script that its run is judged by.
+
+    Attributes:
+        guarded: (absolute path, line) of calls around which a condition looks like a rank's; None: not known.
+        uses_gpus: Tensors may lie on a GPU.
+        syncs_norms: Batch normalisation is made to take its statistics of all ranks.
+    """
+
+    guarded: Collection[tuple[str, int]] | None = None
+    uses_gpus: bool = False
+    syncs_norms: bool = False
+
+
+@dataclass(frozen=True)
 class Reading:
     """What reading a script has found.
 
@@ -81,12 +96,14 @@ class Reading:
         notes: Sentences about files that weren't read.
         ignored: By (path, cell, line), the rules that a comment switches off; empty: all.
         looked: What was looked at.
+        facts: What its run is judged by.
     """
 
     findings: Sequence[Finding]
     notes: Sequence[str] = ()
     ignored: Mapping[tuple[str, int | None, int], frozenset[str]] = field(default_factory=dict)
     looked: Looked = field(default_factory=Looked)
+    facts: Facts = field(default_factory=Facts)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from evenstep.doctor.evidence.verdict import watched
-from evenstep.doctor.findings import Watched
+from evenstep.doctor.findings import Facts, Watched
 from evenstep.doctor.run.runs import watch
 
 Say = Callable[[str], None]
@@ -16,6 +15,7 @@ Say = Callable[[str], None]
 def run_under_watch(
     script: str,
     arguments: Sequence[str] = (),
+    facts: Facts | None = None,
     *,
     ranks: int = 2,
     num_steps: int = 12,
@@ -30,6 +30,7 @@ def run_under_watch(
     Args:
         script: Of the user's; runs unchanged. What it saves is kept apart, and trackers are told to stay silent.
         arguments: Its own.
+        facts: What reading knows of it.
         ranks: How many; a script that starts ranks of its own gets as many as it wants, up to 8.
         num_steps: Optimizer steps that are looked at, half of them in each of two epochs.
         device: As `evenstep run --device`.
@@ -37,7 +38,4 @@ def run_under_watch(
         say: Told what is going on, a line each.
     """
     evidence = watch(script, arguments, ranks=ranks, num_steps=num_steps, device=device, limit_s=limit_s, say=say)
-    files = {file for events in evidence.ranks for each in events for file, _ in each.places}
-    sources = {file: Path(file).read_text(errors="replace").splitlines() for file in files if Path(file).is_file()}
-    wants_gpus = "cuda" in Path(script).read_text(errors="replace").lower()
-    return watched(evidence, script=script, directory=os.getcwd(), wants_gpus=wants_gpus, sources=sources)
+    return watched(evidence, script=script, directory=os.getcwd(), facts=facts or Facts())

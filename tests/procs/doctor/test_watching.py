@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from evenstep import world as worlds
 from evenstep.doctor.evidence.verdict import watched
+from evenstep.doctor.examination import read
 from evenstep.doctor.findings import Watched
 from evenstep.doctor.run.events import EventFile, Evidence, Plan
 from evenstep.doctor.watching import run_under_watch
@@ -68,7 +69,7 @@ def watch_on_pool(ranks: RankPool, text: str, directory: Path) -> Watched:
     with contextlib.suppress(CollectiveTimeoutError):  # some versions of torch wait for themselves as a group ends
         ranks.run(run_watched, 2, str(script), str(directory / "plan.json"), port, timeout_s=30.0)
     evidence = Evidence([EventFile(plan.file_of(rank)).read() for rank in range(2)])
-    return watched(evidence, script=str(script), directory=str(directory))
+    return watched(evidence, script=str(script), directory=str(directory), facts=read(script).facts)
 
 
 def told(text: str, seen: Watched) -> list[tuple[str, str]]:
@@ -105,7 +106,7 @@ def test_a_hang_ends_with_a_finding(name: str, tmp_path: Path):
     text, expected = HANGS[name]
     script = tmp_path / "script.py"
     script.write_text(text)
-    seen = run_under_watch(str(script), num_steps=NUM_STEPS, say=print)
+    seen = run_under_watch(str(script), facts=read(script).facts, num_steps=NUM_STEPS, say=print)
     print(*seen.findings, *seen.notes, sep="\n")  # noqa: T201
     assert_same(told(text, seen), expected)
 

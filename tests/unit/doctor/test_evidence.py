@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from evenstep.doctor.evidence.collectives import how_it_hangs, is_guarded_by_rank
+from evenstep.doctor.evidence.collectives import how_it_hangs
 from evenstep.doctor.evidence.output import name_ranks
 from evenstep.doctor.evidence.scene import Scene, share_of_equal
 from evenstep.doctor.evidence.stepping import _passes, _wrong_factor
 from evenstep.doctor.evidence.verdict import watched
-from evenstep.doctor.findings import Watched
+from evenstep.doctor.findings import Facts, Watched
 from evenstep.doctor.run.events import Event, EventFile, Evidence, Hang, Plan
 from evenstep.doctor.run.hangs import find_hang, first_apart, open_call
 from evenstep.doctor.run.record_devices import Devices
@@ -223,23 +223,6 @@ def test_lines_where_the_host_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_conditions_on_ranks():
-    lines = [
-        "def report(value):",
-        "    if not is_main_process():",
-        "        return",
-        "    dist.reduce(value, dst=0)",
-        "",
-        "def train(rank, x):",
-        "    if x.sum() > 2:",
-        "        dist.all_reduce(x)",
-        "    if rank == 0:",
-        "        print(x)",
-        "        dist.barrier()",
-    ]
-    assert [is_guarded_by_rank(lines, number) for number in (4, 8, 11)] == [True, False, True]
-
-
 def looped(iteration: int, samples: Sequence[str], *, epoch: int, num_steps: int, ends: bool = True) -> list[Event]:
     facts = {"loader": 1, "iteration": iteration}
     kind = {"is_distributed": True, "is_shuffled": True, "num_samples": 64, "epoch": epoch}
@@ -294,7 +277,7 @@ def test_an_exit_for_want_of_gpus(message: str, said: str):
     raised = [event("raised", 1.0, line=5, type="SystemExit", message=message), event("end", 1.0, status="1")]
     ended = [event("start"), event("end", 1.0, status="0")]
     for events, text in ((raised, said), (ended, f"{said}\n{message}")):
-        seen = watched(Evidence([events, events], said=text), script="t.py", directory="/", wants_gpus=True)
+        seen = watched(Evidence([events, events], said=text), script="t.py", directory="/", facts=Facts(uses_gpus=True))
         assert seen.notes[0].startswith("It needs GPUs, and this machine has none"), seen.notes
         assert "arguments" not in seen.notes[0]
 

@@ -336,3 +336,24 @@ def test_a_long_chain_of_calls_is_read(tmp_path: Path):
 def test_a_function_that_calls_itself_is_read(tmp_path: Path):
     text = "def build(size):\n    DataLoader(data, batch_size=size)\n    return build(size)\n\nbuild(8)\n"
     assert found(write(tmp_path / "train.py", SCRIPT + text)) == [("EV101", 7)]
+
+
+def test_calls_behind_a_condition_on_the_rank_are_known_to_the_run(tmp_path: Path):
+    text = """import torch.distributed as dist
+
+def report(value):
+    if not is_main_process():
+        return
+    dist.reduce(value, dst=0)
+
+def train(rank, x):
+    if x.sum() > 2:
+        dist.all_reduce(x)
+    if rank == 0:
+        print(x)
+        dist.barrier()
+"""
+    path = write(tmp_path / "train.py", text)
+    guarded = read(path).facts.guarded
+    assert guarded is not None
+    assert [(str(path), number) in guarded for number in (6, 10, 13)] == [True, False, True]

@@ -160,7 +160,9 @@ def _with_what(script: Script, saves: list[Call]) -> Iterator[Call]:
 def _path_speaks_of_ranks(script: Script, node: cst.CSTNode | None, call: Call) -> bool:
     texts = (text_of(each) for each, _ in origins(script, node, call.frame))
     return any(
-        re.search(r"(?i)rank|process_index|\bgpu\b|worker|lock|getpid|uuid|tempfile|mkdtemp|devnull|proc_id|BytesIO", each)
+        re.search(
+            r"(?i)rank|process_index|\bgpu\b|worker|lock|getpid|uuid|tempfile|mkdtemp|devnull|proc_id|BytesIO", each
+        )
         for each in texts
     )
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import statistics
-from collections.abc import Sequence
 
 from evenstep.doctor.evidence.scene import Scene, by_place
 from evenstep.doctor.findings import Finding
 from evenstep.doctor.run.events import Event, Place
 from evenstep.doctor.run.hangs import calls_of, first_apart
 
-_OF_RANKS = re.compile(r"rank|is_(main|master|first|zero|chief)|main_process|global_zero", re.IGNORECASE)
 _ENDED = (
     "The run came to its end, with calls that don't belong together: a rank may get what is meant for another call."
 )
@@ -83,31 +80,11 @@ def _calls_on_some(scene: Scene) -> list[Finding]:
     places = _on_some(scene, [[c for c in calls_of(e) if c["op"] not in _IMPLICIT] for e in scene.evidence.ranks])
     for place, (ranks, call) in places.items():
         seen = f"{_ranks(ranks)} called {call['op']} here, {_ranks(_others(scene, ranks))} never did"
-        rule = "EV401" if is_guarded_by_rank(scene.sources.get(place[0], ()), place[1]) else "EV402"
+        # Without a reading it is taken as a condition on the rank: data decide more rarely.
+        guarded = scene.facts.guarded
+        rule = "EV401" if guarded is None or place in guarded else "EV402"
         found.append(scene.finding(rule, place, f"{seen}; {hangs}" if hangs else seen, cost="" if hangs else _ENDED))
     return found
-
-
-def is_guarded_by_rank(lines: Sequence[str], line: int) -> bool:
-    """Whether a condition on the rank decides if a line is reached: around it, or before it in its function. Pure.
-
-    Without lines it is taken as one: data decide more rarely.
-    """
-    if not 0 < line <= len(lines):
-        return True
-    indent = _indent(lines[line - 1])
-    for text in reversed(lines[: line - 1]):
-        if not text.strip():
-            continue
-        if re.match(r"\s*(if|elif|while)\b", text) and _indent(text) <= indent and _OF_RANKS.search(text):
-            return True
-        if re.match(r"\s*(async\s+)?def\b", text) and _indent(text) < indent:
-            return False
-    return False
-
-
-def _indent(text: str) -> int:
-    return len(text) - len(text.lstrip())
 
 
 def _models_on_some(scene: Scene) -> list[Finding]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import libcst as cst
 
-from evenstep.doctor.findings import Looked
+from evenstep.doctor.findings import Facts, Looked
 from evenstep.doctor.reading.program import (
     Call,
     File,
@@ -383,6 +383,16 @@ class Script:
                 lines.append((shortened(text_of(loop.iterates), 60), loop.frame.file.source.place(loop.line)[0]))
         unknown = tuple(dict.fromkeys(lines))[:_MOST_UNKNOWN]
         return Looked(self.is_distributed, self.communicates, len(loaders), len(wrapped), unknown)
+
+    @functools.cached_property
+    def facts(self) -> Facts:
+        """What a run of the script is judged by."""
+        guarded = {
+            (str(call.frame.file.source.path.absolute()), call.line)
+            for call in self.calls
+            if self.perhaps_some_ranks_only(call.frame)
+        }
+        return Facts(guarded, self.uses_gpus, self.uses("SyncBatchNorm", "convert_sync_batchnorm"))
 
     def _counts_rounds(self, loop: Loop) -> bool:
         return isinstance(loop.iterates, cst.Call) and dotted(loop.iterates.func) in ("range", "trange", "count")

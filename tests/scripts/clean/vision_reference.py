@@ -1,4 +1,6 @@
-"""Classification in the style of a vision library's reference: batch samplers, helpers, one metric for all ranks."""
+"""Start with: python -m torch.distributed.launch --use_env --nproc_per_node=8 vision_reference.py
+
+Classification in the style of a vision library's reference: batch samplers, helpers, one metric for all ranks."""
 import argparse
 import builtins
 import os
@@ -44,6 +46,29 @@ def is_main_process():
 def save_on_master(*args, **kwargs):
     if is_main_process():
         torch.save(*args, **kwargs)
+
+
+class Detections:
+    """Keeps each image once, so that repeated ones do no harm."""
+
+    def __init__(self):
+        self.found = {}
+
+    def update(self, found):
+        self.found.update(found)
+
+    def merge(self):
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, self.found)
+        return {image: boxes for part in parts for image, boxes in part.items()}
+
+
+def detect(model, data_loader, device):
+    detections = Detections()
+    with torch.inference_mode():
+        for image, target in data_loader:
+            detections.update({int(target["image_id"]): model(image.to(device))})
+    return len(detections.merge())
 
 
 def train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, scaler=None):
@@ -98,6 +123,8 @@ def main(args):
     data_loader_test = torch.utils.data.DataLoader(
         dataset_test, batch_size=1, sampler=test_sampler, num_workers=args.workers
     )
+    whole_sampler = torch.utils.data.distributed.DistributedSampler(dataset_test, shuffle=False)
+    data_loader_whole = torch.utils.data.DataLoader(dataset_test, batch_size=1, sampler=whole_sampler)
     model = torchvision.models.get_model("resnet18", num_classes=10)
     model.to(device)
     if args.distributed and args.sync_bn:
@@ -123,6 +150,7 @@ def main(args):
         train_one_epoch(model, criterion, optimizer, data_loader, device, epoch, scaler)
         lr_scheduler.step()
         evaluate(model, data_loader_test, device)
+        print("images", detect(model, data_loader_whole, device))
         checkpoint = {
             "model": model_without_ddp.state_dict(),
             "optimizer": optimizer.state_dict(),

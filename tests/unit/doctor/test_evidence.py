@@ -258,7 +258,8 @@ def test_a_run_that_came_to_its_end_did_not_hang():
 def test_a_pass_of_one_rank_that_sends_nothing_is_no_finding():
     """An evaluation on rank 0 of a model without buffers; with buffers the wrapper sends them."""
     ended = event("end", 9.0, status="0")
-    trained = [event("forward", grad=True, wrapped=True, line=4), event("stepped", line=6)]
+    made = event("wrapped", wrapper="torch", num_bytes=4)
+    trained = [made, event("forward", grad=True, wrapped=True, line=4), event("stepped", line=6)]
     evaluated = event("forward", grad=False, wrapped=True, line=20)
     sent = event("enter", line=20, op="forward of the model", call=1, group="")
     assert "EV404" not in rules(judged([*trained, evaluated, ended], [*trained, ended]))

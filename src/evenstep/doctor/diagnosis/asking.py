@@ -13,6 +13,7 @@ from evenstep.doctor.reading.program import Assignment, Call, File, Frame, Funct
 from evenstep.doctor.reading.values import Thing
 
 _RANK_WORDS = re.compile(r"(?i)rank|world|num_replicas|process_index|num_processes|shard|is_main|split_dataset_by_node")
+WORLD = re.compile(r"(?i)world_size|num_replicas|num_processes|n_?gpus|num_gpus|get_world_size|device_count|ngpus")
 RANK_IN_ARGUMENTS = re.compile(
     r"(?i)rank|is_?main|is_?master|master|process_index|\bgpu\b|gpu_id|primary|chief|node_id"
 )

@@ -9,6 +9,8 @@ import libcst as cst
 
 from evenstep.doctor.diagnosis.asking import (
     RANK_IN_ARGUMENTS,
+    WORLD,
+    assignments_to,
     depends_on_ranks,
     divides_by_hand,
     found,
@@ -28,7 +30,6 @@ from evenstep.doctor.reading.values import Thing
 
 _GLOBAL = re.compile(r"(?i)global|total_batch|effective|overall|full_batch")
 _LOCAL = re.compile(r"(?i)per_?(?:gpu|device|rank|replica|process|worker)|local_batch|micro_?batch")
-_WORLD = re.compile(r"(?i)world_size|num_replicas|num_processes|n_?gpus|num_gpus|get_world_size|device_count|ngpus")
 
 
 def check(script: Script) -> Iterator[Finding]:
@@ -192,16 +193,16 @@ def _batch_sizes(script: Script) -> Iterator[Finding]:
         texts = [text_of(each) for each, _ in origins(script, size, loader.frame)]
         joined = " ".join(texts)
         if ours:
-            local = next((each for each in texts if _LOCAL.search(each) and not _WORLD.search(each)), None)
-            divided = re.search(rf"//\s*[\w.()]*(?:{_WORLD.pattern[4:]})", joined)
-            if (local and not _WORLD.search(joined)) or divided:
+            local = next((each for each in texts if _LOCAL.search(each) and not WORLD.search(each)), None)
+            divided = re.search(rf"//\s*[\w.()]*(?:{WORLD.pattern[4:]})", joined)
+            if (local and not WORLD.search(joined)) or divided:
                 yield found(
                     "EV104",
                     loader,
                     f"global_batch_size={text_of(size)} is the batch of one rank",
                     mend="loader = evenstep.DataLoader(train_set, global_batch_size=batch_per_rank * world.world_size)",
                 )
-        elif _GLOBAL.search(joined) and not _WORLD.search(joined) and "/" not in joined:
+        elif _GLOBAL.search(joined) and not WORLD.search(joined) and "/" not in joined:
             what = next(each for each in texts if _GLOBAL.search(each))
             yield found("EV104", loader, f"batch_size={text_of(size)} is {what}, and each rank loads as many")
         elif (match := _times_world(script, size, loader)) is not None:
@@ -211,7 +212,7 @@ def _batch_sizes(script: Script) -> Iterator[Finding]:
                 f"batch_size={match} multiplies by the number of ranks, and each rank loads as many",
                 mend="loader = DataLoader(train_set, batch_size=batch_per_rank, sampler=sampler)",
             )
-        elif any(_LOCAL.search(each) and re.search(rf"//\s*[\w.()]*(?:{_WORLD.pattern[4:]})", each) for each in texts):
+        elif any(_LOCAL.search(each) and re.search(rf"//\s*[\w.()]*(?:{WORLD.pattern[4:]})", each) for each in texts):
             what = next(each for each in texts if _LOCAL.search(each))
             yield found(
                 "EV104",
@@ -232,7 +233,9 @@ def _times_world(script: Script, size: cst.CSTNode, loader: Call) -> str | None:
 
 
 def _padded_validation(script: Script) -> Iterator[Finding]:
-    trims = re.search(r"\[\s*:\s*(?:len\(|n\w*_samples|num_|total)|drop_duplicates|gather_for_metrics", script.code)
+    trims = re.search(
+        r"\[\s*:\s*(?:len\(|n\w*_samples|num_|total)|drop_duplicates|gather_for_metrics|\bunique\(", script.code
+    )
     for loop in script.evaluation_loops:
         function = loop.frame.function
         inside = [
@@ -252,9 +255,7 @@ def _padded_validation(script: Script) -> Iterator[Finding]:
                 f"{gathers[0].text} gathers the samples that were repeated to fill the last batch, too",
                 mend=f"accelerator.gather_for_metrics({', '.join(text_of(each) for each in gathers[0].arguments)})",
             )
-        if trims or not any(
-            call.name.startswith("torch.distributed.") and "reduce" in call.last for call in script.calls
-        ):
+        if trims or not _reduces(script, inside) or _keeps_elsewhere(script, inside):
             continue
         for loader in script.loaders_of(loop):
             if loader.site is None or loader.site in script.values.prepared or not _is_torchs(loader):
@@ -270,6 +271,28 @@ def _padded_validation(script: Script) -> Iterator[Finding]:
                         f"{site.text} repeats samples, unless their number is a multiple of the number of ranks; "
                         f"line {loop.line} counts them",
                     )
+
+
+def _reduces(script: Script, calls: list[Call], depth: int = 3) -> bool:
+    """True if sums over ranks are among calls, or in the script's own functions that they may run."""
+    if any(call.name.startswith("torch.distributed.") and "reduce" in call.last for call in calls):
+        return True
+    targets = {target for call in calls for target in script.values.functions_of(call)}
+    unknown = {call.last for call in calls if call.receiver is not None and not script.values.functions_of(call)}
+    methods = [each for file in script.files for each in file.all_functions if each.cls and each.name in unknown]
+    inside = [call for call in script.calls if call.frame.function in targets.union(methods)]
+    return depth > 0 and bool(inside) and _reduces(script, inside, depth - 1)
+
+
+def _keeps_elsewhere(script: Script, calls: list[Call]) -> bool:
+    """True if an object that isn't known is given the results, which may count each sample once."""
+    updates = [call for call in calls if call.last in ("update", "add_batch") and call.receiver is not None]
+    roots = [(dotted(call.receiver).partition(".")[0], call) for call in updates]
+    return any(
+        root != "self" and not script.things(each.value, each.frame)
+        for root, call in roots
+        for each in assignments_to(script, root, call.frame)
+    )
 
 
 def _streams(script: Script, loader: Call) -> bool:

@@ -289,7 +289,7 @@ def _incomplete_state(script: Script) -> Iterator[Finding]:
     schedulers = [
         call for call in script.calls if "scheduler" in script.kinds_made(call) and call.name.rpartition(".")[0]
     ]
-    scalers = [call for call in script.calls if call.last == "GradScaler"]
+    scalers = script.named(".GradScaler") if script.named(".scale") else []  # made, and used
     told: set[int] = set()  # one state may be saved in two places
     for save in _with_what(script, script.named("torch.save")):
         state = save.argument("obj", 0)

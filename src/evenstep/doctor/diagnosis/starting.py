@@ -48,6 +48,8 @@ def _ports(script: Script) -> Iterator[Finding]:
 
 
 def _launch(script: Script) -> Iterator[Finding]:
+    if re.search(r"environ(?:\.get)?[\[(]\s*[\"']LOCAL_RANK|getenv\(\s*[\"']LOCAL_RANK", script.code):
+        return
     for file in script.files:
         number = next(
             (
@@ -60,10 +62,8 @@ def _launch(script: Script) -> Iterator[Finding]:
         if number is not None:
             yield found("EV603", (file, number), "torch.distributed.launch is deprecated: torchrun has replaced it")
             continue
-        if not script.named("torch.distributed.init_process_group") or re.search(
-            r"environ(?:\.get)?[\[(]\s*[\"']LOCAL_RANK|getenv\(\s*[\"']LOCAL_RANK", script.code
-        ):
-            continue
+        if not script.named("torch.distributed.init_process_group"):
+            return
         for call in file.calls:
             flags = [text_of(each).strip("\"'") for each in call.arguments[:2]]
             if call.last == "add_argument" and {"--local_rank", "--local-rank"} & set(flags):

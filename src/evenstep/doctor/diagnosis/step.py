@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from evenstep.doctor.diagnosis.asking import (
+    WORLD,
     assignments_to,
     exclude_each_other,
     found,
@@ -27,7 +28,6 @@ from evenstep.doctor.reading.program import Assignment, Call, Frame, Loop, dotte
 # Up to this global batch Goyal et al., "Accurate, Large Minibatch SGD" (2017), leave the learning rate as it is.
 REFERENCE_BATCH = 256
 FEW_ROWS = 8  # batch normalisation over at most so many rows of a rank is noise
-_WORLD = re.compile(r"(?i)world_size|get_world_size|num_replicas|num_processes")
 _SAVES_EXCHANGE = (
     "no_sync",
     "accumulate",
@@ -144,7 +144,7 @@ def _divisor(script: Script, backward: Call, count: str) -> Iterator[Finding]:
             )
         return
     for divisor in divisors:
-        if divisor == count or (count in divisor and not _WORLD.search(divisor)):
+        if divisor == count or (count in divisor and not WORLD.search(divisor)):
             continue
         is_size = re.fullmatch(r"len\(.*\)|(?:\w+\.)*(?:\w*batch_size|num_batches|n_batches|epochs)", divisor)
         if (divisor.isdecimal() and count.isdecimal()) or is_size:
@@ -220,7 +220,7 @@ def _divided_by_world(script: Script) -> Iterator[Finding]:
         return
     for backward in script.backward_calls:
         for divisor in _divisors_of(script, backward, inside=True):
-            if _WORLD.search(divisor) and "tokens" not in divisor:
+            if WORLD.search(divisor) and "tokens" not in divisor:
                 yield found(
                     "EV502",
                     backward,
@@ -380,7 +380,7 @@ def _learning_rate(script: Script) -> Iterator[Finding]:
         return
     for loader in loaders:
         size = loader.argument("batch_size", 1)
-        if size is None or any(_WORLD.search(text_of(each)) for each, _ in origins(script, size, loader.frame)):
+        if size is None or any(WORLD.search(text_of(each)) for each, _ in origins(script, size, loader.frame)):
             return
     site = loaders[0]
     rows = number(script, site.argument("batch_size", 1), site.frame)
@@ -389,7 +389,7 @@ def _learning_rate(script: Script) -> Iterator[Finding]:
     for call in script.named("torch.optim.SGD"):
         rate = call.argument("lr", 1)
         texts = [text_of(each) for each, _ in origins(script, rate, call.frame)]
-        if rate is not None and not any(_WORLD.search(each) or "scale" in each for each in texts):
+        if rate is not None and not any(WORLD.search(each) or "scale" in each for each in texts):
             shown = text_of(site.argument("batch_size", 1))
             yield found("EV506", call, f"lr={text_of(rate)} and batch_size={shown} are the same on any number of ranks")
             return
@@ -438,7 +438,7 @@ def _schedulers(script: Script) -> Iterator[Finding]:
             if length is None:
                 continue
             expressions = list(origins(script, length, call.frame))
-            if any(_WORLD.search(text_of(each)) for each, _ in expressions):
+            if any(WORLD.search(text_of(each)) for each, _ in expressions):
                 continue
             whole = next(
                 (text_of(each) for each, where in expressions if _divides_all_samples(script, each, where)), ""

@@ -154,7 +154,6 @@ ORDER: dict[str, list[str]] = {
         "report",
         "diagnosis",
         "reading",
-        "watching",
         "evidence",
         "run",
         "findings",

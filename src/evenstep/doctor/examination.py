@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ def examine(
     path = Path(script)
     reading = read(path)
     notes = list(reading.notes)
-    watched = Watched()
+    seen = Watched()
     if runs and path.suffix == ".ipynb":
         notes.append("A notebook is read, not run.")
     elif runs and not reading.looked.communicates:
@@ -55,12 +56,14 @@ def examine(
             f"data-parallel script of it."
         )
     elif runs:
-        from evenstep.doctor.watching import run_under_watch
+        from evenstep.doctor.evidence.verdict import watched
+        from evenstep.doctor.run.runs import watch
 
-        watched = run_under_watch(script, arguments, reading.facts, ranks=num_ranks, num_steps=num_steps, say=say)
-    merged = merge(reading.findings, watched)
+        evidence = watch(script, arguments, ranks=num_ranks, num_steps=num_steps, say=say)
+        seen = watched(evidence, script=script, directory=os.getcwd(), facts=reading.facts)
+    merged = merge(reading.findings, seen)
     kept = [each for each in merged if each.rule in wanted and not _is_ignored(each, reading.ignored)]
-    return Report(script, kept, [*notes, *watched.notes], watched.num_steps, reading.looked)
+    return Report(script, kept, [*notes, *seen.notes], seen.num_steps, reading.looked)
 
 
 def read(path: Path) -> Reading:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import libcst as cst
 
@@ -256,6 +256,20 @@ def in_training_or_evaluation(script: Script, call: Call) -> bool:
     return function is not None and any(
         loop.frame.function is function for loop in [*script.evaluation_loops, *script.step_loops]
     )
+
+
+def runs(script: Script, calls: Sequence[Call], is_wanted: Callable[[Call], bool], depth: int = 3) -> bool:
+    """True if such a call is among these, or in the script's own functions that they may run.
+
+    A method of an object that isn't known may be any of that name.
+    """
+    if any(map(is_wanted, calls)):
+        return True
+    targets = {target for call in calls for target in script.values.functions_of(call)}
+    unknown = {call.last for call in calls if call.receiver is not None and not script.values.functions_of(call)}
+    targets |= {each for file in script.files for each in file.all_functions if each.cls and each.name in unknown}
+    inside = [call for call in script.calls if call.frame.function in targets]
+    return depth > 0 and bool(inside) and runs(script, inside, is_wanted, depth - 1)
 
 
 def exclude_each_other(one: Frame, other: Frame) -> bool:

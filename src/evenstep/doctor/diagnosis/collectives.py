@@ -14,6 +14,7 @@ from evenstep.doctor.diagnosis.asking import (
     is_nothing,
     names_in,
     per_step,
+    runs,
     walk,
     wrappers_at,
 )
@@ -54,6 +55,7 @@ _METHODS = {
     "fabric": {"all_gather", "all_reduce", "barrier", "broadcast", "save"},
     "world": {"barrier", "broadcast_object", "exchange", "gather", "mean"},
 }
+_SHARES = re.compile(r"(?i)reduce|gather|sync|broadcast|average")
 _NO_GRAD = re.compile(r"\b(?:no_grad|inference_mode)\b")
 _BARRIERS = {"barrier", "monitored_barrier", "wait_for_everyone"}
 
@@ -91,9 +93,8 @@ def _steps_left_out(script: Script, collectives: list[Call]) -> Iterator[Finding
         for each, _ in _ifs_that_leave(script, loop):
             tested = [inner for inner in walk(each.test) if isinstance(inner, cst.Call)]
             asks = any(_last(inner) in ("isnan", "isinf", "isfinite") for inner in tested)
-            shared = {name for call in collectives for argument in call.arguments for name in names_in(argument)}
             is_before = any(one.frame.function is each.function and one.line > each.line for one in passes)
-            if asks and is_before and not names_in(each.test) & shared:
+            if asks and is_before and not _is_shared(script, each, collectives):
                 yield found(
                     "EV402",
                     (each.file, each.line),
@@ -111,14 +112,20 @@ def _last(call: cst.Call) -> str:
 
 def _stops_alone(script: Script, collectives: list[Call]) -> Iterator[Finding]:
     """A `break` for what a rank has measured on its own part of the validation data."""
+    if any(map(script.imports, ("torchmetrics", "ignite", "evaluate"))):
+        return  # whose numbers are those of all ranks
     measures = {
         loop.frame.function
         for loop in script.evaluation_loops
         if loop.frame.function is not None and any(_is_divided(script, each) for each in script.loaders_of(loop))
-    } - {call.frame.function for call in collectives}
+    }
     for loop in script.training_loops:
         for each, body in _ifs_that_leave(script, loop):
-            if "continue" not in body and loop not in script.step_loops and _depends_on(script, each, measures):
+            if (
+                "continue" not in body
+                and loop not in script.step_loops
+                and _is_measured(script, each, measures, collectives)
+            ):
                 yield found(
                     "EV402",
                     (each.file, each.line),
@@ -138,19 +145,41 @@ def _is_divided(script: Script, loader: Thing) -> bool:
     )
 
 
-def _depends_on(script: Script, test: Frame, functions: set[Function]) -> bool:
-    """True if a condition's names get their values from functions, or are set where another condition rests on them."""
+def _behind(script: Script, test: Frame) -> Iterator[tuple[cst.CSTNode, Frame]]:
+    """What a condition's names are given, and the conditions under which they are given it."""
     pending: list[tuple[cst.CSTNode | None, Frame, int]] = [(test.test, test, 4)]
+    seen: set[int] = set()
     while pending:
         node, frame, left = pending.pop()
-        calls = [script.values.record(inner) for inner in walk(node) if isinstance(inner, cst.Call)]
-        if any(functions & set(script.values.functions_of(call)) for call in calls if call is not None):
-            return True
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node, frame
         for name in names_in(node) if left else ():
             for each in assignments_to(script, name, frame):
                 pending.append((each.value, each.frame, left - 1))
                 pending += [(around.test, around, left - 1) for around in each.frame.outwards() if around.kind == "if"]
-    return False
+
+
+def _calls_behind(script: Script, test: Frame) -> list[Call]:
+    inside = [inner for node, _ in _behind(script, test) for inner in walk(node) if isinstance(inner, cst.Call)]
+    return [call for inner in inside if (call := script.values.record(inner)) is not None]
+
+
+def _is_shared(script: Script, test: Frame, collectives: list[Call]) -> bool:
+    """True if ranks have exchanged what a condition rests on, as far as names and the calls behind them tell."""
+    shared = {name for call in collectives for argument in call.arguments for name in names_in(argument)}
+    if any(names_in(node) & shared for node, _ in _behind(script, test)):
+        return True
+    return runs(
+        script, _calls_behind(script, test), lambda call: call in collectives or bool(_SHARES.search(call.last))
+    )
+
+
+def _is_measured(script: Script, test: Frame, functions: set[Function], collectives: list[Call]) -> bool:
+    """True if a condition rests on what functions return, and ranks exchange nothing of it."""
+    targets = {target for call in _calls_behind(script, test) for target in script.values.functions_of(call)}
+    return bool(targets & functions) and not _is_shared(script, test, collectives)
 
 
 def _is_collective(script: Script, call: Call) -> bool:

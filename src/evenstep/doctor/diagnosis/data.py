@@ -21,6 +21,7 @@ from evenstep.doctor.diagnosis.asking import (
     on_all_ranks,
     on_ranks,
     origins,
+    runs,
     walk,
 )
 from evenstep.doctor.findings import Finding
@@ -84,7 +85,7 @@ def _no_sampler(script: Script) -> Iterator[Finding]:
         yield found("EV101", loader, f"{loader.text} has {has}", mend=mend)
 
 
-_DRAWS = ("randint", "randperm", "choice", "randrange", "sample", "integers")
+_DRAWS = ("randint", "randperm", "integers")
 
 
 def _seeds(script: Script) -> list[Call]:
@@ -101,7 +102,7 @@ def _same_draws(script: Script) -> Iterator[Finding]:
         for call in seeds
         for each in call.arguments
     )
-    if not alike or script.training_loaders or divides_by_hand(script):
+    if not alike or script.training_loaders or script.looked.unknown or divides_by_hand(script):
         return
     draws = [call for call in script.calls if call.last in _DRAWS and call.name and call.argument("generator") is None]
     for call in draws:
@@ -255,7 +256,7 @@ def _padded_validation(script: Script) -> Iterator[Finding]:
                 f"{gathers[0].text} gathers the samples that were repeated to fill the last batch, too",
                 mend=f"accelerator.gather_for_metrics({', '.join(text_of(each) for each in gathers[0].arguments)})",
             )
-        if trims or not _reduces(script, inside) or _keeps_elsewhere(script, inside):
+        if trims or not runs(script, inside, _sums) or _keeps_elsewhere(script, inside):
             continue
         for loader in script.loaders_of(loop):
             if loader.site is None or loader.site in script.values.prepared or not _is_torchs(loader):
@@ -273,15 +274,8 @@ def _padded_validation(script: Script) -> Iterator[Finding]:
                     )
 
 
-def _reduces(script: Script, calls: list[Call], depth: int = 3) -> bool:
-    """True if sums over ranks are among calls, or in the script's own functions that they may run."""
-    if any(call.name.startswith("torch.distributed.") and "reduce" in call.last for call in calls):
-        return True
-    targets = {target for call in calls for target in script.values.functions_of(call)}
-    unknown = {call.last for call in calls if call.receiver is not None and not script.values.functions_of(call)}
-    methods = [each for file in script.files for each in file.all_functions if each.cls and each.name in unknown]
-    inside = [call for call in script.calls if call.frame.function in targets.union(methods)]
-    return depth > 0 and bool(inside) and _reduces(script, inside, depth - 1)
+def _sums(call: Call) -> bool:
+    return call.name.startswith("torch.distributed.") and "reduce" in call.last
 
 
 def _keeps_elsewhere(script: Script, calls: list[Call]) -> bool:

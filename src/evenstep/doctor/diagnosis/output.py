@@ -228,7 +228,7 @@ def _files(script: Script) -> Iterator[Finding]:
         )
         if renames or not on_all_ranks(script, call) or _path_speaks_of_ranks(script, path, call):
             continue
-        if script.is_own(call) or _is_written_out(script, path, call):
+        if call.frame.file is script.files[0] or _is_written_out(script, path, call):
             yield found("EV205", call, f"{call.text} writes the same file on every rank")
 
 

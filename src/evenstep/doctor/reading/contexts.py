@@ -397,14 +397,6 @@ class Script:
     def _counts_rounds(self, loop: Loop) -> bool:
         return isinstance(loop.iterates, cst.Call) and dotted(loop.iterates.func) in ("range", "trange", "count")
 
-    def is_own(self, call: Call) -> bool:
-        """True of a call in the script itself, not in what it imports."""
-        return call.frame.file is self.files[0]
-
-    def file_of(self, call: Call) -> File:
-        """The file in which a call stands."""
-        return call.frame.file
-
 
 def _flat_kinds(things: frozenset[Thing], site: Call) -> set[str]:
     """The kinds of what a call itself makes, alone or in a tuple."""

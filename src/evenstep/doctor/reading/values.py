@@ -69,6 +69,14 @@ _OWN_ATTRIBUTES = {
     ("world", "world_size"): "world size",
     ("world", "device"): "device of this rank",
 }
+_CLASSES = {  # by kind, the last names of classes that one of the script's own derives from
+    "stream": {"IterableDataset", "IterDataPipe"},
+    "dataset": {"Dataset"},
+    "own sampler": {"Sampler", "BatchSampler"},
+    "sampler": {"DistributedSampler"},
+    "own loader": {"DataLoader"},
+    "model": {"Module", "Sequential", "PreTrainedModel"},
+}
 _RANK_CALLS = {"get_rank": "rank", "get_world_size": "world size", "get_node_local_rank": "local rank"}
 RANK_NAME = re.compile(r"(?:\w*\.)*(?:global_|local_|world_|node_|proc_|dist_|ddp_|my_)?(?:rank|RANK)")
 MAIN_NAME = re.compile(
@@ -244,10 +252,12 @@ class Values:
     # --- following ---
 
     def _settle(self) -> None:
+        known = -1
         for _ in range(MOST_ROUNDS):
+            before, known = known, sum(map(len, (*self._known.values(), *self._targets.values()))) + len(self.prepared)
+            if known == before:
+                break
             self._asked.clear()
-            before = sum(len(each) for each in self._known.values()) + len(self.prepared) + len(self._targets)
-            before += sum(len(each) for each in self._targets.values())
             for file in self.files:
                 for assignment in file.assignments:
                     self._assign(assignment)
@@ -255,10 +265,6 @@ class Values:
                     self._return(function)
                 for call in file.calls:
                     self._bind(call)
-            after = sum(len(each) for each in self._known.values()) + len(self.prepared) + len(self._targets)
-            after += sum(len(each) for each in self._targets.values())
-            if after == before:
-                break
         self._asked.clear()
         for call, functions in self._targets.items():
             for function in functions:
@@ -472,19 +478,7 @@ class Values:
         return frozenset(prepared)
 
     def _kind_of_class(self, cls: Class) -> str:
-        if self.is_kind_of(cls, {"IterableDataset", "IterDataPipe"}):
-            return "stream"
-        if self.is_kind_of(cls, {"Dataset"}):
-            return "dataset"
-        if self.is_kind_of(cls, {"Sampler", "BatchSampler"}):
-            return "own sampler"
-        if self.is_kind_of(cls, {"DistributedSampler"}):
-            return "sampler"
-        if self.is_kind_of(cls, {"DataLoader"}):
-            return "own loader"
-        if self.is_kind_of(cls, {"Module", "Sequential", "PreTrainedModel"}):
-            return "model"
-        return "instance"
+        return next((kind for kind, bases in _CLASSES.items() if self.is_kind_of(cls, bases)), "instance")
 
     def _call_of(self, node: cst.Call, frame: Frame) -> Call:
         """The record of a call node."""

@@ -42,6 +42,19 @@ _EXACT = {
     "torch.distributed.optim.ZeroRedundancyOptimizer": "optimizer",
     "datasets.load_dataset": "dataset",
 }
+_MADE = [
+    (re.compile(pattern), kind)
+    for pattern, kind in (
+        (r"(?:lightning|lightning_fabric|pytorch_lightning)\.(?:\w+\.)*Fabric", "fabric"),
+        (r"torch\.optim\.(?:\w+\.)*[A-Z]\w*", "optimizer"),
+        (r"torch\.(?:\w+\.)*(?:Sharded)?GradScaler", "scaler"),
+        (r"(?:torchvision\.models|transformers\.Auto|timm\.create_model).*", "model"),
+        (r"torchvision\.datasets\..*|torch\.utils\.data\.(?:Tensor|Concat)Dataset", "dataset"),
+        (r"torch\.utils\.data\.Subset", "subset"),
+        (r"torch\.nn\.(?:\w+\.)*(?!SyncBatchNorm)[A-Z]\w*(?<!Loss)", "model"),
+        (r"torch\.utils\.data\.(?:\w+\.)*\w*Sampler", "local sampler"),
+    )
+]
 _RANKS = {"RANK": "rank", "LOCAL_RANK": "local rank", "WORLD_SIZE": "world size", "SLURM_PROCID": "rank"}
 _RANKS |= {"SLURM_LOCALID": "local rank", "SLURM_NTASKS": "world size", "OMPI_COMM_WORLD_RANK": "rank"}
 _RANKS |= {"OMPI_COMM_WORLD_LOCAL_RANK": "local rank", "OMPI_COMM_WORLD_SIZE": "world size"}
@@ -420,32 +433,15 @@ class Values:
             return _of_variable(text_of(call.node.args[0].value))
         if last in _RANK_CALLS and not self._functions(call):
             return frozenset({Thing(_RANK_CALLS[last])})
-        if last == "Fabric" and name.partition(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning"):
-            return frozenset({Thing("fabric", call)})
         if name.startswith("torch.optim.lr_scheduler.") or (
             name.startswith("transformers.get_") and "schedule" in name
         ):
             return frozenset({Thing("scheduler", call, self.of(call.positional(0), call.frame))})
-        if name.startswith("torch.optim.") and last[:1].isupper():
-            return frozenset({Thing("optimizer", call)})
-        if last in ("GradScaler", "ShardedGradScaler") and name.startswith("torch."):
-            return frozenset({Thing("scaler", call)})
-        if name.startswith(("torchvision.models.", "transformers.Auto", "timm.create_model")):
-            return frozenset({Thing("model", call)})
-        if name.startswith("torchvision.datasets.") or name == "torch.utils.data.TensorDataset":
-            return frozenset({Thing("dataset", call)})
-        if name in ("torch.utils.data.Subset", "torch.utils.data.ConcatDataset"):
-            return frozenset({Thing("subset" if last == "Subset" else "dataset", call)})
-        if name.startswith("torch.nn.") and last[:1].isupper() and not last.endswith("Loss"):
-            if last == "SyncBatchNorm":
-                return None
-            return frozenset({Thing("model", call)})
         if name.startswith("torch.utils.data.") and last == "BatchSampler":
             drawn = self.of(call.argument("sampler", 0), call.frame)
             return frozenset(each for each in drawn if each.kind.endswith("sampler"))
-        if name.startswith("torch.utils.data.") and last.endswith("Sampler"):
-            return frozenset({Thing("local sampler", call)})
-        return None
+        kind = next((kind for pattern, kind in _MADE if pattern.fullmatch(name)), None)
+        return None if kind is None else frozenset({Thing(kind, call)})
 
     def _of_method(self, call: Call, receiver: Things) -> Things | None:
         """What a method of a known object returns; None if it isn't known."""

@@ -134,6 +134,10 @@ FOUND: dict[str, tuple[str, list[tuple[str, str]]]] = {
         ),
         [],
     ),
+    "clean_look": (
+        _changed(("    for epoch in range(4):", "    shown = next(iter(loader))\n    for epoch in range(4):")),
+        [],
+    ),
     "clean_workers": (_changed((_LOADER, "DataLoader(train_set, batch_size=16, sampler=sampler, num_workers=2)")), []),
     "clean_unused": (
         _changed(

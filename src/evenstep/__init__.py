@@ -1,26 +1,6 @@
 """Data-parallel training for PyTorch in which every replica takes the same step."""
 
-from evenstep.checkpoint.checkpointer import Checkpointer
-from evenstep.data.loader import DataLoader
-from evenstep.data.sampler import DistributedSampler
-from evenstep.data.sources.tokens import TokenDataset
-from evenstep.errors import EvenstepError
-from evenstep.joining import init
-from evenstep.launcher.launch import launch
-from evenstep.logger.logger import Logger
-from evenstep.optim.clipping import clip_grad_norm_, clip_grad_value_
-from evenstep.optim.ema import ExponentialMovingAverage
-from evenstep.optim.learning_rate import scale_learning_rate
-from evenstep.optim.local_sgd.local_sgd import LocalSGD
-from evenstep.optim.sharded.sharded_optimizer import ShardedOptimizer
-from evenstep.parallel.parallelize import attach, parallelize
-from evenstep.parameter_servers.api import parameter_server
-from evenstep.parameter_servers.embedding.remote_embedding import RemoteEmbedding
-from evenstep.replica.data_parallel.wrapper import DataParallel
-from evenstep.replica.normalization.sync_batchnorm import SyncBatchNorm
-from evenstep.replica.wrapper.distributed import DistributedDataParallel, backward
-from evenstep.transport.backend.backend import register_backend
-from evenstep.world import World
+import sys
 
 __all__ = [
     "Checkpointer",
@@ -49,4 +29,14 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-register_backend()  # for torch.distributed.init_process_group("evenstep")
+if "evenstep_command" in sys.modules:  # the command `evenstep`, of which `doctor --no-run` does without torch
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module 'evenstep' has no attribute {name!r}")
+        from evenstep import public
+
+        return getattr(public, name)
+
+else:
+    from evenstep.public import *  # noqa: F403

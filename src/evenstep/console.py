@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from evenstep import checks
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Item = TypeVar("Item")
 
@@ -28,6 +32,21 @@ def say(line: str) -> None:
     if sys.stderr is not None:  # was closed when python started; `print` would take stdout
         with contextlib.suppress(OSError):
             print(printable(line), file=sys.stderr, flush=True)  # noqa: T201
+
+
+def on_stdout(**settings: Any) -> Console:
+    """rich's console for reports. An error of stdout is raised: rich itself ends the process where a reader has gone.
+
+    Args:
+        settings: Of `rich.console.Console`.
+    """
+    from rich.console import Console
+
+    class Stdout(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, "the reader of standard output has gone")
+
+    return Stdout(**settings)
 
 
 def progress(

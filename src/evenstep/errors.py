@@ -30,6 +30,8 @@ from typing import ClassVar
 EXIT_PREEMPTED = 75
 # Exit status of a command that examines a script (bench, verify, convert) when the script itself fails.
 EXIT_SCRIPT_FAILED = 2
+# Exit status of a command whose output can't be written: the disk is full, or nobody reads it any more.
+EXIT_NOT_WRITTEN = 74
 
 
 class EvenstepError(RuntimeError):

@@ -6,13 +6,13 @@ import datetime
 import json
 import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenstep.bench.measure.plan import default_replicas, validate_replicas
-from evenstep.console import say
+from evenstep.console import on_stdout, say
 from evenstep.errors import ConfigurationError
 from evenstep.ground.health.telemetry import NUM_STEPS_KEPT
+from evenstep.named_files import write_report
 
 if TYPE_CHECKING:
     from evenstep.launcher.options.resources import Host
@@ -28,8 +28,6 @@ def scaling(args: Namespace) -> int:
         ConfigurationError: An argument makes no sense.
         UsageError: The script fails, or makes no steps.
     """
-    from rich.console import Console
-
     from evenstep.bench.explain import plots
     from evenstep.bench.explain.report import build_report, print_report
     from evenstep.bench.measure.runs import Wish, measure
@@ -53,8 +51,8 @@ def scaling(args: Namespace) -> int:
     began_at = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     measured = measure(wish, _say)
     report = build_report(measured, version=sys.modules["evenstep"].__version__, began_at=began_at)
-    (args.out / "report.json").write_text(json.dumps(report, indent=1))
-    print_report(report, Console())
+    write_report(args.out / "report.json", json.dumps(report, indent=1))
+    print_report(report, on_stdout())
     if plots.is_available():
         plots.draw_efficiency(report["curves"], args.out / "efficiency.png")
     print(f"{args.out}/report.json", flush=True)  # noqa: T201
@@ -71,8 +69,6 @@ def compare(args: Namespace) -> int:
         ConfigurationError: An argument makes no sense.
         UsageError: A script fails, or makes no steps.
     """
-    from rich.console import Console
-
     from evenstep.bench.compare import as_data, remarks, run_rounds, summarise, table, validate_scripts, verdicts
     from evenstep.bench.measure.runs import Wish
     from evenstep.launcher.options.resources import look_at_host
@@ -92,8 +88,8 @@ def compare(args: Namespace) -> int:
     sides = summarise(names, rounds)
     told = remarks(wish, sides, rounds)
     if args.json is not None:
-        Path(args.json).write_text(json.dumps(as_data(sides, told, wish), indent=1))
-    console = Console()
+        write_report(args.json, json.dumps(as_data(sides, told, wish), indent=1))
+    console = on_stdout()
     console.print(table(sides, wish))
     for line in [*verdicts(sides), *(f"note: {remark}" for remark in told)]:
         console.print(line, highlight=False, markup=False)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -27,6 +26,7 @@ from evenstep.bench.measure.runs import Wish, ended_early, not_written, others_b
 from evenstep.bench.measure.scaling import Run, Spread
 from evenstep.checks import counted
 from evenstep.errors import ConfigurationError
+from evenstep.named_files import validate_script
 from evenstep.temporary import private_directory
 
 VERSION = 1
@@ -113,8 +113,7 @@ def validate_scripts(scripts: Sequence[str]) -> tuple[str, ...]:
             f"rounds of one script differ."
         )
     for script in scripts:
-        if not Path(script).is_file():
-            raise ConfigurationError(f"{script}: no such script.")
+        validate_script(script)
     earlier = [scripts[:number].count(script) for number, script in enumerate(scripts)]
     return tuple(script if not n else f"{script} ({n + 1})" for script, n in zip(scripts, earlier, strict=True))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
 from typing import Any, NoReturn
 
 from evenstep import checks
@@ -67,13 +65,3 @@ def add_script(parser: argparse.ArgumentParser, *, help: str, rest_help: str) ->
     parser.add_argument("script", help=help)
     # Before python 3.13 argparse lists what follows as missing where nothing does.
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=rest_help).required = False
-
-
-def validate_target(name: str, file: str | None) -> None:
-    """Raise a `ConfigurationError` if a file can't be written; None is none. Before runs, which take minutes."""
-    if file is None:
-        return
-    path = Path(file)
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigurationError(f"{name} {path}: can't be written. Name a file in a directory that exists.")

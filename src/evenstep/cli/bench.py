@@ -8,8 +8,9 @@ from pathlib import Path
 
 from evenstep.bench.command import compare, scaling
 from evenstep.bench.measure.plan import MODES
-from evenstep.cli.arguments import Parser, add_script, at_least_1, numbers, validate_target
-from evenstep.launcher.options.flags import add_nproc_per_node
+from evenstep.cli.arguments import Parser, add_script, at_least_1, numbers
+from evenstep.launcher.options.ranks import add_nproc_per_node
+from evenstep.named_files import validate_target
 
 _DESCRIPTION = """\
 Measure how well training scales on this host, and say why not better; or which of several scripts is faster.
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(given)
     if args.action == "compare":
         args.arguments = behind
-        validate_target("--json", args.json)
+        validate_target("--json", args.json, *args.scripts)
     status: int = _SUBCOMMANDS[args.action][0](args)
     return status
 

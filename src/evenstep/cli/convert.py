@@ -6,12 +6,12 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenstep import checks, console
-from evenstep.cli.arguments import Parser, validate_target
+from evenstep.cli.arguments import Parser
 from evenstep.errors import ConfigurationError
+from evenstep.named_files import validate_target, write_report
 
 if TYPE_CHECKING:
     from evenstep.convert.convert import Conversion
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     # Unlike other commands, convert may have its own options behind the script: it doesn't run it, as a rule.
     args, rest = build_parser().parse_known_args(arguments)
     args.arguments = [each for each in rest if each != "--"]
-    validate_target("--json", args.json)
+    validate_target("--json", args.json, args.script)
     try:
         from evenstep.convert.convert import convert
     except ModuleNotFoundError as error:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     found = convert(args.script)
     if args.json is not None:
-        Path(args.json).write_text(json.dumps(found.as_json(), indent=2) + "\n")
+        write_report(args.json, json.dumps(found.as_json(), indent=2) + "\n")
     for remark in (*found.problems, *found.notes):
         console.say(f"{args.script}:{remark.line}: {remark.text}")
     if found.by is not None:
@@ -92,10 +92,8 @@ def build_parser() -> Parser:
 
 
 def _verify(args: Namespace, found: Conversion) -> bool:
-    from rich.console import Console
-
     report = found.verify(args.arguments, say=console.say)
-    report.show(Console())
+    report.show(console.on_stdout())
     if report.is_fine:
         console.say(f"{args.script}: converted, it computes the same on one rank and on two")
     else:
@@ -107,7 +105,6 @@ def _show(diff: str) -> None:
     if not sys.stdout.isatty():
         sys.stdout.write(diff)
         return
-    from rich.console import Console
     from rich.syntax import Syntax
 
-    Console().print(Syntax(diff, "diff", theme="ansi_dark", background_color="default"))
+    console.on_stdout().print(Syntax(diff, "diff", theme="ansi_dark", background_color="default"))

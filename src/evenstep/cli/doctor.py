@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import evenstep
 from evenstep import console
-from evenstep.cli.arguments import Parser, add_script, at_least_1, names, validate_target
-from evenstep.doctor.examination import examine
-from evenstep.launcher.options.flags import add_nproc_per_node
+from evenstep.cli.arguments import Parser, add_script, at_least_1, names
+from evenstep.doctor.examination import chosen_rules, examine
+from evenstep.doctor.report import explained
+from evenstep.doctor.rules import RULES
+from evenstep.launcher.options.ranks import add_nproc_per_node
+from evenstep.named_files import validate_target, write_report
 
 _DESCRIPTION = """\
 Look for the usual mistakes of data-parallel training: every rank trains on the same samples, set_epoch is forgotten,
@@ -23,6 +28,7 @@ examples:
   evenstep doctor --no-run train.ipynb             only read it
   evenstep doctor --select data,EV401 train.py     a group of rules, and one rule
   evenstep doctor --sarif doctor.sarif train.py    for code review tools
+  evenstep doctor --explain EV101                  what is this rule about?
 
 A comment in a line switches rules off there: # evenstep: ignore[EV305], or all: # evenstep: ignore
 
@@ -32,11 +38,9 @@ or the script isn't python."""
 
 def main(arguments: Sequence[str]) -> int:
     """Examine a script and print what is wrong with it; returns the exit status."""
-    from rich.console import Console
-
     args = build_parser().parse_args(arguments)
-    validate_target("--json", args.json)
-    validate_target("--sarif", args.sarif)
+    validate_target("--json", args.json, args.script)
+    validate_target("--sarif", args.sarif, args.script, args.json)
     report = examine(
         args.script,
         args.arguments,
@@ -47,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         ignore=args.ignore,
         say=console.say,
     )
-    report.show(Console(soft_wrap=True))
+    report.show(console.on_stdout(soft_wrap=True))
     misplaced = [each for each in args.arguments if each in ("--no-run", "--select", "--ignore", "--json", "--sarif")]
     if misplaced:
         console.say(
@@ -55,10 +59,18 @@ def main(arguments: Sequence[str]) -> int:
             f"stands before it: evenstep doctor {misplaced[0]} ... {args.script}"
         )
     if args.json is not None:
-        Path(args.json).write_text(report.as_json() + "\n")
+        write_report(args.json, report.as_json() + "\n")
     if args.sarif is not None:
-        Path(args.sarif).write_text(report.as_sarif(evenstep.__version__) + "\n")
+        write_report(args.sarif, report.as_sarif(evenstep.__version__) + "\n")
     return 0 if report.is_fine else 1
+
+
+class _Explain(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
+        for rule in sorted(chosen_rules([values], [])):
+            sys.stdout.write(explained(RULES[rule]))
+        sys.stdout.flush()
+        parser.exit()
 
 
 def build_parser() -> Parser:
@@ -77,6 +89,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--ignore", type=names, default=(), metavar="RULE,...", help="not these rules or groups (default: none)"
     )
+    parser.add_argument("--explain", action=_Explain, metavar="RULE", help="print what a rule is about, and end")
     parser.add_argument("--json", metavar="FILE", help="write the findings there, for programs")
     parser.add_argument("--sarif", metavar="FILE", help="write them as SARIF 2.1.0, for code review tools")
     add_script(parser, help="a python file, or a notebook, which is only read", rest_help="of the script")

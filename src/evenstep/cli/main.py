@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+import evenstep
 from evenstep import console
 from evenstep.cli.commands import COMMANDS, list_parser, validate_command
-from evenstep.errors import EXIT_SCRIPT_FAILED, ConfigurationError, EvenstepError, UsageError
-from evenstep.launcher.spawn.child import keep_ended_children, leave_process_1
-from evenstep.launcher.spawn.zygote import BecomeRank
+from evenstep.errors import EXIT_NOT_WRITTEN, EXIT_SCRIPT_FAILED, ConfigurationError, EvenstepError, UsageError
+from evenstep.launcher.spawn.child import BecomeRank, keep_ended_children, leave_process_1
+from evenstep.named_files import OF_THE_DISK
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,8 +73,16 @@ def _main(arguments: list[str], *, owns_process: bool) -> int:
             parser.parse_args(arguments)  # --help, --version, or a mistake: ends here
             parser.error(f"{arguments[0]}: a command comes first")
         name, *rest = arguments
+        if name != "doctor":
+            _ = evenstep.init  # all of the package, and its backend: scripts in this process count on them
         command = importlib.import_module(f"evenstep.cli.{name}")
+        if owns_process and sys.stdout is None and name != "run":
+            raise ConfigurationError(
+                "standard output is closed, and would have the answer. Send it to /dev/null instead."
+            )
         status: int = command.main(rest, **({"may_fork": owns_process} if name == "run" else {}))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where an error can still be told
         return status
     except EvenstepError as error:
         if not error.is_users_mistake:
@@ -80,9 +90,14 @@ def _main(arguments: list[str], *, owns_process: bool) -> int:
         console.say(f"evenstep: {error}")
         # `run` ends with the status of its ranks; the others say so when the script that they were given fails.
         return EXIT_SCRIPT_FAILED if isinstance(error, UsageError) and arguments[0] != "run" else error.exit_code
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except OSError as error:
+        if error.errno not in OF_THE_DISK or arguments[0] == "run":
+            raise
+        if error.errno != errno.EPIPE:  # else the reader of our output has seen enough
+            console.say(f"evenstep: {error.filename or 'standard output'} can't be written: {error.strerror}.")
+        if owns_process:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be written to it
+        return EXIT_NOT_WRITTEN
     except KeyboardInterrupt:
         console.say("evenstep: interrupted")
         return 130

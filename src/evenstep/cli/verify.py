@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
 from evenstep import console
-from evenstep.cli.arguments import Parser, add_script, number, numbers, validate_target
+from evenstep.cli.arguments import Parser, add_script, number, numbers
 from evenstep.errors import ConfigurationError
-from evenstep.launcher.options.flags import add_nproc_per_node
+from evenstep.launcher.options.ranks import add_nproc_per_node
+from evenstep.named_files import validate_target, write_report
 from evenstep.verify.ranks import verify_ranks
 from evenstep.verify.resume import verify_resume
 
@@ -35,7 +35,7 @@ is wrong."""
 def main(arguments: Sequence[str]) -> int:
     """Run the script several times and print what differs; returns the exit status."""
     args = build_parser().parse_args(arguments)
-    validate_target("--json", args.json)
+    validate_target("--json", args.json, args.script)
     return _compare_resumed(args) if args.resume else _compare_ranks(args)
 
 
@@ -69,8 +69,6 @@ def build_parser() -> Parser:
 
 
 def _compare_ranks(args: Namespace) -> int:
-    from rich.console import Console
-
     if args.kill_at is not None:
         raise ConfigurationError("--kill-at goes with --resume.")
     report = verify_ranks(
@@ -81,9 +79,9 @@ def _compare_ranks(args: Namespace) -> int:
         device=args.device,
         say=console.say,
     )
-    report.show(Console())
+    report.show(console.on_stdout())
     if args.json is not None:
-        Path(args.json).write_text(report.as_json() + "\n")
+        write_report(args.json, report.as_json() + "\n")
     return 0 if report.is_fine else 1
 
 
@@ -110,5 +108,5 @@ def _compare_resumed(args: Namespace) -> int:
     )
     if args.json is not None:
         result = {"script": args.script, "fine": is_same, "said": lines[-1]}
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+        write_report(args.json, json.dumps(result, indent=2) + "\n")
     return 0 if is_same else 1

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import ast
 import codecs
-import contextlib
 import difflib
-import io
 import os
-import stat
-import tempfile
-import tokenize
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +18,7 @@ from evenstep.convert.plan import already_distributed, plan
 from evenstep.convert.source import Script
 from evenstep.convert.work import Remark
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.named_files import encoding_of, read_script, replace_file
 from evenstep.verify.ranks import verify_ranks
 from evenstep.verify.report import Report
 
@@ -78,26 +74,13 @@ class Conversion:
             OSError: It can't be written. It is as it was.
         """
         path = Path(self.script).resolve()  # of a link, what it points to
-        was = path.stat()
-        if not was.st_mode & 0o222 or not os.access(path, os.W_OK):
+        if not path.stat().st_mode & 0o222 or not os.access(path, os.W_OK):
             raise ConfigurationError(f"{self.script} is read-only, and is as it was: chmod u+w {self.script}")
         if path.read_bytes() != self.original:
             raise ConfigurationError(
                 f"{self.script} has been changed since it was read, and is as it was: convert again."
             )
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(self.content)
-                file.flush()
-                os.fsync(file.fileno())
-            with contextlib.suppress(PermissionError):
-                os.chown(name, was.st_uid, was.st_gid)
-            os.chmod(name, was.st_mode & 0o7777)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        replace_file(path, self.content)
 
     def verify(self, arguments: Sequence[str], *, say: Callable[[str], None]) -> Report:
         """Run the new text on one rank and on two, and compare.
@@ -147,28 +130,15 @@ def convert(script: str) -> Conversion:
     after = work.edits.apply()
     _validate(after, path)
     mark = codecs.BOM_UTF8 if content.startswith(codecs.BOM_UTF8) else b""
-    new = mark + after.removeprefix("\ufeff").encode(_encoding(content).removesuffix("-sig"))
+    new = mark + after.removeprefix("\ufeff").encode(encoding_of(content, path).removesuffix("-sig"))
     return Conversion(script, before, after, new, content, notes=notes, launch=work.launch)
 
 
 def _parse(path: Path) -> tuple[cst.Module, bytes]:
     if path.suffix.lower() == ".ipynb":
         raise ConfigurationError(f"{path} is a notebook: export it as a script first (jupyter nbconvert --to script).")
-    if path.is_dir():
-        raise ConfigurationError(f"{path} is a directory: name the script that trains.")
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ConfigurationError(f"{path} is no regular file: name the script that trains.")
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}.") from None
-    try:
-        content.decode(_encoding(content))
-    except (SyntaxError, UnicodeDecodeError) as error:
-        text = str(error).splitlines()[0]
-        raise ConfigurationError(f"{path}: its encoding can't be read ({text}). Save it as UTF-8.") from None
-    if b"\0" in content:
-        raise ConfigurationError(f"{path} holds null bytes: it is no text.")
+    content = read_script(path)
+    encoding_of(content, path)
     if not content.strip():
         raise ConfigurationError(f"{path} is empty: name the script that trains.")
     return _parse_text(content, path), content
@@ -200,11 +170,6 @@ def _validate_depth(tree: ast.AST) -> None:
         if not level:
             return
     raise RecursionError
-
-
-def _encoding(content: bytes) -> str:
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-    return encoding
 
 
 def _validate(text: str, path: Path) -> None:

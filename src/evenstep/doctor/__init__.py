@@ -6,8 +6,7 @@ In reading order:
     findings      one mistake at one place; what was read and what was seen, merged     pure
     reading/      a script as calls, names, loops and ranks; LibCST parses
     diagnosis/    the rules that reading decides, by group
-    watching      runs the script for some steps on some ranks, and says what was seen
-    run/          there: ranks, what they record, and the end of a run that would hang
+    run/          a run of some steps on some ranks: what they record, and the end of a run that would hang
     evidence/     from what ranks have recorded to findings                             pure
     report        findings as text, JSON and SARIF
     examination   `evenstep doctor`: reads, runs, reports

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
 from evenstep import checks
-from evenstep.doctor.findings import Finding, Watched, merge
+from evenstep.doctor.findings import Finding, Reading, Watched, merge
 from evenstep.doctor.report import Report
 from evenstep.doctor.rules import GROUPS, RULES
 from evenstep.errors import ConfigurationError
@@ -44,22 +45,29 @@ def examine(
     """
     wanted = chosen_rules(select, ignore)
     path = Path(script)
-    found, notes, ignored = read(path)
-    watched = Watched()
+    reading = read(path)
+    notes = list(reading.notes)
+    seen = Watched()
     if runs and path.suffix == ".ipynb":
         notes.append("A notebook is read, not run.")
-        runs = False
-    if runs:
-        from evenstep.doctor.watching import run_under_watch
+    elif runs and not reading.looked.communicates:
+        notes.append(
+            f"It has no call that makes it distributed, so it was not run: `evenstep convert {script}` makes a "
+            f"data-parallel script of it."
+        )
+    elif runs:
+        from evenstep.doctor.evidence.verdict import watched
+        from evenstep.doctor.run.runs import watch
 
-        watched = run_under_watch(script, arguments, ranks=num_ranks, num_steps=num_steps, say=say)
-    merged = merge(found, watched)
-    kept = [each for each in merged if each.rule in wanted and not _is_ignored(each, ignored)]
-    return Report(script, kept, [*notes, *watched.notes], watched.num_steps if runs else None)
+        evidence = watch(script, arguments, ranks=num_ranks, num_steps=num_steps, say=say)
+        seen = watched(evidence, script=script, directory=os.getcwd(), facts=reading.facts)
+    merged = merge(reading.findings, seen)
+    kept = [each for each in merged if each.rule in wanted and not _is_ignored(each, reading.ignored)]
+    return Report(script, kept, [*notes, *seen.notes], seen.num_steps, reading.looked)
 
 
-def read(path: Path) -> tuple[list[Finding], list[str], dict[tuple[str, int | None, int], frozenset[str]]]:
-    """What reading a script finds: findings, notes, and by (path, cell, line) the rules that a comment switches off.
+def read(path: Path) -> Reading:
+    """What reading a script finds.
 
     Raises:
         ConfigurationError: It can't be read, isn't python, or LibCST is missing.
@@ -77,6 +85,7 @@ def read(path: Path) -> tuple[list[Finding], list[str], dict[tuple[str, int | No
                     continue
                 # One finding of a rule at a line, whichever way it was found.
                 found.setdefault((finding.rule, finding.path, finding.line, finding.cell), finding)
+        looked, facts = read_script.looked, read_script.facts
     except RecursionError as error:
         raise ConfigurationError(f"{path}: its expressions or calls are nested too deeply to be followed.") from error
     finally:
@@ -86,7 +95,7 @@ def read(path: Path) -> tuple[list[Finding], list[str], dict[tuple[str, int | No
         for line, rules in file.source.ignored.items():
             shown, cell = file.source.place(line)
             ignored[str(file.source.path), cell, shown] = rules
-    return sorted(found.values(), key=_order), list(read_script.notes), ignored
+    return Reading(sorted(found.values(), key=_order), read_script.notes, ignored, looked, facts)
 
 
 def _order(finding: Finding) -> tuple[str, int, int, int, str]:
@@ -104,7 +113,7 @@ def _modules() -> tuple[ModuleType, list[Callable[..., Iterable[Finding]]]]:
     return contexts, [each.check for each in (data, output, devices, collectives, step, starting)]
 
 
-def _is_ignored(finding: Finding, ignored: dict[tuple[str, int | None, int], frozenset[str]]) -> bool:
+def _is_ignored(finding: Finding, ignored: Mapping[tuple[str, int | None, int], frozenset[str]]) -> bool:
     rules = ignored.get((finding.path, finding.cell, finding.line))
     return rules is not None and (not rules or finding.rule in rules)
 
@@ -126,7 +135,7 @@ def _matching(option: str, names: Sequence[str]) -> set[str]:
         if not fitting or name.upper() in ("E", "EV", ""):
             guess = checks.meant(name, [*RULES, *GROUPS])
             raise ConfigurationError(
-                f"{option} {name}: there is no such rule.{guess} Rules are EV101 to EV605, groups {', '.join(GROUPS)}."
+                f"{option} {name}: there is no such rule.{guess} Rules are EV101 to EV606, groups {', '.join(GROUPS)}."
             )
         matching |= fitting
     return matching

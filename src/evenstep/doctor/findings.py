@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from evenstep.checks import counted
 from evenstep.doctor.rules import RULES, Rule
 
 
@@ -49,6 +50,63 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Looked:
+    """What was looked at.
+
+    Attributes:
+        is_distributed: Several ranks run the script, by calls that the rules know.
+        communicates: It names something that communicates between ranks, known to the rules or not.
+        num_loaders, num_wrapped: Calls that make loaders, and that wrap models.
+        unknown: (text, line) of what wasn't understood, about which rules are silent.
+    """
+
+    is_distributed: bool = True
+    communicates: bool = True
+    num_loaders: int = 0
+    num_wrapped: int = 0
+    unknown: Sequence[tuple[str, int]] = ()
+
+    def __str__(self) -> str:
+        unknown = ", ".join(f"`{text}` (line {line})" for text, line in self.unknown)
+        counts = f"{counted(self.num_loaders, 'loader')}, {counted(self.num_wrapped, 'wrapped model')}"
+        return counts + (f"; not understood: {unknown}" if unknown else "")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What reading knows of a script that its run is judged by.
+
+    Attributes:
+        guarded: (absolute path, line) of calls around which a condition looks like a rank's; None: not known.
+        uses_gpus: Tensors may lie on a GPU.
+        syncs_norms: Batch normalisation is made to take its statistics of all ranks.
+    """
+
+    guarded: Collection[tuple[str, int]] | None = None
+    uses_gpus: bool = False
+    syncs_norms: bool = False
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What reading a script has found.
+
+    Attributes:
+        findings: Sorted by place.
+        notes: Sentences about files that weren't read.
+        ignored: By (path, cell, line), the rules that a comment switches off; empty: all.
+        looked: What was looked at.
+        facts: What its run is judged by.
+    """
+
+    findings: Sequence[Finding]
+    notes: Sequence[str] = ()
+    ignored: Mapping[tuple[str, int | None, int], frozenset[str]] = field(default_factory=dict)
+    looked: Looked = field(default_factory=Looked)
+    facts: Facts = field(default_factory=Facts)
+
+
+@dataclass(frozen=True)
 class Refuted:
     """A run has shown that a rule holds after all, so that what was read is no finding.
 
@@ -71,13 +129,13 @@ class Watched:
         findings: Each `confirmed`, at the line where a person would mend it.
         refuted: What reading may have found and the run didn't.
         notes: One sentence each, for the person: why a run ended early, what it couldn't look at.
-        num_steps: Optimizer steps that all ranks made; 0 if the script doesn't run.
+        num_steps: Optimizer steps that all ranks made; 0 if the script doesn't run; None if it wasn't run.
     """
 
     findings: Sequence[Finding] = ()
     refuted: Sequence[Refuted] = ()
     notes: Sequence[str] = ()
-    num_steps: int = 0
+    num_steps: int | None = None
 
 
 def merge(read: Iterable[Finding], watched: Watched) -> list[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,7 +13,8 @@ from urllib.parse import quote
 from rich.console import Console
 from rich.text import Text
 
-from evenstep.doctor.findings import Finding
+from evenstep.checks import counted
+from evenstep.doctor.findings import Finding, Looked
 from evenstep.doctor.rules import RULES, Rule, Severity
 
 JSON_VERSION = 1
@@ -29,12 +30,14 @@ class Report:
         findings: Sorted by place.
         notes: Sentences about what couldn't be looked at.
         num_steps: Steps that were watched; None if the script was only read.
+        looked: What was looked at.
     """
 
     script: str
     findings: Sequence[Finding]
     notes: Sequence[str] = ()
     num_steps: int | None = None
+    looked: Looked = field(default_factory=Looked)
 
     @property
     def is_fine(self) -> bool:
@@ -51,17 +54,21 @@ class Report:
 
     def summary(self) -> str:
         """The last line."""
-        looked = "read" if self.num_steps is None else f"read, and run for {_counted(self.num_steps, 'step')}"
+        ran = "" if self.num_steps is None else f", and run for {counted(self.num_steps, 'step')}"
+        looked = f"read{ran}: {self.looked}"
+        if not self.findings and not self.num_steps and not self.looked.is_distributed:
+            is_unknown = "no call that makes it distributed is known" if self.looked.communicates else "not distributed"
+            return f"{self.script}: {is_unknown}: not examined."
         if not self.findings:
             return f"{self.script}: nothing found ({looked})."
         real = [each for each in self.findings if each.about.severity is not Severity.NOTE]
-        parts = [_counted(len(real), "finding")]
+        parts = [counted(len(real), "finding")]
         confirmed = sum(each.confirmed for each in real)
         if self.num_steps is not None and real:
             count = "none" if confirmed == 0 else f"{confirmed} of them"
             parts.append(f"{'' if confirmed == len(real) else count + ' '}confirmed by the run")
         if len(real) < len(self.findings):
-            parts.append(_counted(len(self.findings) - len(real), "note"))
+            parts.append(counted(len(self.findings) - len(real), "note"))
         return f"{self.script}: {', '.join(parts)} ({looked})."
 
     def as_json(self) -> str:
@@ -88,6 +95,10 @@ class Report:
             "script": self.script,
             "fine": self.is_fine,
             "steps": self.num_steps,
+            "distributed": self.looked.is_distributed,
+            "loaders": self.looked.num_loaders,
+            "wrapped_models": self.looked.num_wrapped,
+            "not_understood": [{"text": text, "line": line} for text, line in self.looked.unknown],
             "findings": found,
             "notes": list(self.notes),
         }
@@ -115,8 +126,12 @@ class Report:
         return json.dumps({"$schema": schema, "version": "2.1.0", "runs": [run]}, indent=2)
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def explained(rule: Rule) -> str:
+    """A rule in words, for `--explain`."""
+    mend = textwrap.indent(rule.mend, "    ")
+    return (
+        f"{rule.id} {rule.name}\n\n{rule.what}\n{rule.why}\n\n{mend}\n\nFound by {rule.found_by.value}. {rule.page}\n"
+    )
 
 
 def _show_finding(console: Console, finding: Finding) -> None:

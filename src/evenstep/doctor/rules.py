@@ -153,6 +153,16 @@ _ALL = [
         _RUNNING,
         _ERROR,
     ),
+    Rule(
+        "EV110",
+        "data split differently on each rank",
+        "data",
+        "A random split into training and validation is made without a seed, so each rank has a split of its own.",
+        "Samples that one rank validates on are trained on by others: the validation says too much good.",
+        "parts = random_split(data, lengths, generator=torch.Generator().manual_seed(0))",
+        _READING,
+        _ERROR,
+    ),
     # --- output ---
     Rule(
         "EV201",
@@ -276,6 +286,16 @@ _ALL = [
         _BOTH,
         _WARNING,
     ),
+    Rule(
+        "EV306",
+        "global rank as device",
+        "devices",
+        "The GPU of a rank is chosen by its global rank.",
+        "On the second node ranks begin at 8, say, and there is no GPU 8: the run fails, there and only there.",
+        'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))',
+        _READING,
+        _WARNING,
+    ),
     # --- collectives ---
     Rule(
         "EV401",
@@ -294,7 +314,7 @@ _ALL = [
         "Ranks call different numbers of collectives, or in another order.",
         "A rank waits for a call that never comes, or ranks combine tensors that have nothing to do with each other.",
         "# call the same collectives on every rank, also where a rank has nothing to add",
-        _RUNNING,
+        _BOTH,
         _ERROR,
     ),
     Rule(
@@ -408,6 +428,16 @@ _ALL = [
         _READING,
         _ERROR,
     ),
+    Rule(
+        "EV511",
+        "backward pass around the loss scale",
+        "step",
+        "loss.backward() is called where accelerate or Fabric multiplies the loss by its scale in float16.",
+        "The step divides by a scale that gradients never had: they are as good as zero.",
+        "accelerator.backward(loss)",
+        _READING,
+        _ERROR,
+    ),
     # --- starting ---
     Rule(
         "EV601",
@@ -448,6 +478,16 @@ _ALL = [
         "model = DistributedDataParallel(model, device_ids=[local_rank])  # one process per GPU",
         _READING,
         _WARNING,
+    ),
+    Rule(
+        "EV606",
+        "gradients not averaged",
+        "starting",
+        "Ranks join a process group, and nothing exchanges gradients: no wrapper, no collective in the loop.",
+        "Every rank trains a model of its own on its part of the data, and nothing says so.",
+        "model = DistributedDataParallel(model)",
+        _READING,
+        _ERROR,
     ),
 ]
 

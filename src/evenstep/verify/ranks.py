@@ -11,6 +11,7 @@ from evenstep.checks import counted
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.environment import openmp_threads, with_settings
 from evenstep.launcher.options.resources import count_cores
+from evenstep.named_files import validate_script
 from evenstep.observe.rehearsal import RehearsalPlan
 from evenstep.observe.thresholds import COARSE
 from evenstep.temporary import private_directory
@@ -48,8 +49,7 @@ def verify_ranks(
         ConfigurationError: There is no such script, or a number makes no sense.
         UsageError: The script fails, or makes no steps.
     """
-    if not Path(script).is_file():
-        raise ConfigurationError(f"{script}: no such script (looked in {Path.cwd()}).")
+    validate_script(script)
     if len(set(ranks)) < 2 or min(ranks) < 1:
         received = ",".join(map(str, ranks))
         raise ConfigurationError(

@@ -11,6 +11,7 @@ from evenstep.checkpoint.directory import checkpoints_in
 from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.environment import with_settings
+from evenstep.named_files import validate_script
 from evenstep.observe.rehearsal import RehearsalPlan
 from evenstep.temporary import private_directory
 from evenstep.verify.traces import first_difference, read_trace
@@ -40,8 +41,7 @@ def verify_resume(
         ConfigurationError: There is no such script, or a number makes no sense.
         UsageError: The script fails, or makes no steps with a `Checkpointer`.
     """
-    if not Path(script).is_file():
-        raise ConfigurationError(f"{script}: no such script (looked in {Path.cwd()}).")
+    validate_script(script)
     if num_steps is not None and num_steps < 2:
         raise ConfigurationError(f"--steps {num_steps}: at least 2, one before the kill and one after.")
     with private_directory("verify") as root:

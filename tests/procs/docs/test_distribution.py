@@ -74,7 +74,7 @@ def test_the_wheel_has_every_module_and_needs_no_compiler(built: tuple[Path, Pat
     with zipfile.ZipFile(wheel) as files:
         names = {name for name in files.namelist() if ".dist-info/" not in name}
     modules = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "evenstep").rglob("*.py")}
-    assert names == modules | {"evenstep/py.typed"}
+    assert names == modules | {"evenstep_command.py", "evenstep/py.typed"}
 
 
 def test_what_the_wheel_says_of_itself(built: tuple[Path, Path]):
@@ -90,7 +90,7 @@ def test_what_the_wheel_says_of_itself(built: tuple[Path, Path]):
     assert {re.split(r"[^\w-]", line)[0] for line in needed} == {"torch", "safetensors", "numpy", "rich"}
     with zipfile.ZipFile(wheel) as files:
         name = next(name for name in files.namelist() if name.endswith(".dist-info/entry_points.txt"))
-        assert "evenstep = evenstep.cli.main:main" in files.read(name).decode()
+        assert "evenstep = evenstep_command:main" in files.read(name).decode()
 
 
 def test_the_version_stands_in_one_place():

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from evenstep import world as worlds
 from evenstep.doctor.evidence.verdict import watched
+from evenstep.doctor.examination import read
 from evenstep.doctor.findings import Watched
 from evenstep.doctor.run.events import EventFile, Evidence, Plan
-from evenstep.doctor.watching import run_under_watch
+from evenstep.doctor.run.runs import watch
 from evenstep.errors import CollectiveTimeoutError
 from evenstep.observe.patching import Patches
 from evenstep.testing import RankPool
@@ -56,7 +57,7 @@ def _forget_groups() -> None:
 
 
 def watch_on_pool(ranks: RankPool, text: str, directory: Path) -> Watched:
-    """As `run_under_watch`, in milliseconds; without an end to hangs."""
+    """As `watch`, in milliseconds; without an end to hangs."""
     script = directory / "script.py"
     script.write_text(text)
     (directory / "run").mkdir()
@@ -68,7 +69,7 @@ def watch_on_pool(ranks: RankPool, text: str, directory: Path) -> Watched:
     with contextlib.suppress(CollectiveTimeoutError):  # some versions of torch wait for themselves as a group ends
         ranks.run(run_watched, 2, str(script), str(directory / "plan.json"), port, timeout_s=30.0)
     evidence = Evidence([EventFile(plan.file_of(rank)).read() for rank in range(2)])
-    return watched(evidence, script=str(script), directory=str(directory))
+    return watched(evidence, script=str(script), directory=str(directory), facts=read(script).facts)
 
 
 def told(text: str, seen: Watched) -> list[tuple[str, str]]:
@@ -105,7 +106,8 @@ def test_a_hang_ends_with_a_finding(name: str, tmp_path: Path):
     text, expected = HANGS[name]
     script = tmp_path / "script.py"
     script.write_text(text)
-    seen = run_under_watch(str(script), num_steps=NUM_STEPS, say=print)
+    evidence = watch(str(script), [], num_steps=NUM_STEPS, say=print)
+    seen = watched(evidence, script=str(script), directory=str(Path.cwd()), facts=read(script).facts)
     print(*seen.findings, *seen.notes, sep="\n")  # noqa: T201
     assert_same(told(text, seen), expected)
 

@@ -210,7 +210,7 @@ def test_the_same_script_twice_has_two_names(tmp_path: Path) -> None:
     Path(script).write_text("")
     assert validate_scripts([script, script, script]) == (script, f"{script} (2)", f"{script} (3)")
     with pytest.raises(ConfigurationError, match="no such script"):
-        validate_scripts([script, str(tmp_path)])
+        validate_scripts([script, str(tmp_path / "b.py")])
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def built(tmp_path: Path) -> str:
 
 
 def test_estimate(built: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out" / "memory.json"
+    out = tmp_path / "memory.json"
     arguments = ["--ranks", "2,8", "--memory", "1M", "--batch", "64", "--json", str(out)]
     assert main(["estimate", f"{built}:build", *arguments]) == 0
     text = capsys.readouterr().out
@@ -289,7 +289,7 @@ def test_estimate_without_inputs(built: str, capsys: pytest.CaptureFixture[str])
         (["no_such"], "write FILE.py:FUNCTION", 78),
         (["{}:build", "--epochs", "1"], "takes no arguments: --epochs 1", 78),
         (["{}:build", "--optimizer", "x"], "argument --optimizer: invalid choice: 'x'", 78),
-        (["no_such.py:build"], "no_such.py: no such file", 78),
+        (["no_such.py:build"], "no_such.py: no such script", 78),
         (["no_such_module:build"], "no_such_module can't be imported", 2),
         (["/proc/self/status:build"], "/proc/self/status is no python file. Write FILE.py:FUNCTION.", 78),
         (["{}:nothing"], "has no function 'nothing'", 78),

@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from evenstep.doctor.evidence.collectives import how_it_hangs, is_guarded_by_rank
-from evenstep.doctor.evidence.output import names_rank
+from evenstep.doctor.evidence.collectives import how_it_hangs
+from evenstep.doctor.evidence.output import name_ranks
 from evenstep.doctor.evidence.scene import Scene, share_of_equal
 from evenstep.doctor.evidence.stepping import _passes, _wrong_factor
 from evenstep.doctor.evidence.verdict import watched
-from evenstep.doctor.findings import Watched
+from evenstep.doctor.findings import Facts, Watched
 from evenstep.doctor.run.events import Event, EventFile, Evidence, Hang, Plan
 from evenstep.doctor.run.hangs import find_hang, first_apart, open_call
 from evenstep.doctor.run.record_devices import Devices
 from evenstep.doctor.run.recorder import Recorder
-from evenstep.doctor.watching import is_distributed, run_under_watch
 from evenstep.observe.patching import Patches
 
 SCRIPT = "/home/a/train.py"
@@ -119,10 +118,20 @@ def test_samples_of_two_ranks(fresh_seed: int):
 
 
 def test_lines_that_name_their_rank():
-    for text in ("[rank 1] loss 2", "Rank: 1", "worker 1 is ready", "[1] hello", "on cuda:1", "1: loss"):
-        assert names_rank(text, 1), text
-    for text in ("epoch 1", "loss 1.5", "rank 0 of 2", "1 epoch"):
-        assert not names_rank(text, 1), text
+    for text in (
+        "[rank {}] loss 2",
+        "Rank: {}",
+        "worker {} is ready",
+        "[{}] hi",
+        "on cuda:{}",
+        "{}: loss",
+        "R{} 7",
+        "{}/{}",
+    ):
+        assert name_ranks([[text.format(rank, rank), text.format(rank, rank)] for rank in (0, 1)]), text
+    for text in ("epoch 1", "rank 0 of 2", "1 epoch", ""):
+        assert not name_ranks([[text], [text]]), text
+    assert not name_ranks([["loss 0.53"], ["loss 1.20"]])
 
 
 def backward(factor: float, *, is_mean: bool = True) -> Event:
@@ -214,34 +223,69 @@ def test_lines_where_the_host_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_conditions_on_ranks():
-    lines = [
-        "def report(value):",
-        "    if not is_main_process():",
-        "        return",
-        "    dist.reduce(value, dst=0)",
-        "",
-        "def train(rank, x):",
-        "    if x.sum() > 2:",
-        "        dist.all_reduce(x)",
-        "    if rank == 0:",
-        "        print(x)",
-        "        dist.barrier()",
+def looped(iteration: int, samples: Sequence[str], *, epoch: int, num_steps: int, ends: bool = True) -> list[Event]:
+    facts = {"loader": 1, "iteration": iteration}
+    kind = {"is_distributed": True, "is_shuffled": True, "num_samples": 64, "epoch": epoch}
+    events = [event("iterate", line=30, **facts, **kind)]
+    for each in samples:
+        events += [event("batch", line=30, rows=[each], **facts), *[event("stepped", line=31)] * bool(num_steps)]
+    return [*events, *[event("iterated", num_batches=len(samples), cut=False, **facts)] * ends]
+
+
+def test_one_batch_that_is_looked_at_is_no_epoch():
+    """`next(iter(loader))` before the loop: its sampler is in epoch 0, as in the first epoch."""
+    look = looped(0, "abcdefgh"[:1], epoch=0, num_steps=0, ends=False)
+    wrapped = event("wrapped", wrapper="torch", num_bytes=4)
+    events = [
+        wrapped,
+        *look,
+        *looped(1, "abcdefgh", epoch=0, num_steps=1),
+        *looped(2, "hgfedcba", epoch=1, num_steps=1),
     ]
-    assert [is_guarded_by_rank(lines, number) for number in (4, 8, 11)] == [True, False, True]
+    assert "EV102" not in rules(judged(events, events))
+    events = [wrapped, *looped(1, "abcdefgh", epoch=0, num_steps=1), *looped(2, "abcdefgh", epoch=0, num_steps=1)]
+    assert "EV102" in rules(judged(events, events))
 
 
-def test_only_what_communicates_is_run(tmp_path: Path):
-    script = tmp_path / "train.py"
-    script.write_text("import torch\nmodel = torch.nn.DataParallel(torch.nn.Linear(2, 1))\n")
-    assert not is_distributed(script)
-    seen = run_under_watch(str(script))
-    assert seen.num_steps == 0
-    assert "evenstep convert" in seen.notes[0]
-    script.write_text("import torch\ntorch.distributed.init_process_group()\n")
-    assert is_distributed(script)
-    (tmp_path / "engine.py").write_text("from accelerate import Accelerator\n")
-    script.write_text("import engine\n")
-    assert is_distributed(script)
-    script.write_text("def broken(:\n")
-    assert not is_distributed(script)
+def test_a_run_that_came_to_its_end_did_not_hang():
+    ended = event("end", 9.0, status="0")
+    seen = judged([call(1, line=20), done(1), ended], [call(1, "gradients of the model", line=4), done(1), ended])
+    (finding,) = [each for each in seen.findings if each.rule == "EV401"]
+    assert "hang" not in finding.cost
+    assert "came to its end" in finding.cost
+
+
+def test_a_pass_of_one_rank_that_sends_nothing_is_no_finding():
+    """An evaluation on rank 0 of a model without buffers; with buffers the wrapper sends them."""
+    ended = event("end", 9.0, status="0")
+    made = event("wrapped", wrapper="torch", num_bytes=4)
+    trained = [made, event("forward", grad=True, wrapped=True, line=4), event("stepped", line=6)]
+    evaluated = event("forward", grad=False, wrapped=True, line=20)
+    sent = event("enter", line=20, op="forward of the model", call=1, group="")
+    assert "EV404" not in rules(judged([*trained, evaluated, ended], [*trained, ended]))
+    assert "EV404" in rules(judged([*trained, evaluated, sent, ended], [*trained, ended]))
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("CUDA is not available", ""),
+        ("1", "this program needs at least two GPUs"),
+        ("1", "loading\nNo GPU found. Exiting."),
+    ],
+)
+def test_an_exit_for_want_of_gpus(message: str, said: str):
+    raised = [event("raised", 1.0, line=5, type="SystemExit", message=message), event("end", 1.0, status="1")]
+    ended = [event("start"), event("end", 1.0, status="0")]
+    for events, text in ((raised, said), (ended, f"{said}\n{message}")):
+        seen = watched(Evidence([events, events], said=text), script="t.py", directory="/", facts=Facts(uses_gpus=True))
+        assert seen.notes[0].startswith("It needs GPUs, and this machine has none"), seen.notes
+        assert "arguments" not in seen.notes[0]
+
+
+def test_ranks_that_are_all_in_one_call_hang_for_no_mistake():
+    """On a busy machine a wrapper's constructor may take longer than anybody waits."""
+    ranks = [[call(1, "DistributedDataParallel", line=7)], [call(1, "DistributedDataParallel", line=7)]]
+    seen = judged(*ranks, hang=Hang({0: ranks[0][0], 1: ranks[1][0]}, {}))
+    assert seen.findings == []
+    assert seen.notes[0].startswith("All ranks were in DistributedDataParallel at train.py:7 for too long.")

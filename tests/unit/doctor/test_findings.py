@@ -13,7 +13,7 @@ READ = Finding("EV101", "train.py", 12, 5, "DataLoader(train_set) has no sampler
 
 
 def test_a_rules_id_and_page_follow_from_its_group():
-    assert len(RULES) == len({rule.name for rule in RULES.values()}) == 37
+    assert len(RULES) == len({rule.name for rule in RULES.values()}) == 41
     for key, rule in RULES.items():
         assert key == rule.id
         assert rule.page == f"docs/reference/doctor/{rule.group}.md#{rule.id.lower()}"

@@ -164,7 +164,7 @@ def test_an_idiom_and_the_mistake_that_it_resembles(name: str, tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(text)
     lines = text.splitlines()
-    found = [(each.rule, lines[each.line - 1]) for each in read(script)[0]]
+    found = [(each.rule, lines[each.line - 1]) for each in read(script).findings]
     assert [rule for rule, _ in found] == [rule for rule, _ in expected], found
     for (_, line), (_, part) in zip(found, expected, strict=True):
         assert part in line
@@ -191,8 +191,37 @@ def test_conditions_that_hold_in_every_nth_round(condition: str, is_found: bool,
     text = text[: text.index("def train(")] + text[text.index("def evaluate(") :]
     script = tmp_path / "train.py"
     script.write_text(f"{text}    sampler.set_epoch(1)\n{loop}{tail[tail.index('    dist.destroy') :]}")
-    rules = [each.rule for each in read(script)[0]]
+    rules = [each.rule for each in read(script).findings]
     assert rules == (["EV501", "EV502"] if is_found else [])
+
+
+BRANCHES = """\
+    scaler = torch.amp.GradScaler("cuda") if {condition} else None
+    for x, y in loader:
+        loss = F.cross_entropy(net(x), y)
+        if scaler is None:
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            {first}
+            {second}
+            scaler.step(optimizer)
+            scaler.update()
+"""
+CLIPS, UNSCALES = "torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)", "scaler.unscale_(optimizer)"
+
+
+@pytest.mark.parametrize(("first", "second", "is_found"), [(UNSCALES, CLIPS, False), (CLIPS, UNSCALES, True)])
+def test_the_branch_without_a_scaler_has_nothing_to_unscale(first: str, second: str, is_found: bool, tmp_path: Path):
+    head, tail = SCRIPT.split("    for epoch in range(10):\n")
+    body = BRANCHES.format(condition="torch.cuda.is_available()", first=first, second=second)
+    script = tmp_path / "train.py"
+    script.write_text(f"{head}{body}{tail[tail.index('    dist.destroy') :]}")
+    lines = script.read_text().splitlines()
+    found = [lines[each.line - 2].strip() for each in read(script).findings if each.rule == "EV503"]
+    assert found == ["scaler.scale(loss).backward()"] * is_found
 
 
 @pytest.mark.parametrize(("device", "is_found"), [('"cuda"', True), ('"cuda", local_rank', False)])
@@ -201,4 +230,4 @@ def test_a_device_with_a_number_of_its_own_is_not_gpu_0(device: str, is_found: b
     own = f'    local_rank = int(os.environ["LOCAL_RANK"])\n    net.to(torch.device({device}))\n'
     script = tmp_path / "train.py"
     script.write_text(f"import os\n{head}{own}    for epoch in range(10):\n{tail}")
-    assert ("EV301" in [each.rule for each in read(script)[0]]) is is_found
+    assert ("EV301" in [each.rule for each in read(script).findings]) is is_found

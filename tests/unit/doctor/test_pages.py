@@ -54,7 +54,7 @@ def test_its_wrong_example_is_found_and_its_right_one_is_not(rule: str, tmp_path
     for name, example in (("wrong", wrong), ("right", right)):
         script = tmp_path / f"{name}.py"
         script.write_text(f"{common}\n{example}")
-        found[name] = {each.rule for each in read(script)[0]}
+        found[name] = {each.rule for each in read(script).findings}
     assert rule not in found["right"]
     if RULES[rule].found_by is not FoundBy.RUNNING:
         assert rule in found["wrong"]

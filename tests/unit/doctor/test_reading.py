@@ -31,7 +31,7 @@ IMPORT = "from torch.utils.data import DataLoader"
 
 
 def found(path: Path) -> list[tuple[str, int]]:
-    return [(each.rule, each.line) for each in read(path)[0]]
+    return [(each.rule, each.line) for each in read(path).findings]
 
 
 def write(path: Path, text: str) -> Path:
@@ -64,7 +64,7 @@ def test_what_is_not_python_is_refused_with_its_place(tmp_path: Path, data: byte
 def test_a_directory_and_a_missing_file_are_refused(tmp_path: Path):
     with pytest.raises(ConfigurationError, match="is a directory"):
         read(tmp_path)
-    with pytest.raises(ConfigurationError, match="there is no such file"):
+    with pytest.raises(ConfigurationError, match="no such script"):
         read(tmp_path / "train.py")
 
 
@@ -153,7 +153,7 @@ def test_of_an_imported_module_only_what_the_script_runs_counts(
     text = text.replace("for x in loader", "sampler.set_epoch(0)\nfor x in loader")
     text = text.replace(IMPORT, f"{IMPORT}, DistributedSampler")
     text = text.replace("dist.destroy", f"{added}dist.destroy")
-    received = read(write(tmp_path / "train.py", text))[0]
+    received = read(write(tmp_path / "train.py", text)).findings
     lines = {path: (tmp_path / path).read_text().splitlines() for path in ("helpers.py", "train.py")}
     shown = [(each.rule, lines[Path(each.path).name][each.line - 1]) for each in received]
     assert len(shown) == len(expected), shown
@@ -164,7 +164,8 @@ def test_of_an_imported_module_only_what_the_script_runs_counts(
 
 def test_an_empty_script_has_no_findings(tmp_path: Path):
     for text in ("", "\n\n", "# nothing\n", '"""Nothing."""'):
-        assert read(write(tmp_path / "train.py", text))[:2] == ([], [])
+        received = read(write(tmp_path / "train.py", text))
+        assert (received.findings, received.notes) == ([], [])
 
 
 @pytest.mark.extended
@@ -222,7 +223,7 @@ def test_a_comment_in_the_line_switches_a_rule_off(tmp_path: Path, comment: str,
     assert bool(report.findings) == is_found
 
 
-def test_modules_of_the_script_are_read_one_level_deep(tmp_path: Path):
+def test_modules_of_the_script_are_read(tmp_path: Path):
     """The loader is made in one module, the loop is in another, and both are tied together by the script."""
     head, tail = SCRIPT.split("loader = ")
     write(
@@ -240,11 +241,13 @@ def test_modules_of_the_script_are_read_one_level_deep(tmp_path: Path):
     main = head + "from data import load\nfrom library.loop import Trainer\n\nloader = load(make_data())\n"
     main += tail[tail.index("model =") : tail.index("for x")] + "Trainer(model, loader, optimizer).train()\n"
     path = write(tmp_path / "train.py", main + "dist.destroy_process_group()\n")
-    findings, notes, _ = read(path)
+    received = read(path)
+    findings, notes = received.findings, received.notes
     assert [(each.rule, Path(each.path).name, each.line) for each in findings] == [("EV101", "data.py", 4)]
     assert notes == []
     write(tmp_path / "data.py", "def load(:\n")
-    findings, notes, _ = read(path)
+    received = read(path)
+    findings, notes = received.findings, received.notes
     assert findings == []
     assert len(notes) == 1
     assert "data.py was not read" in notes[0]
@@ -290,3 +293,67 @@ def test_conditions_that_hold_on_some_ranks(tmp_path: Path, condition: str, is_f
     text += f"if {condition}:\n    dist.barrier()\ndist.destroy_process_group()\n"
     expected = [("EV401", 11)] if is_found else []
     assert found(write(tmp_path / "train.py", text)) == expected
+
+
+def test_what_was_looked_at_is_said(tmp_path: Path):
+    text = SCRIPT.replace("make_data(), batch_size=8", "make_data(), **options.loader")
+    report = examine(str(write(tmp_path / "train.py", text)), runs=False)
+    assert report.summary().endswith(
+        "nothing found (read: 1 loader, 1 wrapped model; not understood: `**options.loader` (line 7))."
+    )
+    text = SCRIPT.replace("for x in loader", "for x in make_batches()").replace("loader = DataLoader", "other = list")
+    report = examine(str(write(tmp_path / "train.py", text)), runs=False)
+    assert "0 loaders, 1 wrapped model; not understood: `make_batches()` (line 10)" in report.summary()
+
+
+def test_a_script_that_is_not_distributed_was_not_examined(tmp_path: Path):
+    path = write(tmp_path / "train.py", "import torch\nmodel = torch.nn.Linear(2, 1)\n")
+    report = examine(str(path))
+    assert (report.summary(), report.is_fine) == (f"{path}: not distributed: not examined.", True)
+    assert "evenstep convert" in report.notes[0]
+    report = examine(str(write(path, "import deepspeed\n")), runs=False)
+    assert report.summary() == f"{path}: no call that makes it distributed is known: not examined."
+    write(tmp_path / "engine.py", "from accelerate import Accelerator\n\ndef start():\n    return Accelerator()\n")
+    assert read(write(path, "import engine\n\nengine.start()\n")).looked.communicates
+
+
+def test_modules_are_followed_as_far_as_names_are_taken_from_them(tmp_path: Path):
+    """Also by way of a package's `__init__`, relative imports and stars; never more than can be read in a moment."""
+    for number in range(30):
+        write(tmp_path / f"part{number}.py", f"from part{number + 1} import *\nx{number} = {number}\n")
+    write(tmp_path / "part30.py", "")
+    received = read(write(tmp_path / "train.py", f"import part0\nprint(part0.x0)\n{SCRIPT}"))
+    assert len(received.notes) == 1
+    assert "part19.py was not read: the script and its modules have more lines or files" in received.notes[0]
+
+
+def test_a_long_chain_of_calls_is_read(tmp_path: Path):
+    """Each call is asked for by all that follow: once each, and not twice as often with every further call."""
+    chain = "".join(f".f{number}(x)" for number in range(60))
+    assert found(write(tmp_path / "train.py", f"{SCRIPT}y = model{chain}\n")) == [("EV101", 7)]
+
+
+def test_a_function_that_calls_itself_is_read(tmp_path: Path):
+    text = "def build(size):\n    DataLoader(data, batch_size=size)\n    return build(size)\n\nbuild(8)\n"
+    assert found(write(tmp_path / "train.py", SCRIPT + text)) == [("EV101", 7)]
+
+
+def test_calls_behind_a_condition_on_the_rank_are_known_to_the_run(tmp_path: Path):
+    text = """import torch.distributed as dist
+
+def report(value):
+    if not is_main_process():
+        return
+    dist.reduce(value, dst=0)
+
+def train(rank, x):
+    if x.sum() > 2:
+        dist.all_reduce(x)
+    if rank == 0:
+        print(x)
+        dist.barrier()
+"""
+    path = write(tmp_path / "train.py", text)
+    guarded = read(path).facts.guarded
+    assert guarded is not None
+    assert [(str(path), number) in guarded for number in (6, 10, 13)] == [True, False, True]

@@ -24,8 +24,8 @@ NOTE = SCRIPTS / "planted" / "argparse_learning_rate.py"
 def test_the_exit_status_says_whether_there_are_findings(script: Path, status: int, capsys: pytest.CaptureFixture[str]):
     assert main(["doctor", "--no-run", str(script)]) == status
     output = capsys.readouterr().out
-    assert ("nothing found (read)" in output) == (script == CLEAN)
-    assert ("0 findings, 1 note (read)" in output) == (script == NOTE)
+    assert ("nothing found (read: 1 loader, 1 wrapped model)" in output) == (script == CLEAN)
+    assert ("0 findings, 1 note (read: 1 loader, 1 wrapped model)" in output) == (script == NOTE)
 
 
 def test_a_finding_says_what_where_cost_and_mend(capsys: pytest.CaptureFixture[str]):
@@ -38,7 +38,7 @@ def test_a_finding_says_what_where_cost_and_mend(capsys: pytest.CaptureFixture[s
         "Cost: ",
         "if rank == 0:",
         "doctor/output.md#ev201",
-        "1 finding (read).",
+        "1 finding (read: 1 loader, 1 wrapped model).",
     ):
         assert part in text
     assert all(len(line) <= 100 for line in rest[1:-1])
@@ -54,7 +54,7 @@ def test_a_finding_says_what_where_cost_and_mend(capsys: pytest.CaptureFixture[s
             "argument --nproc_per_node/--ranks/--replicas/--ranks-per-node: 'two' is no whole number",
         ),
         (["--nonsense", "train.py"], "--nonsense"),
-        (["--no-run", "nowhere/train.py"], "nowhere/train.py: there is no such file"),
+        (["--no-run", "nowhere/train.py"], "nowhere/train.py: no such script"),
         (["--select", "EV999", str(CLEAN)], "--select EV999: there is no such rule. Did you mean"),
         (["--ignore", "dota", str(CLEAN)], "Did you mean data?"),
         (["--select", "EV", str(CLEAN)], "there is no such rule"),

@@ -17,6 +17,7 @@ from evenstep.bench.measure.scaling import Run, cores_elsewhere
 from evenstep.checks import counted
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.environment import Measurement, with_settings
+from evenstep.named_files import validate_script
 from evenstep.observe.thresholds import MANY_ELSEWHERE
 from evenstep.temporary import private_directory
 
@@ -85,8 +86,7 @@ def measure(wish: Wish, say: Callable[[str], None]) -> Measured:
         ConfigurationError: The script isn't there, or a batch can't be divided.
         UsageError: A run failed, made no steps, or took too long.
     """
-    if not Path(wish.script).is_file():
-        raise ConfigurationError(f"{wish.script}: no such script.")
+    validate_script(wish.script)
     with private_directory("bench") as root:
         batch = wish.batch
         first: Run | None = None

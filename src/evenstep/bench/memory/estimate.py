@@ -28,6 +28,7 @@ from evenstep.bench.memory.footprint import Sizes, footprint_table, footprints, 
 from evenstep.bench.memory.probe import sizes_of
 from evenstep.errors import ConfigurationError, EvenstepError, UsageError
 from evenstep.ground.compat import torch_pytree as pytree
+from evenstep.named_files import validate_script, validate_target, write_report
 from evenstep.replica.gradients.buckets.layout import ParameterSpec
 from evenstep.temporary import private_directory
 
@@ -85,12 +86,13 @@ def run(args: Namespace) -> int:
         ConfigurationError: A flag makes no sense, or there is no such script or function.
         UsageError: The script or the function fails, makes too few steps, or its model can't run on "meta".
     """
-    is_script = args.target.endswith(".py") or Path(args.target).is_file()
+    is_script = args.target.endswith(".py") or os.path.isfile(args.target)
     return _measure(args) if is_script else _estimate(args)
 
 
 def _estimate(args: Namespace) -> int:
     _read_flags_behind(args)
+    validate_target("--json", args.json, args.target)
     counts = parse_counts(args.ranks)
     with torch.device("meta"):
         built = _call(args.target)
@@ -134,8 +136,8 @@ def _measure(args: Namespace) -> int:
     for name, value in (("--optimizer", args.optimizer), ("--dtype", args.dtype)):
         if value is not None:
             raise ConfigurationError(f"{name} is for FILE.py:FUNCTION; {args.target} is a script, which has its own.")
-    if not Path(args.target).is_file():
-        raise ConfigurationError(f"{args.target}: no such script (looked in {Path.cwd()}).")
+    validate_target("--json", args.json, args.target)
+    validate_script(args.target)
     received = run_script(args.target, args.arguments)
     specs = tuple(
         ParameterSpec(str(index), tuple(shape), getattr(torch, dtype), torch.device("cpu"))
@@ -204,16 +206,8 @@ def _tell(sizes: Sizes, counts: Sequence[int], args: Namespace) -> int:
             "rows": [row.to_json() for row in rows],
             "verdicts": received,
         }
-        _write_json(args.json, report)
+        write_report(args.json, json.dumps(report, indent=1))
     return 0
-
-
-def _write_json(file: str, figures: Any) -> None:
-    try:
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(json.dumps(figures, indent=1))
-    except OSError as error:
-        raise ConfigurationError(f"--json {file}: {error.strerror or error}.") from error
 
 
 def parse_counts(text: str) -> list[int]:
@@ -279,14 +273,13 @@ def _neighbours(where: str) -> Iterator[None]:
 def _find(where: str, name: str, target: str) -> Callable[[], Any]:
     try:
         if where.endswith(".py"):
-            if not Path(where).is_file():
-                raise ConfigurationError(f"{where}: no such file.")
+            validate_script(where)
             spec = importlib.util.spec_from_file_location("_evenstep_estimated", where)
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
-        elif Path(where).exists():
+        elif os.path.exists(where):
             raise ConfigurationError(f"{target}: {where} is no python file. Write FILE.py:FUNCTION.")
         else:
             module = importlib.import_module(where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import libcst as cst
 
@@ -13,6 +13,7 @@ from evenstep.doctor.reading.program import Assignment, Call, File, Frame, Funct
 from evenstep.doctor.reading.values import Thing
 
 _RANK_WORDS = re.compile(r"(?i)rank|world|num_replicas|process_index|num_processes|shard|is_main|split_dataset_by_node")
+WORLD = re.compile(r"(?i)world_size|num_replicas|num_processes|n_?gpus|num_gpus|get_world_size|device_count|ngpus")
 RANK_IN_ARGUMENTS = re.compile(
     r"(?i)rank|is_?main|is_?master|master|process_index|\bgpu\b|gpu_id|primary|chief|node_id"
 )
@@ -62,7 +63,7 @@ def names_in(node: cst.CSTNode | None) -> set[str]:
 
 def assignments_to(script: Script, name: str, frame: Frame) -> list[Assignment]:
     """The assignments of a name in its function, else in its class, else at the top level of its file."""
-    of_name = [each for each in frame.file.assignments if dotted(each.target) == name or name in _elements(each.target)]
+    of_name = frame.file.assigned.get(name, [])
     inside = [each for each in of_name if each.frame.function is frame.function]
     if inside or frame.function is None:
         return inside
@@ -75,12 +76,6 @@ def assignments_to(script: Script, name: str, frame: Frame) -> list[Assignment]:
     if name.partition(".")[0] in frame.function.parameters and "." not in name:
         return []
     return [each for each in of_name if each.frame.function is None]
-
-
-def _elements(target: cst.CSTNode) -> list[str]:
-    if isinstance(target, cst.Tuple | cst.List):
-        return [dotted(each.value) for each in target.elements]
-    return []
 
 
 def origins(
@@ -135,7 +130,34 @@ def depends_on_ranks(script: Script, node: cst.CSTNode | None, frame: Frame) -> 
     return False
 
 
-def number(script: Script, node: cst.CSTNode | None, frame: Frame) -> int | None:
+_DIVIDERS = ("chunk", "tensor_split", "array_split", "split")
+_SELECTORS = (*_DIVIDERS, "islice", "range", "arange", "Subset", "skip")
+_SHARDERS = ("shard", "scatter", "scatter_object_list", "split_dataset_by_node", "split_between_processes")
+
+
+def is_of_rank(script: Script, node: cst.CSTNode | None, frame: Frame, *others: str) -> bool:
+    """True if an expression is made of a rank, or of `others`: what its names stand for, or what they were given."""
+    return any(
+        script.values.kinds(inner, where) & {"rank", "local rank", *others}
+        for each, where in origins(script, node, frame, depth=3)
+        for inner in walk(each)
+        if isinstance(inner, cst.Name | cst.Attribute | cst.Call | cst.Subscript)
+    )
+
+
+def divides_by_hand(script: Script) -> bool:
+    """True if the script itself divides data among ranks: a slice, a remainder or a range made of the rank."""
+    slices = [(node, frame) for file in script.files for node, frame in file.slices if script.is_reached(frame)]
+    for call in script.calls:
+        if call.last in _SHARDERS:
+            return True
+        others = ("world size",) if call.last in _DIVIDERS else ()
+        if call.last in _SELECTORS and any(is_of_rank(script, each, call.frame, *others) for each in call.arguments):
+            return True
+    return any(is_of_rank(script, node, frame) for node, frame in slices)
+
+
+def number(script: Script, node: cst.CSTNode | None, frame: Frame, depth: int = 4) -> int | None:
     """The whole number that an expression is, if it is one: a literal, a constant, the default of an option."""
     if isinstance(node, cst.Integer):
         return int(text_of(node).replace("_", ""), 0)
@@ -152,9 +174,9 @@ def number(script: Script, node: cst.CSTNode | None, frame: Frame) -> int | None
             default = call.argument("default")
             if option in flags and isinstance(default, cst.Integer):
                 return int(text_of(default).replace("_", ""), 0)
-    if frame.function is not None and name in frame.function.parameters:
+    if depth and frame.function is not None and name in frame.function.parameters:
         sites = script.values.called_from.get(frame.function, [])
-        given = {number(script, argument_for(site, frame.function, name), site.frame) for site in sites[:4]}
+        given = {number(script, argument_for(site, frame.function, name), site.frame, depth - 1) for site in sites[:4]}
         return given.pop() if len(given) == 1 else None
     return None
 
@@ -194,18 +216,35 @@ def on_all_ranks(script: Script, call: Call) -> bool:
     for frame in call.frame.outwards():
         if frame.kind == "except":
             return False
-        if frame.kind == "with" and re.search(r"_first|rank_zero|main_process", _heading(frame)):
+        if frame.kind == "with" and re.search(r"_first|rank_zero|main_process", heading(frame)):
             return False
     return True
 
 
-def _heading(frame: Frame) -> str:
+def heading(frame: Frame) -> str:
+    """What stands behind `with`."""
     return ", ".join(text_of(item.item) for item in frame.node.items) if isinstance(frame.node, cst.With) else ""
 
 
-def has_argument_of_rank(call: Call) -> bool:
+def has_argument_of_rank(script: Script, call: Call) -> bool:
     """True if an argument speaks of the rank, so that ranks do it differently or say who they are."""
-    return any(RANK_IN_ARGUMENTS.search(text_of(each)) for each in call.node.args)
+    if any(RANK_IN_ARGUMENTS.search(text_of(each)) for each in call.node.args):
+        return True
+    given = [
+        assignment.value
+        for each in call.arguments
+        for name in names_in(each)
+        for assignment in assignments_to(script, name, call.frame)
+    ]
+    prefixes = [
+        each for each in given if isinstance(each, cst.FormattedString | cst.ConcatenatedString | cst.BinaryOperation)
+    ]
+    return any(RANK_IN_ARGUMENTS.search(text_of(each)) for each in prefixes) or any(
+        script.values.kinds(inner, call.frame) & {"rank", "local rank"}
+        for each in call.arguments
+        for inner in walk(each)
+        if isinstance(inner, cst.Name | cst.Attribute)
+    )
 
 
 def in_training_or_evaluation(script: Script, call: Call) -> bool:
@@ -217,6 +256,33 @@ def in_training_or_evaluation(script: Script, call: Call) -> bool:
     return function is not None and any(
         loop.frame.function is function for loop in [*script.evaluation_loops, *script.step_loops]
     )
+
+
+def runs(script: Script, calls: Sequence[Call], is_wanted: Callable[[Call], bool], depth: int = 3) -> bool:
+    """True if such a call is among these, or in the script's own functions that they may run.
+
+    A method of an object that isn't known may be any of that name.
+    """
+    if any(map(is_wanted, calls)):
+        return True
+    targets = {target for call in calls for target in script.values.functions_of(call)}
+    unknown = {call.last for call in calls if call.receiver is not None and not script.values.functions_of(call)}
+    targets |= {each for file in script.files for each in file.all_functions if each.cls and each.name in unknown}
+    inside = [call for call in script.calls if call.frame.function in targets]
+    return depth > 0 and bool(inside) and runs(script, inside, is_wanted, depth - 1)
+
+
+def exclude_each_other(one: Frame, other: Frame) -> bool:
+    """True if two frames stand in branches of which never both run: of one `if`, or of two with the same test."""
+    tests = [dict(map(_plain_test, (each for each in frame.outwards() if each.kind == "if"))) for frame in (one, other)]
+    return any(tests[1].get(text, holds) != holds for text, holds in tests[0].items())
+
+
+def _plain_test(frame: Frame) -> tuple[str, bool]:
+    """The text of a test without `not`, and whether that holds."""
+    text = text_of(frame.test)
+    plain = re.sub(r"\bis not None\b", "is None", re.sub(r"^not ", "", text))
+    return plain, frame.holds ^ (plain != text)
 
 
 def per_step(script: Script, call: Call) -> bool:
@@ -231,7 +297,7 @@ def wrappers_at(script: Script, node: cst.CSTNode | None, frame: Frame, line: in
     """
     things = script.things(node, frame)
     wrapped = [each for each in things if each.kind in ("wrapped", "data parallel") and each.site is not None]
-    if not wrapped or not any(each.kind in ("model", "instance") for each in things):
+    if not wrapped or not any(each.kind in ("model", "instance", "unknown") for each in things):
         return wrapped
     name = dotted(node)
     if not name or not isinstance(node, cst.Name | cst.Attribute):
@@ -250,6 +316,18 @@ def wrappers_at(script: Script, node: cst.CSTNode | None, frame: Frame, line: in
         if given and all(wrappers_at(script, each, site.frame, site.line, depth - 1) for each, site in given):
             return wrapped
     return []
+
+
+def models_of(optimizer: Call) -> set[str]:
+    """The names of the models whose parameters an optimizer is given."""
+    calls = [each for each in walk(optimizer.argument("params", 0)) if isinstance(each, cst.Call)]
+    methods = [each.func for each in calls if isinstance(each.func, cst.Attribute)]
+    return {dotted(each.value) for each in methods if each.attr.value in ("parameters", "named_parameters")} - {""}
+
+
+def has_wrapped(script: Script) -> bool:
+    """True if a wrapper for data parallelism is made somewhere."""
+    return any("wrapped" in script.kinds_made(call) for call in script.calls if call.name)
 
 
 def _flat(thing: Thing) -> list[Thing]:

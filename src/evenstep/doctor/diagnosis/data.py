@@ -8,13 +8,20 @@ from collections.abc import Iterator
 import libcst as cst
 
 from evenstep.doctor.diagnosis.asking import (
+    RANK_IN_ARGUMENTS,
+    WORLD,
+    assignments_to,
     depends_on_ranks,
+    divides_by_hand,
     found,
     is_nothing,
+    is_of_rank,
     is_true,
     names_in,
+    on_all_ranks,
     on_ranks,
     origins,
+    runs,
     walk,
 )
 from evenstep.doctor.findings import Finding
@@ -22,20 +29,17 @@ from evenstep.doctor.reading.contexts import Script
 from evenstep.doctor.reading.program import Call, Function, dotted, text_of
 from evenstep.doctor.reading.values import Thing
 
-# Scripts that divide data by hand, somehow: nothing is said about samplers then.
-_DIVIDES_BY_HAND = re.compile(
-    r"(?:rank|process_index|ddp_rank)\w*\s*(?:::|,\s*None\s*,|\*)|\*\s*(?:\w+\.)*\w*rank\b|\.chunk\(\s*(?:\w+\.)*world"
-    r"|shard\(|split_dataset_by_node|split_between_processes|\bscatter|tensor_split|\+\s*(?:\w+\.)*rank\b"
-)
 _GLOBAL = re.compile(r"(?i)global|total_batch|effective|overall|full_batch")
 _LOCAL = re.compile(r"(?i)per_?(?:gpu|device|rank|replica|process|worker)|local_batch|micro_?batch")
-_WORLD = re.compile(r"(?i)world_size|num_replicas|num_processes|n_?gpus|num_gpus|get_world_size|device_count|ngpus")
 
 
 def check(script: Script) -> Iterator[Finding]:
     """Findings of this group."""
     if script.is_distributed:
         yield from _no_sampler(script)
+        yield from _same_draws(script)
+        yield from _sampler_of_the_node(script)
+        yield from _unseeded_split(script)
         yield from _no_set_epoch(script)
         yield from _batch_sizes(script)
         yield from _padded_validation(script)
@@ -69,7 +73,7 @@ def _no_sampler(script: Script) -> Iterator[Finding]:
         dataset = loader.argument("dataset", 0)
         if "stream" in script.values.kinds(dataset, loader.frame) or _streams(script, loader):
             continue
-        if _DIVIDES_BY_HAND.search(script.text) or depends_on_ranks(script, dataset, loader.frame):
+        if divides_by_hand(script) or depends_on_ranks(script, dataset, loader.frame):
             continue
         has = f"the sampler {text_of(sampler)}, which doesn't know of ranks" if sampler is not None else "no sampler"
         if script.uses_accelerate and not script.uses_torch_distributed:
@@ -79,6 +83,61 @@ def _no_sampler(script: Script) -> Iterator[Finding]:
         else:
             mend = ""
         yield found("EV101", loader, f"{loader.text} has {has}", mend=mend)
+
+
+_DRAWS = ("randint", "randperm", "integers")
+
+
+def _seeds(script: Script) -> list[Call]:
+    """Calls that seed a generator which all of the process draws from."""
+    names = (".manual_seed", ".manual_seed_all", ".seed_everything", ".set_seed", "numpy.random.seed", "random.seed")
+    return [call for call in script.named(*names) if script.is_reached(call.frame)]
+
+
+def _same_draws(script: Script) -> Iterator[Finding]:
+    """Batches that the script draws itself, from generators with the same seed on every rank."""
+    seeds = _seeds(script)
+    alike = seeds and not any(
+        is_of_rank(script, each, call.frame) or RANK_IN_ARGUMENTS.search(text_of(each))
+        for call in seeds
+        for each in call.arguments
+    )
+    if not alike or script.training_loaders or script.looked.unknown or divides_by_hand(script):
+        return
+    draws = [call for call in script.calls if call.last in _DRAWS and call.name and call.argument("generator") is None]
+    for call in draws:
+        if any(loop in script.step_loops for loop in script.loops_around(call.frame)):
+            yield found(
+                "EV101",
+                call,
+                f"{call.text} draws the same on every rank, as {seeds[0].text} seeds all of them alike",
+                mend=f"{dotted(seeds[0].node.func)}(seed + rank)",
+            )
+            return
+
+
+def _sampler_of_the_node(script: Script) -> Iterator[Finding]:
+    for loader in _training_loaders(script) if not script.starts_ranks else ():
+        for sampler in script.things(_sampler(loader), loader.frame):
+            site = sampler.site
+            if sampler.kind != "sampler" or site is None:
+                continue
+            rank, num_replicas = site.argument("rank", 2), site.argument("num_replicas", 1)
+            if script.values.kinds(rank, site.frame) == {"local rank"} and "local" not in text_of(num_replicas).lower():
+                yield found(
+                    "EV101",
+                    site,
+                    f"rank={text_of(rank)} is the rank within a node: with several nodes their ranks read the same",
+                    mend="sampler = DistributedSampler(train_set)  # asks the process group",
+                )
+
+
+def _unseeded_split(script: Script) -> Iterator[Finding]:
+    if any("seed" in call.last.lower() for call in script.calls if script.is_reached(call.frame)):
+        return
+    for call in script.named("torch.utils.data.random_split"):
+        if call.argument("generator", 2) is None and on_all_ranks(script, call):
+            yield found("EV110", call, f"{call.text} has no generator, and no seed is set")
 
 
 def _no_set_epoch(script: Script) -> Iterator[Finding]:
@@ -124,7 +183,7 @@ def _has_epochs(script: Script, loader: Call) -> bool:
 
 
 def _batch_sizes(script: Script) -> Iterator[Finding]:
-    splits = "split_batches" in script.text
+    splits = script.uses("split_batches")
     for loader in script.named("torch.utils.data.DataLoader", "evenstep.DataLoader"):
         ours = loader.name.startswith("evenstep.")
         if not (loader in _training_loaders(script) or ours) or not on_ranks(script, loader):
@@ -135,16 +194,16 @@ def _batch_sizes(script: Script) -> Iterator[Finding]:
         texts = [text_of(each) for each, _ in origins(script, size, loader.frame)]
         joined = " ".join(texts)
         if ours:
-            local = next((each for each in texts if _LOCAL.search(each) and not _WORLD.search(each)), None)
-            divided = re.search(rf"//\s*[\w.()]*(?:{_WORLD.pattern[4:]})", joined)
-            if (local and not _WORLD.search(joined)) or divided:
+            local = next((each for each in texts if _LOCAL.search(each) and not WORLD.search(each)), None)
+            divided = re.search(rf"//\s*[\w.()]*(?:{WORLD.pattern[4:]})", joined)
+            if (local and not WORLD.search(joined)) or divided:
                 yield found(
                     "EV104",
                     loader,
                     f"global_batch_size={text_of(size)} is the batch of one rank",
                     mend="loader = evenstep.DataLoader(train_set, global_batch_size=batch_per_rank * world.world_size)",
                 )
-        elif _GLOBAL.search(joined) and not _WORLD.search(joined) and "/" not in joined:
+        elif _GLOBAL.search(joined) and not WORLD.search(joined) and "/" not in joined:
             what = next(each for each in texts if _GLOBAL.search(each))
             yield found("EV104", loader, f"batch_size={text_of(size)} is {what}, and each rank loads as many")
         elif (match := _times_world(script, size, loader)) is not None:
@@ -154,7 +213,7 @@ def _batch_sizes(script: Script) -> Iterator[Finding]:
                 f"batch_size={match} multiplies by the number of ranks, and each rank loads as many",
                 mend="loader = DataLoader(train_set, batch_size=batch_per_rank, sampler=sampler)",
             )
-        elif any(_LOCAL.search(each) and re.search(rf"//\s*[\w.()]*(?:{_WORLD.pattern[4:]})", each) for each in texts):
+        elif any(_LOCAL.search(each) and re.search(rf"//\s*[\w.()]*(?:{WORLD.pattern[4:]})", each) for each in texts):
             what = next(each for each in texts if _LOCAL.search(each))
             yield found(
                 "EV104",
@@ -175,7 +234,9 @@ def _times_world(script: Script, size: cst.CSTNode, loader: Call) -> str | None:
 
 
 def _padded_validation(script: Script) -> Iterator[Finding]:
-    trims = re.search(r"\[\s*:\s*(?:len\(|n\w*_samples|num_|total)|drop_duplicates|gather_for_metrics", script.text)
+    trims = re.search(
+        r"\[\s*:\s*(?:len\(|n\w*_samples|num_|total)|drop_duplicates|gather_for_metrics|\bunique\(", script.code
+    )
     for loop in script.evaluation_loops:
         function = loop.frame.function
         inside = [
@@ -195,9 +256,7 @@ def _padded_validation(script: Script) -> Iterator[Finding]:
                 f"{gathers[0].text} gathers the samples that were repeated to fill the last batch, too",
                 mend=f"accelerator.gather_for_metrics({', '.join(text_of(each) for each in gathers[0].arguments)})",
             )
-        if trims or not any(
-            call.name.startswith("torch.distributed.") and "reduce" in call.last for call in script.calls
-        ):
+        if trims or not runs(script, inside, _sums) or _keeps_elsewhere(script, inside):
             continue
         for loader in script.loaders_of(loop):
             if loader.site is None or loader.site in script.values.prepared or not _is_torchs(loader):
@@ -213,6 +272,21 @@ def _padded_validation(script: Script) -> Iterator[Finding]:
                         f"{site.text} repeats samples, unless their number is a multiple of the number of ranks; "
                         f"line {loop.line} counts them",
                     )
+
+
+def _sums(call: Call) -> bool:
+    return call.name.startswith("torch.distributed.") and "reduce" in call.last
+
+
+def _keeps_elsewhere(script: Script, calls: list[Call]) -> bool:
+    """True if an object that isn't known is given the results, which may count each sample once."""
+    updates = [call for call in calls if call.last in ("update", "add_batch") and call.receiver is not None]
+    roots = [(dotted(call.receiver).partition(".")[0], call) for call in updates]
+    return any(
+        root != "self" and not script.things(each.value, each.frame)
+        for root, call in roots
+        for each in assignments_to(script, root, call.frame)
+    )
 
 
 def _streams(script: Script, loader: Call) -> bool:
@@ -231,7 +305,7 @@ def _whole_streams(script: Script) -> Iterator[Finding]:
             continue  # which shards streams, or sends batches from rank 0
         if not streams and not _streams(script, loader):
             continue
-        if depends_on_ranks(script, dataset, loader.frame) or _DIVIDES_BY_HAND.search(script.text):
+        if depends_on_ranks(script, dataset, loader.frame) or divides_by_hand(script):
             continue
         if streams and streams[0].cls is not None:
             yield found("EV106", loader, f"{streams[0].cls.name} is an IterableDataset that never looks at the rank")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
@@ -14,6 +14,7 @@ from evenstep.doctor.diagnosis.asking import (
     names_in,
     on_all_ranks,
     on_ranks,
+    origins,
     per_step,
     walk,
 )
@@ -34,6 +35,7 @@ def check(script: Script) -> Iterator[Finding]:
     if script.uses_torch_distributed and not script.uses_accelerate and not script.uses_fabric:
         yield from _no_set_device(script)
     yield from _first_gpu(script)
+    yield from _global_rank(script)
     yield from _by_way_of_the_host(script)
     if not script.uses_accelerate and not script.uses_fabric:
         yield from _pinned(script)
@@ -41,8 +43,10 @@ def check(script: Script) -> Iterator[Finding]:
 
 
 def _no_set_device(script: Script) -> Iterator[Finding]:
-    if re.search(r"set_device|CUDA_VISIBLE_DEVICES|cuda\.device\(|device_id=", script.text):
+    if script.named(".set_device", "torch.cuda.device") or script.uses("device_id"):
         return
+    if re.search("CUDA_VISIBLE_DEVICES", script.code) or not script.named("torch.distributed.init_process_group"):
+        return  # a library that makes the group may choose the device, too
     for call in script.calls:
         where = call.positional(0) or call.argument("device")
         names_cuda = re.fullmatch(r"[\"']cuda[\"'](?: if .* else .*)?", text_of(where) or "")
@@ -54,7 +58,7 @@ def _no_set_device(script: Script) -> Iterator[Finding]:
 
 
 def _first_gpu(script: Script) -> Iterator[Finding]:
-    numbers = set(re.findall(r"(?:[\"']cuda:|\.cuda\(|\.to\()(\d+)", script.text))
+    numbers = set(re.findall(r"(?:[\"']cuda:|\.cuda\(|\.to\()(\d+)", script.code))
     if len(numbers) > 1:
         return  # each rank drives several GPUs
     seen: set[int] = set()
@@ -83,6 +87,27 @@ def _first_gpu(script: Script) -> Iterator[Finding]:
             yield found("EV302", call, f"{call.text} is the same GPU on every rank")
 
 
+def _global_rank(script: Script) -> Iterator[Finding]:
+    if script.starts_ranks or script.uses_accelerate or script.uses_fabric or script.uses_evenstep:
+        return
+    for call in script.calls:
+        given = [call.argument("device_ids", 1)] if "DistributedDataParallel" in call.name else []
+        if call.last in ("set_device", "cuda", "to", "device"):
+            given = [call.positional(0), call.positional(1), call.argument("device")]
+        names = [each for node in given for each in walk(node) if isinstance(each, cst.Name | cst.Attribute | cst.Call)]
+        if any(script.values.kinds(each, call.frame) == {"rank"} for each in names) and _is_global(script, names, call):
+            yield found("EV306", call, f"{call.text} takes the global rank as the number of a GPU")
+            return
+
+
+def _is_global(script: Script, names: Sequence[cst.CSTNode], call: Call) -> bool:
+    """True if a name surely is the global rank: the process group, or a launcher's variable, has said so."""
+    texts = (text_of(each) for name in names for each, _ in origins(script, name, call.frame))
+    return any(
+        re.search(r"\bget_rank\(\)|[\"'](?:RANK|SLURM_PROCID|OMPI_COMM_WORLD_RANK)[\"']", each) for each in texts
+    )
+
+
 def _by_way_of_the_host(script: Script) -> Iterator[Finding]:
     for call in script.calls:
         target = text_of(call.positional(0))
@@ -103,9 +128,11 @@ def _comes_from_the_host(script: Script, call: Call) -> bool:
     receiver = call.receiver
     if receiver is None:
         return False
-    for inner in walk(receiver):
-        if isinstance(inner, cst.Call) and isinstance(inner.func, cst.Attribute) and inner.func.attr.value == "cpu":
+    inner: cst.CSTNode = receiver
+    while isinstance(inner, cst.Call) and isinstance(inner.func, cst.Attribute):
+        if inner.func.attr.value == "cpu":
             return True
+        inner = inner.func.value
     if isinstance(receiver, cst.Name):
         values = assignments_to(script, receiver.value, call.frame)
         return bool(values) and all(re.search(r"\.cpu\(\)$", text_of(each.value)) is not None for each in values)
@@ -133,10 +160,10 @@ def _pinned(script: Script) -> Iterator[Finding]:
         return
     non_blocking = [call for call in copies if is_true(call.argument("non_blocking"))]
     pinned = [call for call in loaders if is_true(call.argument("pin_memory", 7))]
-    if pinned and "non_blocking" not in script.text:
+    if pinned and not script.uses("non_blocking"):
         first = min(copies, key=lambda each: (each.line, each.column))
         yield found("EV304", first, f"{first.text} blocks, though the loader has pin_memory=True")
-    elif non_blocking and "pin_memory" not in script.text:
+    elif non_blocking and not script.uses("pin_memory"):
         loader = min(loaders, key=lambda each: each.line)
         yield found("EV304", loader, f"{loader.text} has no pin_memory, so that non_blocking=True has no effect")
 

@@ -16,11 +16,12 @@ from evenstep.doctor.diagnosis.asking import (
     names_in,
     on_all_ranks,
     origins,
+    walk,
     wrappers_at,
 )
 from evenstep.doctor.findings import Finding
 from evenstep.doctor.reading.contexts import Script
-from evenstep.doctor.reading.program import Call, dotted, text_of
+from evenstep.doctor.reading.program import Call, Frame, dotted, text_of
 from evenstep.doctor.reading.values import Thing
 
 _BARS = re.compile(r"tqdm(?:\.\w+)*\.(?:tqdm|trange|tqdm_notebook)|rich\.progress\.track")
@@ -58,7 +59,7 @@ def _printing(script: Script) -> Iterator[Finding]:
             continue
         if any(each.keyword is not None and each.keyword.value == "file" for each in call.node.args):
             continue
-        if has_argument_of_rank(call) or not on_all_ranks(script, call):
+        if has_argument_of_rank(script, call) or not on_all_ranks(script, call):
             continue
         if in_training_or_evaluation(script, call):
             yield found("EV201", call, f"{call.text} runs on every rank")
@@ -66,9 +67,10 @@ def _printing(script: Script) -> Iterator[Finding]:
 
 def _prints_otherwise(script: Script) -> bool:
     """True if `print` isn't python's: replaced in a function that somebody calls, or at the top level."""
-    if script.named(".setup_for_distributed") or re.search(
-        r"^def print\(|^from .* import .*\bprint\b", script.text, re.M
-    ):
+    own = (file.functions.get("print") for file in script.files)
+    if script.named(".setup_for_distributed") or any(each and each.frame.kind == "module" for each in own):
+        return True
+    if any("print" in file.imports for file in script.files):
         return True
     replaced = [
         each.frame.function
@@ -83,12 +85,17 @@ def _prints_otherwise(script: Script) -> bool:
 
 def _logs_on_all_ranks(script: Script) -> bool:
     """True if logging was set up to show INFO, on whatever rank."""
-    if script.imports("accelerate") and "get_logger" in script.text:
+    if script.named("accelerate.logging.get_logger"):
         return False
     for call in script.named("logging.basicConfig"):
         level = text_of(call.argument("level"))
-        if level.rpartition(".")[2] in ("INFO", "DEBUG", "'INFO'", '"INFO"') and on_all_ranks(script, call):
-            return not has_argument_of_rank(call) and not re.search(r"(?i)setLevel\(.*(?:rank|main)", script.text)
+        if (
+            level.rpartition(".")[2] in ("INFO", "DEBUG", "'INFO'", '"INFO"')
+            and on_all_ranks(script, call)
+            and not has_argument_of_rank(script, call)
+        ):
+            levels = script.named(".setLevel", ".disable", ".addFilter")
+            return not any(has_argument_of_rank(script, each) or not on_all_ranks(script, each) for each in levels)
     return False
 
 
@@ -102,7 +109,7 @@ def _bars(script: Script) -> Iterator[Finding]:
     for call in script.calls:
         if not _BARS.fullmatch(call.name) or call.has_star or call.argument("disable") is not None:
             continue
-        if not has_argument_of_rank(call) and on_all_ranks(script, call) and _is_in_training(script, call):
+        if not has_argument_of_rank(script, call) and on_all_ranks(script, call) and _is_in_training(script, call):
             disabled = (
                 "disable=not accelerator.is_local_main_process" if script.uses_accelerate else "disable=rank != 0"
             )
@@ -153,14 +160,17 @@ def _with_what(script: Script, saves: list[Call]) -> Iterator[Call]:
 def _path_speaks_of_ranks(script: Script, node: cst.CSTNode | None, call: Call) -> bool:
     texts = (text_of(each) for each, _ in origins(script, node, call.frame))
     return any(
-        re.search(r"(?i)rank|process_index|\bgpu\b|worker|lock|getpid|uuid|tempfile|mkdtemp|devnull|proc_id", each)
+        re.search(
+            r"(?i)rank|process_index|\bgpu\b|worker|lock|getpid|uuid|tempfile|mkdtemp|devnull|proc_id|BytesIO", each
+        )
         for each in texts
     )
 
 
 def _checkpoints(script: Script) -> Iterator[Finding]:
     for call in _saves(script):
-        if has_argument_of_rank(call) or not on_all_ranks(script, call):
+        once_a_node = _runs_once_a_node(script, call.frame)
+        if has_argument_of_rank(script, call) or not (on_all_ranks(script, call) or once_a_node):
             continue
         path = call.argument("f", 1) if call.last in ("save", "save_file", "save_model") else call.positional(0)
         if _path_speaks_of_ranks(script, path, call):
@@ -170,7 +180,22 @@ def _checkpoints(script: Script) -> Iterator[Finding]:
             mend = "accelerator.wait_for_everyone()\nif accelerator.is_main_process:\n    torch.save(state, path)"
         elif script.uses_fabric:
             mend = "fabric.save(path, state)  # on every rank: rank 0 writes"
-        yield found("EV204", call, f"{call.text} runs on every rank, and writes the same file", mend=mend)
+        where = "one rank of every node" if once_a_node else "every rank"
+        yield found("EV204", call, f"{call.text} runs on {where}, and writes the same file", mend=mend)
+
+
+def _runs_once_a_node(script: Script, frame: Frame, depth: int = 3) -> bool:
+    """True under `local_rank == 0` and no condition on the global rank, here or around all calls of the function."""
+    if script.starts_ranks:
+        return False  # those of one node
+    tests = [each for each in frame.outwards() if each.kind == "if" and each.holds]
+    kinds = [script.values.kinds(inner, each) for each in tests for inner in walk(each.test)]
+    if any("main" in each and "local main" not in each for each in kinds):
+        return False
+    if any("local main" in each for each in kinds):
+        return True
+    sites = script.values.called_from.get(frame.function, []) if frame.function is not None and depth else []
+    return bool(sites) and all(_runs_once_a_node(script, site.frame, depth - 1) for site in sites)
 
 
 def _files(script: Script) -> Iterator[Finding]:
@@ -203,7 +228,7 @@ def _files(script: Script) -> Iterator[Finding]:
         )
         if renames or not on_all_ranks(script, call) or _path_speaks_of_ranks(script, path, call):
             continue
-        if script.is_own(call) or _is_written_out(script, path, call):
+        if call.frame.file is script.files[0] or _is_written_out(script, path, call):
             yield found("EV205", call, f"{call.text} writes the same file on every rank")
 
 
@@ -225,7 +250,7 @@ def _is_done_before(script: Script, download: Call) -> bool:
 
 
 def _wrapped_state(script: Script) -> Iterator[Finding]:
-    if re.search(r"consume_prefix_in_state_dict|[\"']module\.[\"']", script.text):
+    if re.search(r"consume_prefix_in_state_dict|[\"']module\.[\"']", script.code):
         return
     seen: set[Call] = set()
     for save in _with_what(script, _saves(script)):
@@ -259,12 +284,12 @@ def _states(things: frozenset[Thing]) -> Iterator[Thing]:
 
 
 def _incomplete_state(script: Script) -> Iterator[Finding]:
-    if ".load_state_dict(" not in script.text:
+    if not script.named(".load_state_dict"):
         return
     schedulers = [
         call for call in script.calls if "scheduler" in script.kinds_made(call) and call.name.rpartition(".")[0]
     ]
-    scalers = [call for call in script.calls if call.last == "GradScaler"]
+    scalers = script.named(".GradScaler") if script.named(".scale") else []  # made, and used
     told: set[int] = set()  # one state may be saved in two places
     for save in _with_what(script, script.named("torch.save")):
         state = save.argument("obj", 0)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 
 import libcst as cst
 
 from evenstep.doctor.diagnosis.asking import (
+    WORLD,
     assignments_to,
+    exclude_each_other,
     found,
+    has_wrapped,
     is_nothing,
+    models_of,
     names_in,
     number,
     origins,
@@ -23,9 +28,13 @@ from evenstep.doctor.reading.program import Assignment, Call, Frame, Loop, dotte
 # Up to this global batch Goyal et al., "Accurate, Large Minibatch SGD" (2017), leave the learning rate as it is.
 REFERENCE_BATCH = 256
 FEW_ROWS = 8  # batch normalisation over at most so many rows of a rank is noise
-_WORLD = re.compile(r"(?i)world_size|get_world_size|num_replicas|num_processes")
-_SAVES_EXCHANGE = re.compile(
-    r"no_sync|\.accumulate\(|no_backward_sync|require_backward_grad_sync|set_requires_gradient_sync|\.microbatches\("
+_SAVES_EXCHANGE = (
+    "no_sync",
+    "accumulate",
+    "no_backward_sync",
+    "require_backward_grad_sync",
+    "set_requires_gradient_sync",
+    "microbatches",
 )
 
 
@@ -39,12 +48,13 @@ def check(script: Script) -> Iterator[Finding]:
         yield from _batch_norm(script)
         yield from _schedulers(script)
         yield from _around_the_wrapper(script)
+        yield from _around_the_scale(script)
     yield from _replaced_parameters(script)
     yield from _clipping(script)
 
 
-def _accumulating(script: Script) -> Iterator[tuple[Loop, Call, str]]:
-    """(loop over micro-batches, backward call, number of micro-batches) where several passes make a step."""
+def _accumulating(script: Script) -> Iterator[tuple[Call, str]]:
+    """(backward call, number of micro-batches) where several passes make a step."""
     for step in script.step_calls:
         around = script.loops_around(step.frame)
         if not around:
@@ -55,11 +65,11 @@ def _accumulating(script: Script) -> Iterator[tuple[Loop, Call, str]]:
         for backward in script.backward_calls:
             inner = script.loops_around(backward.frame)
             if counts and inner and inner[0] is loop and script.in_every_round(backward.frame, loop):
-                yield loop, backward, counts[0]
+                yield backward, counts[0]
             elif len(inner) > 1 and inner[1] is loop and inner[0].iterates is not None and not counts:
                 count = _round_count(inner[0])
                 if count and script.in_every_round(backward.frame, inner[0]):
-                    yield inner[0], backward, count
+                    yield backward, count
 
 
 def _every(script: Script, test: cst.CSTNode | None, frame: Frame, holds: bool, depth: int = 2) -> str:
@@ -94,11 +104,11 @@ def _round_count(loop: Loop) -> str:
 
 def _accumulation(script: Script) -> Iterator[Finding]:
     seen: set[Call] = set()
-    for loop, backward, count in _accumulating(script):
+    for backward, count in _accumulating(script):
         if backward in seen:
             continue
         seen.add(backward)
-        if not _SAVES_EXCHANGE.search(script.text) and _has_wrapped(script):
+        if not script.uses(*_SAVES_EXCHANGE) and has_wrapped(script):
             mend = ""
             if script.uses_accelerate:
                 mend = (
@@ -114,25 +124,18 @@ def _accumulation(script: Script) -> Iterator[Finding]:
                 mend=mend,
             )
         if backward.argument("weight") is None and not script.uses_evenstep:
-            yield from _divisor(script, loop, backward, count)
+            yield from _divisor(script, backward, count)
     if script.uses_accelerate:
         yield from _divided_twice(script)
 
 
-def _has_wrapped(script: Script) -> bool:
-    return any("wrapped" in script.kinds_made(call) for call in script.calls if call.name)
-
-
-def _divisor(script: Script, loop: Loop, backward: Call, count: str) -> Iterator[Finding]:
-    divisors = [each for each, _ in _divisors_of(script, loop, backward)]
+def _divisor(script: Script, backward: Call, count: str) -> Iterator[Finding]:
+    divisors = list(_divisors_of(script, backward))
     last = re.escape(count.rpartition(".")[2])
     if not divisors:
-        reduces = "accelerator.accumulate" in script.text or 'reduction="sum"' in script.text
-        if (
-            not reduces
-            and not re.search(rf"/=?\s*\(?(?:\w+\.)*{last}\b", script.text)
-            and "/ len(micro" not in script.text
-        ):
+        sums = any(text_of(call.argument("reduction"))[1:-1] == "sum" for call in script.calls)
+        accumulates = any("accelerator" in script.receiver_kinds(call) for call in script.named(".accumulate"))
+        if not sums and not accumulates and not re.search(rf"/=?\s*\(?(?:\w+\.)*{last}\b|/ len\(micro", script.code):
             yield found(
                 "EV502",
                 backward,
@@ -141,7 +144,7 @@ def _divisor(script: Script, loop: Loop, backward: Call, count: str) -> Iterator
             )
         return
     for divisor in divisors:
-        if divisor == count or (count in divisor and not _WORLD.search(divisor)):
+        if divisor == count or (count in divisor and not WORLD.search(divisor)):
             continue
         is_size = re.fullmatch(r"len\(.*\)|(?:\w+\.)*(?:\w*batch_size|num_batches|n_batches|epochs)", divisor)
         if (divisor.isdecimal() and count.isdecimal()) or is_size:
@@ -153,33 +156,43 @@ def _divisor(script: Script, loop: Loop, backward: Call, count: str) -> Iterator
             )
 
 
-def _divisors_of(script: Script, loop: Loop | None, backward: Call) -> Iterator[tuple[str, int]]:
-    """What the loss of a backward call is divided by before it: (divisor, line)."""
+def _divisors_of(script: Script, backward: Call, *, inside: bool = False) -> Iterator[str]:
+    """What the loss of a backward call is divided by before it.
+
+    Args:
+        script: Which.
+        backward: The call.
+        inside: Also by the script's own functions that have computed it.
+    """
     loss = backward.positional(0) if script.receiver_kinds(backward) & {"accelerator", "fabric", "wrapped"} else None
     loss = loss if loss is not None else backward.receiver
     loss = loss.args[0].value if _is_scaling(loss) and isinstance(loss, cst.Call) else loss
-    pending: list[tuple[cst.CSTNode, int]] = [(loss, backward.line)] if loss is not None else []
-    if isinstance(loss, cst.Name):
-        for each in _assignments_before(script, loss.value, backward):
-            if each.operator == "/=":
-                yield text_of(each.value), each.line
-            elif each.operator == "=":
-                pending.append((each.value, each.line))
-    for value, line in pending:
-        inner = value
-        while isinstance(inner, cst.BinaryOperation) and isinstance(inner.operator, cst.Divide | cst.Multiply):
-            if isinstance(inner.operator, cst.Divide):
-                yield text_of(inner.right), line
-            inner = inner.left
+    pending = [] if loss is None else [(loss, backward.frame, backward.line)]
+    seen: set[int] = set()
+    while pending:
+        node, frame, line = pending.pop()
+        while isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Divide | cst.Multiply):
+            if isinstance(node.operator, cst.Divide):
+                yield text_of(node.right)
+            node = node.left
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, cst.Name):
+            for each in assignments_to(script, node.value, frame):
+                if each.operator == "/=" and each.line <= line:
+                    yield text_of(each.value)
+                elif each.operator == "=" and each.line <= line:
+                    pending.append((each.value, each.frame, each.line))
+        elif inside and isinstance(node, cst.Call) and (call := script.values.record(node)) is not None:
+            for target in script.values.functions_of(call):
+                whole = Frame("function", None, target.file, target)
+                pending += [(value, whole, sys.maxsize) for value in target.returns]
 
 
 def _is_scaling(node: cst.CSTNode | None) -> bool:
     """True of `scaler.scale(loss)`."""
     return isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "scale"
-
-
-def _assignments_before(script: Script, name: str, backward: Call) -> list[Assignment]:
-    return [each for each in assignments_to(script, name, backward.frame) if each.line <= backward.line]
 
 
 def _divided_twice(script: Script) -> Iterator[Finding]:
@@ -192,7 +205,7 @@ def _divided_twice(script: Script) -> Iterator[Finding]:
         for backward in script.backward_calls:
             if "accelerator" not in script.receiver_kinds(backward):
                 continue
-            for divisor, _ in _divisors_of(script, None, backward):
+            for divisor in _divisors_of(script, backward):
                 if divisor == text or "gradient_accumulation_steps" in divisor:
                     yield found(
                         "EV502",
@@ -203,11 +216,11 @@ def _divided_twice(script: Script) -> Iterator[Finding]:
 
 
 def _divided_by_world(script: Script) -> Iterator[Finding]:
-    if not _has_wrapped(script) or "register_comm_hook" in script.text:
+    if not has_wrapped(script) or script.uses("register_comm_hook"):
         return
     for backward in script.backward_calls:
-        for divisor, _ in _divisors_of(script, None, backward):
-            if _WORLD.search(divisor) and "tokens" not in divisor:
+        for divisor in _divisors_of(script, backward, inside=True):
+            if WORLD.search(divisor) and "tokens" not in divisor:
                 yield found(
                     "EV502",
                     backward,
@@ -222,8 +235,17 @@ def _clipping(script: Script) -> Iterator[Finding]:
     scalers = [call for call in script.named(".GradScaler") if text_of(call.argument("enabled")) != "False"]
     unscales = script.named(".unscale_", ".unscale_gradients")
     for clip in clips:
+        before = [
+            each
+            for each in script.backward_calls
+            if each.frame.function is clip.frame.function
+            and each.line < clip.line
+            and not exclude_each_other(each.frame, clip.frame)
+        ]
         if not script.loops_around(clip.frame) and clip.frame.function is None:
             continue
+        if scalers and before and not any(_is_scaling(each.receiver) for each in before):
+            continue  # of passes without the scaler
         if scalers:
             same = [each for each in unscales if each.frame.function is clip.frame.function]
             if not unscales or (same and all(each.line > clip.line for each in same)):
@@ -244,15 +266,7 @@ def _replaced_parameters(script: Script) -> Iterator[Finding]:
         call for call in script.calls if "optimizer" in script.kinds_made(call) and call.name[:11] == "torch.optim"
     ]
     for optimizer in optimizers:
-        given = optimizer.argument("params", 0)
-        models = [
-            dotted(inner.func.value)
-            for inner in walk(given)
-            if isinstance(inner, cst.Call)
-            and isinstance(inner.func, cst.Attribute)
-            and inner.func.attr.value in ("parameters", "named_parameters")
-        ]
-        for model in {each for each in models if each}:
+        for model in models_of(optimizer):
             later = [
                 each for each in optimizers if each is not optimizer and f"{model}.parameters" in text_of(each.node)
             ]
@@ -308,8 +322,9 @@ def _is_filled_in(script: Script, ignored: str) -> bool:
     if not re.fullmatch(r"-? *\d+", ignored):
         return True
     number = re.escape(ignored)
-    fills = rf"(?:fill_?|full|full_like|where|pad|tensor)\([^#\n]*{number}\b|padding_value *= *{number}\b"
-    return bool(re.search(rf"{fills}|\] *= *{number}\b|\[ *{number} *\]|[Cc]ollat", script.text))
+    fills = rf"(?:fill_?|full|full_like|where|pad)\([^#\n]*{number}\b|padding_value *= *{number}\b"
+    lists = rf"\[ *{number} *\] *[*+]|[*+] *\[ *{number} *\]"  # and no index, as in `x[:, [-1]]`
+    return bool(re.search(rf"{fills}|\] *= *{number}\b|{lists}|DataCollator", script.code))
 
 
 def _tokens(script: Script) -> Iterator[Finding]:
@@ -326,7 +341,7 @@ def _tokens(script: Script) -> Iterator[Finding]:
     ):
         return
     weighted = any(call.argument("weight") is not None for call in script.backward_calls)
-    if weighted or "num_items_in_batch" in script.text or not _has_wrapped(script):
+    if weighted or script.uses("num_items_in_batch") or not has_wrapped(script):
         return
     for call in script.named("torch.nn.functional.cross_entropy", "torch.nn.CrossEntropyLoss", "torch.nn.NLLLoss"):
         ignored = call.argument("ignore_index")
@@ -356,16 +371,16 @@ def _tokens(script: Script) -> Iterator[Finding]:
 
 
 def _learning_rate(script: Script) -> Iterator[Finding]:
-    if not script.uses_torch_distributed or script.uses_accelerate or script.uses_fabric or not _has_wrapped(script):
+    if not script.uses_torch_distributed or script.uses_accelerate or script.uses_fabric or not has_wrapped(script):
         return
-    if re.search(r"(?i)warm_?up|LinearLR|OneCycleLR|scale_learning_rate|scaled_lr", script.text):
+    if re.search(r"(?i)warm_?up|LinearLR|OneCycleLR|scale_learning_rate|scaled_lr", script.code):
         return
     loaders = [each.site for each in script.training_loaders if each.site is not None]
     if not loaders or any(loader.name.startswith("evenstep.") or loader.has_star for loader in loaders):
         return
     for loader in loaders:
         size = loader.argument("batch_size", 1)
-        if size is None or any(_WORLD.search(text_of(each)) for each, _ in origins(script, size, loader.frame)):
+        if size is None or any(WORLD.search(text_of(each)) for each, _ in origins(script, size, loader.frame)):
             return
     site = loaders[0]
     rows = number(script, site.argument("batch_size", 1), site.frame)
@@ -374,14 +389,14 @@ def _learning_rate(script: Script) -> Iterator[Finding]:
     for call in script.named("torch.optim.SGD"):
         rate = call.argument("lr", 1)
         texts = [text_of(each) for each, _ in origins(script, rate, call.frame)]
-        if rate is not None and not any(_WORLD.search(each) or "scale" in each for each in texts):
+        if rate is not None and not any(WORLD.search(each) or "scale" in each for each in texts):
             shown = text_of(site.argument("batch_size", 1))
             yield found("EV506", call, f"lr={text_of(rate)} and batch_size={shown} are the same on any number of ranks")
             return
 
 
 def _batch_norm(script: Script) -> Iterator[Finding]:
-    if re.search(r"SyncBatchNorm|sync_batchnorm|sync_bn", script.text):
+    if re.search(r"SyncBatchNorm|sync_batchnorm|sync_bn", script.code):
         return
     normalised = [call for call in script.calls if re.fullmatch(r"torch\.nn\.(?:Lazy)?BatchNorm[123]d", call.name)]
     normalised += [call for call in script.calls if re.match(r"torchvision\.models\.(?:wide_)?resne", call.name)]
@@ -423,16 +438,10 @@ def _schedulers(script: Script) -> Iterator[Finding]:
             if length is None:
                 continue
             expressions = list(origins(script, length, call.frame))
-            texts = [text_of(each) for each, _ in expressions]
-            if any(_WORLD.search(each) for each in texts):
+            if any(WORLD.search(text_of(each)) for each, _ in expressions):
                 continue
             whole = next(
-                (
-                    each
-                    for each in texts
-                    if re.search(r"len\((?:\w+\.)*\w*(?:data_?set|_set|_ds|_data)\w*\) *//? *", each)
-                ),
-                None,
+                (text_of(each) for each, where in expressions if _divides_all_samples(script, each, where)), ""
             )
             if whole and _divided_loaders(script):
                 yield found("EV509", call, f"{keyword}={shortened(whole, 60)} counts the batches of all ranks together")
@@ -446,6 +455,21 @@ def _schedulers(script: Script) -> Iterator[Finding]:
                     mend="loader, optimizer, scheduler = accelerator.prepare(loader, optimizer, scheduler)",
                 )
                 break
+
+
+def _divides_all_samples(script: Script, node: cst.CSTNode, frame: Frame) -> bool:
+    """True if `len(dataset)` is divided in it; the length of a loader is that of one rank's batches."""
+    for each in walk(node):
+        if isinstance(each, cst.BinaryOperation) and isinstance(each.operator, cst.Divide | cst.FloorDivide):
+            length = each.left
+            if not isinstance(length, cst.Call) or not length.args or dotted(length.func) != "len":
+                continue
+            counted = length.args[0].value
+            kinds = script.values.kinds(counted, frame)
+            name = re.fullmatch(r"(?:\w+\.)*\w*(?:data_?set|_set|_ds|_data)", dotted(counted))
+            if "loader" not in kinds and (name or kinds & {"dataset", "subset"}):
+                return True
+    return False
 
 
 def _divided_loaders(script: Script) -> bool:
@@ -481,39 +505,56 @@ def _counted_before_prepare(script: Script, scheduler: Call, length: cst.CSTNode
 
 def _around_the_wrapper(script: Script) -> Iterator[Finding]:
     """Passes that no call of the wrapper begins."""
+    wrappers = [
+        thing for call in script.calls for thing in script.things(call.node, call.frame) if thing.kind == "wrapped"
+    ]
+    inner_models = {inner for wrapper in wrappers for inner in wrapper.inner if inner.kind in ("model", "instance")}
     for loop in script.step_loops:
         inside = [call for call in script.calls if loop in script.loops_around(call.frame)]
-        if any("wrapped" in _kinds(script, call.node.func, call) for call in inside):
+        if not wrappers or any("wrapped" in _kinds(script, call.node.func, call) for call in inside):
             continue
-        losses = {
-            name
+        makes_loss = {
+            id(inner)
             for backward in script.backward_calls
             if loop in script.loops_around(backward.frame)
             for node in (backward.receiver, *backward.arguments)
-            for name in names_in(node)
+            for each, _ in origins(script, node, backward.frame)
+            for inner in walk(each)
         }
         for call in inside:
-            if not any(target in losses for target in _targets(call)):
-                continue
-            past = [inner for inner in walk(call.node.func) if isinstance(inner, cst.Attribute)]
-            if any(each.attr.value == "module" and "wrapped" in _kinds(script, each.value, call) for each in past):
+            callee = call.node.func
+            past = [each for each in walk(callee) if isinstance(each, cst.Attribute) and each.attr.value == "module"]
+            called = script.things(callee, call.frame) | script.things(call.receiver, call.frame)
+            goes_around = any("wrapped" in _kinds(script, each.value, call) for each in past) or (
+                bool(called & inner_models) and not any(each.kind == "wrapped" for each in called)
+            )
+            if id(call.node) in makes_loss and goes_around:
                 yield found(
                     "EV510", call, f"{call.text} goes around the wrapper, and {_text_of_loop(loop)} never calls that"
                 )
                 break
 
 
+def _around_the_scale(script: Script) -> Iterator[Finding]:
+    """`loss.backward()` where accelerate or Fabric scales the loss itself."""
+    makers = [(call, call.argument("mixed_precision")) for call in script.named("accelerate.Accelerator")]
+    makers += [(call, call.argument("precision")) for call in script.named(".Fabric")]
+    for _, precision in makers:
+        if text_of(precision).strip("\"'") not in ("fp16", "16", "16-mixed"):
+            continue
+        for backward in script.backward_calls:
+            if not script.receiver_kinds(backward) & {"accelerator", "fabric"} and not backward.node.args:
+                name = "accelerator" if script.uses_accelerate else "fabric"
+                yield found(
+                    "EV511",
+                    backward,
+                    f"{backward.text} has no loss scale, and the step divides by it",
+                    mend=f"{name}.backward({text_of(backward.receiver)})",
+                )
+
+
 def _kinds(script: Script, node: cst.CSTNode, call: Call) -> set[str]:
     return {thing.kind for thing in script.things(node, call.frame)}
-
-
-def _targets(call: Call) -> list[str]:
-    """Names that are assigned what a call returns."""
-    return [
-        dotted(each.target)
-        for each in call.frame.file.assignments
-        if each.frame.function is call.frame.function and any(inner is call.node for inner in walk(each.value))
-    ]
 
 
 def _text_of_loop(loop: Loop) -> str:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import statistics
-from collections.abc import Sequence
 
 from evenstep.doctor.evidence.scene import Scene, by_place
 from evenstep.doctor.findings import Finding
 from evenstep.doctor.run.events import Event, Place
 from evenstep.doctor.run.hangs import calls_of, first_apart
 
-_OF_RANKS = re.compile(r"rank|is_(main|master|first|zero|chief)|main_process|global_zero", re.IGNORECASE)
+_ENDED = (
+    "The run came to its end, with calls that don't belong together: a rank may get what is meant for another call."
+)
 # What torch's wrapper calls by itself.
 _IMPLICIT = ("gradients of the model", "forward of the model", "DistributedDataParallel", "init_process_group")
 _IN_MOST = 0.5  # of the steps: a call that belongs to the step
@@ -39,6 +39,9 @@ def how_it_hangs(scene: Scene) -> str:
     hang = scene.evidence.hang
     if hang is None:
         return ""
+    if not hang.missing:
+        call = next(iter(hang.waiting.values()))
+        return f"all ranks were in {_told(scene, call)} for too long"
     waits = ", ".join(f"rank {rank} waits in {_told(scene, call)}" for rank, call in sorted(hang.waiting.items()))
     others = ", ".join(f"rank {rank} {_doing(scene, event)}" for rank, event in sorted(hang.missing.items()))
     return f"the run would hang: {waits}" + (f"; {others}" if others else "")
@@ -77,40 +80,24 @@ def _calls_on_some(scene: Scene) -> list[Finding]:
     places = _on_some(scene, [[c for c in calls_of(e) if c["op"] not in _IMPLICIT] for e in scene.evidence.ranks])
     for place, (ranks, call) in places.items():
         seen = f"{_ranks(ranks)} called {call['op']} here, {_ranks(_others(scene, ranks))} never did"
-        rule = "EV401" if is_guarded_by_rank(scene.sources.get(place[0], ()), place[1]) else "EV402"
-        found.append(scene.finding(rule, place, f"{seen}; {hangs}" if hangs else seen))
+        # Without a reading it is taken as a condition on the rank: data decide more rarely.
+        guarded = scene.facts.guarded
+        rule = "EV401" if guarded is None or place in guarded else "EV402"
+        found.append(scene.finding(rule, place, f"{seen}; {hangs}" if hangs else seen, cost="" if hangs else _ENDED))
     return found
 
 
-def is_guarded_by_rank(lines: Sequence[str], line: int) -> bool:
-    """Whether a condition on the rank decides if a line is reached: around it, or before it in its function. Pure.
-
-    Without lines it is taken as one: data decide more rarely.
-    """
-    if not 0 < line <= len(lines):
-        return True
-    indent = _indent(lines[line - 1])
-    for text in reversed(lines[: line - 1]):
-        if not text.strip():
-            continue
-        if re.match(r"\s*(if|elif|while)\b", text) and _indent(text) <= indent and _OF_RANKS.search(text):
-            return True
-        if re.match(r"\s*(async\s+)?def\b", text) and _indent(text) < indent:
-            return False
-    return False
-
-
-def _indent(text: str) -> int:
-    return len(text) - len(text.lstrip())
-
-
 def _models_on_some(scene: Scene) -> list[Finding]:
+    """Forward passes of some ranks that have sent something: gradients later, or buffers at once."""
     found = []
+    sent = {each.place for each in scene.evidence.all("enter") if each["op"] == "forward of the model"}
     forwards = [[each for each in events if each["wrapped"]] for events in scene.evidence.of("forward")]
-    for place, (ranks, _) in _on_some(scene, forwards).items():
+    for place, (ranks, forward) in _on_some(scene, forwards).items():
+        if place not in sent and not forward["grad"]:
+            continue
         seen = f"{_ranks(ranks)} called the wrapped model here, {_ranks(_others(scene, ranks))} never did"
         hangs = how_it_hangs(scene)
-        found.append(scene.finding("EV404", place, f"{seen}; {hangs}" if hangs else seen))
+        found.append(scene.finding("EV404", place, f"{seen}; {hangs}" if hangs else seen, cost="" if hangs else _ENDED))
     return found
 
 
@@ -147,11 +134,11 @@ def _apart(scene: Scene) -> list[Finding]:
     if apart is not None:
         here, there, rank = apart
         seen = f"where rank 0 called {_told(scene, here)}, rank {rank} called {_told(scene, there)}"
-        return [scene.finding("EV402", here.place, seen)]
-    if hang is None or not hang.waiting:
+        return [scene.finding("EV402", here.place, seen, cost="" if hang is not None else _ENDED)]
+    if hang is None or not hang.waiting or not hang.missing:  # all of them in one call: a machine that is busy
         if _ended_apart(scene):
             counts = [len(calls_of(events)) for events in scene.evidence.ranks]
-            return [scene.finding("EV402", ("", 1), f"ranks have made {counts} calls")]
+            return [scene.finding("EV402", ("", 1), f"ranks have made {counts} calls", cost=_ENDED)]
         return []
     first = min(hang.waiting)
     return [scene.finding("EV402", hang.waiting[first].place, how_it_hangs(scene))]

@@ -25,7 +25,7 @@ def _lines(scene: Scene) -> list[Finding]:
     num_steps = max(1, scene.evidence.num_steps)
     for place in _on_all(outputs):
         ranks = [by_place(events)[place] for events in outputs]
-        if all(names_rank(each["text"], rank) for rank, events in enumerate(ranks) for each in events):
+        if name_ranks([[str(each["text"]) for each in events] for events in ranks]):
             continue
         text = str(ranks[0][0]["text"]).splitlines()[0][:_SHOWN]
         count = counted(len(ranks[0]), "time")
@@ -41,10 +41,17 @@ def _lines(scene: Scene) -> list[Finding]:
     return found
 
 
-def names_rank(text: str, rank: int) -> bool:
-    """Whether a line says which rank has written it. Pure."""
-    named = rf"(rank|worker|process|proc|replica|gpu|cuda|device|pid|node|card)\w*\W{{0,3}}{rank}\b"
-    return bool(re.search(named, text, re.IGNORECASE) or re.match(rf"\W*{rank}\s*[\]):/|]", text))
+def name_ranks(lines: Sequence[Sequence[str]]) -> bool:
+    """Whether lines of one place say which rank has written them: each has its rank at the same word. Pure.
+
+    Args:
+        lines: By rank.
+    """
+    words = [[re.findall(r"\d+(?:\.\d+)*|[^\W\d]+", line) for line in of_rank] for of_rank in lines]
+    length = min(len(line) for of_rank in words for line in of_rank)
+    return any(
+        all(line[at] == str(rank) for rank, of_rank in enumerate(words) for line in of_rank) for at in range(length)
+    )
 
 
 def _on_all(ranks: Sequence[Iterable[Event]]) -> list[Place]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from evenstep.doctor.findings import Finding
+from evenstep.doctor.findings import Facts, Finding
 from evenstep.doctor.run.events import Event, Evidence, Place
 
 MIB = 1 << 20
@@ -52,14 +52,14 @@ class Scene:
         evidence: What the ranks have written.
         script: As the user named it.
         directory: The current one, absolute.
-        sources: By absolute path of the script's files, their lines.
+        facts: What reading knows of the script.
         loops: By rank, its loops over loaders in the steps that are looked at.
     """
 
     evidence: Evidence
     script: str = "train.py"
     directory: str = "/"
-    sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
     loops: list[list[Loop]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -170,6 +170,10 @@ def _loops_of(events: Sequence[Event]) -> list[Loop]:
             break
         key = event["loader"], event["iteration"]
         if event.kind == "iterate":
+            # One look at a batch, `next(iter(loader))`, never ends by itself: the next loop over the loader ends it.
+            for earlier in [each for each in opened if each[0] == key[0]]:
+                rows, (steps, evaluated) = opened.pop(earlier)
+                loops[earlier] = Loop(loops[earlier].begin, rows, steps, evaluated)
             opened[key] = [], [0, 0]
             loops[key] = Loop(event)
         elif event.kind == "batch" and key in opened:

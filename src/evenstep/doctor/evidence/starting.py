@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from evenstep.doctor.evidence.scene import Scene, by_place
 from evenstep.doctor.findings import Finding, Refuted
 
@@ -26,6 +28,12 @@ def _ports(scene: Scene) -> list[Finding]:
 def is_for_want_of_gpus(message: str) -> bool:
     """Whether an error says that there is no GPU, or nothing in torch that could use one."""
     return any(each in message.lower() for each in _OF_GPUS)
+
+
+def asks_for_gpus(said: str) -> bool:
+    """Whether the last words of a script that has ended by itself are that it needs a GPU."""
+    last = "\n".join(said.splitlines()[-4:])
+    return bool(re.search(r"(?i)\b(?:gpus?|cuda)\b", last)) or is_for_want_of_gpus(last)
 
 
 def _devices(scene: Scene) -> list[Finding]:

@@ -162,7 +162,7 @@ def _is_of_tokens(mine: Event, other: Event) -> bool:
 
 def _norms(scene: Scene) -> list[Finding]:
     found = []
-    if any("SyncBatchNorm" in line for lines in scene.sources.values() for line in lines):
+    if scene.facts.syncs_norms:
         return []  # as it does on GPUs; torch's refuses a CPU
     for place, events in by_place(scene.evidence.all("norm")).items():
         rows = usual(each["rows"] for each in events)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from evenstep.doctor.evidence import collectives, data, output, starting, stepping
 from evenstep.doctor.evidence.scene import Scene
-from evenstep.doctor.findings import Watched
+from evenstep.doctor.findings import Facts, Watched
 from evenstep.doctor.run.events import Event, Evidence
 from evenstep.doctor.run.hangs import last_progress_s
+
+_UNREAD = Facts()
 
 
 def watched(
@@ -17,8 +19,7 @@ def watched(
     *,
     script: str,
     directory: str,
-    wants_gpus: bool = False,
-    sources: Mapping[str, Sequence[str]] | None = None,
+    facts: Facts = _UNREAD,
 ) -> Watched:
     """What a run has shown.
 
@@ -26,17 +27,17 @@ def watched(
         evidence: Of its ranks.
         script: As the user named it.
         directory: The current one, absolute.
-        wants_gpus: The script uses GPUs.
-        sources: By absolute path of the script's files, their lines.
+        facts: What reading knows of the script.
     """
     evidence = replace(evidence, ranks=[_of_the_rank(events) for events in evidence.ranks])
-    scene = Scene(evidence, script, directory, sources or {})
+    scene = Scene(evidence, script, directory, facts)
     if evidence.num_steps and not any(evidence.all(kind) for kind in ("init", "wrapped", "enter")):
         return Watched(
             notes=[
                 f"Its {scene.world_size} processes never joined: each trained alone, so it was only read. Does it need "
                 f"a launcher of its own, or a GPU?"
-            ]
+            ],
+            num_steps=0,
         )
     of_data, refuted = data.judge(scene)
     of_steps, refuted_steps = stepping.judge(scene)
@@ -47,7 +48,7 @@ def watched(
     return Watched(
         findings=found,
         refuted=[*refuted, *refuted_steps, *refuted_start],
-        notes=_notes(scene, wants_gpus),
+        notes=_notes(scene),
         num_steps=evidence.num_steps,
     )
 
@@ -58,7 +59,7 @@ def _of_the_rank(events: Sequence[Event]) -> list[Event]:
     return list(events[began:])
 
 
-def _notes(scene: Scene, wants_gpus: bool) -> list[str]:
+def _notes(scene: Scene) -> list[str]:
     """Why the run ended before it had shown all."""
     evidence = scene.evidence
     raised = scene.error
@@ -68,10 +69,18 @@ def _notes(scene: Scene, wants_gpus: bool) -> list[str]:
         count = spawned["num_ranks"]
         where = scene.told(spawned.place)
         return [f"It starts {count} ranks of its own ({where}), which can't be watched: it was only read."]
+    # A script that leaves before its first step has said why, perhaps as an exit with a text, or none.
+    message = str(raised["message"]).strip() if raised is not None else ""
+    left = not evidence.num_steps and evidence.hang is None and (raised is None or raised["type"] == "SystemExit")
+    last = evidence.said if left else ""
+    if scene.facts.uses_gpus and (
+        starting.is_for_want_of_gpus(message) or (left and starting.asks_for_gpus(f"{last}\n{message}"))
+    ):
+        first = message if message and not message.isdecimal() else last.strip().rpartition("\n")[2]
+        return [
+            f"It needs GPUs, and this machine has none that it could use, so it was only read: {_first_line(first)}"
+        ]
     if raised is not None:
-        if wants_gpus and starting.is_for_want_of_gpus(str(raised["message"])):
-            first = str(raised["message"]).strip().splitlines()[0]
-            return [f"It needs GPUs, and this machine has none that it could use, so it was only read: {first}"]
         return [_told_error(scene, raised, steps, evidence.said)]
     if evidence.hang is not None:
         text = collectives.how_it_hangs(scene)
@@ -109,6 +118,10 @@ def _told_error(scene: Scene, raised: Event, steps: str, said: str) -> str:
     message = str(raised["message"]).strip().splitlines()
     first = f": {message[0]}" if message else ""
     return f"The script raised {raised['type']}{place} {steps}, so what follows was only read{first}"
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0] if text else ""
 
 
 def _last_seen(scene: Scene) -> str:

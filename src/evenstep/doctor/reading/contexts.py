@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import libcst as cst
 
-from evenstep.doctor.reading.program import Call, File, Frame, Function, Loop, dotted, read_program, text_of
+from evenstep.doctor.findings import Facts, Looked
+from evenstep.doctor.reading.program import (
+    Call,
+    File,
+    Frame,
+    Function,
+    Loop,
+    dotted,
+    read_program,
+    shortened,
+    text_of,
+)
 from evenstep.doctor.reading.values import Thing, Values
 
 # Words of a condition that may well depend on the rank, though what it compares isn't known.
@@ -18,8 +28,11 @@ _RANKISH = re.compile(
     r"|\bgpu\b|is_?first|world_size *==|== *world_size|should_(?:log|save|print)"
 )
 _RANK_ZERO_DECORATORS = ("rank_zero_only", "on_main_process", "main_process_only", "master_only", "rank0_only")
+_LIBRARIES = ("evenstep", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "deepspeed", "horovod")
+_OF_TORCH = ("torch.distributed", "torch.nn.parallel.Distributed", "torch.nn.parallel.distributed")
 _SINGLE = re.compile(r"not (?:\w+\.)*(?:is_)?(?:distributed|ddp|is_initialized\(\))|world_size *== *1|world_size *< *2")
 _LOADER_NAME = re.compile(r"(?i)(?:\w+\.)*\w*(?:loader|dataloader|_dl|batches|_iter)\w*")
+_MOST_UNKNOWN = 4  # pieces of code that the answer names
 OPTIMIZER_NAME = re.compile(r"(?i)(?:\w+\.)*(?:\w*optim\w*|opt|opt_\w+|\w+_opt|\w*optimizer\w*)")
 
 
@@ -27,20 +40,26 @@ class Script:
     """A script that was read: its files, what its names stand for, and where its calls run."""
 
     def __init__(self, path: Path) -> None:
-        self.files, self.notes = read_program(path)
-        self.values = Values(self.files)
+        self.files, modules, self.notes = read_program(path)
+        self.values = Values(self.files, modules)
         self.calls = [call for file in self.files for call in file.calls]
         self.loops = [loop for file in self.files for loop in file.loops]
         self._loop_of = {id(loop.frame): loop for loop in self.loops}
         self._partial: dict[tuple[int, bool], bool] = {}
         self._reached: dict[int, bool] = {}
+        self._around: dict[Frame, list[Loop]] = {}
+        self._ways: dict[tuple[Function, Loop], list[Frame] | None] = {}
 
     # --- what kind of script ---
 
     @functools.cached_property
-    def text(self) -> str:
-        """The text of all files."""
-        return "\n".join(file.source.text for file in self.files)
+    def code(self) -> str:
+        """The text of all files without comments and docstrings."""
+        return "\n".join(file.source.code for file in self.files)
+
+    def uses(self, *names: str) -> bool:
+        """True if the code has such a name or attribute."""
+        return any(not file.names.isdisjoint(names) for file in self.files)
 
     def named(self, *names: str) -> list[Call]:
         """Calls of such resolved names, or of such last parts when a name begins with a dot."""
@@ -83,18 +102,22 @@ class Script:
         return self.uses_torch_distributed or self.uses_accelerate or self.uses_fabric or self.uses_evenstep
 
     @functools.cached_property
+    def communicates(self) -> bool:
+        """True if the script names anything that communicates between ranks, also what rules know nothing of."""
+        names = {each for file in self.files for each in file.imports.values()} | {call.name for call in self.calls}
+        return any(name.partition(".")[0] in _LIBRARIES or name.startswith(_OF_TORCH) for name in names)
+
+    @functools.cached_property
     def uses_gpus(self) -> bool:
         """True if tensors may lie on a GPU."""
         if self.uses_accelerate or self.uses_fabric:
-            return (
-                'device_type="cpu"' not in self.text
-                and "cpu=True" not in self.text
-                and 'accelerator="cpu"' not in self.text
-            )
+            makers = self.named("accelerate.Accelerator", ".Fabric")
+            chosen = [text_of(call.argument(each)) for call in makers for each in ("cpu", "accelerator")]
+            return not any(each in ("True", "'cpu'", '"cpu"') for each in chosen)
         if any(call.last == "cuda" and call.receiver is not None for call in self.calls):
             return True
         return bool(
-            re.search(r"""["']cuda(?::|["'])|f["']cuda:|torch\.cuda\.(?:set_device|device|current_device)""", self.text)
+            re.search(r"""["']cuda(?::|["'])|f["']cuda:|torch\.cuda\.(?:set_device|device|current_device)""", self.code)
         )
 
     def kinds_made(self, call: Call) -> set[str]:
@@ -209,9 +232,10 @@ class Script:
 
     def loops_around(self, frame: Frame) -> list[Loop]:
         """The loops that a frame lies in, innermost first; those of its function's callers, too."""
-        found: list[Loop] = []
-        self._collect_loops(frame, found, set())
-        return found
+        if frame not in self._around:
+            self._around[frame] = []
+            self._collect_loops(frame, self._around[frame], set())
+        return self._around[frame]
 
     def _collect_loops(self, frame: Frame, found: list[Loop], seen: set[int]) -> None:
         for each in frame.outwards():
@@ -227,23 +251,22 @@ class Script:
 
     def conditions_until(self, frame: Frame, loop: Loop) -> list[Frame] | None:
         """The `if` frames between a frame and a loop around it, on the way with the fewest; None if there is no way."""
-        ways = list(self._ways(frame, loop, ()))
-        return min(ways, key=len) if ways else None
-
-    def _ways(self, frame: Frame, loop: Loop, seen: tuple[int, ...]) -> Iterator[list[Frame]]:
         ifs: list[Frame] = []
         for each in frame.outwards():
             if each is loop.frame:
-                yield ifs
-                return
+                return ifs
             if each.kind in ("if", "except", "lambda"):
                 ifs.append(each)
-        function = frame.function
-        if function is None or id(function) in seen or len(seen) > 6:
-            return
-        for site in self.values.called_from.get(function, []):
-            for way in self._ways(site.frame, loop, (*seen, id(function))):
-                yield ifs + way
+        if frame.function is None:
+            return None
+        key = frame.function, loop
+        if key not in self._ways:
+            self._ways[key] = None  # while it is being decided: recursion is no way
+            sites = self.values.called_from.get(frame.function, [])
+            ways = [way for site in sites if (way := self.conditions_until(site.frame, loop)) is not None]
+            self._ways[key] = min(ways, key=len) if ways else None
+        way = self._ways[key]
+        return None if way is None else ifs + way
 
     def in_every_round(self, frame: Frame, loop: Loop) -> bool:
         """True if a frame is reached in every round of a loop, as far as conditions go."""
@@ -342,13 +365,43 @@ class Script:
             and (self.loaders_of(loop) or _LOADER_NAME.fullmatch(_iterated_name(loop.iterates)))
         ]
 
-    def is_own(self, call: Call) -> bool:
-        """True of a call in the script itself, not in what it imports."""
-        return call.frame.file is self.files[0]
+    @functools.cached_property
+    def looked(self) -> Looked:
+        """What was looked at, and what wasn't understood of it."""
+        made = [(call, kind) for call in self.calls for kind in _flat_kinds(self.things(call.node, call.frame), call)]
+        loaders, wrapped = ({id(call) for call, each in made if each == kind} for kind in ("loader", "wrapped"))
+        starred = [
+            (f"{each.star}{text_of(each.value)}", call)
+            for call, kind in made
+            if kind in ("loader", "wrapped", "sampler")
+            for each in call.node.args
+            if each.star
+        ]
+        lines = [(text, call.frame.file.source.place(call.line)[0]) for text, call in starred]
+        for loop in self.step_loops if self.is_distributed else ():
+            if loop.iterates is not None and not self.loaders_of(loop) and not self._counts_rounds(loop):
+                lines.append((shortened(text_of(loop.iterates), 60), loop.frame.file.source.place(loop.line)[0]))
+        unknown = tuple(dict.fromkeys(lines))[:_MOST_UNKNOWN]
+        return Looked(self.is_distributed, self.communicates, len(loaders), len(wrapped), unknown)
 
-    def file_of(self, call: Call) -> File:
-        """The file in which a call stands."""
-        return call.frame.file
+    @functools.cached_property
+    def facts(self) -> Facts:
+        """What a run of the script is judged by."""
+        guarded = {
+            (str(call.frame.file.source.path.absolute()), call.line)
+            for call in self.calls
+            if self.perhaps_some_ranks_only(call.frame)
+        }
+        return Facts(guarded, self.uses_gpus, self.uses("SyncBatchNorm", "convert_sync_batchnorm"))
+
+    def _counts_rounds(self, loop: Loop) -> bool:
+        return isinstance(loop.iterates, cst.Call) and dotted(loop.iterates.func) in ("range", "trange", "count")
+
+
+def _flat_kinds(things: frozenset[Thing], site: Call) -> set[str]:
+    """The kinds of what a call itself makes, alone or in a tuple."""
+    inside = {kind for each in things for item in each.items for kind in _flat_kinds(item, site)}
+    return inside | {each.kind for each in things if each.site is site}
 
 
 def _iterated_name(node: cst.CSTNode | None) -> str:

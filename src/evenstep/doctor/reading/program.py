@@ -23,10 +23,14 @@ from evenstep.doctor.reading.source import Source, read_source
 from evenstep.errors import ConfigurationError
 
 MOST_NESTING = 300
+# Of the modules that a script imports; more would take longer than anybody waits for a look at a script.
+MOST_FILES = 20
+MOST_LINES = 10_000
 
 _EMPTY = cst.Module([])
 
 
+@functools.lru_cache(1 << 16)
 def text_of(node: cst.CSTNode | None) -> str:
     """A node as it is written."""
     return "" if node is None else str(_EMPTY.code_for_node(node)).strip()
@@ -56,6 +60,7 @@ class Frame:
         node: The statement.
         test: Of an `if` or `while`, the condition.
         holds: Of an `if`: True in the branch where the condition holds.
+        line: Of an `if`, counted from 1; else 0.
     """
 
     kind: str
@@ -65,6 +70,7 @@ class Frame:
     node: cst.CSTNode | None = None
     test: cst.CSTNode | None = None
     holds: bool = True
+    line: int = 0
 
     def outwards(self) -> Iterator[Frame]:
         """This frame and those around it, as far as the function or module it lies in."""
@@ -176,20 +182,44 @@ class Loop:
 
 @dataclass(eq=False)
 class File:
-    """One file that was read."""
+    """One file that was read.
+
+    Attributes:
+        source: Its text.
+        module: The dotted name by which others import it, and so its own relative imports begin; "" at the top.
+        tree: As LibCST has parsed it.
+        imports: By name in this file, what was imported.
+        modules: (module, name in this file that stands for it or for something of it); "*" for all of its names.
+        names: All names and attributes that the code reads or sets.
+        slices: Slices, and what remainders are compared with, with their frames: they may divide data.
+    """
 
     source: Source
     module: str
     tree: cst.Module
     imports: dict[str, str] = field(default_factory=dict)
+    modules: list[tuple[str, str]] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    slices: list[tuple[cst.CSTNode, Frame]] = field(default_factory=list)
     functions: dict[str, Function] = field(default_factory=dict)
     classes: dict[str, Class] = field(default_factory=dict)
-    own_modules: dict[str, File] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     assignments: list[Assignment] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
     ifs: list[Frame] = field(default_factory=list)
     all_functions: list[Function] = field(default_factory=list)
+
+    @functools.cached_property
+    def assigned(self) -> dict[str, list[Assignment]]:
+        """By name, its assignments, alone or in a tuple."""
+        found: dict[str, list[Assignment]] = {}
+        for each in self.assignments:
+            targets: list[cst.CSTNode] = [each.target]
+            if isinstance(each.target, cst.Tuple | cst.List):
+                targets = [one.value for one in each.target.elements]
+            for name in {dotted(one) for one in targets}:
+                found.setdefault(name, []).append(each)
+        return found
 
     def resolve(self, name: str) -> str:
         """A dotted name with the alias of its first part replaced by what was imported."""
@@ -249,38 +279,52 @@ def _told(source: Source, line: int) -> str:
     return f"{source.path}:{shown}" if cell is None else f"{source.path}, cell {cell}:{shown}"
 
 
-def read_program(path: Path) -> tuple[list[File], list[str]]:
-    """Read a script and, one level deep, the modules beside it that it imports. Returns files and notes."""
-    script = read_file(path)
-    files, notes = [script], []
-    for name in dict.fromkeys(script.own_modules):
-        target = _module_file(path, name)
-        if target is None or target.resolve() == path.resolve():
-            del script.own_modules[name]
-            continue
-        try:
-            script.own_modules[name] = imported = read_file(target, name)
-        except ConfigurationError as error:
-            notes.append(f"{target} was not read: {error}")
-            del script.own_modules[name]
-            continue
-        files.append(imported)
-    return files, notes
+def read_program(path: Path) -> tuple[list[File], dict[str, File], list[str]]:
+    """Read a script, and of its own modules those that something is taken from, from module to module.
+
+    Returns:
+        (files, the script first; modules by the names under which they are imported; notes about what wasn't read).
+    """
+    folders = [path.parent]
+    while (folders[-1] / "__init__.py").is_file():  # a script inside a package: `from package.data import ...`
+        folders.append(folders[-1].parent)
+    inside = path.absolute().relative_to(folders[-1].absolute()).with_suffix("")
+    script = read_file(path, ".".join(inside.parts))
+    files, modules, notes = [script], {}, []
+    read = {path.resolve(): script}
+    num_lines = script.source.text.count("\n")
+    for file in files:  # which grows
+        for name, local in file.modules:
+            target = next((found for each in folders if (found := _module_file(each, name))), None)
+            if not name or target is None or name in modules or (local not in file.names and local != "*"):
+                continue
+            key = target.resolve()
+            if key not in read:
+                try:
+                    if len(files) == MOST_FILES or num_lines > MOST_LINES:
+                        raise ConfigurationError(
+                            "the script and its modules have more lines or files than are followed."
+                        )
+                    read[key] = read_file(target, name if target.stem != "__init__" else f"{name}.__init__")
+                except ConfigurationError as error:
+                    notes.append(f"{target} was not read: {error}")
+                    continue
+                files.append(read[key])
+                num_lines += read[key].source.text.count("\n")
+            modules[name] = read[key]
+    for file in reversed(files):
+        for name, local in file.modules:
+            if local == "*" and name in modules:
+                star = modules[name]
+                taken = {each: f"{name}.{each}" for each in (*star.functions, *star.classes)}
+                file.imports.update({**star.imports, **taken, **file.imports})
+    return files, modules, notes
 
 
-def _module_file(script: Path, name: str) -> Path | None:
-    """The file of a module of the script's own, or None."""
-    folders = [script.parent]
-    top = script.parent
-    while (top / "__init__.py").is_file():  # a script inside a package: `from package.data import ...`
-        top = top.parent
-        folders.append(top)
-    for folder in folders:
-        base = folder.joinpath(*name.split("."))
-        for candidate in (base.with_suffix(".py"), base / "__init__.py"):
-            if candidate.is_file():
-                return candidate
-    return None
+def _module_file(folder: Path, name: str) -> Path | None:
+    """The file of a module below a folder, or None."""
+    base = folder.joinpath(*name.split("."))
+    return next((each for each in (base.with_suffix(".py"), base / "__init__.py") if each.is_file()), None)
 
 
 class _Walk:
@@ -327,6 +371,7 @@ class _Walk:
             case cst.If():
                 self._expressions(node.test, frame)
                 branch = inside("if", node.test)
+                branch.line, _ = self._at(node)
                 self.file.ifs.append(branch)
                 self._body(node.body, branch)
                 other = inside("if", node.test, holds=False)
@@ -335,9 +380,9 @@ class _Walk:
                         self._compound(node.orelse, other)
                     else:
                         self._body(node.orelse.body, other)
-                elif _leaves(node.body):
+                elif leaves(node.body):
                     return other
-                if node.orelse is not None and isinstance(node.orelse, cst.Else) and _leaves(node.orelse.body):
+                if node.orelse is not None and isinstance(node.orelse, cst.Else) and leaves(node.orelse.body):
                     return branch
             case cst.For():
                 self._expressions(node.iter, frame)
@@ -407,6 +452,8 @@ class _Walk:
 
     def _class(self, node: cst.ClassDef, frame: Frame) -> None:
         bases = tuple(self.file.resolve(dotted(each.value)) for each in node.bases)
+        for each in node.bases:
+            self._expressions(each.value, frame)
         name = str(node.name.value)
         self.file.classes[name] = Class(name, self.file, node, bases)
         self._body(node.body, Frame("class", frame, self.file, frame.function, node))
@@ -421,16 +468,19 @@ class _Walk:
                         self.file.imports[text_of(alias.asname.name)] = name
                     else:
                         self.file.imports.setdefault(name.partition(".")[0], name.partition(".")[0])
-                    self._own(name)
+                    given = text_of(alias.asname.name) if alias.asname is not None else name.partition(".")[0]
+                    self.file.modules.append((name, given))
             case cst.ImportFrom():
-                module = dotted(node.module)
-                if not isinstance(node.names, cst.ImportStar):
-                    for alias in node.names:
-                        name = dotted(alias.name)
-                        given = text_of(alias.asname.name) if alias.asname is not None else name
-                        self.file.imports[given] = f"{module}.{name}" if module else name
-                        self._own(f"{module}.{name}" if module else name)
-                self._own(module)
+                package = self.file.module.split(".")
+                parts = package[: max(0, len(package) - len(node.relative))] if node.relative else []
+                module = ".".join([*parts, *filter(None, [dotted(node.module)])])
+                if isinstance(node.names, cst.ImportStar):
+                    self.file.modules.append((module, "*"))
+                    return
+                for alias in node.names:
+                    given = text_of(alias.asname.name) if alias.asname is not None else dotted(alias.name)
+                    self.file.imports[given] = f"{module}.{dotted(alias.name)}" if module else dotted(alias.name)
+                    self.file.modules += [(self.file.imports[given], given), (module, given)]
             case cst.Assign():
                 self._expressions(node.value, frame)
                 for target in node.targets:
@@ -452,10 +502,6 @@ class _Walk:
             case _:
                 self._expressions(node, frame)
 
-    def _own(self, module: str) -> None:
-        if module and module.partition(".")[0] not in ("torch", "numpy", "os", "sys"):
-            self.file.own_modules.setdefault(module, self.file)
-
     def _expressions(self, node: cst.CSTNode, frame: Frame) -> None:
         """Record the calls of an expression, outer ones first; branches of `a if b else c` stand in frames of an if."""
         match node:
@@ -463,6 +509,10 @@ class _Walk:
                 line, column = self._at(node)
                 name = self.file.resolve(dotted(node.func)) if dotted(node.func) else ""
                 self.file.calls.append(Call(node, name, frame, line, column))
+            case cst.Subscript() if any(isinstance(each.slice, cst.Slice) for each in node.slice):
+                self.file.slices += [(each.slice, frame) for each in node.slice]
+            case cst.Comparison(left=cst.BinaryOperation() as left) if isinstance(left.operator, cst.Modulo):
+                self.file.slices.append((node.comparisons[0].comparator, frame))
             case cst.Yield():
                 if frame.function is not None:
                     frame.function.yields = True
@@ -481,7 +531,10 @@ class _Walk:
                 return
             case cst.Lambda():
                 frame = Frame("lambda", frame, self.file, frame.function, node)
-            case cst.Name() | cst.BaseNumber() | cst.SimpleString():
+            case cst.Name():
+                self.file.names.add(node.value)
+                return
+            case cst.BaseNumber() | cst.SimpleString():
                 return
             case cst.IndentedBlock() | cst.SimpleStatementLine():  # the cases of a `match`
                 self._body(node, frame) if isinstance(node, cst.IndentedBlock) else self._block([node], frame)
@@ -506,7 +559,7 @@ class _Walk:
             self._expressions(element, frame)
 
 
-def _leaves(suite: cst.CSTNode) -> bool:
+def leaves(suite: cst.CSTNode) -> bool:
     """True if a block ends by leaving: return, raise, continue, break or sys.exit()."""
     body = getattr(suite, "body", ())
     if not body:

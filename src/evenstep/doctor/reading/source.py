@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evenstep.errors import ConfigurationError
+from evenstep.named_files import encoding_of, read_script
 
 _IGNORE = re.compile(r"#\s*evenstep:\s*ignore(?:\[([^\]]*)\])?")
 
@@ -30,6 +32,21 @@ class Source:
     cells: tuple[tuple[int, int], ...] = ()
     ignored: dict[int, frozenset[str]] = field(default_factory=dict)
 
+    @functools.cached_property
+    def code(self) -> str:
+        """The text without its comments and docstrings, which say what a script means and not what it does."""
+        lines = self.text.split("\n")
+        before = tokenize.NEWLINE
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type == tokenize.COMMENT:
+                lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+            elif token.type == tokenize.STRING and before in (tokenize.NEWLINE, tokenize.INDENT):
+                for number in range(token.start[0] - 1, token.end[0]):
+                    lines[number] = ""
+            if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.DEDENT):
+                before = token.type
+        return "\n".join(lines)
+
     def place(self, line: int) -> tuple[int, int | None]:
         """(line, cell) as a person counts them, of a line of `text`."""
         for start, number in reversed(self.cells):
@@ -42,29 +59,10 @@ def read_source(path: Path) -> Source:
     """Read a script or notebook.
 
     Raises:
-        ConfigurationError: There is none, it isn't a file, or its bytes aren't text in the encoding it declares.
+        ConfigurationError: As `read_script` and `encoding_of`; or it is no notebook of format 4.
     """
-    if path.is_dir():
-        raise ConfigurationError(f"{path} is a directory. Name the script, such as {path / 'train.py'}.")
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise ConfigurationError(f"{path}: there is no such file.") from None
-    except OSError as error:
-        raise ConfigurationError(f"{path} can't be read: {error.strerror}.") from error
-    if path.suffix == ".ipynb":
-        return _notebook(path, data)
-    if b"\0" in data[:4096]:
-        raise ConfigurationError(f"{path} is no python script: it has zero bytes, as binary files do.")
-    try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
-        text = data.decode(encoding)
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"{path} is not text in the encoding it declares (UTF-8 if it declares none): {error}. "
-            "Save it as UTF-8, or name its encoding in the first line: # -*- coding: latin-1 -*-"
-        ) from error
-    return _source(path, text)
+    data = read_script(path)
+    return _notebook(path, data) if path.suffix == ".ipynb" else _source(path, data.decode(encoding_of(data, path)))
 
 
 def _source(path: Path, text: str, cells: tuple[tuple[int, int], ...] = ()) -> Source:

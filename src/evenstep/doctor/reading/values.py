@@ -42,6 +42,19 @@ _EXACT = {
     "torch.distributed.optim.ZeroRedundancyOptimizer": "optimizer",
     "datasets.load_dataset": "dataset",
 }
+_MADE = [
+    (re.compile(pattern), kind)
+    for pattern, kind in (
+        (r"(?:lightning|lightning_fabric|pytorch_lightning)\.(?:\w+\.)*Fabric", "fabric"),
+        (r"torch\.optim\.(?:\w+\.)*[A-Z]\w*", "optimizer"),
+        (r"torch\.(?:\w+\.)*(?:Sharded)?GradScaler", "scaler"),
+        (r"(?:torchvision\.models|transformers\.Auto|timm\.create_model).*", "model"),
+        (r"torchvision\.datasets\..*|torch\.utils\.data\.(?:Tensor|Concat)Dataset", "dataset"),
+        (r"torch\.utils\.data\.Subset", "subset"),
+        (r"torch\.nn\.(?:\w+\.)*(?!SyncBatchNorm)[A-Z]\w*(?<!Loss)", "model"),
+        (r"torch\.utils\.data\.(?:\w+\.)*\w*Sampler", "local sampler"),
+    )
+]
 _RANKS = {"RANK": "rank", "LOCAL_RANK": "local rank", "WORLD_SIZE": "world size", "SLURM_PROCID": "rank"}
 _RANKS |= {"SLURM_LOCALID": "local rank", "SLURM_NTASKS": "world size", "OMPI_COMM_WORLD_RANK": "rank"}
 _RANKS |= {"OMPI_COMM_WORLD_LOCAL_RANK": "local rank", "OMPI_COMM_WORLD_SIZE": "world size"}
@@ -52,7 +65,7 @@ _PREPARES = {"prepare", "prepare_data_loader", "prepare_model", "prepare_optimiz
 _PREPARES |= {"setup", "setup_dataloaders", "setup_module", "setup_optimizers"}
 _OWN_ATTRIBUTES = {
     ("accelerator", "is_main_process"): "main",
-    ("accelerator", "is_local_main_process"): "main",
+    ("accelerator", "is_local_main_process"): "local main",
     ("accelerator", "is_last_process"): "main",
     ("accelerator", "process_index"): "rank",
     ("accelerator", "local_process_index"): "local rank",
@@ -69,6 +82,14 @@ _OWN_ATTRIBUTES = {
     ("world", "world_size"): "world size",
     ("world", "device"): "device of this rank",
 }
+_CLASSES = {  # by kind, the last names of classes that one of the script's own derives from
+    "stream": {"IterableDataset", "IterDataPipe"},
+    "dataset": {"Dataset"},
+    "own sampler": {"Sampler", "BatchSampler"},
+    "sampler": {"DistributedSampler"},
+    "own loader": {"DataLoader"},
+    "model": {"Module", "Sequential", "PreTrainedModel"},
+}
 _RANK_CALLS = {"get_rank": "rank", "get_world_size": "world size", "get_node_local_rank": "local rank"}
 RANK_NAME = re.compile(r"(?:\w*\.)*(?:global_|local_|world_|node_|proc_|dist_|ddp_|my_)?(?:rank|RANK)")
 MAIN_NAME = re.compile(
@@ -82,8 +103,9 @@ class Thing:
 
     Attributes:
         kind: "loader", "sampler", "dataset", "stream", "model", "wrapped", "data parallel", "optimizer", "scheduler",
-            "scaler", "tracker", "rank", "local rank", "world size", "main" (true on one rank), "others" (false on one
-            rank), "device", "accelerator", "fabric", "world", "state", "instance", "tuple".
+            "scaler", "tracker", "rank", "local rank", "world size", "main" (true on one rank), "local main" (beside it:
+            true on one of each node), "others" (false on one rank), "device", "accelerator", "fabric", "world",
+            "state", "instance", "tuple", "unknown" (perhaps something else).
         site: The call that made it.
         inner: What it was made of: the model in a wrapper, the objects of a state dictionary.
         cls: Of an instance or a model, its class, if it is the script's own.
@@ -104,13 +126,13 @@ NOTHING: Things = frozenset()
 class Values:
     """What all names of a program stand for."""
 
-    def __init__(self, files: list[File]) -> None:
+    def __init__(self, files: list[File], modules: dict[str, File]) -> None:
         self.files = files
-        self.script = files[0]
-        self._modules = {file.module: file for file in files[1:]}
+        self._modules = modules
         self._records = {id(each.node): each for file in files for each in file.calls}
         self._known: dict[tuple[int, str], set[Thing]] = {}
         self._bound: dict[int, set[str]] = {}
+        self._asked: dict[tuple[int, int], Things] = {}
         self._assignments: list[tuple[Assignment, str]] = []
         self.prepared: set[Call] = set()  # loaders that accelerate or Fabric divide among ranks
         self.called_from: dict[Function, list[Call]] = {}
@@ -130,6 +152,13 @@ class Values:
 
     def of(self, node: cst.CSTNode | None, frame: Frame) -> Things:
         """What an expression may stand for."""
+        # Each part of `a.b().c()` is asked for by all that it is a part of: without this twice as often a level deeper.
+        key = id(node), id(frame.function or frame.file)
+        if key not in self._asked:
+            self._asked[key] = self._of(node, frame)
+        return self._asked[key]
+
+    def _of(self, node: cst.CSTNode | None, frame: Frame) -> Things:
         match node:
             case cst.Name() | cst.Attribute():
                 return self._of_name(node, frame)
@@ -142,17 +171,26 @@ class Values:
                 values = tuple(self.of(each.value, frame) for each in node.elements)
                 return frozenset({Thing("dict", items=values)}) if any(values) else NOTHING
             case cst.IfExp():
-                return self.of(node.body, frame) | self.of(node.orelse, frame)
+                branches = [self.of(each, frame) for each in (node.body, node.orelse)]
+                known = [each for each in (node.body, node.orelse) if text_of(each) in ("None", "True", "False")]
+                # Of `model.module if ddp else model` one may be known, and it may be the other.
+                is_unsure = any(branches) and not all(branches) and not known
+                return branches[0] | branches[1] | ({Thing("unknown")} if is_unsure else NOTHING)
             case cst.BooleanOperation():
                 left, right = self.of(node.left, frame), self.of(node.right, frame)
                 if isinstance(node.operator, cst.And) and _kinds(left | right) & {"main", "others"}:
-                    return frozenset(each for each in left | right if each.kind in ("main", "others"))
+                    return frozenset(each for each in left | right if each.kind in ("main", "local main", "others"))
                 return left | right
             case cst.UnaryOperation() if isinstance(node.operator, cst.Not):
                 kinds = _kinds(self.of(node.expression, frame))
                 return frozenset(
                     Thing(flipped)
-                    for kind, flipped in (("main", "others"), ("others", "main"), ("rank", "main"))
+                    for kind, flipped in (
+                        ("main", "others"),
+                        ("others", "main"),
+                        ("rank", "main"),
+                        ("local rank", "main"),
+                    )
                     if kind in kinds
                 )
             case cst.Comparison() if len(node.comparisons) == 1:
@@ -190,11 +228,22 @@ class Values:
 
     def class_named(self, name: str, file: File) -> Class | None:
         """The script's own class of a resolved name."""
-        if name in file.classes:
-            return file.classes[name]
-        module, _, last = name.rpartition(".")
-        owner = self._modules.get(module)
-        return owner.classes.get(last) if owner else None
+        owner, last = self._owner(name, file)
+        return owner.classes.get(last) if owner is not None else None
+
+    def _owner(self, name: str, file: File) -> tuple[File | None, str]:
+        """The file that has what a resolved name stands for, and its name there, by way of files that import it."""
+        for _ in range(MOST_ROUNDS):
+            module, _, last = name.rpartition(".")
+            owner = self._modules.get(module) if module else file
+            if owner is None or last not in owner.imports or last in owner.functions or last in owner.classes:
+                return owner, last
+            name, file = owner.imports[last], owner
+        return None, ""
+
+    def _function_named(self, name: str, file: File) -> Function | None:
+        owner, last = self._owner(name, file) if name else (None, "")
+        return owner.functions.get(last) if owner is not None else None
 
     def is_kind_of(self, cls: Class, bases: set[str]) -> bool:
         """True if a class derives from one with such a last name, perhaps by way of another class of the script."""
@@ -216,9 +265,12 @@ class Values:
     # --- following ---
 
     def _settle(self) -> None:
+        known = -1
         for _ in range(MOST_ROUNDS):
-            before = sum(len(each) for each in self._known.values()) + len(self.prepared) + len(self._targets)
-            before += sum(len(each) for each in self._targets.values())
+            before, known = known, sum(map(len, (*self._known.values(), *self._targets.values()))) + len(self.prepared)
+            if known == before:
+                break
+            self._asked.clear()
             for file in self.files:
                 for assignment in file.assignments:
                     self._assign(assignment)
@@ -226,10 +278,7 @@ class Values:
                     self._return(function)
                 for call in file.calls:
                     self._bind(call)
-            after = sum(len(each) for each in self._known.values()) + len(self.prepared) + len(self._targets)
-            after += sum(len(each) for each in self._targets.values())
-            if after == before:
-                break
+        self._asked.clear()
         for call, functions in self._targets.items():
             for function in functions:
                 self.called_from.setdefault(function, []).append(call)
@@ -297,17 +346,16 @@ class Values:
             for key in self._keys(name, frame):
                 if key in self._known:
                     return frozenset(self._known[key])
-            resolved = frame.file.resolve(name)
-            module, _, last = resolved.rpartition(".")
-            if module in self._modules:
-                return frozenset(self._known.get((id(self._modules[module]), last), ()))
+            owner, last = self._owner(frame.file.resolve(name), frame.file)
+            if owner is not None and owner is not frame.file:
+                return frozenset(self._known.get((id(owner), last), ()))
         if isinstance(node, cst.Attribute):
             attribute = str(node.attr.value)
             found: set[Thing] = set()
             for each in self.of(node.value, frame):
                 kind = _OWN_ATTRIBUTES.get((each.kind, attribute))
                 if kind is not None:
-                    found.add(Thing(kind))
+                    found |= {Thing(kind), Thing(kind.removeprefix("local ") if kind == "local main" else kind)}
                 elif attribute == "module" and each.kind in ("wrapped", "data parallel"):
                     found |= each.inner
                 elif attribute in ("sampler", "batch_sampler", "dataset") and each.kind == "loader" and each.site:
@@ -328,22 +376,22 @@ class Values:
         right, operator = comparison.comparator, comparison.operator
         if isinstance(left, cst.Integer | cst.UnaryOperation) and not isinstance(right, cst.Integer):
             left, right = right, left
-        if not self.kinds(left, frame) & {"rank", "local rank"}:
+        kinds = self.kinds(left, frame)
+        if not kinds & {"rank", "local rank"}:
             return NOTHING
+        on_main = frozenset({Thing("main")} | ({Thing("local main")} if kinds == {"local rank"} else set()))
         text = text_of(right)
         if isinstance(operator, cst.In | cst.Is):
-            return (
-                frozenset({Thing("main")}) if re.fullmatch(r"[\[({](?:-1, ?)?0(?:, ?-1)?,?[\])}]|0", text) else NOTHING
-            )
+            return on_main if re.fullmatch(r"[\[({](?:-1, ?)?0(?:, ?-1)?,?[\])}]|0", text) else NOTHING
         if re.fullmatch(r"\d+", text) or re.search(r"world_size|num_ranks|get_world_size", text):
             if isinstance(operator, cst.Equal):
-                return frozenset({Thing("main")})
+                return on_main
             if isinstance(operator, cst.NotEqual) or (isinstance(operator, cst.GreaterThan) and text == "0"):
                 return frozenset({Thing("others")})
             if isinstance(operator, cst.LessThan) and text == "1":
-                return frozenset({Thing("main")})
+                return on_main
         if text == "0" and isinstance(operator, cst.LessThanEqual):
-            return frozenset({Thing("main")})
+            return on_main
         return NOTHING
 
     def _of_call(self, node: cst.Call, frame: Frame) -> Things:
@@ -385,29 +433,15 @@ class Values:
             return _of_variable(text_of(call.node.args[0].value))
         if last in _RANK_CALLS and not self._functions(call):
             return frozenset({Thing(_RANK_CALLS[last])})
-        if last == "Fabric" and name.partition(".")[0] in ("lightning", "lightning_fabric", "pytorch_lightning"):
-            return frozenset({Thing("fabric", call)})
         if name.startswith("torch.optim.lr_scheduler.") or (
             name.startswith("transformers.get_") and "schedule" in name
         ):
             return frozenset({Thing("scheduler", call, self.of(call.positional(0), call.frame))})
-        if name.startswith("torch.optim.") and last[:1].isupper():
-            return frozenset({Thing("optimizer", call)})
-        if last in ("GradScaler", "ShardedGradScaler") and name.startswith("torch."):
-            return frozenset({Thing("scaler", call)})
-        if name.startswith(("torchvision.models.", "transformers.Auto", "timm.create_model")):
-            return frozenset({Thing("model", call)})
-        if name.startswith("torchvision.datasets.") or name == "torch.utils.data.TensorDataset":
-            return frozenset({Thing("dataset", call)})
-        if name in ("torch.utils.data.Subset", "torch.utils.data.ConcatDataset"):
-            return frozenset({Thing("subset" if last == "Subset" else "dataset", call)})
-        if name.startswith("torch.nn.") and last[:1].isupper() and not last.endswith("Loss"):
-            if last == "SyncBatchNorm":
-                return None
-            return frozenset({Thing("model", call)})
-        if name.startswith("torch.utils.data.") and last.endswith("Sampler"):
-            return frozenset({Thing("local sampler", call)})
-        return None
+        if name.startswith("torch.utils.data.") and last == "BatchSampler":
+            drawn = self.of(call.argument("sampler", 0), call.frame)
+            return frozenset(each for each in drawn if each.kind.endswith("sampler"))
+        kind = next((kind for pattern, kind in _MADE if pattern.fullmatch(name)), None)
+        return None if kind is None else frozenset({Thing(kind, call)})
 
     def _of_method(self, call: Call, receiver: Things) -> Things | None:
         """What a method of a known object returns; None if it isn't known."""
@@ -440,19 +474,7 @@ class Values:
         return frozenset(prepared)
 
     def _kind_of_class(self, cls: Class) -> str:
-        if self.is_kind_of(cls, {"IterableDataset", "IterDataPipe"}):
-            return "stream"
-        if self.is_kind_of(cls, {"Dataset"}):
-            return "dataset"
-        if self.is_kind_of(cls, {"Sampler", "BatchSampler"}):
-            return "own sampler"
-        if self.is_kind_of(cls, {"DistributedSampler"}):
-            return "sampler"
-        if self.is_kind_of(cls, {"DataLoader"}):
-            return "own loader"
-        if self.is_kind_of(cls, {"Module", "Sequential", "PreTrainedModel"}):
-            return "model"
-        return "instance"
+        return next((kind for kind, bases in _CLASSES.items() if self.is_kind_of(cls, bases)), "instance")
 
     def _call_of(self, node: cst.Call, frame: Frame) -> Call:
         """The record of a call node."""
@@ -462,15 +484,9 @@ class Values:
         """The script's own functions that a call names, or that are methods of what it is called on."""
         name, file = call.name, call.frame.file
         found: list[Function] = []
-        if name and "." not in name and name in file.functions:
-            found.append(file.functions[name])
-        elif name:
-            module, _, last = name.rpartition(".")
-            owner = self._modules.get(module)
-            if owner is not None and last in owner.functions:
-                found.append(owner.functions[last])
-        if found:
-            return found
+        own = self._function_named(name, file)
+        if own is not None:
+            return [own]
         cls = self.class_named(name, file) if name else None
         if cls is not None:
             method = self._method(cls, "__init__")
@@ -533,11 +549,7 @@ class Values:
 
     def _pass(self, call: Call, argument: cst.Arg) -> None:
         name = call.frame.file.resolve(dotted(argument.value))
-        function = call.frame.file.functions.get(name)
-        if function is None:
-            module, _, last = name.rpartition(".")
-            owner = self._modules.get(module)
-            function = owner.functions.get(last) if owner else None
+        function = self._function_named(name, call.frame.file)
         if function is None:
             return
         if isinstance(argument.value, cst.Name) and argument.value.value in self._bound.get(

@@ -1,1 +1,1 @@
-"""What a command line of `evenstep run` means: `flags`, then `resources` (ranks and threads) and `logs`."""
+"""What a command line of `evenstep run` means: `flags`, `ranks`, then `resources` (ranks and threads) and `logs`."""

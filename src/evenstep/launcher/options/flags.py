@@ -17,6 +17,7 @@ from torch.distributed.argparse_util import check_env, env
 from evenstep import checks
 from evenstep.errors import ConfigurationError
 from evenstep.ground.environment import NODE_TIMEOUT_S, is_set, value
+from evenstep.launcher.options.ranks import RANKS_ALIASES
 from evenstep.network import LOOPBACK
 
 _DESCRIPTION = """\
@@ -53,9 +54,6 @@ _OTHERS = """\
 Passed on to torch: --role, --start-method, --event-log-handler, --numa-binding, --virtual-local-rank,
 --duplicate-stdout-filters, --duplicate-stderr-filters; see `torchrun --help`."""
 
-# Other names for --nproc-per-node, which all commands take.
-RANKS_ALIASES = ("--nproc_per_node", "--ranks", "--replicas", "--ranks-per-node")
-
 _CHECK = "evenstep.preflight.rank_check"
 _LAUNCHERS_ALONE = (
     "--nproc-per-node",
@@ -72,27 +70,6 @@ _LAUNCHERS_ALONE = (
     "--name-after",
     "--cold-start",
 )
-
-
-def add_nproc_per_node(
-    parser: ArgumentParser,
-    *,
-    help: str,
-    type: Callable[[str], Any] = int,
-    default: Any = None,
-    metavar: str = "N",
-) -> None:
-    """Add `--nproc-per-node` and its other names, which the help leaves out.
-
-    Args:
-        parser: Of a command that starts ranks on this host.
-        help: What it says.
-        type: Of the value: some commands take several numbers.
-        default: If it isn't given.
-        metavar: How the help shows the value.
-    """
-    parser.add_argument("--nproc-per-node", type=type, default=default, metavar=metavar, help=help)
-    parser.add_argument(*RANKS_ALIASES, dest="nproc_per_node", type=type, default=SUPPRESS, help=SUPPRESS)
 
 
 class _Parser(ArgumentParser):

@@ -17,13 +17,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from evenstep.processes import STOP_SIGNALS
 
 _GUARD = str(Path(__file__).with_name("guard.py"))
 _POLL_S = 0.005
+
+
+class BecomeRank(BaseException):
+    """Raised in a forked rank: leave the launcher's stack, and go on as a rank.
+
+    Attributes:
+        arguments: What `evenstep.launcher.spawn.script_runner.main` is to be called with.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        super().__init__(*arguments)
+        self.arguments = list(arguments)
 
 
 class Child:

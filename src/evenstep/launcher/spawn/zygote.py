@@ -44,7 +44,7 @@ import torch
 
 from evenstep.ground import environment
 from evenstep.ground.compat.c_library.libc import c_library
-from evenstep.launcher.spawn.child import Child
+from evenstep.launcher.spawn.child import BecomeRank, Child
 from evenstep.launcher.spawn.script_runner import unbuffered
 from evenstep.launcher.spawn.start_worker import WORKER, die_with_parent, import_what_the_launcher_did
 from evenstep.processes import stat_fields
@@ -54,18 +54,6 @@ _MAX_PID = 32  # characters
 _ANSWER_S = 60.0
 _POLL_S = 0.005
 _THREADS_END_S = 0.5
-
-
-class BecomeRank(BaseException):
-    """Raised in a forked rank: leave the launcher's stack, and go on as a rank.
-
-    Attributes:
-        arguments: What `evenstep.launcher.spawn.script_runner.main` is to be called with.
-    """
-
-    def __init__(self, arguments: Sequence[str]) -> None:
-        super().__init__(*arguments)
-        self.arguments = list(arguments)
 
 
 class Zygote:

@@ -1,0 +1,2 @@
+from .data import build_data
+from .loop import *

@@ -1,0 +1,18 @@
+# planted: EV511, line 17
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerator = Accelerator(mixed_precision="fp16")
+data = TensorDataset(torch.randn(512, 8), torch.randint(0, 2, (512,)))
+model = nn.Linear(8, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+loader = DataLoader(data, batch_size=16, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(3):
+    for x, y in loader:
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()

@@ -1,0 +1,33 @@
+# planted: EV402, line 23
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, random_split
+
+
+def main():
+    dist.init_process_group("gloo")
+    data = TensorDataset(torch.randn(512, 8), torch.randint(0, 2, (512,)))
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=16, sampler=sampler)
+    model = DDP(nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            if not torch.isfinite(loss):
+                optimizer.zero_grad()
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

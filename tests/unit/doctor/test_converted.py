@@ -1,0 +1,29 @@
+"""Nothing is found in what `evenstep convert` writes, but what it has left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libcst")
+
+from evenstep.convert.convert import convert
+from evenstep.doctor.examination import read
+
+# Mistakes of the scripts themselves, and what convert leaves as it was.
+LEFT = {"save_resume": {"EV207"}, "gpt": {"EV501"}, "imagenet_style": {"EV206"}, "siamese": {"EV201"}}
+SINGLE = sorted((Path(__file__).parents[2] / "scripts" / "single").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SINGLE, ids=lambda path: path.stem)
+def test_nothing_is_found_in_a_converted_script(script: Path, tmp_path: Path):
+    converted = convert(str(script))
+    if converted.problems:
+        pytest.skip("it can't be converted")
+    path = tmp_path / script.name
+    path.write_bytes(converted.content)
+    received = read(path)
+    left = LEFT.get(script.stem, set())
+    assert [(each.rule, each.line, each.evidence) for each in received.findings if each.rule not in left] == []
+    assert received.looked.is_distributed

@@ -70,6 +70,11 @@ def _split_for(members: World, device: torch.device) -> Transport:
 class _Pool:
     """Transports of a world for one purpose and device: an owner has one for itself, and the next owner has it then.
 
+    [Note: calls that not all ranks made]
+    A loader's look at its data may have been sent by one rank alone, which has taken a first batch to show it. The next
+    owner's calls would meet that one, as if they belonged together. So a transport over which ranks have made unequally
+    many calls is used no more.
+
     Args:
         world: The ranks.
         device: Where the tensors are.
@@ -97,8 +102,10 @@ class _Pool:
         return self._made[number]
 
     def _first_free(self, world: World) -> int:
-        busy = set().union(*world.exchange(sorted(self._busy)))
-        return next(number for number in range(len(self._made) + 1) if number not in busy)
+        told = world.exchange((sorted(self._busy), [each.num_given for each in self._made]))
+        taken = set().union(*(busy for busy, _ in told))
+        taken |= {number for number, counts in enumerate(zip(*(made for _, made in told))) if len(set(counts)) > 1}
+        return next(number for number in range(len(self._made) + 1) if number not in taken)
 
 
 _pools: weakref.WeakKeyDictionary[World, dict[tuple[str, torch.device], _Pool]] = weakref.WeakKeyDictionary()

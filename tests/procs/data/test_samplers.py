@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, RandomSampler
+from torch.utils.data import Dataset, RandomSampler, SequentialSampler
 
 import evenstep
 from evenstep import DataLoader
@@ -215,3 +215,18 @@ def evaluated_by_rank_0() -> int:
 
 def test_a_rank_may_iterate_alone(ranks: RankPool) -> None:
     assert ranks.run(evaluated_by_rank_0, 2) == [20, 0]
+
+
+def looked_at_by_rank_0_and_another_by_all() -> list[int]:
+    world = evenstep.init(quiet=True)
+    shown = DataLoader(range(40), 8)
+    if world.rank == 0:
+        next(iter(shown))
+    del shown
+    loader = DataLoader(range(23), 5, sampler=SequentialSampler(range(23)))
+    return [number for batch in loader for number in batch.tolist()]
+
+
+def test_a_look_of_one_rank_is_not_taken_for_a_call_of_the_next_loader(ranks: RankPool) -> None:
+    one, other = ranks.run(looked_at_by_rank_0_and_another_by_all, 2)
+    assert sorted(one + other) == list(range(23))

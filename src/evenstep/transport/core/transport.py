@@ -53,6 +53,7 @@ class Transport(abc.ABC):
         known_as: All ranks' numbers in messages; one list for all parts of a transport.
         timeout_s: Deadline for peers to arrive.
         num_calls: So many calls have been started.
+        num_given: So many calls were made here, whichever part of this carries them.
         arguments: Checks those of its calls.
         recorded: This transport, as the record of the last calls knows it.
         ended_at: Where in the user's code the world ended to which it belongs: calls are refused since; "": it hasn't.
@@ -70,7 +71,7 @@ class Transport(abc.ABC):
         self.rank = rank
         self.world_size = world_size
         self.known_as = list(range(world_size))
-        self.num_calls = 0
+        self.num_calls = self.num_given = 0
         self._compared_as: bytes | None = None
         self.recorded = RecordedGroup(group, self.name)
         self.arguments = Arguments(self.name, rank, world_size, weakref.WeakMethod(self.refuse), self._carries)
@@ -116,6 +117,7 @@ class Transport(abc.ABC):
         if self.ended_at:
             refuse_after_end(self.own_number, self.ended_at)
         self.arguments.prepare(call)
+        self.num_given += 1
         if call.beside is None or call.beside.nbytes <= self.most_beside_bytes:
             return self._start(call)
         beside, call.beside = call.beside, None

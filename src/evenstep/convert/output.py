@@ -6,12 +6,12 @@ from typing import Any
 
 import libcst as cst
 
-from evenstep.convert.edits import Change
+from evenstep.convert.edits import Change, with_argument
 from evenstep.convert.source import Node, Statement
 from evenstep.convert.work import Work
 
 # Calls that write, by the end of their full name.
-_WRITING: tuple[str, ...] = (
+_WRITING = [
     "torch.save",
     "numpy.save",
     "numpy.savez",
@@ -19,18 +19,26 @@ _WRITING: tuple[str, ...] = (
     "json.dump",
     "pickle.dump",
     "yaml.dump",
-)
-_WRITING += ("save_image", "joblib.dump", "safetensors.torch.save_file", "shutil.copyfile", "shutil.copy", "os.remove")
-_WRITING += (
+    "save_image",
+    "joblib.dump",
+    "safetensors.torch.save_file",
+    "shutil.copyfile",
+    "shutil.copy",
     "shutil.rmtree",
     "shutil.move",
+    "os.remove",
     "os.rename",
     "os.replace",
     "pyplot.savefig",
     "pyplot.show",
+    "pyplot.plot",
+    "pyplot.figure",
+    "pyplot.close",
     "pprint.pprint",
-)
-_WRITING += ("pyplot.plot", "pyplot.figure", "pyplot.close", "sys.stdout.write", "imageio.imwrite", "tqdm.write")
+    "sys.stdout.write",
+    "imageio.imwrite",
+    "tqdm.write",
+]
 _WRITING_METHODS = {"to_csv", "to_json", "to_parquet", "savefig", "write_text", "write_bytes", "save_pretrained"}
 _MODES = ("'w'", '"w"', "'a'", '"a"', "'wb'", '"wb"', "'x'", '"x"', "'w+'", '"w+"')
 _DEVICE_FLAGS = {
@@ -45,6 +53,7 @@ class Output:
     def __init__(self, work: Work) -> None:
         self._work = work
         self._script, self._flow = work.script, work.flow
+        self._nowhere = f'{{old}} if {work.edits.main} else "/dev/null"'
 
     def change(self) -> None:
         """Have rank 0 alone print, write and show."""
@@ -77,6 +86,11 @@ class Output:
             self._guard(call)
         if text == "open" and call.args:
             self._open(call)
+        if name == "logging.FileHandler" and call.args:
+            edits.template(call.args[0].value, self._nowhere)
+        for each in call.args if name == "logging.basicConfig" else ():
+            if each.keyword is not None and each.keyword.value == "filename":
+                edits.template(each.value, self._nowhere)
         if any(each.keyword is not None and each.keyword.value == "download" for each in call.args):
             work.note(call, "every rank downloads this, perhaps at the same time: have it there before", mark=True)
         if name in ("os.makedirs", "os.mkdir") or (method == "mkdir" and not name):
@@ -116,15 +130,14 @@ class Output:
         """A file that is opened for writing is nothing on other ranks: whatever writes to it may stay."""
         modes = [argument.value for argument in call.args[1:] if self._script.code(argument.value) in _MODES]
         if modes and call.args[0].keyword is None:
-            self._work.edits.template(call.args[0].value, f'{{old}} if {self._work.edits.main} else "/dev/null"')
+            self._work.edits.template(call.args[0].value, self._nowhere)
 
     def _make_directories(self, call: cst.Call, name: str) -> None:
         """Several ranks may make a directory at the same time."""
-        named = {argument.keyword.value for argument in call.args if argument.keyword is not None}
         if name == "os.mkdir":
             self._work.edits.change(call.func, lambda new: new.with_changes(attr=cst.Name("makedirs")))
-        if "exist_ok" not in named and isinstance(call.func, cst.Attribute):
-            self._set(call, "exist_ok", _with("exist_ok", "True"))
+        if isinstance(call.func, cst.Attribute):
+            self._set(call, "exist_ok", "{old}", "True")
 
     def _load(self, call: cst.Call) -> None:
         """Rank 0 may still be writing what is read."""
@@ -132,7 +145,7 @@ class Output:
         saves = [each for each in work.calls() if script.qualified(each.func) == "torch.save"]
         named = {argument.keyword.value for argument in call.args if argument.keyword is not None}
         if "map_location" not in named and len(call.args) < 2:
-            edits.change(call, _with("map_location", f"{work.world}.device"))
+            edits.change(call, with_argument("map_location", f"{work.world}.device"))
         # One that follows in the text has been written by another run.
         own = [save for save in saves if script.function(save) is script.function(call)]
         if any(script.order(save) < script.order(call) for save in own) or (saves and self._is_behind_a_loop(call)):
@@ -161,48 +174,25 @@ class Output:
                 f"({{old}} if {edits.main} else None)" if is_conditional else f"{{old}} if {edits.main} else None",
             )
         elif name == "wandb.init":
-            self._set(call, "mode", self._only_on_main("mode", '"disabled"', default="None"))
+            self._set(call, "mode", f'{{old}} if {edits.main} else "disabled"', f'None if {edits.main} else "disabled"')
         elif name.startswith("tqdm.") and name.rsplit(".", 1)[-1] in ("tqdm", "trange", "tqdm_notebook"):
-            self._set(call, "disable", self._disabled())
+            self._set(call, "disable", f"{{old}} or not {edits.main}", f"not {edits.main}")
 
-    def _set(self, call: cst.Call, name: str, change: Change) -> None:
-        """Change an argument of a call, or refuse the script where `**` may hold it."""
-        is_given = any(each.keyword is not None and each.keyword.value == name for each in call.args)
-        unseen = None if is_given else self._work.unseen(call, f"{name}=...")
-        if unseen is not None:
+    def _set(self, call: cst.Call, name: str, given: str, otherwise: str) -> None:
+        """Change an argument of a call, or refuse the script where `**` may hold it.
+
+        Args:
+            given: Replaces the argument's value, which is {old}.
+            otherwise: The value where there is no such argument.
+        """
+        argument = next((each for each in call.args if each.keyword is not None and each.keyword.value == name), None)
+        unseen = self._work.unseen(call, f"{name}=...")
+        if argument is not None:
+            self._work.edits.template(argument.value, given)
+        elif unseen is not None:
             self._work.refuse(call, unseen)
         else:
-            self._work.edits.change(call, change)
-
-    def _only_on_main(self, keyword: str, elsewhere: str, *, default: str) -> Change:
-        main = self._work.edits.main
-
-        def change(updated: Any) -> Any:
-            module = self._script.module
-            for index, argument in enumerate(updated.args):
-                if argument.keyword is not None and argument.keyword.value == keyword:
-                    text = f"{module.code_for_node(argument.value)} if {main} else {elsewhere}"
-                    kept = list(updated.args)
-                    kept[index] = argument.with_changes(value=cst.parse_expression(text))
-                    return updated.with_changes(args=kept)
-            return _with(keyword, f"{default} if {main} else {elsewhere}")(updated)
-
-        return change
-
-    def _disabled(self) -> Change:
-        negated = f"not {self._work.edits.main}"
-
-        def change(updated: Any) -> Any:
-            module = self._script.module
-            for index, argument in enumerate(updated.args):
-                if argument.keyword is not None and argument.keyword.value == "disable":
-                    kept = list(updated.args)
-                    text = f"{module.code_for_node(argument.value)} or {negated}"
-                    kept[index] = argument.with_changes(value=cst.parse_expression(text))
-                    return updated.with_changes(args=kept)
-            return _with("disable", negated)(updated)
-
-        return change
+            self._work.edits.change(call, with_argument(name, otherwise))
 
     # ------------------------------------------------------------------ devices
 
@@ -217,10 +207,10 @@ class Output:
                 or "gpu" in text
                 or isinstance(call.args[0].value, cst.Name | cst.Attribute)
             ):
-                edits.template(call, device)
+                self._choose(call, device)
             return
         if name == "torch.cuda.set_device":
-            edits.removed.add(script.statement(call))
+            work.remove(call)
             return
         if not isinstance(call.func, cst.Attribute):
             return
@@ -242,6 +232,13 @@ class Output:
 
     def _change_devices(self, node: Node) -> None:
         work, script, edits = self._work, self._script, self._work.edits
+        if isinstance(node, cst.Assign):
+            target = script.code(node.targets[0].target)
+            if "CUDA_VISIBLE_DEVICES" in target:
+                work.note(node, f"{target} would give every rank the same device, and was left out")
+                work.remove(node)
+            elif target.endswith("device") and isinstance(node.value, cst.Integer):
+                edits.template(node.value, f"{work.world}.device")
         if isinstance(node, cst.IfExp) and "is_available" in script.code(node.test):
             if self._is_within(node, "torch.device"):
                 return
@@ -249,7 +246,7 @@ class Output:
                 script.code(each).strip("'\"") for each in script.inside(node) if isinstance(each, cst.SimpleString)
             }
             if "cpu" in ends and not any(isinstance(each, cst.IfExp) for each in script.ancestors(node)):
-                edits.template(node, f"{work.world}.device{'.type' if self._is_read_as_text(node) else ''}")
+                self._choose(node, f"{work.world}.device{'.type' if self._is_read_as_text(node) else ''}")
         elif isinstance(node, cst.SimpleString) and script.code(node).strip("'\"").startswith("cuda"):
             parent = script.parent(node)
             is_argument = isinstance(parent, cst.Arg) and isinstance(script.parent(parent), cst.Call)
@@ -263,6 +260,19 @@ class Output:
             keyword = parent.keyword.value if parent.keyword is not None else ""  # type: ignore[union-attr]
             if keyword in ("device", "map_location") or name.endswith(".to") or name == "torch.load":
                 edits.template(node, f"{work.world}.device")
+
+    def _choose(self, node: Node, device: str) -> None:
+        """Compute on the rank's device, and say what chose one before."""
+        self._work.edits.template(node, device)
+        names = [
+            each.value
+            for each in self._script.inside(node)
+            if isinstance(each, cst.Name) and self._script.is_read(each)
+        ]
+        own = [name for name in dict.fromkeys(names) if not self._script.imports.get(name, "").startswith("torch")]
+        if own:
+            text = f"{', '.join(own)} no longer chooses the device: evenstep run --device does"
+            self._work.note(node, text, mark=True)
 
     def _is_within(self, node: Node, name: str) -> bool:
         for each in self._script.ancestors(node):
@@ -295,30 +305,6 @@ class Output:
             ):
                 return True
         return False
-
-
-def _with(name: str, value: str) -> Change:
-    """Add an argument to a call."""
-
-    def change(updated: Any) -> Any:
-        equal = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
-        added = cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
-        arguments = list(updated.args)
-        if arguments:
-            last = arguments[-1]
-            if isinstance(last.comma, cst.Comma):  # a call over several lines keeps its last comma
-                added = added.with_changes(comma=last.comma)
-                between = (
-                    arguments[-2].comma
-                    if len(arguments) > 1
-                    else cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace(" "))
-                )
-                arguments[-1] = last.with_changes(comma=between)
-            else:
-                arguments[-1] = last.with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        return updated.with_changes(args=[*arguments, added])
-
-    return change
 
 
 def _without(name: str) -> Change:

@@ -110,6 +110,18 @@ class Script:
             last = position + 1
         return self.nodes[first:last]
 
+    def parts(self, node: Node) -> list[cst.BaseExpression]:
+        """The outermost expressions within one, as far as they are read."""
+        found: list[cst.BaseExpression] = []
+        waiting = list(node.children)
+        while waiting:
+            each = waiting.pop(0)
+            if not isinstance(each, cst.BaseExpression):
+                waiting = [*each.children, *waiting]
+            elif not isinstance(each, cst.Name) or self.is_read(each):
+                found.append(each)
+        return found
+
     def is_inside(self, node: Node, around: Node) -> bool:
         """Whether a node is another, or within it."""
         return node is around or any(each is around for each in self.ancestors(node))
@@ -141,6 +153,12 @@ class Script:
     def bound(self, name: str, at: Node) -> list[Node]:
         """What binds a name that is used at some place: targets, parameters, functions and classes."""
         return self.bindings.get(self.scope(name, at), {}).get(name, [])
+
+    def is_read(self, node: Node) -> bool:
+        """Whether an expression stands for what it holds, and isn't an attribute's or a keyword's."""
+        parent = self.parent(node)
+        is_keyword = isinstance(parent, cst.Arg) and parent.keyword is node
+        return not is_keyword and not (isinstance(parent, cst.Attribute) and parent.attr is node)
 
     def _is_rebound(self, node: cst.Name) -> bool:
         function = self.function(node)

@@ -108,6 +108,7 @@ class Data:
             rest = "".join(f", {name}={text}" for name, text in kept.items())
             whole = f"{script.code(call.func)}({{old}}.dataset, {{old}}.global_batch_size{rest})"
             work.edits.template(holders[0], whole)
+            self._loops.whole.add(holders[0])
             work.note(place, f"every rank sees all of this: {why}", mark=True)
         else:
             text = (

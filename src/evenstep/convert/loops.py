@@ -14,7 +14,7 @@ from evenstep.convert.work import Work
 
 _SHAPING = {"view", "reshape", "ones", "zeros", "full", "rand", "randn", "randint", "expand", "repeat", "init_hidden"}
 # Methods that use up a number without keeping it.
-_STEPPING = {"backward", "step", "zero_grad", "train", "eval", "unscale_", "add_", "mul_", "copy_", "clamp_", "fill_"}
+_STEPPING = {"backward", "zero_grad", "train", "eval", "unscale_", "add_", "mul_", "copy_", "clamp_", "fill_"}
 _PURE = ("torch.", "numpy.", "math.")
 
 
@@ -46,6 +46,7 @@ class Loops:
         training: Loops whose batches are trained on.
         evaluating: Other loops over loaders.
         flowing: The expressions that gradients flow through.
+        whole: Mentions of loaders that are divided, where whole batches are taken all the same.
     """
 
     def __init__(self, work: Work) -> None:
@@ -62,6 +63,7 @@ class Loops:
             for node in self._script.nodes
             if isinstance(node, cst.For | cst.CompFor) and node not in self.training and self._in_head(node)
         ]
+        self.whole: set[Node] = set()
         self._added: set[tuple[Node | None, str]] = set()  # sums that are those of all ranks
 
     # ------------------------------------------------------------------ loaders of loops
@@ -111,13 +113,12 @@ class Loops:
         found = [site for site in self._work.losses.batches(node) if site is not None]
         return found or [source for loop in self.at(node) for source in self._sources(loop)]
 
-    def num_samples(self, node: Node, at: Node) -> str | None:
-        """The samples of the batch that a number is of, as an expression; None where their loader has no name.
+    def num_samples(self, sites: list[Node], at: Node) -> str | None:
+        """The samples of the batch that is taken from these, as an expression; None where its loader has no name.
 
         The loader counts them: a tensor's first dimension may be anything.
         """
         script, flow = self._script, self._flow
-        sites = self.taken_from(node)
         loaders = {flow.loaders(site) for site in sites}
         if len(loaders) != 1:
             return None
@@ -161,7 +162,7 @@ class Loops:
                 "gather the features of all ranks first (docs/how-to/contrastive.md)",
             )
             return
-        num_samples = self.num_samples(loss, call)
+        num_samples = self.num_samples(self.taken_from(loss), call)
         if num_samples is None:
             text = "the loader of this batch has no name here, and it counts what the loss is averaged over"
             work.refuse(call, f"{text}: loop over one DataLoader that has a name, or pass it to the function")
@@ -209,6 +210,9 @@ class Loops:
                 continue
             if any(isinstance(each, cst.Call) and each is not node and self._takes(each, node) for each in flowing):
                 work.note(node, "this statistic inside the loss is one of each rank's part of the batch", mark=True)
+        squeezed = next((each for each in flowing if self._script.code(each).endswith(".squeeze()")), None)
+        if squeezed is not None:
+            work.note(squeezed, "squeeze() also leaves out the dimension of samples where a rank has one: squeeze(1)")
         for loop in loops:
             for value in self.loaders(loop):
                 given = arguments(value.site, ()) if isinstance(value.site, cst.Call) else {}
@@ -245,14 +249,23 @@ class Loops:
             if isinstance(node, cst.For | cst.While) and (loaders := self.loaders(node)) and loaders <= divided:
                 self._add_up(node, divided)
         for node in script.nodes:
+            is_test = isinstance(node, cst.If | cst.While) and self._decides(node.test) and bool(script.loops(node))
+            if is_test and self._is_divided(node.test, divided) and not self._is_known(node.test):  # type: ignore[attr-defined]
+                work.note(node, "each rank decides this by its own samples", mark=True)
             if isinstance(node, cst.Expr) and isinstance(node.value, cst.Call) and self._keeps(node.value):
                 unknown = self._unknown(node.value, divided)
                 if unknown:
                     text = ", ".join(dict.fromkeys(script.code(each) for each in unknown))
                     work.note(node, f"{text}: of rank 0's samples alone", mark=True)
 
+    def _decides(self, test: Node) -> bool:
+        """Whether a test is one of values, and not of what there is: `x is None`, `isinstance(x, list)`."""
+        code = self._script.code(test)
+        return not re.search(r"\bis\b|\b(isinstance|hasattr|callable)\(", code)
+
     def _is_divided(self, node: Node, divided: Values) -> bool:
-        loaders = frozenset().union(*(self._flow.loaders(site) for site in self.taken_from(node)))
+        sites = [site for site in self.taken_from(node) if not self.whole & {*self._script.inside(site)}]
+        loaders = frozenset().union(*(self._flow.loaders(site) for site in sites))
         return bool(loaders) and loaders <= divided
 
     def _average(self, node: Node, divided: Values) -> bool:
@@ -260,7 +273,7 @@ class Loops:
         kind = self._work.losses.kind(node)
         if kind.name != MEAN or node in self.flowing or self._is_known(node) or self._is_in_sum(node):
             return False
-        weight = kind.weight or self.num_samples(node, node)
+        weight = kind.weight or self.num_samples(self.taken_from(node), node)
         if weight is None or not self._is_divided(node, divided):
             return False
         self._work.average(node, weight)
@@ -337,6 +350,8 @@ class Loops:
             if not is_sum or self.at(node) != {loop}:
                 continue
             assert isinstance(node, cst.AugAssign)
+            if node.value in self.flowing:  # a loss that is made of parts
+                continue
             kind = losses.kind(node.value)
             if self._hangs_on_samples(node, loop):
                 kind = Kind(UNKNOWN)
@@ -360,12 +375,10 @@ class Loops:
         work, script = self._work, self._script
         added = self.accumulators(loop)
         unknown = next((node for node, kind in added if kind.name not in (MEAN, SUM, CONSTANT)), None)
-        if unknown is not None and unknown.value not in self.flowing:
+        if unknown is not None:
             text = f"what {script.code(unknown.target)} adds up isn't understood"
             work.note(unknown, f"{text}: it and what is counted beside it are those of rank 0's samples", mark=True)
         for node, kind in added:
-            if node.value in self.flowing:
-                continue
             self._average(node.value, divided)
             if kind.name != SUM or unknown is not None:  # a quotient of the two has to be one of the same samples
                 continue
@@ -413,7 +426,7 @@ class Loops:
         counted = self.counts_on_size(loop)
         if counted is not None:
             return f"{counted} counts on whole batches"
-        if self.num_samples(loop.target, loop.body) is None:
+        if self.num_samples([*self._in_head(loop)], loop.body) is None:
             return "its loader has no name there"
         sums = dict(self.accumulators(loop))
         for node in script.inside(loop.body):

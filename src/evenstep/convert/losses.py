@@ -119,6 +119,9 @@ class Losses:
         for target in reversed(before):
             assigned, adds = self._assigned(target)
             if assigned is None:
+                loop = next((each for each in script.ancestors(target) if isinstance(each, cst.For)), None)
+                if loop is not None and script.is_inside(target, loop.target) and script.is_inside(name, loop.body):
+                    break
                 continue
             found.append((assigned, adds))
             statement = script.statement(target)
@@ -189,11 +192,22 @@ class Losses:
             seen: set[Node] = set()
             found: set[Node | None] = set()
             waiting = [node]
+            # A function that is called is given what its call shows; the expression's own, what any call gives.
+            callers = {self.script.function(node)}
             while waiting:
                 each = waiting.pop()
                 for inner in self.script.inside(each) if each not in seen else ():
-                    found |= self._taken(inner)
+                    function = self.script.function(inner)
+                    found |= {
+                        site
+                        for site in self._taken(inner)
+                        if function in callers or site is None or self.script.is_inside(site, function or site)
+                    }
                     waiting += self._sources(inner)
+                    given = self.given(inner) if isinstance(inner, cst.Name) and function in callers else None
+                    for value in filter(None, given or ()):
+                        callers.add(self.script.function(value))
+                        waiting.append(value)
                 seen.add(each)
             self._batches[node] = frozenset(found)
         return self._batches[node]
@@ -223,7 +237,7 @@ class Losses:
             return []
         loops = [self.script.parent(by) for by in self.script.bound(node.value, node)]
         iterated = [loop.iter for loop in loops if isinstance(loop, cst.For | cst.CompFor)]
-        return [*(value for value, _ in self.reaching(node)), *filter(None, self.given(node) or ()), *iterated]
+        return [*(value for value, _ in self.reaching(node)), *iterated]
 
     def is_size(self, node: Node) -> bool:
         """Whether an expression is the number of samples of a batch: `len(x)`, `x.size(0)`, `x.shape[0]`."""
@@ -458,6 +472,8 @@ class Losses:
             each = waiting.pop()
             match each:
                 case cst.Call(func=cst.Attribute(attr=cst.Name(value="detach" | "item" | "numpy" | "tolist"))):
+                    continue
+                case cst.Attribute(attr=cst.Name(value="data")):
                     continue
                 case _ if each in seen:
                     continue

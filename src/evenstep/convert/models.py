@@ -307,8 +307,6 @@ class Models:
                 continue
             if isinstance(node.value, cst.Call):
                 continue
-            if self._parallel and node.attr.value in ("state_dict", "load_state_dict"):
-                continue  # DataParallel's names, too, begin with "module."
             if self._trains_by(node):
                 continue
             # The script may use one name for wrapped models and others, such as an average of parameters.

@@ -40,6 +40,7 @@ _WRITING = [
     "tqdm.write",
 ]
 _WRITING_METHODS = {"to_csv", "to_json", "to_parquet", "savefig", "write_text", "write_bytes", "save_pretrained"}
+_LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 _MODES = ("'w'", '"w"', "'a'", '"a"', "'wb'", '"wb"', "'x'", '"x"', "'w+'", '"w+"')
 _DEVICE_FLAGS = {
     f"{each}.device" for each in ("args", "opt", "opts", "options", "cfg", "config", "hparams", "FLAGS", "conf")
@@ -82,7 +83,8 @@ class Output:
             return
         writes = any(name == each or name.endswith(f".{each}") for each in _WRITING)
         is_writer = isinstance(call.func, cst.Attribute) and self._flow.is_a(call.func.value, "writer")
-        if writes or is_writer or (method in _WRITING_METHODS and not name.startswith("torch.utils.data")):
+        logs = method in _LEVELS and ("log" in text.rsplit(".", 1)[0].lower())
+        if writes or is_writer or logs or (method in _WRITING_METHODS and not name.startswith("torch.utils.data")):
             self._guard(call)
         if text == "open" and call.args:
             self._open(call)
@@ -228,7 +230,7 @@ class Output:
         elif method == "to" and call.args and not name:
             argument = call.args[0].value
             if isinstance(argument, cst.Attribute) and script.code(argument) in _DEVICE_FLAGS:
-                edits.template(argument, device)
+                self._choose(argument, device)
 
     def _change_devices(self, node: Node) -> None:
         work, script, edits = self._work, self._script, self._work.edits
@@ -246,7 +248,7 @@ class Output:
                 script.code(each).strip("'\"") for each in script.inside(node) if isinstance(each, cst.SimpleString)
             }
             if "cpu" in ends and not any(isinstance(each, cst.IfExp) for each in script.ancestors(node)):
-                self._choose(node, f"{work.world}.device{'.type' if self._is_read_as_text(node) else ''}")
+                self._choose(node, f"{work.world}.device.type")  # a text, as it was: the rank's own is the current one
         elif isinstance(node, cst.SimpleString) and script.code(node).strip("'\"").startswith("cuda"):
             parent = script.parent(node)
             is_argument = isinstance(parent, cst.Arg) and isinstance(script.parent(parent), cst.Call)
@@ -280,30 +282,6 @@ class Output:
                 return True
             if isinstance(each, Statement):
                 return False
-        return False
-
-    def _is_read_as_text(self, node: Node) -> bool:
-        """Whether what a device is assigned to is compared, or named to autocast."""
-        script = self._script
-        assign = next((each for each in script.ancestors(node) if isinstance(each, cst.Assign)), None)
-        if assign is None or len(assign.targets) != 1:
-            return False
-        text = script.code(assign.targets[0].target)
-        for each in script.nodes:
-            if not isinstance(each, cst.Name | cst.Attribute) or script.code(each) != text:
-                continue
-            for above in list(script.ancestors(each))[:3]:
-                if isinstance(above, cst.Comparison):
-                    return True
-                if isinstance(above, cst.Call) and script.code(above.func).endswith(_NEEDS_TYPE):
-                    return True
-            parent = script.parent(each)
-            if (
-                isinstance(parent, cst.Attribute)
-                and parent.value is each
-                and parent.attr.value in ("startswith", "split")
-            ):
-                return True
         return False
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import libcst as cst
 
 from evenstep.convert.data import Data
@@ -269,19 +271,21 @@ class _Joining:
                 isinstance(each, _PLAIN) for each in statement.body
             ):
                 continue
-            if self._needs_ranks(statement, users) or self._makes_random_data(statement):
+            if self._needs_ranks(statement, users) or self._may_draw(statement):
                 return index
         return None
 
-    def _makes_random_data(self, statement: Node) -> bool:
-        """Ranks have to be seeded before they draw what has to be the same on all of them."""
-        for node in self._script.inside(statement):
-            if isinstance(node, cst.Call) and self._script.function(node) is None:
-                name = self._script.qualified(node.func) or ""
-                if name.startswith(
-                    ("torch.rand", "torch.manual_seed", "numpy.random", "random.", "torch.nn.", "torch.normal")
-                ):
-                    return True
+    def _may_draw(self, statement: Node) -> bool:
+        """Whether it calls what may draw random numbers, as a split of data: they have to be the same on all ranks."""
+        script = self._script
+        for node in script.inside(statement):
+            if not isinstance(node, cst.Call) or script.function(node) is not None:
+                continue
+            name = script.qualified(node.func)
+            by = script.bound(node.func.value, node) if isinstance(node.func, cst.Name) else []
+            is_own = any(isinstance(each, cst.FunctionDef | cst.ClassDef) for each in by)
+            if is_own or (name is not None and name.split(".")[0] not in sys.stdlib_module_names - {"random"}):
+                return True
         return False
 
     def users(self) -> set[Node]:

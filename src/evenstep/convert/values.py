@@ -472,11 +472,11 @@ class Flow:
         is_layer = name is not None and name.startswith(_LAYERS) and not name.startswith("torch.nn.functional")
         if name is not None and name.startswith("torch") and not is_layer:
             return _NONE
-        by = self.script.bound(node.func.value, node) if isinstance(node.func, cst.Name) else []
-        is_unbound = (
-            isinstance(node.func, cst.Name) and name is None and all(isinstance(each, cst.Param) for each in by)
-        )
-        if is_unbound or (isinstance(node.func, cst.Attribute) and name is None):
+        if name is None and isinstance(node.func, cst.Name):
+            by = self.script.bound(node.func.value, node)
+            is_parameter = bool(by) and all(isinstance(each, cst.Param) for each in by)
+            return _NONE if is_parameter or not (by or self.script.has_stars) else frozenset({Value("object", node)})
+        if name is None and isinstance(node.func, cst.Attribute):
             return _NONE
         return frozenset({Value("object", node)})
 

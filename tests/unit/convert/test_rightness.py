@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.convert.test_convert import HEAD, LOOP, after, converted, why_not
+from evenstep.cli.main import main
+from tests.unit.convert.test_convert import HEAD, IN_PART, LOOP, REFUSED, after, converted, why_not
 
 WEIGHTED = "model.backward(loss, weight=loader.num_samples)"
 
@@ -49,6 +50,7 @@ def test_the_loader_counts_the_samples_of_a_batch(target: str, loss: str, tmp_pa
 def test_a_look_before_the_loop_is_of_whole_batches_and_no_weight(tmp_path: Path):
     look = "shown, classes = next(iter(loader))\nprint([int(classes[k]) for k in range(10)])\nmodel ="
     text = after(tmp_path, HEAD + LOOP.replace("model =", look, 1))
+    assert "alone" not in text
     whole = "DataLoader(loader.dataset, loader.global_batch_size, shuffle=True)"
     assert f"shown, classes = next(iter({whole}))" in text
     assert WEIGHTED in text
@@ -257,13 +259,17 @@ def test_an_evaluation_of_sums_and_means_is_divided(tmp_path: Path):
         ("print(i * len(x), loss.item())", "print(sum(world.exchange(i * len(x))), world.mean(loss.item(), "),
         ("bar.update(len(x))", "bar.update(sum(world.exchange(len(x))))"),
         ("meter.update(loss.item(), x.size(0))", ", weight=loader.num_samples), sum(world.exchange(x.size(0))))"),
-        ("log.info(f'{i}: {loss:.3f}')", "log.info(f'{i}: {world.mean(loss, weight=loader.num_samples):.3f}')"),
+        ("show(f'{i}: {loss:.3f}')", "show(f'{i}: {world.mean(loss, weight=loader.num_samples):.3f}')"),
+        (
+            "log.info(f'{i}: {loss:.3f}')",
+            "loss = world.mean(loss, weight=loader.num_samples)\n        if world.is_main:\n            log.info(f'",
+        ),
         ("losses.append(loss.item())", "losses.append(world.mean(loss.item(), weight=loader.num_samples))"),
         ("total += loss.item() * x.size(0)", "total += sum(world.exchange(loss.item() * x.size(0)))"),
     ],
 )
 def test_numbers_of_a_training_loop_are_those_of_all_ranks(line: str, becomes: str, tmp_path: Path):
-    head = "from bars import bar, meter, log\nlosses, total = [], 0.0\n"
+    head = "from bars import bar, meter, log, show\nlosses, total = [], 0.0\n"
     loop = LOOP.replace("for x, y in loader", "for i, (x, y) in enumerate(loader)")
     text = after(tmp_path, HEAD + head + loop + f"        {line}\n        print(total)\n")
     assert becomes in text
@@ -285,7 +291,29 @@ def test_counts_that_hang_on_samples_are_marked(tmp_path: Path):
     assert "what hits adds up isn't understood" in text
 
 
+def test_what_ranks_do_by_their_own_samples_is_the_same_or_marked(tmp_path: Path):
+    """A learning rate that differs between ranks, or a step that one of them leaves out."""
+    head = "from schedules import scheduler\n"
+    text = after(tmp_path, f"{HEAD}{head}{LOOP}        scheduler.step(loss)\n")
+    assert "scheduler.step(world.mean(loss, weight=loader.num_samples))" in text
+    skips = LOOP.replace("        optimizer.zero_grad()\n", "        if torch.isnan(loss):\n            continue\n", 1)
+    assert "each rank decides this by its own samples" in notes(tmp_path, HEAD + skips)
+    known = LOOP + "        if loss.item() > 3 or x is None:\n            break\n"
+    assert not notes(tmp_path, HEAD + known)
+    squeezed = LOOP.replace("model(x)", "model(x).squeeze()")
+    assert any(note.startswith("squeeze() also leaves out") for note in notes(tmp_path, HEAD + squeezed))
+
+
 # ---------------------------------------------------------------------- programs that start, and go on
+
+
+@pytest.mark.parametrize("line", ["train = random_split(data, [32, 32])[0]", "train = load()", "train = Own()"])
+def test_ranks_are_seeded_before_anything_may_draw(line: str, tmp_path: Path):
+    head = "from torch.utils.data import DataLoader, TensorDataset, random_split\nimport torch\nfrom torch import nn\n"
+    head += "import argparse\nfrom files import data, load\nclass Own(list):\n    pass\n"
+    args = "args = argparse.ArgumentParser()\n"
+    text = after(tmp_path, f"{head}{args}{line}\n{LOOP.replace('DataLoader(data', 'DataLoader(train')}")
+    assert text.index("ArgumentParser()") < text.index("evenstep.init(") < text.index(line)
 
 
 def test_imports_inside_of_a_try(tmp_path: Path):
@@ -361,3 +389,47 @@ board = Board('runs')
     assert "filename='b.log' if world.is_main else \"/dev/null\"" in text
     assert "board = Board('runs') if world.is_main else None" in text
     assert "if world.is_main:\n            board.add_scalar" in text
+
+
+def test_a_loss_function_of_training_and_of_evaluation(tmp_path: Path):
+    """What one call gives is no other's; and names of a loop's own are no other loop's."""
+    function = "def loss_of(p, y):\n    return nn.functional.mse_loss(p, y)\n"
+    test = """
+test = DataLoader(data, batch_size=8)
+right = 0
+for x, y in test:
+    right += (loss_of(model(x), y) * len(x)).item()
+for x, y in ((a, b) for a, b in zip(data.tensors[0], data.tensors[1])):
+    print(x.shape)
+"""
+    text = after(
+        tmp_path, HEAD + function + LOOP.replace("nn.functional.mse_loss(model(x), y)", "loss_of(model(x), y)") + test
+    )
+    assert WEIGHTED in text
+    assert "test = evenstep.DataLoader(data, global_batch_size=8)" in text
+
+
+def test_a_loss_that_is_made_of_parts_leaves_other_sums_alone(tmp_path: Path):
+    body = """\
+        count += len(x)
+        double = [(lambda x: 2 * x)]
+        loss = 0.0
+        for a, b in zip([x, x], [y, y]):
+            loss += nn.functional.mse_loss(model(a), b)
+        print(f"{count} of {len(double)} samples, loss {loss.item() / 2}")
+"""
+    text = after(
+        tmp_path, HEAD + "count = 0\n" + LOOP.replace("        loss = nn.functional.mse_loss(model(x), y)\n", body)
+    )
+    assert "count += sum(world.exchange(len(x)))" in text
+    assert "of rank 0's" not in text
+
+
+@pytest.mark.parametrize("script", IN_PART)
+def test_doctor_finds_nothing_in_what_was_converted(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    if script.stem in REFUSED:
+        return
+    (tmp_path / "train.py").write_text(after(tmp_path, script.read_text()))
+    # Each part of an accumulation communicates, as the page says; and what a script's checkpoint lacks, it lacked.
+    assert main(["doctor", "--no-run", "--ignore", "EV501,EV207", str(tmp_path / "train.py")]) == 0
+    assert "nothing found" in capsys.readouterr().out

@@ -154,9 +154,9 @@ def convert(script: str) -> Conversion:
 def _parse(path: Path) -> tuple[cst.Module, bytes]:
     if path.suffix.lower() == ".ipynb":
         raise ConfigurationError(f"{path} is a notebook: export it as a script first (jupyter nbconvert --to script).")
-    if path.is_dir():
-        raise ConfigurationError(f"{path} is a directory: name the script that trains.")
     try:
+        if path.is_dir():
+            raise ConfigurationError(f"{path} is a directory: name the script that trains.")
         if not stat.S_ISREG(path.stat().st_mode):
             raise ConfigurationError(f"{path} is no regular file: name the script that trains.")
         content = path.read_bytes()
@@ -164,7 +164,7 @@ def _parse(path: Path) -> tuple[cst.Module, bytes]:
         raise ConfigurationError(f"{path}: {error.strerror}.") from None
     try:
         content.decode(_encoding(content))
-    except (SyntaxError, UnicodeDecodeError) as error:
+    except (SyntaxError, UnicodeDecodeError, LookupError) as error:  # of rot13: it is no encoding of text
         text = str(error).splitlines()[0]
         raise ConfigurationError(f"{path}: its encoding can't be read ({text}). Save it as UTF-8.") from None
     if b"\0" in content:

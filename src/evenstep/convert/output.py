@@ -248,7 +248,9 @@ class Output:
                 script.code(each).strip("'\"") for each in script.inside(node) if isinstance(each, cst.SimpleString)
             }
             if "cpu" in ends and not any(isinstance(each, cst.IfExp) for each in script.ancestors(node)):
-                self._choose(node, f"{work.world}.device.type")  # a text, as it was: the rank's own is the current one
+                # A text where it was one: the current device is the rank's own.
+                kind = ".type" if isinstance(node.body, cst.SimpleString) else ""
+                self._choose(node, f"{work.world}.device{kind}")
         elif isinstance(node, cst.SimpleString) and script.code(node).strip("'\"").startswith("cuda"):
             parent = script.parent(node)
             is_argument = isinstance(parent, cst.Arg) and isinstance(script.parent(parent), cst.Call)

@@ -14,7 +14,7 @@ from evenstep.convert.models import Models
 from evenstep.convert.output import Output
 from evenstep.convert.source import Node, Script
 from evenstep.convert.values import BUILTINS, Flow, Values
-from evenstep.convert.work import Remark, Work
+from evenstep.convert.work import Work
 
 # Who divides training over ranks already, by the names that a script imports.
 _DISTRIBUTED = {
@@ -30,12 +30,17 @@ _DISTRIBUTED = {
     "keras": "Keras",
 }
 _TORCHS = ("torch.distributed", "torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed")
+_ONE_FILE = (
+    "only one file is read and changed: put the loop and what starts it in one file, or change both by hand "
+    "(docs/tutorials/one-to-many.md)"
+)
 _PLAIN = (cst.Import, cst.ImportFrom, cst.Pass)
 
 
 def already_distributed(script: Script) -> str | None:
     """Who divides a script's training over ranks already."""
-    for full in script.imports.values():
+    used = [script.qualified(node) or "" for node in script.nodes if isinstance(node, cst.Attribute)]
+    for full in (*script.imports.values(), *used):
         root = full.split(".")[0]
         if root in _DISTRIBUTED:
             return _DISTRIBUTED[root]
@@ -43,10 +48,6 @@ def already_distributed(script: Script) -> str | None:
             return "torch.distributed"
         if full == "transformers.Trainer":
             return "the Trainer of transformers"
-    for node in script.nodes:
-        name = script.qualified(node) if isinstance(node, cst.Attribute) else None
-        if name is not None and name.startswith(_TORCHS):
-            return "torch.distributed"
     return None
 
 
@@ -65,7 +66,7 @@ def plan(script: Script, *, file: str) -> Work:
     _validate_name(work)
     loops = Loops(work)
     if not loops.passes and not work.problems:
-        work.problems.append(_no_training(work))
+        work.refuse(script.module, f"no training loop: nothing in this file calls loss.backward(), and {_ONE_FILE}")
     models = Models(work, loops)
     if not models.trained and not work.problems:
         work.refuse(script.module, "it has no torch optimizer: who makes the steps isn't seen")
@@ -93,13 +94,6 @@ def _validate_name(work: Work) -> None:
     uses = [node for node in work.script.nodes if isinstance(node, cst.Name) and node.value == "evenstep"]
     if any(work.script.bound("evenstep", node) for node in uses):
         work.refuse(uses[0], "the script calls something of its own evenstep: give it another name")
-
-
-def _no_training(work: Work) -> Remark:
-    calls = [node for node in work.calls() if work.script.code(node.func).endswith((".fit", "train_model", "Trainer"))]
-    if calls:
-        return Remark(work.script.line(calls[0]), "no training loop: nothing here calls loss.backward()")
-    return Remark(1, "no training loop: nothing in this file calls loss.backward(); name the file that does")
 
 
 # ---------------------------------------------------------------------- calls that every rank makes
@@ -227,8 +221,8 @@ class _Joining:
         """Add the import, and the call that joins the ranks before anything needs them."""
         first = self._first_user()
         if first is None:
-            text = "nothing in this file runs the training, so there is no place where ranks could be joined"
-            self._work.refuse(self._work.script.module, f"{text}: convert the script that calls it, with its functions")
+            text = "nothing in this file runs the training, so there is no place where ranks could be joined, and"
+            self._work.refuse(self._work.script.module, f"{text} {_ONE_FILE}")
             return
         edits, statement = self._work.edits, self._body[first]
         imports = [at for at, each in enumerate(self._body) if self._imports_torch(each)]

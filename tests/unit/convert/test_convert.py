@@ -415,6 +415,7 @@ def test_what_is_data_parallel_already_is_left(line: str, by: str, tmp_path: Pat
         ("train.py", b"print 'python 2'\n", "This is no python"),
         ("train.py", b"x = '\xe9'\n", "encoding can't be read"),
         ("train.py", b"# coding: nonsense\n", "encoding can't be read"),
+        ("train.py", b"# coding: rot13\n", "encoding can't be read"),
         ("train.py", b"x = '\0'\n", "null bytes"),
         ("train.py", b"x = " + b"(" * 3000 + b")" * 3000, "nested"),  # LibCST's parser ends python
         ("train.py", b"x = " + b"1 + " * 1500 + b"1\n", "nested too deeply"),
@@ -472,6 +473,10 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "train.py")
     with pytest.raises(ConfigurationError, match="no regular file"):
         convert(str(tmp_path / "train.py"))
+    with pytest.raises(ConfigurationError, match="no regular file"):
+        convert("/dev/zero")
+    with pytest.raises(ConfigurationError, match="too long"):
+        convert("x" * 300)
 
 
 def test_a_link_is_followed_and_a_file_that_is_read_only_or_was_changed_meanwhile_is_left(tmp_path: Path):

@@ -367,7 +367,10 @@ def test_options_that_no_longer_choose_the_device_are_named(tmp_path: Path):
 
 def test_every_rank_has_its_own_device(tmp_path: Path):
     head = "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\ndevice = 0\n"
-    text = after(tmp_path, f"{head}{HEAD}{LOOP.replace('model(x)', 'model(x.to(device))')}")
+    head += "name = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+    head += "place = torch.device('cuda:1') if torch.cuda.is_available() else torch.device('cpu')\n"
+    text = after(tmp_path, f"import torch\n{head}{HEAD}{LOOP.replace('model(x)', 'model(x.to(device))')}")
+    assert "name = world.device.type\nplace = world.device\n" in text
     assert "CUDA_VISIBLE_DEVICES" not in text
     assert "device = world.device" in text
 

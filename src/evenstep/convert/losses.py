@@ -15,7 +15,7 @@ from evenstep.convert.source import Node, Script
 from evenstep.convert.values import Flow, Values, arguments
 
 MEAN, SUM, CONSTANT, UNKNOWN, PAIRS = "mean", "sum", "constant", "unknown", "pairs"
-NOISE = ("torch.rand", "torch.normal", "torch.bernoulli", "numpy.random.")
+_NOISE = ("torch.rand", "torch.normal", "torch.bernoulli", "numpy.random.")
 _DEPTH = 12  # of names and functions that are followed
 # Functions of torch.nn.functional and classes of torch.nn whose result is a mean unless `reduction` says otherwise.
 _FUNCTIONAL = {
@@ -213,7 +213,7 @@ class Losses:
         return self._batches[node]
 
     def _taken(self, node: Node) -> set[Node | None]:
-        if isinstance(node, cst.Call) and (self.script.qualified(node.func) or "").startswith(NOISE):
+        if isinstance(node, cst.Call) and self.draws_noise(node):
             return {None}
         if not isinstance(node, cst.Call) and not (isinstance(node, cst.Name) and self.script.is_read(node)):
             return set()
@@ -224,6 +224,17 @@ class Losses:
             if own and isinstance(around, cst.For | cst.While | cst.BaseComp):
                 return {*own}
         return {*sites}
+
+    def draws_noise(self, call: cst.Call) -> bool:
+        """Whether random numbers are drawn again and again, as for samples: in a loop, a forward pass or a data set."""
+        function = self.script.function(call)
+        if not (self.script.qualified(call.func) or "").startswith(_NOISE):
+            return False
+        if self.script.loops(call) or function is None:
+            return bool(self.script.loops(call))
+        is_forward = self.flow.is_module_class(self.script.class_of(function)) and function.name.value != "__init__"
+        calls = self.flow.calls.get(function, ())
+        return is_forward or function.name.value == "__getitem__" or any(map(self.script.loops, calls))
 
     def is_of_samples(self, node: Node) -> bool:
         """Whether an expression is a batch or a part of one, or draws random numbers."""

@@ -9,7 +9,7 @@ import libcst as cst
 from evenstep.convert.data import Data
 from evenstep.convert.edits import Edits
 from evenstep.convert.loops import Loops
-from evenstep.convert.losses import NOISE, Losses
+from evenstep.convert.losses import Losses
 from evenstep.convert.models import Models
 from evenstep.convert.output import Output
 from evenstep.convert.source import Node, Script
@@ -164,7 +164,7 @@ def _main_name(script: Script, node: Node) -> str:
 def _vary_noise(work: Work, loops: Loops) -> None:
     """Have ranks draw other random numbers for their samples: the script's seed is the same on all."""
     script, edits = work.script, work.edits
-    drawing = [script.qualified(call.func) or "" for call in work.calls() if _draws_noise(work, loops, call)]
+    drawing = [script.qualified(call.func) or "" for call in work.calls() if work.losses.draws_noise(call)]
     lines = []
     for module, full in script.imports.items():
         if full == "torch" and any(name.startswith("torch.") for name in drawing):
@@ -189,21 +189,6 @@ def _outermost(work: Work, loop: Node) -> Node:
         best = loops[-1] if loops else best
         node = loops[-1] if loops else calls[0]
     return best
-
-
-def _draws_noise(work: Work, loops: Loops, call: cst.Call) -> bool:
-    """Whether random numbers are drawn for the samples of a batch: in a training loop, or in a forward pass."""
-    script = work.script
-    if not (script.qualified(call.func) or "").startswith(NOISE):
-        return False
-    if loops.training & set(script.ancestors(call)):
-        return True
-    function = script.function(call)
-    return (
-        function is not None
-        and function.name.value != "__init__"
-        and work.flow.is_module_class(script.class_of(function))
-    )
 
 
 # ---------------------------------------------------------------------- imports, and where ranks join

@@ -19,9 +19,9 @@ QUICK = {"gan", "class_weights"}
 # The ranks of the pool are another program's, with its arguments.
 ALONE = "import sys; sys.argv[1:] = []\n"
 # Several passes make a step, whose losses verify weighs by their samples: gradients and parameters are the same.
-OTHER_LOSS = {"accumulation", "gan"}
+OTHER_LOSS = {"accumulation", "gan", "gpt"}
 # The converted script evaluates with torch's loader, so verify takes the original's batches for those of one rank.
-EVALUATED_WHOLE = frozenset({"gpt", "imagenet_style"})
+EVALUATED_WHOLE = frozenset({"imagenet_style", "masked_sequences"})
 
 
 def cases(*, left_out: frozenset[str] = frozenset()) -> list[object]:

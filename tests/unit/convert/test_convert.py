@@ -326,11 +326,17 @@ def test_batches_of_a_generator_and_loaders_of_a_comprehension(tmp_path: Path):
 
 def test_ranks_draw_other_noise_for_their_samples(tmp_path: Path):
     """The script's own seed is the same on all ranks."""
-    noisy = LOOP.replace("model(x)", "model(x + torch.randn_like(x))")
-    text = after(tmp_path, HEAD + noisy)
     line = "torch.manual_seed(torch.initial_seed() + world.rank)  # other noise on each rank"
-    assert re.search(rf"{re.escape(line)}\n *for epoch in", text)
-    assert line not in after(tmp_path, HEAD + LOOP)
+    of_numpy = "np.random.seed(np.random.randint(2**31) + world.rank)  # other noise on each rank"
+    function = "def noise(x):\n    return torch.randn_like(x)\n"
+    for noisy in ("x + torch.randn_like(x)", "x + noise(x)"):
+        assert re.search(
+            rf"{re.escape(line)}\nfor epoch in",
+            after(tmp_path, HEAD + function + LOOP.replace("model(x)", f"model({noisy})")),
+        )
+    drawn = "import numpy as np\n" + HEAD + LOOP.replace("model(x)", "model(x + float(np.random.normal()))")
+    assert re.search(rf"{re.escape(of_numpy)}\nfor epoch in", after(tmp_path, drawn))
+    assert "other noise" not in after(tmp_path, HEAD + function + "start = noise(torch.ones(3))\n" + LOOP)
 
 
 def test_an_evaluation_that_counts_on_its_batch_size_is_whole_on_every_rank(tmp_path: Path):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from evenstep.convert.losses import CONSTANT, MEAN, PAIRS, SUM, UNKNOWN, Kind, is_reduction
+from evenstep.convert.losses import CONSTANT, MEAN, PAIRS, SUM, UNKNOWN, Kind, forward_of, is_reduction
 from evenstep.convert.source import Node, Statement, target_names
-from evenstep.convert.values import BUILTINS, PASSING, Values, arguments
+from evenstep.convert.values import BUILTINS, PASSING, Value, Values, arguments
 from evenstep.convert.work import Work
 
 _SHAPING = {"view", "reshape", "ones", "zeros", "full", "rand", "randn", "randint", "expand", "repeat", "init_hidden"}
@@ -467,15 +467,20 @@ class Loops:
         held = [value for value in flow.of(call.func) if value.kind != "batch"]
         if held:
             return depth < 4 and all(
-                value in trained
-                or flow.is_module(value)
-                or (isinstance(value.site, cst.FunctionDef) and self._keeps_nothing(value.site, trained, depth + 1))
-                for value in held
+                value in trained or self._is_pure_value(value, trained, depth + 1) for value in held
             )
         if not isinstance(call.func, cst.Attribute):
             return False
         base = call.func.value
         return self._work.losses.varies(base) or call.func.attr.value == "append" or flow.is_a(base, "loader")
+
+    def _is_pure_value(self, value: Value, trained: Values, depth: int) -> bool:
+        function = value.site
+        if value.kind == "object":
+            function = forward_of(value.definition) if value.definition is not None else None  # type: ignore[assignment]
+            if not self._flow.is_module(value) or function is None:
+                return self._flow.is_module(value)
+        return isinstance(function, cst.FunctionDef) and self._keeps_nothing(function, trained, depth)
 
     def _keeps_nothing(self, function: cst.FunctionDef, trained: Values, depth: int) -> bool:
         for node in self._script.inside(function.body):

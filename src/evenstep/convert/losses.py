@@ -410,14 +410,14 @@ class Losses:
         for value in self.flow.of(call.func):
             function: Node | None = value.site if value.kind == "function" else None
             if value.kind == "object" and value.definition is not None:
-                function = _forward(value.definition)
+                function = forward_of(value.definition)
             if isinstance(function, cst.FunctionDef):
                 return self._of_function(function, call, depth, index)
         return Kind(UNKNOWN)
 
     def _of_criterion_object(self, call: cst.Call, site: Node, definition: cst.ClassDef | None, depth: int) -> Kind:
         if definition is not None:
-            forward = _forward(definition)
+            forward = forward_of(definition)
             return Kind(UNKNOWN) if forward is None else self._of_function(forward, call, depth)
         if not isinstance(site, cst.Call):
             return Kind(UNKNOWN)
@@ -525,7 +525,8 @@ class Losses:
         return any("no_grad" in self.script.code(each.decorator) for each in function.decorators)
 
 
-def _forward(definition: cst.ClassDef) -> cst.FunctionDef | None:
+def forward_of(definition: cst.ClassDef) -> cst.FunctionDef | None:
+    """The forward pass that a class defines itself."""
     for node in definition.body.body:
         if isinstance(node, cst.FunctionDef) and node.name.value == "forward":
             return node

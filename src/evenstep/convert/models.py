@@ -11,41 +11,22 @@ from evenstep.convert.source import Node, Statement
 from evenstep.convert.values import Value, Values
 from evenstep.convert.work import Work
 
-# What `nn.Module` has itself, and the wrapper with it.
+# What the wrapper has or passes on as the module has it; names of parts begin with "module." in the wrapper.
 _MODULES_OWN = {
     "parameters",
-    "named_parameters",
     "train",
     "eval",
     "zero_grad",
     "to",
     "cuda",
     "cpu",
-    "modules",
-    "children",
-    "named_modules",
-    "named_children",
     "buffers",
-    "named_buffers",
     "requires_grad_",
     "training",
-    "module",
-    "apply",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "register_forward_hook",
-    "backward",
-    "no_sync",
-    "forward",
-    "register_forward_pre_hook",
-    "register_full_backward_hook",
-    "join",
-    "accumulate",
-    "__class__",
-    "share_memory",
 }
+_MODULES_OWN |= {"module", "apply", "float", "double", "half", "bfloat16", "backward", "no_sync", "forward", "join"}
+_MODULES_OWN |= {"register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "accumulate"}
+_ASKING = {"hasattr", "getattr", "setattr", "isinstance", "type"}
 # What may be done to a model before it is wrapped; parts of it may be replaced, too.
 _SETTING_UP = {"print", "summary", "len", "sum", "str", "repr", "isinstance", "hasattr", "info", "debug", "getattr"}
 _SETTING_UP_ITSELF = {"to", "cuda", "float", "double", "requires_grad_", "fill_", "zero_", "copy_", "eval"}
@@ -313,7 +294,9 @@ class Models:
             inner = "{old}.module" if values <= self.trained else 'getattr({old}, "module", {old})'
             edits.template(node.value, inner)
         for call in self._work.calls():
-            name = script.qualified(call.func)
+            name = script.qualified(call.func) or (
+                script.code(call.func) if script.code(call.func) in _ASKING else None
+            )
             if name is None or name.endswith((".compile", "DataParallel")):
                 continue
             around = call.args if name == "torch.save" else [argument.value for argument in call.args]

@@ -65,6 +65,7 @@ class Output:
             self._change_device_calls(call, name)
         for node in self._script.nodes:
             self._change_devices(node)
+            self._validate_writer(node)
 
     # ------------------------------------------------------------------ output
 
@@ -115,6 +116,16 @@ class Output:
                 work.edits.guarded.add(outer)
             else:
                 work.note(call, f"every rank calls {script.code(call.func)}", mark=True)
+
+    def _validate_writer(self, node: Node) -> None:
+        """Refuse what every rank would do with a writer, which rank 0 alone has."""
+        around = [node, *self._script.ancestors(node)]
+        reads = isinstance(node, cst.Attribute) and self._flow.is_a(node.value, "writer")
+        opens = isinstance(node, cst.WithItem) and self._flow.is_a(node.item, "writer")
+        is_alone = self._is_under_writer(node) or any(each in self._work.edits.guarded for each in around)
+        if opens or (reads and not is_alone):
+            text = "rank 0 alone has a writer, and every rank runs this: make the writer in a line of its own"
+            self._work.refuse(node, f"{text}, and use it in statements of its own")
 
     def _is_under_writer(self, node: Node) -> bool:
         """Whether an `if` around it asks for a writer, which rank 0 alone has."""

@@ -242,6 +242,19 @@ def test_an_evaluation_is_divided_only_where_every_use_is_understood(body: str, 
     assert any("every rank evaluates all of this" in each.text and reason in each.text for each in found.notes)
 
 
+def test_a_module_that_counts_is_no_pure_one(tmp_path: Path):
+    head = "class Meter(nn.Module):\n    def forward(self, p, y):\n        self.seen += len(p)\n        return p\n"
+    found = converted(
+        tmp_path, evaluation("q = meter(p, y)", before=f"{head}meter = Meter()\n", behind="print(meter.seen)\n")
+    )
+    assert any("meter may keep what it is given" in note.text for note in found.notes)
+    pure = evaluation(
+        "right += meter(p, y).sum().item()",
+        before=head.replace("self.seen += len(p)", "pass") + "meter = Meter()\nright = 0\n",
+    )
+    assert "test = evenstep.DataLoader(data, global_batch_size=8)" in after(tmp_path, pure)
+
+
 def test_an_evaluation_of_sums_and_means_is_divided(tmp_path: Path):
     body = "right += (p.argmax(1) == y).sum().item(); n += len(x); total += nn.functional.mse_loss(p, y).item()"
     text = after(tmp_path, evaluation(body, before="right, n, total = 0, 0, 0.0\n", behind="print(right / n, total)\n"))
@@ -343,6 +356,14 @@ def test_a_function_of_another_file_gets_the_model_itself(tmp_path: Path):
     assert both.replace("model,", "model.module,") in after(tmp_path, f"{HEAD}{LOOP}{both}\n")
 
 
+def test_names_and_kinds_of_a_model_are_those_of_the_module(tmp_path: Path):
+    """In the wrapper every name begins with "module.", so a group of parameters chosen by name would be empty."""
+    text = LOOP.replace("model.parameters()", "[p for n, p in model.named_parameters() if n.startswith('weight')]")
+    text = after(tmp_path, HEAD + text + "    print(isinstance(model, nn.Linear), hasattr(model, 'bias'))\n")
+    assert "for n, p in model.module.named_parameters() if" in text
+    assert "world.print(isinstance(model.module, nn.Linear), hasattr(model.module, 'bias'))" in text
+
+
 def test_a_name_that_is_bound_to_a_list_of_its_own_items(tmp_path: Path):
     text = "def kept_of(outputs, kept):\n    outputs = [outputs[k] for k in kept]\n    return outputs[0]\n"
     assert WEIGHTED in after(tmp_path, HEAD + text + LOOP)
@@ -373,6 +394,12 @@ def test_every_rank_has_its_own_device(tmp_path: Path):
     assert "name = world.device.type\nplace = world.device\n" in text
     assert "CUDA_VISIBLE_DEVICES" not in text
     assert "device = world.device" in text
+
+
+@pytest.mark.parametrize("use", ["folder = writer.log_dir", "with SummaryWriter() as board:\n    pass"])
+def test_what_every_rank_would_do_with_a_writer_is_refused(use: str, tmp_path: Path):
+    head = f"from torch.utils.tensorboard import SummaryWriter\nwriter = SummaryWriter()\n{use}\n"
+    assert "rank 0 alone has a writer" in why_not(tmp_path, HEAD + head + LOOP + "writer.close()\n")
 
 
 def test_log_files_and_writers_of_the_scripts_own_are_rank_0s(tmp_path: Path):

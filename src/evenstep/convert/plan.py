@@ -254,16 +254,18 @@ class _Joining:
                 return index
         return None
 
-    def _may_draw(self, statement: Node) -> bool:
+    def _may_draw(self, around: Node, depth: int = 0) -> bool:
         """Whether it calls what may draw random numbers, as a split of data: they have to be the same on all ranks."""
         script = self._script
-        for node in script.inside(statement):
-            if not isinstance(node, cst.Call) or script.function(node) is not None:
+        for node in script.inside(around):
+            if not isinstance(node, cst.Call) or (depth == 0 and script.function(node) is not None):
                 continue
             name = script.qualified(node.func)
-            by = script.bound(node.func.value, node) if isinstance(node.func, cst.Name) else []
-            is_own = any(isinstance(each, cst.FunctionDef | cst.ClassDef) for each in by)
-            if is_own or (name is not None and name.split(".")[0] not in sys.stdlib_module_names - {"random"}):
+            if name is not None and name.split(".")[0] not in sys.stdlib_module_names - {"random"}:
+                return True
+            by = script.bound(node.func.value, node) if isinstance(node.func, cst.Name) and depth < 4 else []
+            own = [each for each in by if isinstance(each, cst.FunctionDef | cst.ClassDef)]
+            if any(self._may_draw(each, depth + 1) for each in own):
                 return True
         return False
 

@@ -323,10 +323,11 @@ def test_what_ranks_do_by_their_own_samples_is_the_same_or_marked(tmp_path: Path
 @pytest.mark.parametrize("line", ["train = random_split(data, [32, 32])[0]", "train = load()", "train = Own()"])
 def test_ranks_are_seeded_before_anything_may_draw(line: str, tmp_path: Path):
     head = "from torch.utils.data import DataLoader, TensorDataset, random_split\nimport torch\nfrom torch import nn\n"
-    head += "import argparse\nfrom files import data, load\nclass Own(list):\n    pass\n"
-    args = "args = argparse.ArgumentParser()\n"
+    head += "import argparse\nfrom files import data, load\nclass Own(list):\n    value = torch.ones(1)\n"
+    head += "def parse():\n    return argparse.ArgumentParser()\n"
+    args = "args = parse()\n"
     text = after(tmp_path, f"{head}{args}{line}\n{LOOP.replace('DataLoader(data', 'DataLoader(train')}")
-    assert text.index("ArgumentParser()") < text.index("evenstep.init(") < text.index(line)
+    assert text.index("args = parse()") < text.index("evenstep.init(") < text.index(line)
 
 
 def test_imports_inside_of_a_try(tmp_path: Path):

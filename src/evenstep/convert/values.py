@@ -201,8 +201,12 @@ class Flow:
         if isinstance(node.value, cst.From):
             self._add(self._returns, function, self._iterated(node.value.item))
             return
+        script = self.script
+        held = [by for name in script.inside(node.value) for by in script.bound(getattr(name, "value", ""), name)]
+        if any(script.order(by) > script.order(node) for by in held if isinstance(by, cst.Name)):
+            return  # a batch that was kept: the loader has given another since
         for value in self.of(node.value, "batch"):
-            if self.script.is_inside(value.site, function):
+            if any(script.is_inside(value.site, loop) for loop in script.loops(node)):
                 self._add(self._returns, function, self._iterated(value.site))
 
     def _iterated(self, node: Node) -> Values:

@@ -156,6 +156,16 @@ def test_a_loop_that_cuts_its_batch_is_refused(tmp_path: Path):
     assert "weight=loader.num_samples" in after(tmp_path, HEAD + LOOP.replace("        loss.backward()\n", over_time))
 
 
+def test_a_generator_that_reads_ahead_is_refused(tmp_path: Path):
+    """The loader has counted the next batch by then."""
+    loop = LOOP.replace("in loader:", "in ahead(loader):")
+    plain = "def ahead(batches):\n    for batch in batches:\n        yield batch\n"
+    assert WEIGHTED in after(tmp_path, HEAD + plain + loop)
+    kept = "def ahead(batches):\n    kept = None\n    for batch in batches:\n        if kept:\n            yield kept\n"
+    kept += "        kept = batch\n    yield kept\n"
+    assert "no torch DataLoader of this file" in why_not(tmp_path, HEAD + kept + loop)
+
+
 @pytest.mark.parametrize(
     ("loss", "backward"),
     [

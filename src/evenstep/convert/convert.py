@@ -83,7 +83,7 @@ class Conversion:
         replace_file(path, self.content)
 
     def verify(self, arguments: Sequence[str], *, say: Callable[[str], None]) -> Report:
-        """Run the new text on one rank and on two, and compare.
+        """Run the new text on one rank and on three, and compare: two equal halves would hide a wrong weight.
 
         Args:
             arguments: Of the script.
@@ -101,7 +101,7 @@ class Conversion:
             raise UsageError(f"--verify: can't write {copy}, which is what is run: {error.strerror}.") from None
         try:
             return verify_ranks(
-                str(copy), arguments, ranks=(1, 2), say=lambda line: say(line.replace(str(copy), self.script))
+                str(copy), arguments, ranks=(1, 3), say=lambda line: say(line.replace(str(copy), self.script))
             )
         finally:
             copy.unlink(missing_ok=True)
@@ -128,7 +128,7 @@ def convert(script: str) -> Conversion:
     if problems:
         return Conversion(script, before, before, content, content, problems=problems, notes=notes)
     after = work.edits.apply()
-    _validate(after, path)
+    _validate(after, path, ("evenstep", work.world))
     mark = codecs.BOM_UTF8 if content.startswith(codecs.BOM_UTF8) else b""
     new = mark + after.removeprefix("\ufeff").encode(encoding_of(content, path).removesuffix("-sig"))
     return Conversion(script, before, after, new, content, notes=notes, launch=work.launch)
@@ -172,13 +172,26 @@ def _validate_depth(tree: ast.AST) -> None:
     raise RecursionError
 
 
-def _validate(text: str, path: Path) -> None:
-    """Never write what doesn't parse: that would be a fault of ours."""
+def _validate(text: str, path: Path, names: Sequence[str]) -> None:
+    """Never write what doesn't parse, or uses a name before it is there: that would be a fault of ours."""
     try:
         cst.parse_module(text)
         compile(text, str(path), "exec", dont_inherit=True)
+        reason = next((f"wouldn't have {each} in time" for each in names if _is_late(ast.parse(text), each)), None)
     except (cst.ParserSyntaxError, SyntaxError) as error:
+        reason = f"wouldn't parse ({str(error).splitlines()[0]})"
+    if reason is not None:
         raise UsageError(
-            f"{path}: the converted script wouldn't parse ({str(error).splitlines()[0]}), so nothing was changed. "
-            f"This is a fault of evenstep convert."
-        ) from None
+            f"{path}: the converted script {reason}, so nothing was changed. This is a fault of evenstep convert."
+        )
+
+
+def _is_late(tree: ast.Module, name: str) -> bool:
+    """Whether a module uses a name in a line before the one that binds it."""
+    running = [each for each in tree.body if not isinstance(each, ast.FunctionDef | ast.ClassDef)]
+    nodes = [node for statement in running for node in ast.walk(statement)]
+    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
+    reads = [node.lineno for node in uses if isinstance(node.ctx, ast.Load)]
+    binds = [node.lineno for node in uses if isinstance(node.ctx, ast.Store)]
+    binds += [node.lineno for node in nodes if isinstance(node, ast.alias) and node.name == name]
+    return bool(reads) and min(reads) < min(binds, default=0)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import libcst as cst
 
+from evenstep.convert.edits import with_argument
 from evenstep.convert.loops import Loops
 from evenstep.convert.source import Node
-from evenstep.convert.values import Value, Values, arguments
+from evenstep.convert.values import BUILTINS, PASSING, Value, Values, arguments
 from evenstep.convert.work import Work
 
 _POSITIONAL = (
@@ -21,7 +20,23 @@ _POSITIONAL = (
     "collate_fn",
     "pin_memory",
 )
-_SUBSET, _WEIGHTED = "SubsetRandomSampler", "WeightedRandomSampler"
+# What doesn't take batches of a loader that it is given.
+_PASSED_ON = BUILTINS - {
+    "iter",
+    "list",
+    "tuple",
+    "set",
+    "sorted",
+    "reversed",
+    "sum",
+    "map",
+    "filter",
+    "max",
+    "min",
+    "any",
+    "all",
+}
+_PASSED_ON |= PASSING - {"iter"}
 _PERHAPS_ONE = "a batch of one sample can't be divided over ranks: give the DataLoader a batch size"
 
 
@@ -32,41 +47,74 @@ class Data:
         divided: Those of which each rank gets a part.
     """
 
-    def __init__(self, work: Work, loops: Loops) -> None:
-        self._work, self._loops = work, loops
+    def __init__(self, work: Work, loops: Loops, trained: Values) -> None:
+        self._work, self._loops, self._trained = work, loops, trained
         self._script, self._flow = work.script, work.flow
-        self.training: set[Value] = {value for loop in loops.training for value in loops.loaders(loop)}
+        self.training = {value for loop in loops.training for value in loops.loaders(loop)}
+        sites = [site for each in loops.passes for site in loops.taken_from(each.loss)]
+        self.training |= {value for site in sites for value in self._flow.loaders(site)}
         self.divided: Values = frozenset()
 
     def divide(self) -> None:
         """Have the loaders that are trained on divided over ranks, and those of evaluations where that is exact."""
-        work = self._work
         divided = {value for value in self.training if self._change(value, is_training=True)}
-        for value in sorted(self._evaluated(), key=lambda value: self._script.order(value.site)):
-            reason = self._why_whole(value)
+        found = {value for loop in self._loops.evaluating for value in self._loops.loaders(loop)} - self.training
+        for value in sorted(found, key=lambda value: self._script.order(value.site)):
+            reason = next((f"{why} (line {self._script.line(at)})" for at, why in self._whole(value)), None)
             if reason is None and self._change(value, is_training=False):
                 divided.add(value)
             elif reason is not None:
-                work.note(value.site, f"every rank evaluates all of this: {reason}", mark=True)
+                self._work.note(value.site, f"every rank evaluates all of this: {reason}", mark=True)
         self.divided = frozenset(divided)
+        for value in sorted(self.training, key=lambda value: self._script.order(value.site)):
+            for place, why in self._whole(value):
+                self._show_whole(place, value, why)
 
-    def _evaluated(self) -> set[Value]:
-        found = {value for loop in self._loops.evaluating for value in self._loops.loaders(loop)}
-        return found - self.training
-
-    def _why_whole(self, value: Value) -> str | None:
+    def _whole(self, value: Value) -> list[tuple[Node, str]]:
+        """Where a script needs whole batches of a loader, not to train on them, and why."""
+        script, flow = self._script, self._flow
+        found: list[tuple[Node, str]] = []
         for loop in self._loops.evaluating:
-            if value in self._loops.loaders(loop):
-                reason = self._loops.can_be_divided(loop)
-                if reason is not None:
-                    return f"{reason} (line {self._script.line(loop)})"
-        for node in self._script.nodes:  # a look at the first batch, or len(list(loader))
-            if not isinstance(node, cst.Call) or self._script.code(node.func) not in ("next", "list"):
+            reason = self._loops.why_whole(loop, self._trained) if value in self._loops.loaders(loop) else None
+            if reason is not None:
+                found.append((loop.iter, reason))
+        for call in self._work.calls():
+            given = [argument.value for argument in call.args if value in flow.loaders(argument.value)]
+            is_own = any(each.kind in ("function", "class") for each in flow.of(call.func))
+            short = script.code(call.func).rsplit(".", 1)[-1]
+            if not given or is_own or short in _PASSED_ON or (short == "iter" and not self._is_look(call)):
                 continue
-            if any(value in self._flow.of(argument.value, "loader") for argument in node.args):
-                line = self._script.line(node)
-                return f"{self._script.code(node.func)}(...) takes batches outside of a loop (line {line})"
-        return None
+            found.append((given[0], f"{short}(...) takes whole batches"))
+        return found
+
+    def _is_look(self, call: cst.Call) -> bool:
+        """Whether what `iter` gives is only looked at: its batches aren't those of a training loop."""
+        script = self._script
+        nexts = [each for each in self._work.calls() if script.code(each.func) == "next" and each.args]
+        own = [each for each in nexts if script.is_inside(call, each)]
+        targets = [each.target for assign in script.ancestors(call) for each in getattr(assign, "targets", ())]
+        own = own or [each for each in nexts if script.code(each.args[0].value) in map(script.code, targets)]
+        return bool(own) and not any(self._loops.at(each) & self._loops.training for each in own)
+
+    def _show_whole(self, place: Node, value: Value, why: str) -> None:
+        """Have a look at a loader that is divided be one at whole batches, on every rank the same."""
+        work, script, call = self._work, self._script, value.site
+        assert isinstance(call, cst.Call)
+        given = arguments(call, _POSITIONAL)
+        kept = {name: script.code(given[name].value) for name in ("shuffle", "drop_last") if name in given}
+        line, names = script.line(place), {"dataset", "batch_size", "num_workers", "pin_memory", *kept}
+        holders = [each for each in script.inside(place) if self._flow.of(each, "loader") == {value}]
+        if set(given) <= names and {*kept.values()} <= {"True", "False"} and holders:
+            rest = "".join(f", {name}={text}" for name, text in kept.items())
+            whole = f"{script.code(call.func)}({{old}}.dataset, {{old}}.global_batch_size{rest})"
+            work.edits.template(holders[0], whole)
+            self._loops.whole.add(holders[0])
+            work.note(place, f"every rank sees all of this: {why}", mark=True)
+        else:
+            text = (
+                f"{why}, of a loader that is trained on, and a rank would see its part: make a second DataLoader for it"
+            )
+            work.refuse(place, f"{text} (line {line})")
 
     # ------------------------------------------------------------------ loaders
 
@@ -89,178 +137,58 @@ class Data:
         unseen = self._work.unseen(call, "batch_size=..., shuffle=...")
         if unseen is not None:
             return unseen
-        if "batch_sampler" in given and script.code(given["batch_sampler"].value) != "None":
-            return "a batch_sampler decides which samples make a batch, for one process"
         size = given.get("batch_size")
-        if size is None or script.code(size.value) in ("1", "None"):
+        if "batch_sampler" not in given and (size is None or script.code(size.value) in ("1", "None")):
             return _PERHAPS_ONE
-        sampler = given.get("sampler")
-        if sampler is not None and script.code(sampler.value) != "None":
-            found = self._sampler(sampler.value)
-            if found is None:
-                return f"the order of its sampler ({script.code(sampler.value)}) is for one process"
-            unseen = self._work.unseen(found.call, "name=value")
-            if unseen is not None:
-                return unseen
-            if found.kind == _SUBSET and script.imports.get("torch") != "torch":
-                return f"its sampler ({script.code(sampler.value)}) becomes a torch.utils.data.Subset: import torch"
         return None
-
-    def _sampler(self, node: Node) -> _Sampler | None:
-        """A sampler that can be replaced."""
-        held = [value for value, _ in self._work.losses.reaching(node)] if isinstance(node, cst.Name) else [node]
-        for value in held if len(held) == 1 else []:
-            if not isinstance(value, cst.Call):
-                continue
-            kind = (self._script.qualified(value.func) or "").rsplit(".", 1)[-1]
-            given = arguments(value, ("weights", "num_samples", "replacement", "generator"))
-            if kind == "RandomSampler" and len(value.args) == 1:
-                return _Sampler(kind, value)
-            if kind == _SUBSET and value.args:
-                inline = self._script.code(value.args[0].value)
-                return _Sampler(kind, value, inline if value is node else f"{self._script.code(node)}.indices")
-            replaces = "replacement" not in given or self._script.code(given["replacement"].value) == "True"
-            if kind == _WEIGHTED and replaces:
-                return _Sampler(kind, value)
-        return None
-
-    def _change_sampler(self, argument: cst.Arg, dataset: cst.Arg) -> bool:
-        """Have a sampler's draws be those of all ranks; returns whether it stays, and isn't replaced by `shuffle`."""
-        found, edits = self._sampler(argument.value), self._work.edits
-        assert found is not None
-        if found.kind == _SUBSET:
-            edits.template(dataset.value, f"torch.utils.data.Subset({{old}}, {found.indices})")
-        return found.kind == _WEIGHTED  # the loader draws by its weights, on all ranks alike
 
     def _change_loader(self, call: cst.Call, given: dict[str, cst.Arg]) -> None:
         work, edits = self._work, self._work.edits
         edits.template(call.func, "evenstep.DataLoader")
-        for name, dropped in (("generator", "the loader's order follows from the seed of evenstep.init"),):
-            if name in given:
-                work.note(call, f"{name}= was left out: {dropped}")
+        if "generator" in given:
+            work.note(call, "generator= was left out: the loader's order follows from its seed")
+        seeds = [each.func for each in work.seeds(are_numbers=False) if isinstance(each.func, cst.Attribute)]
+        seed = f"{self._script.code(seeds[0].value)}.initial_seed()" if seeds else None
         order = {id(given[name]): name for name in given}
-        has_sampler = "sampler" in given and self._script.code(given["sampler"].value) != "None"
-        keeps_sampler = has_sampler and self._change_sampler(given["sampler"], given["dataset"])
 
         def change(updated: cst.CSTNode) -> cst.CSTNode:
             assert isinstance(updated, cst.Call)
             kept: list[cst.Arg] = []
             for argument, new in zip(call.args, updated.args, strict=True):
                 name = order.get(id(argument), "")
-                if name in ("generator", "batch_sampler", "in_order"):
+                if name in ("generator", "in_order"):
                     continue
                 if name == "batch_size":
                     new = _named(new, "global_batch_size") if argument.keyword is not None or len(kept) != 1 else new
-                elif name == "sampler":
-                    if self._script.code(argument.value) == "None":
-                        continue
-                    if keeps_sampler:
-                        kept.append(_named(new, "sampler"))
-                        continue
-                    new = _named(new, "shuffle").with_changes(value=cst.Name("True"))
                 elif argument.keyword is None and name not in ("dataset", "shuffle"):
                     new = _named(new, name)
                 kept.append(new)
             if kept and kept[-1] is not updated.args[-1]:
                 kept[-1] = kept[-1].with_changes(comma=updated.args[-1].comma)
-            return updated.with_changes(args=kept)
+            updated = updated.with_changes(args=kept)
+            return with_argument("seed", seed)(updated) if seed else updated
 
         edits.change(call, change)
 
-    # ------------------------------------------------------------------ what is asked of loaders, and epochs
+    # ------------------------------------------------------------------ what is asked of loaders
 
     def change_uses(self) -> None:
-        """Change what is read of loaders that were divided, and have epochs counted."""
+        """Change what is read of loaders that were divided."""
         script, edits = self._script, self._work.edits
         for node in script.nodes:
-            if isinstance(node, cst.Attribute) and node.attr.value == "sampler":
-                held, call = self._flow.of(node.value, "loader"), script.parent(script.parent(node) or node)
-                if held and held <= self.divided and isinstance(call, cst.Call) and script.code(call.func) == "len":
-                    edits.change(node, lambda new: new.with_changes(attr=cst.Name("dataset")))
-            if isinstance(node, cst.Attribute) and node.attr.value == "batch_size":
-                held = self._flow.of(node.value, "loader")
-                if held and held <= self.divided:
-                    edits.change(node, lambda new: new.with_changes(attr=cst.Name("global_batch_size")))
-        seen: set[Node] = set()
-        for loop in sorted(self._loops.training, key=script.order):
-            for value in sorted(self._loops.loaders(loop), key=lambda each: script.order(each.site)):
-                if value in self.divided:
-                    self._count_epochs(value, seen)
-
-    def _count_epochs(self, value: Value, seen: set[Node]) -> None:
-        work, script, edits = self._work, self._script, self._work.edits
-        found = self._epochs_of(value)
-        if found is None:
-            return
-        epochs, name = found
-        assert isinstance(epochs.target, cst.Name)
-        counter = epochs.target.value
-        if counter == "_" and epochs in seen:
-            counter = work.unused("epoch")
-            edits.template(epochs.target, counter)
-        assert isinstance(epochs.iter, cst.Call)
-        if len(epochs.iter.args) == 1 and epochs not in seen:
-            edits.change(epochs.iter, lambda new: _with_function(new, f"{name}.epochs", script.module))
-        elif epochs.target.value != "_":
-            edits.add(edits.inside, epochs, f"{name}.set_epoch({counter})")
-        seen.add(epochs)
-
-    def _epochs_of(self, value: Value) -> tuple[cst.For, str] | None:
-        """The loop over epochs around the training, and the loader's name there."""
-        script = self._script
-        best: tuple[cst.For, str] | None = None
-        for node in script.nodes:
-            is_range = (
-                isinstance(node, cst.For)
-                and isinstance(node.target, cst.Name)
-                and isinstance(node.iter, cst.Call)
-                and script.code(node.iter.func) == "range"
-                and isinstance(node.body, cst.IndentedBlock)
+            held = self._flow.of(node.value, "loader") if isinstance(node, cst.Attribute) else frozenset()
+            if not held or not held <= self.divided:
+                continue
+            assert isinstance(node, cst.Attribute)
+            call = script.parent(script.parent(node) or node)
+            has_own = any(
+                "sampler" in arguments(each.site, _POSITIONAL) for each in held if isinstance(each.site, cst.Call)
             )
-            if not is_range or node in self._loops.training:
-                continue
-            assert isinstance(node, cst.For)
-            if any(loop in self._loops.training for loop in script.loops(node)):
-                continue
-            name = self._name_of(value, node.body)
-            if name is not None:
-                best = node, name  # the innermost comes last
-        return best
-
-    def _name_of(self, value: Value, around: Node) -> str | None:
-        script = self._script
-        for node in script.inside(around):
-            if not isinstance(node, cst.Name | cst.Attribute) or self._flow.of(node, "loader") != {value}:
-                continue
-            if isinstance(script.parent(node), cst.Attribute) and isinstance(node, cst.Name):
-                continue
-            if isinstance(node, cst.Name):
-                by = [each for each in script.bound(node.value, node) if isinstance(each, cst.Name)]
-                if any(script.is_inside(each, around) for each in by):
-                    continue  # made anew in every epoch, or only what iterates the loader
-                if any(self._is_iterator(each) for each in by):
-                    continue
-            return script.code(node)
-        return None
-
-    def _is_iterator(self, target: cst.Name) -> bool:
-        assign = next((each for each in self._script.ancestors(target) if isinstance(each, cst.Assign)), None)
-        if assign is None or not isinstance(assign.value, cst.Call):
-            return False
-        return self._script.code(assign.value.func).rsplit(".", 1)[-1] in ("iter", "tqdm", "cycle", "enumerate")
-
-
-@dataclass(frozen=True)
-class _Sampler:
-    """A sampler of torch's.
-
-    Attributes:
-        indices: Of a SubsetRandomSampler, what it draws from, as an expression.
-    """
-
-    kind: str
-    call: cst.Call
-    indices: str = ""
+            is_length = isinstance(call, cst.Call) and script.code(call.func) == "len"
+            if node.attr.value == "sampler" and is_length and not has_own:
+                edits.change(node, lambda new: new.with_changes(attr=cst.Name("dataset")))
+            if node.attr.value == "batch_size":
+                edits.change(node, lambda new: new.with_changes(attr=cst.Name("global_batch_size")))
 
 
 _EQUAL = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
@@ -269,7 +197,3 @@ _EQUAL = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_
 def _named(argument: cst.Arg, name: str) -> cst.Arg:
     equal = argument.equal if isinstance(argument.equal, cst.AssignEqual) else _EQUAL
     return argument.with_changes(keyword=cst.Name(name), equal=equal)
-
-
-def _with_function(call: cst.CSTNode, function: str, module: cst.Module) -> cst.CSTNode:
-    return call.with_changes(func=cst.parse_expression(function, module.config_for_parsing))

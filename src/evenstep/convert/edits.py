@@ -18,21 +18,6 @@ Change = Callable[[Any], Any]  # nodes of whatever class
 _OPERATIONS = (cst.BinaryOperation, cst.UnaryOperation, cst.BooleanOperation, cst.Comparison, cst.IfExp, cst.Lambda)
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where ranks are joined, and what follows of the block.
-
-    Attributes:
-        comment: Stands above it.
-        line: Joins them: a statement, or the head of a `with`.
-        encloses: The line is the head of a `with` around what follows.
-    """
-
-    comment: str
-    line: str
-    encloses: bool
-
-
 @dataclass
 class Edits:
     """What is to be changed; statements are named by a node of the script.
@@ -42,10 +27,7 @@ class Edits:
         before, after: By statement, the lines that are put there.
         guarded: Small statements that only the main rank runs.
         removed: Statements that go.
-        unwrapped: `if` statements that are replaced by their bodies.
         comments: By statement, what is said above it.
-        inside: By compound statement, lines that its body begins with.
-        started: Where ranks are joined, by the statement that is the first to run behind it.
         main: The condition that holds on the main rank.
     """
 
@@ -56,10 +38,7 @@ class Edits:
     after: dict[Node, list[str]] = field(default_factory=dict)
     guarded: set[Node] = field(default_factory=set)
     removed: set[Node] = field(default_factory=set)
-    unwrapped: set[Node] = field(default_factory=set)
     comments: dict[Node, list[str]] = field(default_factory=dict)
-    inside: dict[Node, list[str]] = field(default_factory=dict)
-    started: dict[Node, Start] = field(default_factory=dict)
 
     def template(self, node: Node, template: str) -> None:
         """Replace an expression by a text in which {old} stands for it, as it is after the changes within it."""
@@ -91,8 +70,8 @@ class Edits:
 
     def touched(self) -> list[Node]:
         """Every node that something happens to, in order of the text."""
-        found: set[Node] = {*self.replaced, *self.before, *self.after, *self.guarded, *self.removed, *self.inside}
-        return sorted(found | self.unwrapped, key=self.script.order)
+        found: set[Node] = {*self.replaced, *self.before, *self.after, *self.guarded, *self.removed}
+        return sorted(found, key=self.script.order)
 
     def apply(self) -> str:
         """The changed text."""
@@ -126,7 +105,6 @@ class _Applying(cst.CSTTransformer):
             or suite in edits.after
             or suite in edits.comments
             or suite in edits.removed
-            or suite in edits.started
             or any(small in edits.guarded for small in smalls)
         )
 
@@ -137,50 +115,19 @@ class _Applying(cst.CSTTransformer):
         return list(cst.parse_module(text, self._config).body)
 
     def _statements(self, originals: Sequence[Any], updated: Sequence[Any]) -> list[Any]:
-        edits = self._edits
         guarded: list[tuple[Any, bool]] = []  # what follows one another, with whether it is for the main rank alone
-        start: Start | None = None
-        outside: list[Any] = []
         for original, statement in zip(originals, updated, strict=True):
-            if original in edits.started:
-                start, outside = edits.started[original], self._guard(guarded)
-                guarded = []
             guarded += self._expand(original, statement)
         found = self._guard(guarded)
-        if originals and not found:
-            found = self._lines(["pass"])
-        if start is None:
-            return found
-        return [*outside, *self._started(start, found)]
-
-    def _started(self, start: Start, statements: list[Any]) -> list[Any]:
-        first = statements[0]
-        leading = list(first.leading_lines)
-        says = [at for at, line in enumerate(leading) if line.comment is not None]
-        blanks, comments = (leading[: says[0]], leading[says[0] :]) if says else (leading, [])
-        whole: list[Any]
-        if start.encloses:
-            statements = [first.with_changes(leading_lines=comments), *statements[1:]]
-            block = cst.ensure_type(cst.parse_statement(f"{start.line}\n    pass", self._config), cst.With)
-            whole = [block.with_changes(body=cst.IndentedBlock(body=statements)).visit(_NoBlanks())]
-        else:
-            leading = [cst.EmptyLine(indent=False), *comments] if comments else []  # the first paragraph's own
-            whole = [*self._lines([start.line]), first.with_changes(leading_lines=leading), *statements[1:]]
-        said = cst.EmptyLine(comment=cst.Comment(f"# {start.comment}"))
-        lead = [*blanks, said, *whole[0].leading_lines]
-        return [whole[0].with_changes(leading_lines=lead), *whole[1:]]
+        return self._lines(["pass"]) if originals and not found else found
 
     def _expand(self, original: Any, statement: Any) -> list[tuple[Any, bool]]:
         """A statement with what comes before and behind it, and without what goes."""
         edits = self._edits
+        parts: list[tuple[Any, bool]]
         if original in edits.removed:
-            parts: list[tuple[Any, bool]] = []
-        elif original in edits.unwrapped and isinstance(statement, cst.If):
-            inner = list(statement.body.body)
-            if inner:
-                lead = [*statement.leading_lines, *getattr(inner[0], "leading_lines", ())]
-                inner[0] = inner[0].with_changes(leading_lines=lead)
-            parts = [(each, False) for each in inner]
+            said = [line for line in statement.leading_lines if line.comment is not None]
+            parts = [(each.with_changes(leading_lines=said), False) for each in self._lines(["pass"] if said else [])]
         elif isinstance(statement, cst.SimpleStatementLine) and isinstance(
             original, cst.BaseSuite | cst.SimpleStatementLine
         ):
@@ -191,19 +138,13 @@ class _Applying(cst.CSTTransformer):
                 parts = [(statement, False)]
         else:
             parts = [(statement, original in edits.guarded)]
-        inserted = self._lines(edits.inside.get(original, ()))
-        if inserted and parts:
-            compound = parts[0][0]
-            block = compound.body
-            if isinstance(block, cst.IndentedBlock):
-                compound = compound.with_changes(body=block.with_changes(body=[*inserted, *block.body]))
-                parts[0] = (compound, parts[0][1])
         lead_in: list[tuple[Any, bool]] = [(line, False) for line in self._lines(edits.before.get(original, ()))]
         if lead_in and parts:
             first, is_guarded = parts[0]
-            leading = getattr(first, "leading_lines", ())
-            lead_in[0] = (lead_in[0][0].with_changes(leading_lines=leading), False)
-            parts[0] = (first.with_changes(leading_lines=()), is_guarded)
+            leading = list(getattr(first, "leading_lines", ()))
+            says = next((at for at, line in enumerate(leading) if line.comment is not None), len(leading))
+            lead_in[0] = (lead_in[0][0].with_changes(leading_lines=leading[:says]), False)
+            parts[0] = (first.with_changes(leading_lines=leading[says:]), is_guarded)
         behind: list[tuple[Any, bool]] = [(line, False) for line in self._lines(edits.after.get(original, ()))]
         whole = [*lead_in, *parts, *behind]
         for text in reversed(edits.comments.get(original, ())):
@@ -253,8 +194,25 @@ class _Applying(cst.CSTTransformer):
         return found
 
 
-class _NoBlanks(cst.CSTTransformer):
-    """Leaves blank lines blank, where others are indented further."""
+def with_argument(name: str, value: str) -> Change:
+    """Add an argument to a call."""
 
-    def leave_EmptyLine(self, original_node: cst.EmptyLine, updated_node: cst.EmptyLine) -> cst.EmptyLine:
-        return updated_node if updated_node.comment is not None else updated_node.with_changes(indent=False)
+    def change(updated: Any) -> Any:
+        equal = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
+        added = cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
+        arguments = list(updated.args)
+        if arguments:
+            last = arguments[-1]
+            if isinstance(last.comma, cst.Comma):  # a call over several lines keeps its last comma
+                added = added.with_changes(comma=last.comma)
+                between = (
+                    arguments[-2].comma
+                    if len(arguments) > 1
+                    else cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace(" "))
+                )
+                arguments[-1] = last.with_changes(comma=between)
+            else:
+                arguments[-1] = last.with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        return updated.with_changes(args=[*arguments, added])
+
+    return change

@@ -6,22 +6,39 @@ over. That is read from how the number is computed.
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 
 import libcst as cst
 
 from evenstep.convert.source import Node, Script
-from evenstep.convert.values import Flow, Value, Values, arguments
+from evenstep.convert.values import Flow, Values, arguments
 
 MEAN, SUM, CONSTANT, UNKNOWN, PAIRS = "mean", "sum", "constant", "unknown", "pairs"
+_NOISE = ("torch.rand", "torch.normal", "torch.bernoulli", "numpy.random.")
 _DEPTH = 12  # of names and functions that are followed
-# What stands between an expression and those within it.
-_INNER = cst.Arg | cst.BaseElement | cst.BaseSlice | cst.SubscriptElement | cst.CompFor | cst.CompIf
 # Functions of torch.nn.functional and classes of torch.nn whose result is a mean unless `reduction` says otherwise.
-_FUNCTIONAL = {"cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
-_FUNCTIONAL |= {"binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "hinge_embedding_loss"}
-_FUNCTIONAL |= {"cosine_embedding_loss", "margin_ranking_loss", "triplet_margin_loss", "poisson_nll_loss", "ctc_loss"}
-_FUNCTIONAL |= {"multi_margin_loss", "soft_margin_loss", "multilabel_soft_margin_loss", "gaussian_nll_loss"}
+_FUNCTIONAL = {
+    "cross_entropy",
+    "nll_loss",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "kl_div",
+    "ctc_loss",
+    "binary_cross_entropy_with_logits",
+    "hinge_embedding_loss",
+    "cosine_embedding_loss",
+    "margin_ranking_loss",
+    "triplet_margin_loss",
+    "poisson_nll_loss",
+    "multi_margin_loss",
+    "soft_margin_loss",
+    "multilabel_soft_margin_loss",
+    "gaussian_nll_loss",
+}
 _KEEPING = {
     "detach",
     "item",
@@ -65,6 +82,16 @@ def combined(left: Kind, right: Kind) -> Kind:
     return Kind(UNKNOWN)
 
 
+def _alike(kinds: list[Kind]) -> Kind:
+    """Of an expression that may be any of several."""
+    return kinds[0] if kinds and all(each == kinds[0] for each in kinds) else Kind(UNKNOWN)
+
+
+def is_reduction(node: Node, names: tuple[str, ...] = ("mean", "sum")) -> bool:
+    """Whether an expression is a call such as `x.mean()` or `torch.sum(x, 1)`."""
+    return isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value in names
+
+
 class Losses:
     """Reads expressions of a script."""
 
@@ -72,6 +99,7 @@ class Losses:
         self.script = script
         self.flow = flow
         self._kinds: dict[Node, Kind] = {}
+        self._batches: dict[Node, frozenset[Node | None]] = {}
 
     # ------------------------------------------------------------------ where a name was last assigned
 
@@ -91,6 +119,9 @@ class Losses:
         for target in reversed(before):
             assigned, adds = self._assigned(target)
             if assigned is None:
+                loop = next((each for each in script.ancestors(target) if isinstance(each, cst.For)), None)
+                if loop is not None and script.is_inside(target, loop.target) and script.is_inside(name, loop.body):
+                    break
                 continue
             found.append((assigned, adds))
             statement = script.statement(target)
@@ -134,15 +165,13 @@ class Losses:
         return self._kinds[node]
 
     def _read(self, node: Node, depth: int) -> Kind:
+        if not self.varies(node):
+            return Kind(CONSTANT)
         match node:
-            case cst.Integer() | cst.Float() | cst.SimpleString():
-                return Kind(CONSTANT)
             case cst.Name():
                 return self._of_name(node, depth)
-            case cst.Attribute():
-                if node.attr.value == "loss" and isinstance(node.value, cst.Name):
-                    return Kind(UNKNOWN)
-                return self.kind(node.value, depth + 1) if node.attr.value == "data" else Kind(CONSTANT)
+            case cst.Attribute() if node.attr.value == "data":
+                return self.kind(node.value, depth + 1)
             case cst.UnaryOperation():
                 return self.kind(node.expression, depth + 1)
             case cst.BinaryOperation():
@@ -150,31 +179,92 @@ class Losses:
             case cst.Call():
                 return self._of_call(node, depth)
             case cst.IfExp():
-                return combined(self.kind(node.body, depth + 1), self.kind(node.orelse, depth + 1))
-            case cst.Subscript():
-                if self.is_size(node):
-                    return Kind(SUM)
-                return Kind(UNKNOWN)
-        return Kind(UNKNOWN)
+                return _alike([self.kind(node.body, depth + 1), self.kind(node.orelse, depth + 1)])
+        return Kind(SUM if self.is_size(node) else UNKNOWN)
 
-    def _is_read(self, node: Node) -> bool:
-        """Whether an expression is a number for people, not one whose gradient is taken: `loss.item()`."""
-        if not isinstance(node, cst.Call):
+    def varies(self, node: Node) -> bool:
+        """Whether an expression depends on a rank's samples, or on random numbers: it isn't the same on all ranks."""
+        return bool(self.batches(node))
+
+    def batches(self, node: Node) -> frozenset[Node | None]:
+        """What the batches that an expression depends on are taken from; None among them: random numbers."""
+        if node not in self._batches:
+            seen: set[Node] = set()
+            found: set[Node | None] = set()
+            waiting = [node]
+            # A function that is called is given what its call shows; the expression's own, what any call gives.
+            callers = {self.script.function(node)}
+            while waiting:
+                each = waiting.pop()
+                for inner in self.script.inside(each) if each not in seen else ():
+                    function = self.script.function(inner)
+                    found |= {
+                        site
+                        for site in self._taken(inner)
+                        if function in callers or site is None or self.script.is_inside(site, function or site)
+                    }
+                    waiting += self._sources(inner)
+                    given = self.given(inner) if isinstance(inner, cst.Name) and function in callers else None
+                    for value in filter(None, given or ()):
+                        callers.add(self.script.function(value))
+                        waiting.append(value)
+                seen.add(each)
+            self._batches[node] = frozenset(found)
+        return self._batches[node]
+
+    def _taken(self, node: Node) -> set[Node | None]:
+        if isinstance(node, cst.Call) and self.draws_noise(node):
+            return {None}
+        if not isinstance(node, cst.Call) and not (isinstance(node, cst.Name) and self.script.is_read(node)):
+            return set()
+        sites = {value.site for value in self.flow.of(node, "batch")}
+        # Another loop's batch may have had the same name.
+        for around in self.script.ancestors(node) if len(sites) > 1 else ():
+            own = {site for site in sites if self.script.is_inside(site, around)}
+            if own and isinstance(around, cst.For | cst.While | cst.BaseComp):
+                return {*own}
+        return {*sites}
+
+    def draws_noise(self, call: cst.Call) -> bool:
+        """Whether random numbers are drawn again and again, as for samples: in a loop, a forward pass or a data set."""
+        function = self.script.function(call)
+        if not (self.script.qualified(call.func) or "").startswith(_NOISE):
             return False
-        is_item = isinstance(node.func, cst.Attribute) and node.func.attr.value == "item"
-        return is_item or self.script.code(node.func) == "float"
+        if self.script.loops(call) or function is None:
+            return bool(self.script.loops(call))
+        is_forward = self.flow.is_module_class(self.script.class_of(function)) and function.name.value != "__init__"
+        calls = self.flow.calls.get(function, ())
+        return is_forward or function.name.value == "__getitem__" or any(map(self.script.loops, calls))
+
+    def is_of_samples(self, node: Node) -> bool:
+        """Whether an expression is a batch or a part of one, or draws random numbers."""
+        return bool(self._taken(node))
+
+    def _sources(self, node: Node) -> list[Node]:
+        """What an expression is made of, elsewhere in the script."""
+        if isinstance(node, cst.Call):
+            return self.results(node)
+        if not isinstance(node, cst.Name) or not self.script.is_read(node):
+            return []
+        loops = [self.script.parent(by) for by in self.script.bound(node.value, node)]
+        iterated = [loop.iter for loop in loops if isinstance(loop, cst.For | cst.CompFor)]
+        return [*(value for value, _ in self.reaching(node)), *iterated]
 
     def is_size(self, node: Node) -> bool:
         """Whether an expression is the number of samples of a batch: `len(x)`, `x.size(0)`, `x.shape[0]`."""
+        code = self.script.code
         match node:
             case cst.Call(func=cst.Name(value="len")) if node.args:
                 return self.flow.is_a(node.args[0].value, "batch")
             case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value="size" | "numel" | "nelement"))):
-                return self.flow.is_a(base, "batch")
+                return self.flow.is_a(base, "batch") and [code(each.value) for each in node.args] in ([], ["0"])
             case cst.Call() if self.script.qualified(node.func) == "torch.numel" and node.args:
                 return self.flow.is_a(node.args[0].value, "batch")
-            case cst.Subscript(value=cst.Attribute(value=base, attr=cst.Name(value="shape"))):
-                return self.flow.is_a(base, "batch")
+            case (
+                cst.Subscript(value=cst.Attribute(value=base, attr=cst.Name(value="shape")))
+                | cst.Subscript(value=cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value="size"))))
+            ):
+                return self.flow.is_a(base, "batch") and code(node.slice[0]) == "0"
             case cst.Name():
                 found = self.reaching(node)
                 return bool(found) and all(not adds and self.is_size(value) for value, adds in found)
@@ -185,10 +275,11 @@ class Losses:
             return Kind(SUM)
         found = self.reaching(node)
         if not found:
-            scope = self.script.scope(node.value, node)
-            if any(isinstance(by, cst.Param) for by in self.script.bindings.get(scope, {}).get(node.value, [])):
-                return self._of_parameter(node, scope, depth)
-            return Kind(UNKNOWN if self.flow.is_a(node, "batch") else CONSTANT)
+            if self.flow.is_a(node, "batch"):
+                return Kind(UNKNOWN)
+            given = self.given(node)
+            kinds = [Kind(CONSTANT) if value is None else self.kind(value, depth + 1) for value in given or ()]
+            return Kind(CONSTANT) if given is None else _alike(kinds)
         kinds = [self._of_assigned(node.value, value, depth + 1) for value, _ in found]
         result = kinds[0]
         for each, (_, adds) in zip(kinds[1:], found[1:], strict=True):
@@ -207,19 +298,18 @@ class Losses:
                         return self._of_part(value, index, depth)
         return self.kind(value, depth)
 
-    def _of_parameter(self, node: cst.Name, scope: cst.FunctionDef | None, depth: int) -> Kind:
-        if scope is None or self.flow.is_a(node, "batch"):
-            return Kind(UNKNOWN)
+    def given(self, name: cst.Name) -> list[Node | None] | None:
+        """What the calls of the function give to a parameter of this name (None: its default); None of other names."""
+        scope = self.script.scope(name.value, name)
+        if scope is None or not any(
+            isinstance(by, cst.Param) for by in self.script.bindings.get(scope, {}).get(name.value, [])
+        ):
+            return None
         names = [each.name.value for each in scope.params.params]
         if self.script.class_of(scope) is not None:
             names = names[1:]
-        kinds = []
-        for call in self.flow.calls.get(scope, []):
-            given = arguments(call, names).get(node.value)
-            kinds.append(Kind(CONSTANT) if given is None else self.kind(given.value, depth + 1))
-        if not kinds:
-            return Kind(UNKNOWN)
-        return kinds[0] if all(each == kinds[0] for each in kinds) else Kind(UNKNOWN)
+        given = [arguments(call, names).get(name.value) for call in self.flow.calls.get(scope, [])]
+        return [each if each is None else each.value for each in given]
 
     def _of_operation(self, node: cst.BinaryOperation, depth: int) -> Kind:
         left, right = self.kind(node.left, depth + 1), self.kind(node.right, depth + 1)
@@ -227,14 +317,9 @@ class Losses:
             case cst.Add() | cst.Subtract():
                 return combined(left, right)
             case cst.Multiply():
-                if left.name == CONSTANT or right.name == CONSTANT:
+                if CONSTANT in (left.name, right.name):
                     return right if left.name == CONSTANT else left
-                if {left.name, right.name} == {MEAN, SUM} and (self.is_size(node.left) or self.is_size(node.right)):
-                    return Kind(SUM)
-                # A number that the script weights by the batch's size is one of a sample in the mean, however it came.
-                if (self.is_size(node.right) and self._is_read(node.left)) or (
-                    self.is_size(node.left) and self._is_read(node.right)
-                ):
+                if Kind(MEAN) in (left, right) and (self.is_size(node.left) or self.is_size(node.right)):
                     return Kind(SUM)
             case cst.Divide():
                 if right.name == CONSTANT:
@@ -242,10 +327,19 @@ class Losses:
                 if left.name == SUM and self.is_size(node.right):
                     return Kind(MEAN)
                 if left.name == SUM and right.name == SUM:
-                    return Kind(UNKNOWN)
-            case cst.MatrixMultiply():
-                return Kind(UNKNOWN)
+                    return Kind(MEAN, self.script.code(self._unbounded(node.right)))
         return Kind(UNKNOWN)
+
+    def _unbounded(self, node: Node) -> Node:
+        """A count without what keeps it from being 0: a rank may have none, and then counts as none."""
+        match node:
+            case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value="clamp" | "clamp_min" | "clip"))):
+                return self._unbounded(base)
+            case cst.Call(func=cst.Name(value="max")):
+                return next((each.value for each in node.args if self.varies(each.value)), node)
+            case cst.BinaryOperation(operator=cst.Add()):
+                return self._unbounded(node.left if self.varies(node.left) else node.right)
+        return node
 
     def _of_call(self, node: cst.Call, depth: int) -> Kind:
         script, func = self.script, node.func
@@ -253,31 +347,37 @@ class Losses:
             return Kind(SUM)
         name = script.qualified(func) or ""
         short = script.code(func).rsplit(".", 1)[-1]
-        mentions_parameters = any(
-            isinstance(each, cst.Attribute) and each.attr.value in ("parameters", "named_parameters")
-            for each in script.inside(node)
-        )
-        if mentions_parameters:
-            return Kind(CONSTANT)
         if short in _FUNCTIONAL and ("functional" in name or name.startswith("torch.")):
             return self._of_criterion(node, node.args, short)
-        if short in ("mean", "sum") and (name.startswith("torch.") or isinstance(func, cst.Attribute)):
-            return Kind(MEAN if short == "mean" else SUM)
-        if short in ("float", "int") and isinstance(func, cst.Name) and node.args:
+        if is_reduction(node):
+            return self._of_reduction(node, is_function=bool(name), depth=depth)
+        inner = self._unbounded(node)
+        if inner is not node:
+            return self.kind(inner, depth + 1)
+        if isinstance(func, cst.Name) and short in ("float", "int", "round") and node.args:
             return self.kind(node.args[0].value, depth + 1)
         if isinstance(func, cst.Attribute) and short in _KEEPING:
             is_scaling = short == "scale" and node.args
             return self.kind(node.args[0].value if is_scaling else func.value, depth + 1)
-        if name in ("torch.log", "torch.exp", "torch.sqrt", "math.exp", "math.log"):
-            return Kind(UNKNOWN)
         for value in self.flow.of(func):
             if value.kind == "object":
                 return self._of_criterion_object(node, value.site, value.definition, depth)
             if value.kind == "function" and isinstance(value.site, cst.FunctionDef):
                 return self._of_function(value.site, node, depth)
-        if isinstance(func, cst.Name) and func.value == "sum" and node.args:  # python's, over a few terms
-            return Kind(UNKNOWN)
         return Kind(UNKNOWN)
+
+    def _of_reduction(self, node: cst.Call, *, is_function: bool, depth: int) -> Kind:
+        """`x.mean()`, `torch.sum(x, 1)`: the first that takes the samples' dimension decides."""
+        assert isinstance(node.func, cst.Attribute)
+        given = arguments(node, ("input", "dim") if is_function else ("dim",))
+        operand = node.func.value if not is_function else given["input"].value if "input" in given else node
+        inner = self.kind(operand, depth + 1)
+        if inner.name in (MEAN, SUM):
+            return inner
+        dims = next((self.script.code(given[name].value) for name in ("dim", "axis") if name in given), "0")
+        if "0" not in dims.strip("()[]").replace(" ", "").split(","):
+            return Kind(UNKNOWN)
+        return Kind(MEAN if node.func.attr.value == "mean" else SUM)
 
     def _of_function(self, function: cst.FunctionDef, call: cst.Call, depth: int, index: int | None = None) -> Kind:
         """What a function of the script returns, or, of several values that it returns, the one at `index`."""
@@ -290,9 +390,7 @@ class Losses:
                         return Kind(UNKNOWN)
                     value = value.elements[index].value
                 kinds.append(self.kind(value, depth + 1))
-        if not kinds or any(each != kinds[0] for each in kinds):
-            return Kind(UNKNOWN)
-        return self._said_outside(kinds[0], function, call)
+        return self._said_outside(_alike(kinds), function, call)
 
     def _said_outside(self, kind: Kind, function: cst.FunctionDef, call: cst.Call) -> Kind:
         """A weight in the caller's words; UNKNOWN if it hangs on what only the function has."""
@@ -300,32 +398,26 @@ class Losses:
             return kind
         names = [each.name.value for each in (*function.params.posonly_params, *function.params.params)]
         given = arguments(call, names[1:] if self.script.class_of(function) is not None else names)
-        replacements: dict[str, cst.BaseExpression] = {}
-        expression = cst.parse_expression(kind.weight, self.script.module.config_for_parsing)
-        collector = _Names()
-        expression.visit(collector)
-        for name in collector.found:
-            if name in given:
-                replacements[name] = given[name].value
-            elif name in self.script.bindings.get(function, {}):
-                return Kind(UNKNOWN)
-        said = expression.visit(_Renaming(replacements))
-        assert isinstance(said, cst.BaseExpression)
-        return Kind(kind.name, self.script.module.code_for_node(said))
+        said = {name: ast.parse(self.script.code(each.value), mode="eval").body for name, each in given.items()}
+        expression = ast.parse(kind.weight, mode="eval")
+        own = {each.id for each in ast.walk(expression) if isinstance(each, ast.Name)} - said.keys()
+        if own & self.script.bindings.get(function, {}).keys():
+            return Kind(UNKNOWN)
+        return Kind(kind.name, ast.unparse(_Renaming(said).visit(expression)))
 
     def _of_part(self, call: cst.Call, index: int, depth: int) -> Kind:
         """One of several values that a function of the script, or a module's forward pass, returns."""
         for value in self.flow.of(call.func):
             function: Node | None = value.site if value.kind == "function" else None
             if value.kind == "object" and value.definition is not None:
-                function = _forward(value.definition)
+                function = forward_of(value.definition)
             if isinstance(function, cst.FunctionDef):
                 return self._of_function(function, call, depth, index)
         return Kind(UNKNOWN)
 
     def _of_criterion_object(self, call: cst.Call, site: Node, definition: cst.ClassDef | None, depth: int) -> Kind:
         if definition is not None:
-            forward = _forward(definition)
+            forward = forward_of(definition)
             return Kind(UNKNOWN) if forward is None else self._of_function(forward, call, depth)
         if not isinstance(site, cst.Call):
             return Kind(UNKNOWN)
@@ -337,13 +429,11 @@ class Losses:
 
     def _of_criterion(self, call: cst.Call, settings: object, name: str, *, holder: str | None = None) -> Kind:
         given = {arg.keyword.value: arg.value for arg in settings if arg.keyword is not None}  # type: ignore[attr-defined]
-        reduction = given.get("reduction")
-        if reduction is not None:
-            text = self.script.code(reduction).strip("'\"")
-            if text == "sum":
-                return Kind(SUM)
-            if text not in ("mean", "batchmean"):
-                return Kind(UNKNOWN)
+        words = [self.script.code(given[key]).strip("'\"") for key in ("reduction", "size_average") if key in given]
+        if "sum" in words or "False" in words:
+            return Kind(SUM)
+        if not {*words} <= {"mean", "batchmean", "True"} or "reduce" in given:
+            return Kind(UNKNOWN)
         if len(call.args) < 2:
             return Kind(MEAN)
         target = call.args[1].value
@@ -351,14 +441,16 @@ class Losses:
             return Kind(PAIRS)
         if name in ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"):
             text = self.script.code(target)
-            if "weight" in given or (holder is None and len(call.args) > 2 and call.args[2].keyword is None):
-                weights = f"{holder}.weight" if holder is not None else None
-                if holder is None:
-                    found = given.get("weight") or call.args[2].value
-                    weights = self.script.code(found)
-                return Kind(MEAN, f"{weights}[{text}].sum()")
-            if "ignore_index" in given:
-                ignored = self.script.code(given["ignore_index"])
+            first = [each.value for each in settings if each.keyword is None]  # type: ignore[attr-defined]
+            unnamed = first[2:3] if holder is None else first[:1]
+            weights = given.get("weight") or next(iter(unnamed), None)
+            if weights is not None:
+                said = self.script.code(weights) if holder is None else f"{holder}.weight"
+                return Kind(UNKNOWN) if "ignore_index" in given else Kind(MEAN, f"{said}[{text}].sum()")
+            # Targets in one row are those of tokens or pixels, of which some may be left out.
+            is_row = isinstance(target, cst.Call) and text.endswith(("view(-1)", "reshape(-1)", "flatten()"))
+            if "ignore_index" in given or is_row:
+                ignored = self.script.code(given["ignore_index"]) if "ignore_index" in given else "-100"
                 return Kind(MEAN, f"({text} != {ignored}).sum()")
         return Kind(MEAN)
 
@@ -375,45 +467,42 @@ class Losses:
                 return self._counts_the_batch(target.func.value, depth + 1)
         return False
 
-    # ------------------------------------------------------------------ models
+    def is_criterion(self, call: cst.Call) -> bool:
+        """Whether a call is one of torch's losses."""
+        sites = [value.site for value in self.flow.of(call.func, "object")]
+        names = [self.script.qualified(each.func) or "" for each in [call, *sites] if isinstance(each, cst.Call)]
+        return any(name.rsplit(".", 1)[-1] in _FUNCTIONAL or name.endswith("Loss") for name in names)
 
-    def models(self, node: Node, trained: Values) -> Values:
-        """The trained models that a loss goes through, as far as its gradient flows."""
-        found: set[Value] = set()
+    # ------------------------------------------------------------------ gradients
+
+    def flowing(self, node: Node) -> set[Node]:
+        """The expressions that a gradient flows back through from a loss."""
         seen: set[Node] = set()
         waiting: list[Node] = [node]
         while waiting:
             each = waiting.pop()
-            if each in seen:
-                continue
-            seen.add(each)
             match each:
                 case cst.Call(func=cst.Attribute(attr=cst.Name(value="detach" | "item" | "numpy" | "tolist"))):
                     continue
-                case cst.Call():
-                    found |= self._called(each, trained)
-                    waiting += self._results(each, trained)
-                    waiting += [argument.value for argument in each.args]
-                    if isinstance(each.func, cst.Attribute):
-                        waiting.append(each.func.value)
-                case cst.Attribute():
-                    found |= self.flow.of(each) & trained
-                    waiting.append(each.value)
+                case cst.Attribute(attr=cst.Name(value="data")):
+                    continue
+                case _ if each in seen:
+                    continue
                 case cst.Name():
-                    found |= self.flow.of(each) & trained
-                    if not self.flow.of(each) & trained:
-                        waiting += [value for value, _ in self.reaching(each) if not self._is_without_grad(value)]
+                    held = [value for value, _ in self.reaching(each)] or [
+                        value for value in self.given(each) or () if value
+                    ]
+                    waiting += [value for value in held if not self._is_without_grad(value)]
                 case _:
-                    waiting += [child for child in each.children if isinstance(child, cst.BaseExpression | _INNER)]
-        return frozenset(found)
+                    waiting += [*self.script.parts(each), *(self.results(each) if isinstance(each, cst.Call) else ())]
+            seen.add(each)
+        return seen
 
-    def _called(self, call: cst.Call, trained: Values) -> Values:
-        found = self.flow.of(call.func) & trained
-        if isinstance(call.func, cst.Attribute):
-            found |= self.flow.of(call.func.value) & trained
-        return found
+    def models(self, node: Node, trained: Values) -> Values:
+        """The trained models that a loss goes through, as far as its gradient flows."""
+        return frozenset(value for each in self.flowing(node) for value in self.flow.of(each) if value in trained)
 
-    def _results(self, call: cst.Call, trained: Values) -> list[Node]:
+    def results(self, call: cst.Call) -> list[Node]:
         """What the script's own functions return, and what its own criteria compute."""
         results: list[Node] = []
         for value in self.flow.of(call.func):
@@ -426,7 +515,8 @@ class Losses:
         return results
 
     def _is_without_grad(self, node: Node) -> bool:
-        return any(
+        is_copy = isinstance(node, cst.Call) and self.script.qualified(node.func) == "copy.deepcopy"
+        return is_copy or any(
             isinstance(each, cst.With) and any("no_grad" in self.script.code(item.item) for item in each.items)
             for each in self.script.ancestors(node)
         )
@@ -435,49 +525,19 @@ class Losses:
         return any("no_grad" in self.script.code(each.decorator) for each in function.decorators)
 
 
-def _forward(definition: cst.ClassDef) -> cst.FunctionDef | None:
+def forward_of(definition: cst.ClassDef) -> cst.FunctionDef | None:
+    """The forward pass that a class defines itself."""
     for node in definition.body.body:
         if isinstance(node, cst.FunctionDef) and node.name.value == "forward":
             return node
     return None
 
 
-class _Names(cst.CSTVisitor):
-    """The names of an expression, without those of attributes and keywords."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Name(self, node: cst.Name) -> None:
-        self.found.add(node.value)
-
-
-class _Renaming(cst.CSTTransformer):
+class _Renaming(ast.NodeTransformer):
     """Puts expressions in the place of names."""
 
-    def __init__(self, replacements: dict[str, cst.BaseExpression]) -> None:
-        super().__init__()
-        self._replacements = replacements
+    def __init__(self, said: dict[str, ast.expr]) -> None:
+        self._said = said
 
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
-        return updated_node.with_changes(attr=original_node.attr)
-
-    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
-        return updated_node.with_changes(keyword=original_node.keyword)
-
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        found = self._replacements.get(original_node.value)
-        if found is None:
-            return updated_node
-        if isinstance(found, cst.Name | cst.Attribute | cst.Call | cst.Subscript):
-            return found
-        return found.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._said.get(node.id, node)

@@ -11,41 +11,25 @@ from evenstep.convert.source import Node, Statement
 from evenstep.convert.values import Value, Values
 from evenstep.convert.work import Work
 
-# What `nn.Module` has itself, and the wrapper with it.
+# What the wrapper has or passes on as the module has it; names of parts begin with "module." in the wrapper.
 _MODULES_OWN = {
     "parameters",
-    "named_parameters",
     "train",
     "eval",
     "zero_grad",
     "to",
     "cuda",
     "cpu",
-    "modules",
-    "children",
+    "buffers",
+    "requires_grad_",
+    "training",
 }
-_MODULES_OWN |= {"named_modules", "named_children", "buffers", "named_buffers", "requires_grad_", "training", "module"}
-_MODULES_OWN |= {
-    "apply",
-    "float",
-    "double",
-    "half",
-    "bfloat16",
-    "register_forward_hook",
-    "backward",
-    "no_sync",
-    "forward",
-}
-_MODULES_OWN |= {
-    "register_forward_pre_hook",
-    "register_full_backward_hook",
-    "join",
-    "accumulate",
-    "__class__",
-    "share_memory",
-}
+_MODULES_OWN |= {"module", "apply", "float", "double", "half", "bfloat16", "backward", "no_sync", "forward", "join"}
+_MODULES_OWN |= {"register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "accumulate"}
+_ASKING = {"hasattr", "getattr", "setattr", "isinstance", "type"}
 # What may be done to a model before it is wrapped; parts of it may be replaced, too.
 _SETTING_UP = {"print", "summary", "len", "sum", "str", "repr", "isinstance", "hasattr", "info", "debug", "getattr"}
+_SETTING_UP_ITSELF = {"to", "cuda", "float", "double", "requires_grad_", "fill_", "zero_", "copy_", "eval"}
 _WRAPPER = "evenstep.DistributedDataParallel"
 _BATCH_NORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm", "torchvision.models", "timm.")
 
@@ -139,12 +123,9 @@ class Models:
     def wrap(self) -> None:
         """Have every trained model wrapped, once, before it is first used."""
         for call in self._parallel:
-            if self._is_in_a_branch(call):  # in others the model isn't wrapped: it is wrapped behind them
-                self._work.edits.change(call, lambda new: new.args[0].value)
-            else:
-                self._replace_data_parallel(call)
+            self._leave_out(call)
         for value in sorted(self.trained, key=lambda value: self._script.order(value.site)):
-            if value not in self._wrapped_at and isinstance(value.site, cst.Call):
+            if isinstance(value.site, cst.Call):
                 self._wrap(value)
 
     def _wrap(self, value: Value) -> None:
@@ -225,12 +206,7 @@ class Models:
         for node in script.inside(statement):
             if not isinstance(node, cst.Name | cst.Attribute) or script.code(node) != text:
                 continue
-            parent = script.parent(node)
-            if isinstance(parent, cst.Attribute) and parent.attr is node:
-                continue
-            if isinstance(parent, cst.Arg) and parent.keyword is node:
-                continue
-            if not self._sets_up(node):
+            if script.is_read(node) and not self._sets_up(node):
                 return True
         return False
 
@@ -242,8 +218,6 @@ class Models:
                 name = script.code(each.func)
                 short = name.rsplit(".", 1)[-1]
                 if self._flow.is_a(each, "optimizer") and any(v.site is each for v in self._flow.of(each)):
-                    return False
-                if each in self._parallel and not self._is_in_a_branch(each):
                     return False
                 if short in _SETTING_UP or name.startswith(("torch.nn.init.", "nn.init.", "init.")):
                     return True
@@ -263,17 +237,7 @@ class Models:
                 if len(each.body) == 1 and isinstance(each.body[0], cst.Expr):
                     method = each.body[0].value
                     name = script.code(method.func).rsplit(".", 1)[-1] if isinstance(method, cst.Call) else ""
-                    return name in (
-                        "to",
-                        "cuda",
-                        "float",
-                        "double",
-                        "requires_grad_",
-                        "fill_",
-                        "zero_",
-                        "copy_",
-                        "eval",
-                    )
+                    return name in _SETTING_UP_ITSELF
                 # fc_inputs = model.fc.in_features
                 return isinstance(script.parent(node), cst.Attribute) and not self._is_called(node)
         return False
@@ -291,41 +255,18 @@ class Models:
     # ------------------------------------------------------------------ DataParallel
 
     def _is_data_parallel(self, call: cst.Call) -> bool:
-        return (self._script.qualified(call.func) or "").endswith("nn.DataParallel") or (
-            (self._script.qualified(call.func) or "") == "torch.nn.parallel.DataParallel"
-        )
+        return self._script.qualified(call.func) in ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel")
 
-    def _is_in_a_branch(self, call: cst.Call) -> bool:
-        """Whether a model is made parallel under a condition, other than that there are several GPUs."""
-        script = self._script
-        if not call.args or not self._flow.of(call, "object") & self.trained:
-            return False
-        for each in script.ancestors(call):
-            if isinstance(each, cst.FunctionDef):
-                return False
-            if isinstance(each, cst.Assign) and script.code(each.targets[0].target) != script.code(call.args[0].value):
-                return False
-            if isinstance(each, cst.If | cst.Else):
-                return not (isinstance(each, cst.If) and "device_count" in script.code(each.test) and not each.orelse)
-        return False
-
-    def _replace_data_parallel(self, call: cst.Call) -> None:
-        work, script, edits = self._work, self._script, self._work.edits
-        values = self._flow.of(call, "object")
-        if not values & self.trained or not call.args:
+    def _leave_out(self, call: cst.Call) -> None:
+        """Have a model that was made parallel be itself; a statement that did only this goes."""
+        work, script = self._work, self._script
+        if not self._flow.of(call, "object") & self.trained or not call.args:
             work.note(call, "this DataParallel holds no model that is trained, and was left", mark=True)
             return
-        for value in values:
-            self._wrapped_at[value] = script.statement(call)
-        edits.template(call, f"{_WRAPPER}({self._with_batch_norm(script.code(call.args[0].value))})")
-        for each in script.ancestors(call):
-            if isinstance(each, cst.If) and "device_count" in script.code(each.test) and each.orelse is None:
-                edits.unwrapped.add(each)
-                for small in script.inside(each.body):
-                    if isinstance(small, cst.Expr) and "device_count" in script.code(small):
-                        edits.removed.add(script.statement(small))
-            if isinstance(each, cst.FunctionDef):
-                break
+        assign, model = script.parent(call), script.code(call.args[0].value)
+        if isinstance(assign, cst.Assign) and [script.code(each.target) for each in assign.targets] == [model]:
+            work.remove(assign)
+        work.edits.change(call, lambda new: new.args[0].value)
 
     # ------------------------------------------------------------------ what is called on a model
 
@@ -347,19 +288,40 @@ class Models:
                 continue
             if isinstance(node.value, cst.Call):
                 continue
-            if self._parallel and node.attr.value in ("state_dict", "load_state_dict"):
-                continue  # DataParallel's names, too, begin with "module."
             if self._trains_by(node):
                 continue
             # The script may use one name for wrapped models and others, such as an average of parameters.
             inner = "{old}.module" if values <= self.trained else 'getattr({old}, "module", {old})'
             edits.template(node.value, inner)
         for call in self._work.calls():
-            if script.qualified(call.func) == "copy.deepcopy" and call.args:
-                copied = call.args[0].value
-                held = self._flow.of(copied, "object") & self.trained
-                if held and not self._is_part(copied) and all(self._is_wrapped(value, copied) for value in held):
-                    edits.template(copied, "{old}.module")  # an average of parameters needs no wrapper of its own
+            name = script.qualified(call.func) or (
+                script.code(call.func) if script.code(call.func) in _ASKING else None
+            )
+            if name is None or name.endswith((".compile", "DataParallel")):
+                continue
+            around = call.args if name == "torch.save" else [argument.value for argument in call.args]
+            for node in [each for part in around for each in (script.inside(part) if name == "torch.save" else [part])]:
+                if self._is_model(node):
+                    self._give_module(call, node)
+
+    def _is_model(self, node: Node) -> bool:
+        """Whether an expression is a wrapped model, and isn't asked for anything."""
+        parent, held = self._script.parent(node), self._flow.of(node, "object")
+        is_name = isinstance(node, cst.Name | cst.Attribute) and self._script.is_read(node)
+        is_name = is_name and not isinstance(parent, cst.Attribute | cst.Call)
+        is_trained = bool(held) and held <= self.trained and not self._is_part(node)
+        return is_name and is_trained and all(self._is_wrapped(value, node) for value in held)
+
+    def _give_module(self, call: cst.Call, node: Node) -> None:
+        """Give what isn't the script's own the model itself: it reads or saves it, unless it computes a loss."""
+        if call not in self._loops.flowing:
+            self._work.edits.template(node, "{old}.module")
+            return
+        function, model = self._script.code(call.func), self._script.code(node)
+        text = (
+            f"{function} gets the wrapped model, as gradients flow through it: what else it reads is {model}.module's"
+        )
+        self._work.note(call, text, mark=True)
 
     def _is_part(self, node: Node) -> bool:
         """Whether an expression names a part of a model: the wrapper is passed where the model itself is named."""
@@ -380,44 +342,24 @@ class Models:
 
     def _trains_by(self, node: cst.Attribute) -> bool:
         """Refuse a method of a model, other than its forward pass, that computes what is trained on."""
-        script = self._script
-        call = script.parent(node)
-        if (
-            not isinstance(call, cst.Call)
-            or call.func is not node
-            or node.attr.value in ("state_dict", "load_state_dict")
-        ):
-            return False
-        if not any(loop in self._loops.training for loop in script.loops(node)):
-            return False
-        for each in script.ancestors(node):
-            if isinstance(each, cst.With) and any("no_grad" in script.code(item.item) for item in each.items):
-                return False
-        if self._script.function(node) in self._without_grad():
+        call = self._script.parent(node)
+        if call not in self._loops.flowing or not isinstance(call, cst.Call) or call.func is not node:
             return False
         self._work.refuse(
             node,
-            f"{script.code(node)}(...) in the training loop isn't the model's forward pass, which is what averages "
+            f"{self._script.code(node)}(...) in the training loop isn't the model's forward pass, which averages "
             f"gradients over ranks: let forward() call it",
         )
         return True
 
-    def _without_grad(self) -> set[cst.FunctionDef | None]:
-        return {
-            node
-            for node in self._script.nodes
-            if isinstance(node, cst.FunctionDef)
-            and any("no_grad" in self._script.code(each.decorator) for each in node.decorators)
-        }
-
     # ------------------------------------------------------------------ backward
 
     def change_backward(self) -> None:
-        """Have every backward pass weighted, and those of an accumulation travel once."""
+        """Have every backward pass weighted."""
         for each in self._loops.passes:
-            self._change_pass(each, self._accumulation(each))
+            self._change_pass(each)
 
-    def _change_pass(self, each: Pass, factor: str | None) -> None:
+    def _change_pass(self, each: Pass) -> None:
         work, script, edits = self._work, self._script, self._work.edits
         if each.kind.name == SUM:
             # The mean over ranks of so many times each rank's sum.
@@ -431,17 +373,16 @@ class Models:
             return
         rest = "".join(f", {script.code(argument)}" for argument in _without_commas(each.call.args))
         scaler = f", scaler={each.scaler}" if each.scaler else ""
-        times = f" * {factor}" if factor else ""
         if len(names) == 1:
-            call = f"{names[0]}.backward({{old}}{times}, weight={each.weight}{scaler}{rest})"
+            call = f"{names[0]}.backward({{old}}, weight={each.weight}{scaler}{rest})"
         else:
             listed = ", ".join(str(name) for name in names)
-            call = f"evenstep.backward([{listed}], {{old}}{times}, weight={each.weight}{scaler}{rest})"
+            call = f"evenstep.backward([{listed}], {{old}}, weight={each.weight}{scaler}{rest})"
         config = script.module.config_for_parsing
 
         def change(updated: cst.CSTNode) -> cst.CSTNode:
             inner = updated.func.value  # type: ignore[attr-defined]
-            if isinstance(inner, cst.BinaryOperation | cst.Attribute | cst.Call | cst.Name) and not times:
+            if isinstance(inner, cst.BinaryOperation | cst.Attribute | cst.Call | cst.Name):
                 inner = inner.with_changes(lpar=[], rpar=[])
             return parse_template_expression(call, config, old=inner)
 
@@ -451,92 +392,12 @@ class Models:
         """What a model is called at some place."""
         script, flow = self._script, self._flow
         function = script.function(node)
-        names: list[str] = []
-        for scope in (function, None):
-            for name, by in script.bindings.get(scope, {}).items():
-                for each in by:
-                    target = each.name if isinstance(each, cst.Param) else each
-                    if isinstance(target, cst.Name) and value in flow.of(target, "object"):
-                        if flow.of(target, "object") & self.trained == {value} or len(self.trained) == 1:
-                            return name
-                        names.append(name)
-        around: Node = script.class_of(function) or script.module if function is not None else script.module
-        for each in script.inside(around):
-            is_own = isinstance(each, cst.Attribute) and isinstance(each.value, cst.Name) and each.value.value == "self"
-            if is_own and value in flow.of(each, "object"):
-                return script.code(each)
+        found = flow.name_of(frozenset({value}), node, among=self.trained)
+        if found is not None:
+            return found
         for each in script.inside(function if function is not None else script.module):
             if isinstance(each, cst.Attribute | cst.Subscript) and flow.of(each, "object") == {value}:
                 return script.code(each)
-        return names[0] if names else None
-
-    def _accumulation(self, each: Pass) -> str | None:
-        """Have gradients travel with the last pass before a step; returns what the loss was divided by, if it was."""
-        work, script = self._work, self._script
-        if len([p for p in self._loops.passes if p.loops == each.loops]) != 1 or each.kind.name == SUM:
-            return None
-        loops = [loop for loop in script.loops(each.call) if loop in each.loops]
-        if not loops or not isinstance(loops[0], cst.For) or not isinstance(loops[0].body, cst.IndentedBlock):
-            return None
-        loop = loops[0]
-        condition = self._step_condition(loop)
-        if condition is None:
-            return None
-        names = {node.value for node in script.inside(condition) if isinstance(node, cst.Name)}
-        own = {
-            name.value
-            for node in script.inside(loop.body)
-            if isinstance(node, cst.AssignTarget | cst.AugAssign)
-            for name in ([node.target] if isinstance(node.target, cst.Name) else [])
-        }
-        divisor = self._divisor(each)
-        models = work.losses.models(each.loss, self.trained) or self.trained
-        if names & own or divisor is None or len(models) != 1:
-            return None
-        name = self._name_at(next(iter(models)), each.call)
-        line = f"{name}.require_backward_grad_sync = {script.code(condition)}  # gradients travel with the last part"
-        work.edits.add(work.edits.inside, loop, line)
-        return divisor
-
-    def _step_condition(self, loop: cst.For) -> cst.BaseExpression | None:
-        script = self._script
-        for node in script.inside(loop.body):
-            is_step = (
-                isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "step"
-            )
-            if not is_step:
-                continue
-            assert isinstance(node, cst.Call)
-            assert isinstance(node.func, cst.Attribute)
-            if not (self._flow.is_a(node.func.value, "optimizer") or self._flow.is_a(node.func.value, "scaler")):
-                continue
-            for each in script.ancestors(node):
-                if each is loop:
-                    break
-                if isinstance(each, cst.If) and any(
-                    isinstance(inner, cst.Modulo) for inner in script.inside(each.test)
-                ):
-                    return each.test
-        return None
-
-    def _divisor(self, each: Pass) -> str | None:
-        """By what the loss of a part was divided."""
-        script = self._script
-        loss: Node = each.loss
-        if isinstance(loss, cst.BinaryOperation) and isinstance(loss.operator, cst.Divide):
-            return script.code(loss.right)
-        if not isinstance(loss, cst.Name):
-            return None
-        for value, _ in self._work.losses.reaching(loss):
-            if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Divide):
-                return script.code(value.right)
-        for node in script.inside(next(iter(each.loops))):
-            divides = isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.DivideAssign)
-            if not divides or script.order(node) > script.order(each.call):
-                continue
-            assert isinstance(node, cst.AugAssign)
-            if script.code(node.target) == loss.value:
-                return script.code(node.value)
         return None
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import libcst as cst
 
-from evenstep.convert.edits import Change
+from evenstep.convert.edits import Change, with_argument
 from evenstep.convert.source import Node, Statement
 from evenstep.convert.work import Work
 
 # Calls that write, by the end of their full name.
-_WRITING: tuple[str, ...] = (
+_WRITING = [
     "torch.save",
     "numpy.save",
     "numpy.savez",
@@ -19,19 +19,28 @@ _WRITING: tuple[str, ...] = (
     "json.dump",
     "pickle.dump",
     "yaml.dump",
-)
-_WRITING += ("save_image", "joblib.dump", "safetensors.torch.save_file", "shutil.copyfile", "shutil.copy", "os.remove")
-_WRITING += (
+    "save_image",
+    "joblib.dump",
+    "safetensors.torch.save_file",
+    "shutil.copyfile",
+    "shutil.copy",
     "shutil.rmtree",
     "shutil.move",
+    "os.remove",
     "os.rename",
     "os.replace",
     "pyplot.savefig",
     "pyplot.show",
+    "pyplot.plot",
+    "pyplot.figure",
+    "pyplot.close",
     "pprint.pprint",
-)
-_WRITING += ("pyplot.plot", "pyplot.figure", "pyplot.close", "sys.stdout.write", "imageio.imwrite", "tqdm.write")
+    "sys.stdout.write",
+    "imageio.imwrite",
+    "tqdm.write",
+]
 _WRITING_METHODS = {"to_csv", "to_json", "to_parquet", "savefig", "write_text", "write_bytes", "save_pretrained"}
+_LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 _MODES = ("'w'", '"w"', "'a'", '"a"', "'wb'", '"wb"', "'x'", '"x"', "'w+'", '"w+"')
 _DEVICE_FLAGS = {
     f"{each}.device" for each in ("args", "opt", "opts", "options", "cfg", "config", "hparams", "FLAGS", "conf")
@@ -45,6 +54,7 @@ class Output:
     def __init__(self, work: Work) -> None:
         self._work = work
         self._script, self._flow = work.script, work.flow
+        self._nowhere = f'{{old}} if {work.edits.main} else "/dev/null"'
 
     def change(self) -> None:
         """Have rank 0 alone print, write and show."""
@@ -55,6 +65,7 @@ class Output:
             self._change_device_calls(call, name)
         for node in self._script.nodes:
             self._change_devices(node)
+            self._validate_writer(node)
 
     # ------------------------------------------------------------------ output
 
@@ -73,10 +84,16 @@ class Output:
             return
         writes = any(name == each or name.endswith(f".{each}") for each in _WRITING)
         is_writer = isinstance(call.func, cst.Attribute) and self._flow.is_a(call.func.value, "writer")
-        if writes or is_writer or (method in _WRITING_METHODS and not name.startswith("torch.utils.data")):
+        logs = method in _LEVELS and ("log" in text.rsplit(".", 1)[0].lower())
+        if writes or is_writer or logs or (method in _WRITING_METHODS and not name.startswith("torch.utils.data")):
             self._guard(call)
         if text == "open" and call.args:
             self._open(call)
+        if name == "logging.FileHandler" and call.args:
+            edits.template(call.args[0].value, self._nowhere)
+        for each in call.args if name == "logging.basicConfig" else ():
+            if each.keyword is not None and each.keyword.value == "filename":
+                edits.template(each.value, self._nowhere)
         if any(each.keyword is not None and each.keyword.value == "download" for each in call.args):
             work.note(call, "every rank downloads this, perhaps at the same time: have it there before", mark=True)
         if name in ("os.makedirs", "os.mkdir") or (method == "mkdir" and not name):
@@ -100,6 +117,16 @@ class Output:
             else:
                 work.note(call, f"every rank calls {script.code(call.func)}", mark=True)
 
+    def _validate_writer(self, node: Node) -> None:
+        """Refuse what every rank would do with a writer, which rank 0 alone has."""
+        around = [node, *self._script.ancestors(node)]
+        reads = isinstance(node, cst.Attribute) and self._flow.is_a(node.value, "writer")
+        opens = isinstance(node, cst.WithItem) and self._flow.is_a(node.item, "writer")
+        is_alone = self._is_under_writer(node) or any(each in self._work.edits.guarded for each in around)
+        if opens or (reads and not is_alone):
+            text = "rank 0 alone has a writer, and every rank runs this: make the writer in a line of its own"
+            self._work.refuse(node, f"{text}, and use it in statements of its own")
+
     def _is_under_writer(self, node: Node) -> bool:
         """Whether an `if` around it asks for a writer, which rank 0 alone has."""
         return any(isinstance(each, cst.If) and self.asks_for_writer(each) for each in self._script.ancestors(node))
@@ -116,15 +143,14 @@ class Output:
         """A file that is opened for writing is nothing on other ranks: whatever writes to it may stay."""
         modes = [argument.value for argument in call.args[1:] if self._script.code(argument.value) in _MODES]
         if modes and call.args[0].keyword is None:
-            self._work.edits.template(call.args[0].value, f'{{old}} if {self._work.edits.main} else "/dev/null"')
+            self._work.edits.template(call.args[0].value, self._nowhere)
 
     def _make_directories(self, call: cst.Call, name: str) -> None:
         """Several ranks may make a directory at the same time."""
-        named = {argument.keyword.value for argument in call.args if argument.keyword is not None}
         if name == "os.mkdir":
             self._work.edits.change(call.func, lambda new: new.with_changes(attr=cst.Name("makedirs")))
-        if "exist_ok" not in named and isinstance(call.func, cst.Attribute):
-            self._set(call, "exist_ok", _with("exist_ok", "True"))
+        if isinstance(call.func, cst.Attribute):
+            self._set(call, "exist_ok", "{old}", "True")
 
     def _load(self, call: cst.Call) -> None:
         """Rank 0 may still be writing what is read."""
@@ -132,7 +158,7 @@ class Output:
         saves = [each for each in work.calls() if script.qualified(each.func) == "torch.save"]
         named = {argument.keyword.value for argument in call.args if argument.keyword is not None}
         if "map_location" not in named and len(call.args) < 2:
-            edits.change(call, _with("map_location", f"{work.world}.device"))
+            edits.change(call, with_argument("map_location", f"{work.world}.device"))
         # One that follows in the text has been written by another run.
         own = [save for save in saves if script.function(save) is script.function(call)]
         if any(script.order(save) < script.order(call) for save in own) or (saves and self._is_behind_a_loop(call)):
@@ -161,48 +187,25 @@ class Output:
                 f"({{old}} if {edits.main} else None)" if is_conditional else f"{{old}} if {edits.main} else None",
             )
         elif name == "wandb.init":
-            self._set(call, "mode", self._only_on_main("mode", '"disabled"', default="None"))
+            self._set(call, "mode", f'{{old}} if {edits.main} else "disabled"', f'None if {edits.main} else "disabled"')
         elif name.startswith("tqdm.") and name.rsplit(".", 1)[-1] in ("tqdm", "trange", "tqdm_notebook"):
-            self._set(call, "disable", self._disabled())
+            self._set(call, "disable", f"{{old}} or not {edits.main}", f"not {edits.main}")
 
-    def _set(self, call: cst.Call, name: str, change: Change) -> None:
-        """Change an argument of a call, or refuse the script where `**` may hold it."""
-        is_given = any(each.keyword is not None and each.keyword.value == name for each in call.args)
-        unseen = None if is_given else self._work.unseen(call, f"{name}=...")
-        if unseen is not None:
+    def _set(self, call: cst.Call, name: str, given: str, otherwise: str) -> None:
+        """Change an argument of a call, or refuse the script where `**` may hold it.
+
+        Args:
+            given: Replaces the argument's value, which is {old}.
+            otherwise: The value where there is no such argument.
+        """
+        argument = next((each for each in call.args if each.keyword is not None and each.keyword.value == name), None)
+        unseen = self._work.unseen(call, f"{name}=...")
+        if argument is not None:
+            self._work.edits.template(argument.value, given)
+        elif unseen is not None:
             self._work.refuse(call, unseen)
         else:
-            self._work.edits.change(call, change)
-
-    def _only_on_main(self, keyword: str, elsewhere: str, *, default: str) -> Change:
-        main = self._work.edits.main
-
-        def change(updated: Any) -> Any:
-            module = self._script.module
-            for index, argument in enumerate(updated.args):
-                if argument.keyword is not None and argument.keyword.value == keyword:
-                    text = f"{module.code_for_node(argument.value)} if {main} else {elsewhere}"
-                    kept = list(updated.args)
-                    kept[index] = argument.with_changes(value=cst.parse_expression(text))
-                    return updated.with_changes(args=kept)
-            return _with(keyword, f"{default} if {main} else {elsewhere}")(updated)
-
-        return change
-
-    def _disabled(self) -> Change:
-        negated = f"not {self._work.edits.main}"
-
-        def change(updated: Any) -> Any:
-            module = self._script.module
-            for index, argument in enumerate(updated.args):
-                if argument.keyword is not None and argument.keyword.value == "disable":
-                    kept = list(updated.args)
-                    text = f"{module.code_for_node(argument.value)} or {negated}"
-                    kept[index] = argument.with_changes(value=cst.parse_expression(text))
-                    return updated.with_changes(args=kept)
-            return _with("disable", negated)(updated)
-
-        return change
+            self._work.edits.change(call, with_argument(name, otherwise))
 
     # ------------------------------------------------------------------ devices
 
@@ -217,10 +220,10 @@ class Output:
                 or "gpu" in text
                 or isinstance(call.args[0].value, cst.Name | cst.Attribute)
             ):
-                edits.template(call, device)
+                self._choose(call, device)
             return
         if name == "torch.cuda.set_device":
-            edits.removed.add(script.statement(call))
+            work.remove(call)
             return
         if not isinstance(call.func, cst.Attribute):
             return
@@ -238,10 +241,17 @@ class Output:
         elif method == "to" and call.args and not name:
             argument = call.args[0].value
             if isinstance(argument, cst.Attribute) and script.code(argument) in _DEVICE_FLAGS:
-                edits.template(argument, device)
+                self._choose(argument, device)
 
     def _change_devices(self, node: Node) -> None:
         work, script, edits = self._work, self._script, self._work.edits
+        if isinstance(node, cst.Assign):
+            target = script.code(node.targets[0].target)
+            if "CUDA_VISIBLE_DEVICES" in target:
+                work.note(node, f"{target} would give every rank the same device, and was left out")
+                work.remove(node)
+            elif target.endswith("device") and isinstance(node.value, cst.Integer):
+                edits.template(node.value, f"{work.world}.device")
         if isinstance(node, cst.IfExp) and "is_available" in script.code(node.test):
             if self._is_within(node, "torch.device"):
                 return
@@ -249,7 +259,9 @@ class Output:
                 script.code(each).strip("'\"") for each in script.inside(node) if isinstance(each, cst.SimpleString)
             }
             if "cpu" in ends and not any(isinstance(each, cst.IfExp) for each in script.ancestors(node)):
-                edits.template(node, f"{work.world}.device{'.type' if self._is_read_as_text(node) else ''}")
+                # A text where it was one: the current device is the rank's own.
+                kind = ".type" if isinstance(node.body, cst.SimpleString) else ""
+                self._choose(node, f"{work.world}.device{kind}")
         elif isinstance(node, cst.SimpleString) and script.code(node).strip("'\"").startswith("cuda"):
             parent = script.parent(node)
             is_argument = isinstance(parent, cst.Arg) and isinstance(script.parent(parent), cst.Call)
@@ -264,6 +276,19 @@ class Output:
             if keyword in ("device", "map_location") or name.endswith(".to") or name == "torch.load":
                 edits.template(node, f"{work.world}.device")
 
+    def _choose(self, node: Node, device: str) -> None:
+        """Compute on the rank's device, and say what chose one before."""
+        self._work.edits.template(node, device)
+        names = [
+            each.value
+            for each in self._script.inside(node)
+            if isinstance(each, cst.Name) and self._script.is_read(each)
+        ]
+        own = [name for name in dict.fromkeys(names) if not self._script.imports.get(name, "").startswith("torch")]
+        if own:
+            text = f"{', '.join(own)} no longer chooses the device: evenstep run --device does"
+            self._work.note(node, text, mark=True)
+
     def _is_within(self, node: Node, name: str) -> bool:
         for each in self._script.ancestors(node):
             if isinstance(each, cst.Call) and self._script.qualified(each.func) == name:
@@ -271,54 +296,6 @@ class Output:
             if isinstance(each, Statement):
                 return False
         return False
-
-    def _is_read_as_text(self, node: Node) -> bool:
-        """Whether what a device is assigned to is compared, or named to autocast."""
-        script = self._script
-        assign = next((each for each in script.ancestors(node) if isinstance(each, cst.Assign)), None)
-        if assign is None or len(assign.targets) != 1:
-            return False
-        text = script.code(assign.targets[0].target)
-        for each in script.nodes:
-            if not isinstance(each, cst.Name | cst.Attribute) or script.code(each) != text:
-                continue
-            for above in list(script.ancestors(each))[:3]:
-                if isinstance(above, cst.Comparison):
-                    return True
-                if isinstance(above, cst.Call) and script.code(above.func).endswith(_NEEDS_TYPE):
-                    return True
-            parent = script.parent(each)
-            if (
-                isinstance(parent, cst.Attribute)
-                and parent.value is each
-                and parent.attr.value in ("startswith", "split")
-            ):
-                return True
-        return False
-
-
-def _with(name: str, value: str) -> Change:
-    """Add an argument to a call."""
-
-    def change(updated: Any) -> Any:
-        equal = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
-        added = cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
-        arguments = list(updated.args)
-        if arguments:
-            last = arguments[-1]
-            if isinstance(last.comma, cst.Comma):  # a call over several lines keeps its last comma
-                added = added.with_changes(comma=last.comma)
-                between = (
-                    arguments[-2].comma
-                    if len(arguments) > 1
-                    else cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace(" "))
-                )
-                arguments[-1] = last.with_changes(comma=between)
-            else:
-                arguments[-1] = last.with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        return updated.with_changes(args=[*arguments, added])
-
-    return change
 
 
 def _without(name: str) -> Change:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+
 import libcst as cst
 
 from evenstep.convert.data import Data
-from evenstep.convert.edits import Edits, Start
+from evenstep.convert.edits import Edits
 from evenstep.convert.loops import Loops
 from evenstep.convert.losses import Losses
 from evenstep.convert.models import Models
 from evenstep.convert.output import Output
 from evenstep.convert.source import Node, Script
-from evenstep.convert.values import Flow, Values
-from evenstep.convert.work import Remark, Work
+from evenstep.convert.values import BUILTINS, Flow, Values
+from evenstep.convert.work import Work
 
 # Who divides training over ranks already, by the names that a script imports.
 _DISTRIBUTED = {
@@ -28,12 +30,17 @@ _DISTRIBUTED = {
     "keras": "Keras",
 }
 _TORCHS = ("torch.distributed", "torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed")
+_ONE_FILE = (
+    "only one file is read and changed: put the loop and what starts it in one file, or change both by hand "
+    "(docs/tutorials/one-to-many.md)"
+)
 _PLAIN = (cst.Import, cst.ImportFrom, cst.Pass)
 
 
 def already_distributed(script: Script) -> str | None:
     """Who divides a script's training over ranks already."""
-    for full in script.imports.values():
+    used = [script.qualified(node) or "" for node in script.nodes if isinstance(node, cst.Attribute)]
+    for full in (*script.imports.values(), *used):
         root = full.split(".")[0]
         if root in _DISTRIBUTED:
             return _DISTRIBUTED[root]
@@ -41,10 +48,6 @@ def already_distributed(script: Script) -> str | None:
             return "torch.distributed"
         if full == "transformers.Trainer":
             return "the Trainer of transformers"
-    for node in script.nodes:
-        name = script.qualified(node) if isinstance(node, cst.Attribute) else None
-        if name is not None and name.startswith(_TORCHS):
-            return "torch.distributed"
     return None
 
 
@@ -63,13 +66,13 @@ def plan(script: Script, *, file: str) -> Work:
     _validate_name(work)
     loops = Loops(work)
     if not loops.passes and not work.problems:
-        work.problems.append(_no_training(work))
+        work.refuse(script.module, f"no training loop: nothing in this file calls loss.backward(), and {_ONE_FILE}")
     models = Models(work, loops)
     if not models.trained and not work.problems:
         work.refuse(script.module, "it has no torch optimizer: who makes the steps isn't seen")
     if work.problems:
         return work
-    data = Data(work, loops)
+    data = Data(work, loops, models.trained)
     data.divide()
     models.wrap()
     models.reach_inside()
@@ -93,13 +96,6 @@ def _validate_name(work: Work) -> None:
         work.refuse(uses[0], "the script calls something of its own evenstep: give it another name")
 
 
-def _no_training(work: Work) -> Remark:
-    calls = [node for node in work.calls() if work.script.code(node.func).endswith((".fit", "train_model", "Trainer"))]
-    if calls:
-        return Remark(work.script.line(calls[0]), "no training loop: nothing here calls loss.backward()")
-    return Remark(1, "no training loop: nothing in this file calls loss.backward(); name the file that does")
-
-
 # ---------------------------------------------------------------------- calls that every rank makes
 
 
@@ -119,7 +115,7 @@ def _make_collective(work: Work, output: Output) -> None:
         if known:
             name = known[0].split(" = ")[0]
         else:
-            name = work.unused(_name_for(script, node))
+            name = work.unused(f"{'mean' if 'mean(' in template else 'sum'}_{_main_name(script, node)}")
             edits.add(edits.before, statement, f"{name} = {text}")
         edits.template(node, name)
 
@@ -160,21 +156,25 @@ def _outermost_guard(work: Work, output: Output, node: Node) -> Node | None:
     return found
 
 
-def _name_for(script: Script, node: Node) -> str:
-    first = next((each.value for each in script.inside(node) if isinstance(each, cst.Name)), "value")
-    return f"mean_{first}" if first != "self" else "mean_value"
+def _main_name(script: Script, node: Node) -> str:
+    names = [each.value for each in script.inside(node) if isinstance(each, cst.Name)]
+    return next((name for name in names if name not in {"self", *BUILTINS}), "value")
 
 
 def _vary_noise(work: Work, loops: Loops) -> None:
     """Have ranks draw other random numbers for their samples: the script's seed is the same on all."""
     script, edits = work.script, work.edits
-    if script.imports.get("torch") != "torch" or not any(_draws_noise(work, loops, call) for call in work.calls()):
-        return
+    drawing = [script.qualified(call.func) or "" for call in work.calls() if work.losses.draws_noise(call)]
+    lines = []
+    for module, full in script.imports.items():
+        if full == "torch" and any(name.startswith("torch.") for name in drawing):
+            lines.append(f"{module}.manual_seed({module}.initial_seed() + {work.world}.rank)")
+        if full == "numpy" and any(name.startswith("numpy.") for name in drawing):
+            lines.append(f"{module}.random.seed({module}.random.randint(2**31) + {work.world}.rank)")
     for loop in sorted(loops.training, key=script.order):
         outermost = _outermost(work, loop)
-        if isinstance(script.parent(outermost), cst.IndentedBlock | cst.Module):
-            line = f"torch.manual_seed(torch.initial_seed() + {work.world}.rank)  # other noise on each rank"
-            edits.add(edits.before, outermost, line)
+        for line in lines if isinstance(script.parent(outermost), cst.IndentedBlock | cst.Module) else ():
+            edits.add(edits.before, outermost, f"{line}  # other noise on each rank")
 
 
 def _outermost(work: Work, loop: Node) -> Node:
@@ -191,21 +191,6 @@ def _outermost(work: Work, loop: Node) -> Node:
     return best
 
 
-def _draws_noise(work: Work, loops: Loops, call: cst.Call) -> bool:
-    """Whether random numbers are drawn for the samples of a batch: in a training loop, or in a forward pass."""
-    script = work.script
-    if not (script.qualified(call.func) or "").startswith(("torch.rand", "torch.normal", "torch.bernoulli")):
-        return False
-    if loops.training & set(script.ancestors(call)):
-        return True
-    function = script.function(call)
-    return (
-        function is not None
-        and function.name.value != "__init__"
-        and work.flow.is_module_class(script.class_of(function))
-    )
-
-
 # ---------------------------------------------------------------------- imports, and where ranks join
 
 
@@ -219,42 +204,38 @@ class _Joining:
 
     def place(self) -> None:
         """Add the import, and the call that joins the ranks before anything needs them."""
-        self._join()
-        self._import()
-
-    # ------------------------------------------------------------------ joining
-
-    def _join(self) -> None:
         first = self._first_user()
         if first is None:
-            text = "nothing in this file runs the training, so there is no place where ranks could be joined"
-            self._work.refuse(self._work.script.module, f"{text}: convert the script that calls it, with its functions")
+            text = "nothing in this file runs the training, so there is no place where ranks could be joined, and"
+            self._work.refuse(self._work.script.module, f"{text} {_ONE_FILE}")
             return
-        statement = self._body[first]
+        edits, statement = self._work.edits, self._body[first]
+        imports = [at for at, each in enumerate(self._body) if self._imports_torch(each)]
+        above = self._body[min([first, *imports])]
+        edits.before.setdefault(above, []).insert(0, "import evenstep")
         if self._is_main_guard(statement):
             assert isinstance(statement, cst.If)
-            is_block = isinstance(statement.body, cst.IndentedBlock)
-            self._enclose(statement.body.body[0] if is_block else statement.body, may_enclose=True)
-            return
-        if isinstance(statement, cst.FunctionDef | cst.ClassDef):
-            # Only a default or a class body can need ranks there.
-            self._enclose(statement, may_enclose=False)
-            return
-        following = self._body[first:]
-        has_definitions = any(isinstance(each, cst.FunctionDef | cst.ClassDef) for each in following)
-        has_guard = any(self._is_main_guard(each) for each in following)
-        self._enclose(statement, may_enclose=not has_definitions and not has_guard)
+            statement = statement.body.body[0] if isinstance(statement.body, cst.IndentedBlock) else statement.body  # type: ignore[assignment]
+        line = f"{self._work.world} = evenstep.init(seed={self._seed()})"
+        edits.before.setdefault(statement, []).insert(int(statement is above), line)
+        edits.comments.setdefault(statement, []).insert(0, self._work.launch)
 
-    def _enclose(self, statement: Node, *, may_enclose: bool) -> None:
-        work = self._work
-        call = f"evenstep.init(seed={self._seed()})"
-        start = f"with {call} as {work.world}:" if may_enclose else f"{work.world} = {call}"
-        work.edits.started[statement] = Start(work.launch, start, encloses=may_enclose)
+    def _imports_torch(self, statement: Node) -> bool:
+        """Whether a statement imports torch, perhaps inside of a `try`."""
+        return any(
+            isinstance(each, cst.Import | cst.ImportFrom) and " torch" in self._script.code(each)
+            for each in self._script.inside(statement)
+        )
 
     def _seed(self) -> str:
-        seeds = [call for call in self._work.calls() if self._script.qualified(call.func) == "torch.manual_seed"]
-        found = [call for call in seeds if call.args and isinstance(call.args[0].value, cst.Integer)]
-        return self._script.code(found[0].args[0].value) if found else "0"
+        work, script = self._work, self._script
+        chosen = work.seeds(are_numbers=False)
+        if chosen and any((script.qualified(call.func) or "").startswith("random.rand") for call in work.calls()):
+            work.note(
+                chosen[0], "a seed that is drawn is the same in every run now: choose one in evenstep.init", mark=True
+            )
+        numbers = work.seeds(are_numbers=True)
+        return script.code(numbers[0].args[0].value) if numbers else "0"
 
     def _is_main_guard(self, statement: Node) -> bool:
         return isinstance(statement, cst.If) and "__name__" in self._script.code(statement.test)
@@ -263,38 +244,34 @@ class _Joining:
         """The first statement of the module that runs something which needs the ranks."""
         users = self.users()
         for index, statement in enumerate(self._body):
-            if isinstance(statement, cst.FunctionDef):
-                continue
-            if isinstance(statement, cst.ClassDef):
+            if isinstance(statement, cst.FunctionDef | cst.ClassDef):
                 continue
             if isinstance(statement, cst.SimpleStatementLine) and all(
                 isinstance(each, _PLAIN) for each in statement.body
             ):
                 continue
-            if self._needs_ranks(statement, users) or self._makes_random_data(statement):
+            if self._needs_ranks(statement, users) or self._may_draw(statement):
                 return index
         return None
 
-    def _makes_random_data(self, statement: Node) -> bool:
-        """Ranks have to be seeded before they draw what has to be the same on all of them."""
-        for node in self._script.inside(statement):
-            if isinstance(node, cst.Call) and self._script.function(node) is None:
-                name = self._script.qualified(node.func) or ""
-                if name.startswith(
-                    ("torch.rand", "torch.manual_seed", "numpy.random", "random.", "torch.nn.", "torch.normal")
-                ):
-                    return True
+    def _may_draw(self, around: Node, depth: int = 0) -> bool:
+        """Whether it calls what may draw random numbers, as a split of data: they have to be the same on all ranks."""
+        script = self._script
+        for node in script.inside(around):
+            if not isinstance(node, cst.Call) or (depth == 0 and script.function(node) is not None):
+                continue
+            name = script.qualified(node.func)
+            if name is not None and name.split(".")[0] not in sys.stdlib_module_names - {"random"}:
+                return True
+            by = script.bound(node.func.value, node) if isinstance(node.func, cst.Name) and depth < 4 else []
+            own = [each for each in by if isinstance(each, cst.FunctionDef | cst.ClassDef)]
+            if any(self._may_draw(each, depth + 1) for each in own):
+                return True
         return False
-
-    def _touched(self) -> set[Node]:
-        found: set[Node] = set()
-        for node in self._work.edits.touched():
-            found.add(node)
-        return found
 
     def users(self) -> set[Node]:
         """Functions and classes of the script that need the ranks when they run, also by way of others."""
-        script, touched = self._script, self._touched()
+        script, touched = self._script, set(self._work.edits.touched())
         users: set[Node] = set()
         for node in touched:
             for each in script.ancestors(node):
@@ -319,7 +296,7 @@ class _Joining:
         return users
 
     def _needs_ranks(self, statement: Node, users: set[Node]) -> bool:
-        script, touched = self._script, self._touched()
+        script, touched = self._script, set(self._work.edits.touched())
         by_name = {node.name.value for node in users if isinstance(node, cst.FunctionDef | cst.ClassDef)}
         for node in script.inside(statement):
             if node in touched:
@@ -331,25 +308,3 @@ class _Joining:
             ):
                 return True
         return False
-
-    # ------------------------------------------------------------------ imports
-
-    def _import(self) -> None:
-        script, edits = self._script, self._work.edits
-        imports = [
-            statement
-            for statement in self._body
-            if isinstance(statement, cst.SimpleStatementLine)
-            and any(isinstance(each, cst.Import | cst.ImportFrom) for each in statement.body)
-            and "__future__" not in script.code(statement)
-        ]
-        torchs = [statement for statement in imports if " torch" in script.code(statement)]
-        first = [*torchs, *imports, self._after_docstring()][0]
-        edits.add(edits.before, first, "import evenstep")
-
-    def _after_docstring(self) -> Node:
-        for statement in self._body:
-            is_text = isinstance(statement, cst.SimpleStatementLine) and isinstance(statement.body[0], cst.Expr)
-            if not is_text and "__future__" not in self._script.code(statement):
-                return statement
-        return self._body[-1]

@@ -20,6 +20,7 @@ class Script:
     Attributes:
         module: The tree.
         nodes: All nodes but whitespace.
+        has_stars: Names may come from a module, all of whose names are imported.
         bindings: By function (None: the module), what each name is bound by: the target's node, in order.
     """
 
@@ -31,6 +32,7 @@ class Script:
         self._order: dict[Node, int] = {}
         self._code: dict[Node, str] = {}
         self.nodes: list[Node] = []
+        self.has_stars = False
         waiting: list[Node] = [self.module]
         while waiting:
             node = waiting.pop()
@@ -110,6 +112,18 @@ class Script:
             last = position + 1
         return self.nodes[first:last]
 
+    def parts(self, node: Node) -> list[cst.BaseExpression]:
+        """The outermost expressions within one, as far as they are read."""
+        found: list[cst.BaseExpression] = []
+        waiting = list(node.children)
+        while waiting:
+            each = waiting.pop(0)
+            if not isinstance(each, cst.BaseExpression):
+                waiting = [*each.children, *waiting]
+            elif not isinstance(each, cst.Name) or self.is_read(each):
+                found.append(each)
+        return found
+
     def is_inside(self, node: Node, around: Node) -> bool:
         """Whether a node is another, or within it."""
         return node is around or any(each is around for each in self.ancestors(node))
@@ -142,6 +156,17 @@ class Script:
         """What binds a name that is used at some place: targets, parameters, functions and classes."""
         return self.bindings.get(self.scope(name, at), {}).get(name, [])
 
+    def is_read(self, node: Node) -> bool:
+        """Whether an expression stands for what it holds: it is no attribute's, keyword's or lambda's own name."""
+        parent = self.parent(node)
+        if (isinstance(parent, cst.Arg) and parent.keyword is node) or (
+            isinstance(parent, cst.Attribute) and parent.attr is node
+        ):
+            return False
+        lambdas = [each for each in self.ancestors(node) if isinstance(each, cst.Lambda)]
+        own = {each.name.value for function in lambdas for each in function.params.params}
+        return not isinstance(node, cst.Name) or node.value not in own
+
     def _is_rebound(self, node: cst.Name) -> bool:
         function = self.function(node)
         while function is not None:
@@ -163,6 +188,7 @@ class Script:
             elif isinstance(node, cst.ImportFrom) and node.module is not None:
                 full = "." * len(node.relative) + self.code(node.module)
                 if isinstance(node.names, cst.ImportStar):
+                    self.has_stars = True
                     found |= {name: f"{full}.{name}" for name in _STARRED.get(full, ())}
                     continue
                 for alias in node.names:

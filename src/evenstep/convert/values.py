@@ -13,6 +13,7 @@ import libcst as cst
 
 from evenstep.convert.source import Node, Script, target_names
 
+_LOADERS = ("loader", "iterator")
 _ROUNDS = 12  # more than the longest chain of calls in a script
 _SAME = {"to", "cuda", "cpu", "train", "eval", "float", "double", "half", "bfloat16", "apply", "requires_grad_"}
 _SAME_BATCH = _SAME | {"long", "int", "bool", "contiguous", "detach", "clone", "values", "items", "type", "unsqueeze"}
@@ -28,10 +29,10 @@ _SAME_BATCH |= {
     "requires_grad_",
 }
 _NO_BATCH = {"shape", "dtype", "device", "ndim", "is_cuda"}
-_PASSING = {"iter", "tqdm", "track", "islice", "cycle", "chain", "list", "compile", "auto", "reversed", "next_batch"}
+PASSING = {"iter", "tqdm", "trange", "track", "islice", "compile", "auto"}
 WRITERS = ("SummaryWriter",)
 _LAYERS = ("torch.nn.", "torchvision.models", "torch.hub.", "torchvision.ops")
-_BUILTINS = set(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
+BUILTINS = set(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,11 @@ class Value:
     """Something that a script makes, known by where it is made.
 
     Attributes:
-        kind: "loader", "object", "optimizer", "scaler", "writer", "batch", "parameters", "items", "function", "class".
-        site: The call that makes it; of a batch the loop, of a function or class its definition.
+        kind: "loader", "iterator" (what gives a loader's batches one by one), "object", "optimizer", "scaler",
+            "writer", "batch", "parameters", "items", "function", "class".
+        site: The call that makes it; of an iterator that of its loader, of a batch what it is taken from, of a function
+            or class its definition.
         definition: The class of an object, if it is the script's own.
-        receiver: Of a method: what it was taken from.
     """
 
     kind: str
@@ -73,6 +75,7 @@ class Flow:
             script.function(node) for node in script.nodes if isinstance(node, cst.Call) and self._is_optimizer(node)
         }
         self._changed = True
+        self._busy: set[Node] = set()  # expressions that are being read: `kept = [kept[k] for k in some]`
         self._statements = [
             node
             for node in script.nodes
@@ -111,13 +114,56 @@ class Flow:
             definition = above
         return False
 
+    def is_module(self, value: Value) -> bool:
+        """Whether an object is a module of torch's, or of a class of the script that derives from one."""
+        made = self.script.qualified(value.site.func) if isinstance(value.site, cst.Call) else None
+        return self.is_module_class(value.definition) or (made or "").startswith(_LAYERS)
+
     def functions(self, call: cst.Call) -> list[cst.FunctionDef]:
         """The functions of the script that a call may call."""
         return [value.site for value in self._of(call.func) if isinstance(value.site, cst.FunctionDef)]
 
-    def holders(self, site: Node) -> list[tuple[cst.FunctionDef | None, str]]:
-        """The names that may hold what was made at a place."""
-        return [key for key, values in self._names.items() if any(value.site is site for value in values)]
+    def loaders(self, node: Node) -> Values:
+        """The loaders that an expression is one of, or gives the batches of."""
+        return frozenset(replace(value, kind="loader") for value in self._of(node) if value.kind in _LOADERS)
+
+    def name_of(self, values: Values, at: Node, *, among: Values | None = None) -> str | None:
+        """What holds these values, and no others, at a place: a name, or an attribute of `self`.
+
+        The function's own names come first, then its object's: a global may be another one when it is called.
+
+        Args:
+            values: All of one kind.
+            at: The place.
+            among: The values that matter; None: all of the kind.
+        """
+        script = self.script
+        scopes = [script.function(at)]
+        while scopes[-1] is not None:
+            scopes.append(script.function(scopes[-1]))
+        (kind,) = {value.kind for value in values}
+
+        def holds(*held: Values) -> bool:
+            every = frozenset().union(*held)
+            found = frozenset(value for value in every if value.kind == kind)
+            if any(value.kind == "iterator" for value in every):
+                return False  # `loader = tqdm(loader)`
+            return (found if among is None else found & among) == values
+
+        own, *outer = (
+            [
+                name
+                for name, by in script.bindings.get(scope, {}).items()
+                if script.scope(name, at) is scope
+                and holds(*(self._of(each.name if isinstance(each, cst.Param) else each) for each in by))
+            ]
+            for scope in scopes
+        )
+        base = self._bases.get(script.class_of(scopes[0])) if scopes[0] is not None else None  # type: ignore[arg-type]
+        attributes = [
+            f"self.{name}" for (owner, name), held in self._attributes.items() if owner is base and holds(held)
+        ]
+        return next(iter([*own, *(attributes if base else []), *(name for names in outer for name in names)]), None)
 
     # ------------------------------------------------------------------ following
 
@@ -137,7 +183,7 @@ class Flow:
             case cst.WithItem() if node.asname is not None:
                 self._bind(node.asname.name, node.item)
             case cst.For() | cst.CompFor():
-                self._bind_loop(node.target, node.iter, node)
+                self._bind_loop(node.target, node.iter)
             case cst.Return() if node.value is not None:
                 function = self.script.function(node)
                 if function is not None:
@@ -153,11 +199,18 @@ class Flow:
         if function is None or node.value is None:
             return
         if isinstance(node.value, cst.From):
-            self._add(self._returns, function, self.of(node.value.item, "loader"))
+            self._add(self._returns, function, self._iterated(node.value.item))
             return
+        script = self.script
+        held = [by for name in script.inside(node.value) for by in script.bound(getattr(name, "value", ""), name)]
+        if any(script.order(by) > script.order(node) for by in held if isinstance(by, cst.Name)):
+            return  # a batch that was kept: the loader has given another since
         for value in self.of(node.value, "batch"):
-            if isinstance(value.site, cst.For) and self.script.is_inside(value.site, function):
-                self._add(self._returns, function, self.of(value.site.iter, "loader"))
+            if any(script.is_inside(value.site, loop) for loop in script.loops(node)):
+                self._add(self._returns, function, self._iterated(value.site))
+
+    def _iterated(self, node: Node) -> Values:
+        return frozenset(replace(value, kind="iterator") for value in self.loaders(node))
 
     def _bind(self, target: Node, value: Node) -> None:
         if isinstance(target, cst.Tuple | cst.List):
@@ -202,19 +255,19 @@ class Flow:
                 for base in self.of(target.value, "items"):
                     self._add(self._returns, base.site, values)
 
-    def _bind_loop(self, target: Node, source: Node, loop: Node) -> None:
+    def _bind_loop(self, target: Node, source: Node) -> None:
         if isinstance(source, cst.Call):
             name = self._short(source)
             if name == "enumerate" and source.args:
                 if isinstance(target, cst.Tuple) and len(target.elements) == 2:
-                    self._bind_loop(target.elements[1].value, source.args[0].value, loop)
+                    self._bind_loop(target.elements[1].value, source.args[0].value)
                 return
             if name == "zip" and isinstance(target, cst.Tuple) and len(target.elements) == len(source.args):
                 for element, argument in zip(target.elements, source.args, strict=True):
-                    self._bind_loop(element.value, argument.value, loop)
+                    self._bind_loop(element.value, argument.value)
                 return
             if name in ("tqdm", "track", "progress") and source.args:
-                self._bind_loop(target, source.args[0].value, loop)
+                self._bind_loop(target, source.args[0].value)
                 return
             if isinstance(source.func, cst.Attribute) and source.func.attr.value == "items" and not source.args:
                 parts = [self._elements(value) for value in self.of(source.func.value, "items")]
@@ -222,8 +275,8 @@ class Flow:
                     self._bind_values(target.elements[1].value, frozenset().union(*parts))
                     return
         for value in self._of(source):
-            if value.kind == "loader":
-                batch = frozenset({Value("batch", loop)})
+            if value.kind in _LOADERS:
+                batch = frozenset({Value("batch", source)})
                 for name_node in target_names(target):
                     self._bind_values(name_node, batch)
             elif value.kind == "batch":
@@ -261,8 +314,9 @@ class Flow:
                 if found is None:
                     continue
                 function, skip = found, 1
-            elif value.kind == "object" and value.definition is not None and not self.is_module_class(value.definition):
-                found = self._method(value.definition, "__call__")
+            elif value.kind == "object" and value.definition is not None:
+                is_module = self.is_module_class(value.definition)
+                found = self._method(value.definition, "forward" if is_module else "__call__")
                 if found is None:
                     continue
                 function, skip = found, 1
@@ -291,6 +345,14 @@ class Flow:
     # ------------------------------------------------------------------ expressions
 
     def _of(self, node: Node) -> Values:
+        if node in self._busy:
+            return _NONE
+        self._busy.add(node)
+        found = self._read(node)
+        self._busy.discard(node)
+        return found
+
+    def _read(self, node: Node) -> Values:
         match node:
             case cst.Name():
                 return self._of_name(node)
@@ -393,11 +455,10 @@ class Flow:
             found = self._of_method_call(node, node.func)
             if found is not None:
                 return found
-        if short in _PASSING and isinstance(node.func, cst.Name):
+        if short in PASSING and isinstance(node.func, cst.Name):
             return self._passed(node)
-        if short == "next" and first is not None and self.is_a(first, "loader"):
-            loops = self.script.loops(node)
-            return frozenset({Value("batch", loops[0] if loops else node)})
+        if short == "next" and first is not None and self.loaders(first):
+            return frozenset({Value("batch", first)})
         if short in ("map", "filter") and len(node.args) > 1:
             return self._of(node.args[1].value)
         callees = self._of(node.func)
@@ -405,24 +466,27 @@ class Flow:
             found = _NONE
             for value in callees:
                 if isinstance(value.site, cst.ClassDef) and value.kind == "class":
-                    found |= {Value("object", node, value.site)}
+                    above = {(self.script.qualified(base.value) or "").rsplit(".", 1)[-1] for base in value.site.bases}
+                    found |= {Value("writer" if above & {*WRITERS} else "object", node, value.site)}
                 elif isinstance(value.site, cst.FunctionDef):
                     found |= self._returned(value.site, node)
             return found
-        if isinstance(node.func, cst.Name) and node.func.value in _BUILTINS:
+        if isinstance(node.func, cst.Name) and node.func.value in BUILTINS:
             return _NONE
-        if name is not None and name.startswith("torch") and not name.startswith(_LAYERS):
+        is_layer = name is not None and name.startswith(_LAYERS) and not name.startswith("torch.nn.functional")
+        if name is not None and name.startswith("torch") and not is_layer:
             return _NONE
-        by = self.script.bound(node.func.value, node) if isinstance(node.func, cst.Name) else []
-        is_unbound = (
-            isinstance(node.func, cst.Name) and name is None and all(isinstance(each, cst.Param) for each in by)
-        )
-        if is_unbound or (isinstance(node.func, cst.Attribute) and name is None):
+        if name is None and isinstance(node.func, cst.Name):
+            by = self.script.bound(node.func.value, node)
+            is_parameter = bool(by) and all(isinstance(each, cst.Param) for each in by)
+            return _NONE if is_parameter or not (by or self.script.has_stars) else frozenset({Value("object", node)})
+        if name is None and isinstance(node.func, cst.Attribute):
             return _NONE
         return frozenset({Value("object", node)})
 
     def _passed(self, node: cst.Call) -> Values:
-        return frozenset().union(*(self._of(argument.value) for argument in node.args)) if node.args else _NONE
+        passed = frozenset().union(*(self._of(argument.value) for argument in node.args))
+        return frozenset(replace(value, kind="iterator") if value.kind == "loader" else value for value in passed)
 
     def _of_known_call(self, node: cst.Call, name: str, first: Node | None) -> Values | None:
         short = name.rsplit(".", 1)[-1]
@@ -434,7 +498,7 @@ class Flow:
             return frozenset({Value("scaler", node)})
         if short in WRITERS:
             return frozenset({Value("writer", node)})
-        if short in ("DataParallel", "DistributedDataParallel", "compile") or short in _PASSING:
+        if short in ("DataParallel", "DistributedDataParallel", "compile") or short in PASSING:
             return self._passed(node) if short not in ("DataParallel", "DistributedDataParallel") or first else _NONE
         return None
 

@@ -56,6 +56,12 @@ class Work:
         if mark:
             self.edits.add(self.edits.comments, self.script.statement(node), f"evenstep convert: {text}")
 
+    def remove(self, node: Node) -> None:
+        """Leave out a statement, if it has its line for itself."""
+        statement = self.script.statement(node)
+        if len(getattr(statement, "body", ())) == 1:
+            self.edits.removed.add(statement)
+
     @property
     def total(self) -> str:
         """A number's sum over ranks; {old} is this rank's."""
@@ -83,6 +89,11 @@ class Work:
         """Have an expression be its sum over ranks."""
         if node not in self.collectives:
             self.collectives[node] = self.total
+
+    def seeds(self, *, are_numbers: bool) -> list[cst.Call]:
+        """Calls of `torch.manual_seed` that are given a number, or something else."""
+        calls = [call for call in self.calls() if self.script.qualified(call.func) == "torch.manual_seed" and call.args]
+        return [call for call in calls if isinstance(call.args[0].value, cst.Integer) == are_numbers]
 
     def calls(self) -> list[cst.Call]:
         """All calls of the script, in order."""

@@ -143,7 +143,7 @@ class DataLoader:
         self._epochs = EpochCounter()
         self._progress = Progress()
         self._iterated: tuple[Mark, Mark] | None = None  # the latest iteration, for `gather`
-        self._num_iterations = 0
+        self._num_iterations = self._num_samples = 0
         self._has_warned_of_iterations = False
 
         def prepare() -> dict[str, Any]:
@@ -266,6 +266,14 @@ class DataLoader:
         """Samples of the epoch that all ranks together have consumed: up to the last optimizer's step."""
         return self._progress.committed.position
 
+    @property
+    def num_samples(self) -> int:
+        """This rank's samples in the batch yielded last: the weight of a mean over samples. 0 before the first.
+
+        Whatever the batch looks like: dictionaries, lists, graphs, sequences whose first dimension is time.
+        """
+        return self._num_samples
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. `epochs` does it for you.
 
@@ -384,6 +392,7 @@ class DataLoader:
                     progress.add(end, loaded.batch)
                 if progress.trains:
                     count_batch()
+                self._num_samples = loaded.num_own
                 yield loaded.batch
                 if iteration != self._num_iterations:
                     self._refuse_or_warn_of_older()

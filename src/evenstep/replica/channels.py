@@ -104,7 +104,8 @@ class _Pool:
     def _first_free(self, world: World) -> int:
         told = world.exchange((sorted(self._busy), [each.num_given for each in self._made]))
         taken = set().union(*(busy for busy, _ in told))
-        taken |= {number for number, counts in enumerate(zip(*(made for _, made in told))) if len(set(counts)) > 1}
+        of_ranks = zip(*(made for _, made in told), strict=True)
+        taken |= {number for number, counts in enumerate(of_ranks) if len(set(counts)) > 1}
         return next(number for number in range(len(self._made) + 1) if number not in taken)
 
 

@@ -1,4 +1,4 @@
-"""Converted scripts compute what they computed: on one rank and on two, and beside the script as it was."""
+"""Converted scripts compute what they computed: on one rank and on three, and beside the script as it was."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ CONVERTED = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem not i
 QUICK = {"gan", "class_weights"}
 # The ranks of the pool are another program's, with its arguments.
 ALONE = "import sys; sys.argv[1:] = []\n"
-# Several passes make a step, and have other weights in the script as it was: gradients and parameters are the same.
-OTHER_LOSS = {"accumulation", "gan"}
+# Several passes make a step, whose losses verify weighs by their samples: gradients and parameters are the same.
+OTHER_LOSS = {"accumulation", "gan", "gpt"}
 # The converted script evaluates with torch's loader, so verify takes the original's batches for those of one rank.
-EVALUATED_WHOLE = frozenset({"gpt", "imagenet_style"})
+EVALUATED_WHOLE = frozenset({"imagenet_style", "masked_sequences"})
 
 
 def cases(*, left_out: frozenset[str] = frozenset()) -> list[object]:
@@ -33,7 +33,7 @@ def cases(*, left_out: frozenset[str] = frozenset()) -> list[object]:
 
 
 class BesideTheOriginal:
-    """One rank runs the script as it was, and two run the converted one."""
+    """One rank runs the script as it was, and three run the converted one."""
 
     def __init__(self, ranks: RankPool, original: Path, converted: Path) -> None:
         self._original, self._converted = OnPool(ranks, original), OnPool(ranks, converted)
@@ -64,22 +64,24 @@ def is_fine(report: Report) -> bool:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_one_rank_and_two_compute_the_same(name: str, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_rank_and_three_compute_the_same(
+    name: str, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     fresh(name, tmp_path, monkeypatch)
     script = tmp_path / "converted.py"
-    report = verify_ranks(str(script), [], ranks=(1, 2), say=print, start=OnPool(ranks, script))
+    report = verify_ranks(str(script), [], ranks=(1, 3), say=print, start=OnPool(ranks, script))
     assert report.num_steps == 5
     assert is_fine(report)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", cases(left_out=EVALUATED_WHOLE))
-def test_two_ranks_compute_what_the_script_computed(
+def test_three_ranks_compute_what_the_script_computed(
     name: str, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     script = fresh(name, tmp_path, monkeypatch, shuffled=False)
     start = BesideTheOriginal(ranks, script, tmp_path / "converted.py")
-    report = verify_ranks(str(script), [], ranks=(1, 2), say=print, start=start)
+    report = verify_ranks(str(script), [], ranks=(1, 3), say=print, start=start)
     (verdict,) = report.verdicts
     if name in OTHER_LOSS and verdict.difference is not None:
         assert verdict.difference.kind == "loss"

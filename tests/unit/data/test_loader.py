@@ -51,6 +51,20 @@ def _numbers(count: int) -> TensorDataset:
     return TensorDataset(torch.arange(float(count)).reshape(-1, 1).expand(count, 3), torch.arange(count))
 
 
+def _padded_by_name(samples: list[Any]) -> dict[str, Any]:
+    """A batch whose length is 2, and whose tensors have their samples in the second dimension."""
+    x = torch.nn.utils.rnn.pad_sequence([sample["x"] for sample in samples])
+    return {"x": x, "y": torch.tensor([sample["y"] for sample in samples])}
+
+
+class _Records(IterableDataset[Any]):
+    def __init__(self, records: list[Any]) -> None:
+        self.records = records
+
+    def __iter__(self) -> Any:
+        return iter(self.records)
+
+
 # ---------------------------------------------------------------------- who sees what
 
 
@@ -97,6 +111,25 @@ def test_samples_come_whole_and_empty_shares_keep_dtype_and_shape(num_workers: i
             assert x.tolist() == [[float(sample)] * 3 for sample in y]
             assert x.shape == (len(y), 3)
     assert not _workers()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["tensors", "dictionaries", "stream"])
+def test_a_loader_counts_its_ranks_samples_of_each_batch(kind: str, num_workers: int) -> None:
+    """Whatever a batch looks like: its length may be the number of its keys, or the longest of its sequences."""
+    samples: Any = [{"x": torch.ones(i + 1), "y": i, "z": 0} for i in range(13)]
+    if kind == "stream":
+        samples = _Records(samples)
+    collate: dict[str, Any] = {"collate_fn": _padded_by_name}
+    if kind == "tensors":
+        samples, collate = _numbers(11), {}
+    counted = []
+    for loader in _loaders(samples, 5, 3, num_workers=num_workers, **collate):
+        assert loader.num_samples == 0
+        counted.append([loader.num_samples for _ in loader])
+    last = [1, 0, 0] if kind == "tensors" else [1, 1, 1]  # a rank may get no sample
+    assert [each[:2] for each in counted] == [[2, 2], [2, 2], [1, 1]]
+    assert [each[2] for each in counted] == last
 
 
 def test_nests_come_back_as_they_are_and_uncopied_on_cpu() -> None:

@@ -45,6 +45,7 @@ class Loaded(NamedTuple):
         batch: Result of `collate_fn`.
         packed: The batch as `pack` made it in a worker; `batch` is None then.
         num_samples: Of the global batch; known here only for streams.
+        num_own: Samples of this rank.
         digests: Of the records of this batch's step, behind those of the steps before that other workers load; of
             numbered samples, of the request's looks; empty if nothing is to be compared.
         failure: A worker's `DataError`, which torch would bury in tracebacks.
@@ -53,6 +54,7 @@ class Loaded(NamedTuple):
 
     batch: Any
     num_samples: int | None = None
+    num_own: int = 0
     digests: tuple[int, ...] = ()
     failure: DataError | None = None
     packed: bytes | None = None
@@ -167,7 +169,8 @@ class SampleFetcher(Fetcher):
             batch = batch_of(self.dataset, torch.as_tensor(request.samples, device="cpu"))
         else:
             batch = self._collated(self._samples(request))
-        return Loaded(batch, digests=self._looked() if request.looks else ())
+        num_own = 0 if request.example is not None else len(request.samples)
+        return Loaded(batch, num_own=num_own, digests=self._looked() if request.looks else ())
 
     def _looked(self) -> tuple[int, int]:
         """Digests of two reads of a few fixed samples; they differ where reads do, or fail."""

@@ -294,7 +294,7 @@ class StreamFetcher(Fetcher):
                 batch = self._nothing() if self.by_shard else None
                 return Loaded(batch, num_samples=0, digests=tuple(digests), state=state)
         batch = self._collated(mine) if mine else self._nothing()
-        return Loaded(batch, num_samples=len(records), digests=tuple(digests), state=state)
+        return Loaded(batch, len(records), len(mine), digests=tuple(digests), state=state)
 
     def _begin(self, request: Request) -> None:
         """Begin the whole stream, or a part of it. Workers take turns, so the request's number says which part."""

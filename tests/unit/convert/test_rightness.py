@@ -1,0 +1,465 @@
+"""Nothing that is converted is wrong in silence: weights, metrics, looks, gradients, files, devices."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.unit.convert.test_convert import HEAD, LOOP, after, converted, why_not
+
+WEIGHTED = "model.backward(loss, weight=loader.num_samples)"
+
+
+def notes(tmp_path: Path, text: str) -> list[str]:
+    found = converted(tmp_path, text)
+    assert not found.problems, found.problems
+    return [note.text for note in found.notes]
+
+
+def evaluation(body: str, *, before: str = "", behind: str = "") -> str:
+    """A script whose evaluation has a body."""
+    loop = "test = DataLoader(data, batch_size=8)\nmodel.eval()\nfor x, y in test:\n    p = model(x)\n"
+    return f"{HEAD}{before}{LOOP}{loop}    {body}\n{behind}"
+
+
+# ---------------------------------------------------------------------- what a batch weighs
+
+
+@pytest.mark.parametrize(
+    ("target", "loss"),
+    [
+        ("batch", "model(batch['x']).pow(2).mean()"),  # its length is the number of keys
+        ("batch", "sum(model(images).mean() for images in batch[0]) / 2"),  # of images, the channels
+        ("batch", "nn.functional.mse_loss(model(batch.x), batch.y)"),  # nodes of graphs
+        ("x, y", "nn.functional.mse_loss(model(x.transpose(0, 1)), y.transpose(0, 1))"),  # time comes first
+        ("i, (x, y)", "nn.functional.mse_loss(model(x), y)"),
+    ],
+)
+def test_the_loader_counts_the_samples_of_a_batch(target: str, loss: str, tmp_path: Path):
+    text = HEAD + LOOP.replace("for x, y in loader", f"for {target} in loader")
+    text = text.replace("nn.functional.mse_loss(model(x), y)", loss)
+    if target.startswith("i,"):
+        text = text.replace("in loader:", "in enumerate(loader):")
+    assert WEIGHTED in after(tmp_path, text)
+
+
+def test_a_look_before_the_loop_is_of_whole_batches_and_no_weight(tmp_path: Path):
+    look = "shown, classes = next(iter(loader))\nprint([int(classes[k]) for k in range(10)])\nmodel ="
+    text = after(tmp_path, HEAD + LOOP.replace("model =", look, 1))
+    assert "alone" not in text
+    whole = "DataLoader(loader.dataset, loader.global_batch_size, shuffle=True)"
+    assert f"shown, classes = next(iter({whole}))" in text
+    assert WEIGHTED in text
+    by_name = look.replace("next(iter(loader))", "next(peek)")
+    text = after(tmp_path, HEAD + LOOP.replace("model =", f"peek = iter(loader)\n{by_name}", 1))
+    assert f"peek = iter({whole})" in text
+    assert WEIGHTED in text
+
+
+def test_a_look_at_another_loader_leaves_it_and_the_training_as_they_are(tmp_path: Path):
+    look = "test = DataLoader(data, batch_size=5, shuffle=True)\ntest_x, test_y = next(iter(test))\nmodel ="
+    text = after(tmp_path, HEAD + LOOP.replace("model =", look, 1))
+    assert "test = DataLoader(data, batch_size=5, shuffle=True)\n" in text
+    assert "loader = evenstep.DataLoader(data, global_batch_size=16, shuffle=True)" in text
+    assert WEIGHTED in text
+
+
+def test_a_look_at_what_cannot_be_made_again_is_refused(tmp_path: Path):
+    look = "print(next(iter(loader)))\nmodel ="
+    text = LOOP.replace("shuffle=True", "shuffle=True, collate_fn=list").replace("model =", look, 1)
+    assert "make a second DataLoader for it" in why_not(tmp_path, HEAD + text)
+
+
+def test_another_loop_over_the_loader_that_is_trained_on_sees_whole_batches(tmp_path: Path):
+    text = after(tmp_path, HEAD + LOOP + "kept = []\nfor x, y in loader:\n    kept.append(model(x))\n")
+    assert "for x, y in DataLoader(loader.dataset, loader.global_batch_size, shuffle=True):" in text
+
+
+STEP = """
+def step(model, batch, optimizer{parameter}):
+    x, y = batch
+    loss = nn.functional.mse_loss(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+def main(batches):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        step(model, batch, optimizer{argument})
+
+main(DataLoader(data, batch_size=16))
+"""
+
+
+def test_a_loss_in_a_function_that_does_not_know_the_loader_is_refused(tmp_path: Path):
+    reason = why_not(tmp_path, HEAD + STEP.format(parameter="", argument=""))
+    assert reason.startswith("the loader of this batch has no name here")
+    text = after(tmp_path, HEAD + STEP.format(parameter=", source", argument=", batches"))
+    assert "model.backward(loss, weight=source.num_samples)" in text
+
+
+def test_a_method_calls_its_own_model_and_loader_and_no_globals(tmp_path: Path):
+    trainer = """
+class Trainer:
+    def __init__(self, net, batches):
+        self.net, self.batches = net, batches
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    def step(self, x, y):
+        self.optimizer.zero_grad()
+        loss = nn.functional.mse_loss(self.net(x), y)
+        loss.backward()
+        self.optimizer.step()
+
+    def fit(self):
+        for x, y in self.batches:
+            self.step(x, y)
+
+if __name__ == "__main__":
+    model = nn.Linear(4, 1)
+    loader = DataLoader(data, batch_size=16)
+    Trainer(model, loader).fit()
+"""
+    assert "self.net.backward(loss, weight=self.batches.num_samples)" in after(tmp_path, HEAD + trainer)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (("x, y in loader:", "(x, y), (z, _) in zip(loader, other):"), "the loader of this batch has no name here"),
+        (("in loader:", "in list(loader):"), "no torch DataLoader of this file"),
+        (("in loader:", "in DataLoader(data, batch_size=8):"), "the loader of this batch has no name here"),
+        (("model(x)", "model(x.view(size, -1))"), "x.view(size, -1) counts on whole batches"),
+        (("model(x)", "model(x + torch.randn(16, 4))"), "torch.randn(16, 4) counts on whole batches"),
+    ],
+)
+def test_batches_that_nobody_counts_are_refused(change: tuple[str, str], reason: str, tmp_path: Path):
+    text = LOOP.replace(*change)
+    if "zip" in change[1]:
+        text = text.replace("model(x)", "model(x) + model(z)")
+    if "size" in change[1] and "batch" not in change[1]:
+        text = text.replace("batch_size=16", "batch_size=size")
+    assert reason in why_not(tmp_path, f"{HEAD}size = 16\nother = DataLoader(data, batch_size=4)\n{text}")
+
+
+def test_a_loop_that_cuts_its_batch_is_refused(tmp_path: Path):
+    body = "        for part in x.split(4):\n            loss = model(part).mean()\n            loss.backward()\n"
+    text = LOOP.replace("        loss.backward()\n", body)
+    assert "cuts its batch into parts" in why_not(tmp_path, HEAD + text)
+    over_time = body.replace("x.split(4)", "range(x.size(1))").replace("part)", "x)")
+    assert "weight=loader.num_samples" in after(tmp_path, HEAD + LOOP.replace("        loss.backward()\n", over_time))
+
+
+def test_a_generator_that_reads_ahead_is_refused(tmp_path: Path):
+    """The loader has counted the next batch by then."""
+    loop = LOOP.replace("in loader:", "in ahead(loader):")
+    plain = "def ahead(batches):\n    for batch in batches:\n        yield batch\n"
+    assert WEIGHTED in after(tmp_path, HEAD + plain + loop)
+    kept = "def ahead(batches):\n    kept = None\n    for batch in batches:\n        if kept:\n            yield kept\n"
+    kept += "        kept = batch\n    yield kept\n"
+    assert "no torch DataLoader of this file" in why_not(tmp_path, HEAD + kept + loop)
+
+
+@pytest.mark.parametrize(
+    ("loss", "backward"),
+    [
+        ("nn.functional.mse_loss(model(x), y, size_average=False)", "(loss * world.world_size).backward()"),
+        ("nn.functional.mse_loss(model(x), y).sum()", WEIGHTED),  # one number already
+        ("((model(x) - y) ** 2).sum(1).mean()", WEIGHTED),
+        ("((model(x) - y) ** 2).mean(0).sum()", WEIGHTED),
+        ("((model(x) - y) ** 2).mean(dim=1).sum()", "(loss * world.world_size).backward()"),
+        ("((model(x) - y).abs() * (y > 0)).sum() / (y > 0).sum()", "weight=(y > 0).sum())"),
+        ("((model(x) - y).abs() * (y > 0)).sum() / (y > 0).sum().clamp(min=1)", "weight=(y > 0).sum())"),
+        ("((model(x) - y).abs() * (y > 0)).sum() / ((y > 0).sum() + 1e-6)", "weight=(y > 0).sum())"),
+        ("nn.functional.cross_entropy(model(x).view(-1, 4), y.view(-1))", "weight=(y.view(-1) != -100).sum())"),
+        ("nn.CrossEntropyLoss(torch.ones(4))(model(x), y)", "weight="),
+    ],
+)
+def test_means_and_sums_are_told_apart(loss: str, backward: str, tmp_path: Path):
+    text = after(tmp_path, HEAD + LOOP.replace("nn.functional.mse_loss(model(x), y)", loss))
+    assert backward in text
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        ("measure(model(x), y)", "is taken to be the mean over the batch's samples"),
+        (
+            "nn.functional.mse_loss(model(x) - model(x).mean(0, keepdim=True), y)",
+            "this statistic inside the loss is one of each rank's part",
+        ),
+    ],
+)
+def test_a_loss_that_may_be_another_on_a_part_of_a_batch_is_marked(loss: str, says: str, tmp_path: Path):
+    text = "from measures import measure\n" + HEAD + LOOP.replace("nn.functional.mse_loss(model(x), y)", loss)
+    assert any(says in note for note in notes(tmp_path, text))
+    assert re.search(f"# evenstep convert: .*{re.escape(says)}", after(tmp_path, text))
+
+
+def test_an_accumulation_is_the_mean_of_its_means_as_before(tmp_path: Path):
+    text = LOOP.replace("loss = nn.functional.mse_loss(model(x), y)", "loss = nn.functional.mse_loss(model(x), y) / 4")
+    assert WEIGHTED in after(tmp_path, HEAD + text)
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("add", ["style += part", "parts.append(part)", "style = style + part"])
+def test_what_a_gradient_flows_through_is_not_averaged(add: str, tmp_path: Path):
+    """A mean over ranks has no graph: the model would learn nothing of it."""
+    body = f"""\
+        style, parts = 0.0, []
+        for weight in (1, 2):
+            part = weight * nn.functional.mse_loss(model(x), y)
+            {add}
+        loss = style + sum(parts)
+        print(style.item())
+"""
+    text = after(tmp_path, HEAD + LOOP.replace("        loss = nn.functional.mse_loss(model(x), y)\n", body))
+    assert add in text
+    assert "backward(loss, weight=loader.num_samples)" in text
+
+
+# ---------------------------------------------------------------------- evaluations
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("metric.add_batch(p, y)", "metric.add_batch keeps what samples gave"),
+        ("metric(p, y)", "metric keeps what samples gave"),
+        ("score = metric(p, y)", "metric may keep what it is given"),
+        ("table[p.argmax(), y] += 1", "what table[p.argmax(), y] adds up isn't understood"),
+        ("meter.update(nn.functional.mse_loss(p, y).item(), len(x))", "keeps what samples gave"),
+        ("for a, b in zip(p, y): hits += 1", "it goes through samples one by one"),
+        ("if (p == y).all(): hits += 1", "what it does depends on samples"),
+        ("hits += measure(p, y)", "what hits adds up isn't understood"),
+        ("hits += measure(p, y).item() * len(x)", "what hits adds up isn't understood"),
+        ("last = p", "last is kept"),
+    ],
+)
+def test_an_evaluation_is_divided_only_where_every_use_is_understood(body: str, reason: str, tmp_path: Path):
+    head = "from measures import Meter, measure\nmetric, meter, table, hits = Meter(), Meter(), {}, 0\n"
+    text = evaluation(body, before=head, behind="print(metric, meter, table, hits, last)\n")
+    found = converted(tmp_path, text)
+    assert "test = DataLoader(data, batch_size=8)\n" in found.after
+    assert any("every rank evaluates all of this" in each.text and reason in each.text for each in found.notes)
+
+
+def test_a_module_that_counts_is_no_pure_one(tmp_path: Path):
+    head = "class Meter(nn.Module):\n    def forward(self, p, y):\n        self.seen += len(p)\n        return p\n"
+    found = converted(
+        tmp_path, evaluation("q = meter(p, y)", before=f"{head}meter = Meter()\n", behind="print(meter.seen)\n")
+    )
+    assert any("meter may keep what it is given" in note.text for note in found.notes)
+    pure = evaluation(
+        "right += meter(p, y).sum().item()",
+        before=head.replace("self.seen += len(p)", "pass") + "meter = Meter()\nright = 0\n",
+    )
+    assert "test = evenstep.DataLoader(data, global_batch_size=8)" in after(tmp_path, pure)
+
+
+def test_an_evaluation_of_sums_and_means_is_divided(tmp_path: Path):
+    body = "right += (p.argmax(1) == y).sum().item(); n += len(x); total += nn.functional.mse_loss(p, y).item()"
+    text = after(tmp_path, evaluation(body, before="right, n, total = 0, 0, 0.0\n", behind="print(right / n, total)\n"))
+    assert "test = evenstep.DataLoader(data, global_batch_size=8)" in text
+    assert "total += world.mean(nn.functional.mse_loss(p, y).item(), weight=test.num_samples)" in text
+    assert "right = sum(world.exchange(right))" in text or "right += sum(world.exchange(" in text
+
+
+# ---------------------------------------------------------------------- what a training loop shows
+
+
+@pytest.mark.parametrize(
+    ("line", "becomes"),
+    [
+        ("print(i * len(x), loss.item())", "print(sum(world.exchange(i * len(x))), world.mean(loss.item(), "),
+        ("bar.update(len(x))", "bar.update(sum(world.exchange(len(x))))"),
+        ("meter.update(loss.item(), x.size(0))", ", weight=loader.num_samples), sum(world.exchange(x.size(0))))"),
+        ("show(f'{i}: {loss:.3f}')", "show(f'{i}: {world.mean(loss, weight=loader.num_samples):.3f}')"),
+        (
+            "log.info(f'{i}: {loss:.3f}')",
+            "loss = world.mean(loss, weight=loader.num_samples)\n        if world.is_main:\n            log.info(f'",
+        ),
+        ("losses.append(loss.item())", "losses.append(world.mean(loss.item(), weight=loader.num_samples))"),
+        ("total += loss.item() * x.size(0)", "total += sum(world.exchange(loss.item() * x.size(0)))"),
+    ],
+)
+def test_numbers_of_a_training_loop_are_those_of_all_ranks(line: str, becomes: str, tmp_path: Path):
+    head = "from bars import bar, meter, log, show\nlosses, total = [], 0.0\n"
+    loop = LOOP.replace("for x, y in loader", "for i, (x, y) in enumerate(loader)")
+    text = after(tmp_path, HEAD + head + loop + f"        {line}\n        print(total)\n")
+    assert becomes in text
+
+
+@pytest.mark.parametrize(
+    "line", ["print(measure(model(x), y))", "metric.update(model(x), y)", "meter.update(measure(x), len(x))"]
+)
+def test_numbers_that_are_rank_0s_alone_are_marked(line: str, tmp_path: Path):
+    head = "from measures import measure, metric, meter\n"
+    text = after(tmp_path, HEAD + head + LOOP + f"        {line}\n")
+    assert "# evenstep convert: " in text
+    assert "of rank 0's samples alone" in text
+
+
+def test_counts_that_hang_on_samples_are_marked(tmp_path: Path):
+    body = "        if y.sum() > 0:\n            hits += 1\n"
+    text = after(tmp_path, f"{HEAD}hits = 0\n{LOOP}{body}print(hits)\n")
+    assert "what hits adds up isn't understood" in text
+
+
+def test_what_ranks_do_by_their_own_samples_is_the_same_or_marked(tmp_path: Path):
+    """A learning rate that differs between ranks, or a step that one of them leaves out."""
+    head = "from schedules import scheduler\n"
+    text = after(tmp_path, f"{HEAD}{head}{LOOP}        scheduler.step(loss)\n")
+    assert "scheduler.step(world.mean(loss, weight=loader.num_samples))" in text
+    skips = LOOP.replace("        optimizer.zero_grad()\n", "        if torch.isnan(loss):\n            continue\n", 1)
+    assert "each rank decides this by its own samples" in notes(tmp_path, HEAD + skips)
+    known = LOOP + "        if loss.item() > 3 or x is None:\n            break\n"
+    assert not notes(tmp_path, HEAD + known)
+    squeezed = LOOP.replace("model(x)", "model(x).squeeze()")
+    assert any(note.startswith("squeeze() also leaves out") for note in notes(tmp_path, HEAD + squeezed))
+
+
+# ---------------------------------------------------------------------- programs that start, and go on
+
+
+@pytest.mark.parametrize("line", ["train = random_split(data, [32, 32])[0]", "train = load()", "train = Own()"])
+def test_ranks_are_seeded_before_anything_may_draw(line: str, tmp_path: Path):
+    head = "from torch.utils.data import DataLoader, TensorDataset, random_split\nimport torch\nfrom torch import nn\n"
+    head += "import argparse\nfrom files import data, load\nclass Own(list):\n    value = torch.ones(1)\n"
+    head += "def parse():\n    return argparse.ArgumentParser()\n"
+    args = "args = parse()\n"
+    text = after(tmp_path, f"{head}{args}{line}\n{LOOP.replace('DataLoader(data', 'DataLoader(train')}")
+    assert text.index("args = parse()") < text.index("evenstep.init(") < text.index(line)
+
+
+def test_imports_inside_of_a_try(tmp_path: Path):
+    head = (
+        "from __future__ import print_function\ntry:\n    import torch\n    from torch.utils.data import DataLoader, "
+    )
+    head += "TensorDataset\nexcept ImportError as e:\n    raise\nfrom torch import nn\n"
+    text = after(tmp_path, head + HEAD.partition("TensorDataset\n")[2] + LOOP)
+    lines = text.splitlines()
+    assert lines.index("import evenstep") < next(i for i, line in enumerate(lines) if "evenstep.init" in line)
+    ast.parse(text)
+
+
+def test_what_runs_before_torch_is_imported_finds_evenstep(tmp_path: Path):
+    head = "import os\nos.mkdir('out')\n"
+    text = after(tmp_path, f"{head}{HEAD}{LOOP}")
+    assert text.index("import evenstep") < text.index("evenstep.init")
+
+
+def test_a_function_of_another_file_gets_the_model_itself(tmp_path: Path):
+    text = "from evaluation import evaluate, loss_of\n" + HEAD + LOOP
+    assert "evaluate(model.module, 3)" in after(tmp_path, text + "    evaluate(model, 3)\n")
+    text = text.replace("nn.functional.mse_loss(model(x), y)", "loss_of(model, x, y)")
+    assert any("loss_of gets the wrapped model" in note for note in notes(tmp_path, text))
+    assert "torch.save(model.module, 'a.pt')" in after(tmp_path, f"{HEAD}{LOOP}torch.save(model, 'a.pt')\n")
+    both = "torch.save({'model': model, 'n': 1}, 'a.pt')"
+    assert both.replace("model,", "model.module,") in after(tmp_path, f"{HEAD}{LOOP}{both}\n")
+
+
+def test_names_and_kinds_of_a_model_are_those_of_the_module(tmp_path: Path):
+    """In the wrapper every name begins with "module.", so a group of parameters chosen by name would be empty."""
+    text = LOOP.replace("model.parameters()", "[p for n, p in model.named_parameters() if n.startswith('weight')]")
+    text = after(tmp_path, HEAD + text + "    print(isinstance(model, nn.Linear), hasattr(model, 'bias'))\n")
+    assert "for n, p in model.module.named_parameters() if" in text
+    assert "world.print(isinstance(model.module, nn.Linear), hasattr(model.module, 'bias'))" in text
+
+
+def test_a_name_that_is_bound_to_a_list_of_its_own_items(tmp_path: Path):
+    text = "def kept_of(outputs, kept):\n    outputs = [outputs[k] for k in kept]\n    return outputs[0]\n"
+    assert WEIGHTED in after(tmp_path, HEAD + text + LOOP)
+
+
+# ---------------------------------------------------------------------- seeds, devices, files
+
+
+def test_seeds_of_the_command_line_decide_the_order(tmp_path: Path):
+    head = "import argparse\nargs = argparse.ArgumentParser().parse_args()\ntorch.manual_seed(args.seed)\n"
+    assert "shuffle=True, seed=torch.initial_seed())" in after(tmp_path, HEAD + head + LOOP)
+    drawn = "import random\ntorch.manual_seed(random.randint(1, 10000))\n"
+    assert any("a seed that is drawn is the same in every run" in note for note in notes(tmp_path, HEAD + drawn + LOOP))
+
+
+def test_options_that_no_longer_choose_the_device_are_named(tmp_path: Path):
+    head = "from options import args\ndevice = torch.device('cuda' if args.cuda else 'cpu')\n"
+    assert "args no longer chooses the device: evenstep run --device does" in notes(tmp_path, HEAD + head + LOOP)
+    plain = "device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\n"
+    assert not notes(tmp_path, HEAD + plain + LOOP)
+
+
+def test_every_rank_has_its_own_device(tmp_path: Path):
+    head = "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\ndevice = 0\n"
+    head += "name = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+    head += "place = torch.device('cuda:1') if torch.cuda.is_available() else torch.device('cpu')\n"
+    text = after(tmp_path, f"import torch\n{head}{HEAD}{LOOP.replace('model(x)', 'model(x.to(device))')}")
+    assert "name = world.device.type\nplace = world.device\n" in text
+    assert "CUDA_VISIBLE_DEVICES" not in text
+    assert "device = world.device" in text
+
+
+@pytest.mark.parametrize("use", ["folder = writer.log_dir", "with SummaryWriter() as board:\n    pass"])
+def test_what_every_rank_would_do_with_a_writer_is_refused(use: str, tmp_path: Path):
+    head = f"from torch.utils.tensorboard import SummaryWriter\nwriter = SummaryWriter()\n{use}\n"
+    assert "rank 0 alone has a writer" in why_not(tmp_path, HEAD + head + LOOP + "writer.close()\n")
+
+
+def test_log_files_and_writers_of_the_scripts_own_are_rank_0s(tmp_path: Path):
+    head = """\
+import logging
+from torch.utils.tensorboard import SummaryWriter
+handler = logging.FileHandler('a.log')
+logging.basicConfig(filename='b.log')
+
+class Board(SummaryWriter):
+    pass
+
+board = Board('runs')
+"""
+    text = after(tmp_path, HEAD + head + LOOP + "        board.add_scalar('loss', loss.item())\n")
+    assert "logging.FileHandler('a.log' if world.is_main else \"/dev/null\")" in text
+    assert "filename='b.log' if world.is_main else \"/dev/null\"" in text
+    assert "board = Board('runs') if world.is_main else None" in text
+    assert "if world.is_main:\n            board.add_scalar" in text
+
+
+def test_a_loss_function_of_training_and_of_evaluation(tmp_path: Path):
+    """What one call gives is no other's; and names of a loop's own are no other loop's."""
+    function = "def loss_of(p, y):\n    return nn.functional.mse_loss(p, y)\n"
+    test = """
+test = DataLoader(data, batch_size=8)
+right = 0
+for x, y in test:
+    right += (loss_of(model(x), y) * len(x)).item()
+for x, y in ((a, b) for a, b in zip(data.tensors[0], data.tensors[1])):
+    print(x.shape)
+"""
+    text = after(
+        tmp_path, HEAD + function + LOOP.replace("nn.functional.mse_loss(model(x), y)", "loss_of(model(x), y)") + test
+    )
+    assert WEIGHTED in text
+    assert "test = evenstep.DataLoader(data, global_batch_size=8)" in text
+
+
+def test_a_loss_that_is_made_of_parts_leaves_other_sums_alone(tmp_path: Path):
+    body = """\
+        count += len(x)
+        double = [(lambda x: 2 * x)]
+        loss = 0.0
+        for a, b in zip([x, x], [y, y]):
+            loss += nn.functional.mse_loss(model(a), b)
+        print(f"{count} of {len(double)} samples, loss {loss.item() / 2}")
+"""
+    text = after(
+        tmp_path, HEAD + "count = 0\n" + LOOP.replace("        loss = nn.functional.mse_loss(model(x), y)\n", body)
+    )
+    assert "count += sum(world.exchange(len(x)))" in text
+    assert "of rank 0's" not in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from evenstep.checks import counted
@@ -145,6 +146,11 @@ def _verdict(runs: _Runs, number: int) -> Verdict:
     faults = tuple(causes.find_faults(run))
     if compare.are_identical(base, run):
         return Verdict(number, 0.0, None, faults)
+    reference = runs.of(runs.base, in_double=True)
+    unseeded = causes.find_unseeded(base, reference)
+    if unseeded:
+        why = (*unseeded, *_others(faults, unseeded))
+        return Verdict(number, compare.closeness(base, run), compare.Difference(1, compare.UNSEEDED), why)
     if base.num_virtual_ranks:
         found = compare.first_other_bits(base, run)
         if found is not None:
@@ -153,7 +159,6 @@ def _verdict(runs: _Runs, number: int) -> Verdict:
     skipped = compare.first_other_skip(base, run)
     if skipped is not None:
         return Verdict(number, compare.closeness(base, run), skipped, (causes.OTHERS_SKIPPED, *faults))
-    reference = runs.of(runs.base, in_double=True)
     difference = compare.first_difference(base, reference, run)
     rounding = compare.coarsest_rounding(base, reference)
     if difference is None and rounding <= COARSE:
@@ -165,8 +170,10 @@ def _verdict(runs: _Runs, number: int) -> Verdict:
 
 
 def _others(faults: Sequence[causes.Cause], received: Sequence[causes.Cause]) -> list[causes.Cause]:
-    """Findings without those that repeat another of the same kind."""
-    return [fault for fault in faults if all(fault.kind != each.kind for each in received)]
+    """Faults of other kinds than the cause of a difference, which come on top of it."""
+    lead = "besides: " if received else ""
+    kinds = {each.kind for each in received}
+    return [replace(fault, text=f"{lead}{fault.text}") for fault in faults if fault.kind not in kinds]
 
 
 def _launcher(

@@ -11,7 +11,7 @@ import functools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,19 @@ from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.ground.compat.torch_autograd import without_torch_function
 from evenstep.ground.compat.torch_modules import BatchNorm
 from evenstep.ground.compat.torch_tensors import is_dtensor
+from evenstep.observe.loaders import LoaderWatch, WatchedIteration
 from evenstep.observe.models import ranks_with_the_same_samples, uses_fsdp
 from evenstep.observe.patching import Patches
 from evenstep.observe.steps import watch_steps
 from evenstep.verify import double, dropout, loaders
-from evenstep.verify.evidence import NUM_PROBES, Plan, Seen, Writer, digest, num_finished, probe, thinned
+from evenstep.verify.evidence import NUM_PROBES, OVER_BATCH, Plan, Seen, Writer, digest, num_finished, probe, thinned
 
 _MOST_NODES = 50_000  # of a graph that are counted
 _MOST_NAMES = 5_000  # modules of a forward that are noted
 _MOST_DRAWS = 8  # states of the random stream in a step
 _WAIT_S = 120.0  # for the other ranks at the end
+# Nodes that add up what they are given, or change only its size.
+_ADDITIVE = ("Add", "Sub", "Neg", "Mul", "Div", "Mean", "Sum", "Squeeze", "View", "ToCopy")
 # Functions whose result is a mean over the samples, by the name of their node.
 _MEANS = ("NllLoss", "MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "KlDiv", "Mean")
 
@@ -46,10 +49,11 @@ def recording(file: Path, *, rank: int) -> Iterator[None]:
         yield
 
 
-class Recorder:
+class Recorder(LoaderWatch):
     """Follows one rank, step by step, until the patches are undone."""
 
     def __init__(self, plan: Plan, rank: int, patches: Patches) -> None:
+        super().__init__(waited=lambda began, ended: None, num_steps=lambda: 0)
         self._plan = plan
         self._writer = Writer(plan, rank)
         self._patches = patches
@@ -81,6 +85,7 @@ class Recorder:
         patches.replace(torch.autograd, "backward", self._backward)
         patches.replace(torch.amp.GradScaler, "scale", self._scaling)
         patches.replace(torch.amp.GradScaler, "step", self._stepping)
+        self.install(patches)
         watch_steps(patches, self._before_step, self._after_step)
         dropout.switch_off(patches, self._about_to_drop)
         loaders.same_global_batches(patches, self._plan.batch_sizes, self._batch_sizes)
@@ -117,9 +122,18 @@ class Recorder:
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         model = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+        samples = _samples((args, kwargs))
+        self._seen.rows.append([digest(row) for row in samples])
         if not any(known is model for known in self._models):
+            if not self._models and samples.dtype != torch.float64:  # which may be computed, and has other bits there
+                self._seen.initial["inputs"] = digest(samples)
             self._adopt(model)
-        self._seen.rows.append(_rows((args, kwargs)))
+
+    def read(self, iteration: WatchedIteration, item: Any) -> None:
+        """See base class."""
+        if torch.is_grad_enabled():
+            with without_torch_function():
+                self._seen.loaded += [digest(row) for row in _samples(item)]
 
     def _adopt(self, model: nn.Module) -> None:
         if self._plan.in_double:
@@ -138,6 +152,8 @@ class Recorder:
                 continue
             self._names[id(parameter)] = prefix + name
             self._parameters[prefix + name] = parameter
+            if type(parameter) is nn.Parameter:  # in float64 they are the same numbers
+                self._seen.initial[f"param/{prefix}{name}"] = digest(parameter.float())
             if parameter.requires_grad:
                 hook = functools.partial(self._arrived, prefix + name)
                 handle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -204,7 +220,7 @@ class Recorder:
             return
         scale, self._loss_scale = self._loss_scale, 1.0
         self._seen.losses.append((float(root.detach()) / scale, None if weight is None else float(weight)))
-        self._seen.graphs.append(_node_counts(root))
+        self._seen.graphs.append(node_counts(root, {len(rows) for rows in self._seen.rows}))
         name = "" if root.grad_fn is None else root.grad_fn.name()
         is_mean = name.startswith(_MEANS) and getattr(root.grad_fn, "_saved_reduction", 1) == 1
         self._seen.means += is_mean and weight is None
@@ -340,25 +356,31 @@ def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _rows(inputs: Any) -> list[str]:
-    """A digest of each sample of the first tensor that is data: it has rows, and no gradient."""
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    first = next((tensor for tensor in tensors if tensor.dim() > 0), None)
-    if first is None or first.requires_grad:
-        return []
-    return [digest(row) for row in first.detach()]
+def _samples(inputs: Any) -> Tensor:
+    """[samples, ...]: the first tensor that has rows; [0] if there is none, or if it has a gradient and is no data."""
+    tensors = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0)
+    first = next(tensors, None)
+    return torch.empty(0, device="cpu") if first is None or first.requires_grad else first.detach()
 
 
-def _node_counts(root: Tensor) -> dict[str, int]:
-    """How often each kind of node is in the graph of a tensor."""
+def node_counts(root: Tensor, batch_sizes: Collection[int]) -> dict[str, int]:
+    """How often each kind of node is in the graph of a tensor.
+
+    A mean over samples that isn't that of their losses, but goes into something else, has `OVER_BATCH` behind its name.
+    """
     counts: Counter[str] = Counter()
     known: set[Any] = set()
-    waiting = [root.grad_fn]
+    waiting: list[tuple[Any, bool]] = [(root.grad_fn, False)]
     while waiting and len(known) < _MOST_NODES:
-        node = waiting.pop()
+        node, is_inside = waiting.pop()
         if node is None or node in known:
             continue
         known.add(node)
-        counts[node.name()] += 1
-        waiting += [following for following, _ in node.next_functions]
+        name = node.name()
+        is_mean = is_inside and name.startswith("Mean") and 0 in getattr(node, "_saved_dim", (0,))
+        if is_mean and node._saved_self_sym_sizes[:1] in [(size,) for size in batch_sizes]:
+            name += OVER_BATCH
+        counts[name] += 1
+        is_inside = is_inside or not name.startswith(_ADDITIVE)
+        waiting += [(following, is_inside) for following, _ in node.next_functions]
     return dict(counts)

@@ -125,6 +125,8 @@ class _Runs:
         RehearsalPlan(str(directory / "checkpoints"), str(directory / "traces")).write(directory / "rehearsal.json")
         status, said = self._start(directory / "plan.json", directory / "rehearsal.json", number)
         if status != 0:
+            if status == ConfigurationError.exit_code:  # of the script's calls; the launcher's last line says it all
+                raise UsageError(said.strip().rpartition("evenstep: ")[2])
             needs = " (float64 is what tells rounding from mistakes)" if in_double else ""
             raise UsageError(
                 f"{self._script} on {name}, failed with status {status}{needs}. It said:\n{said[-4000:].rstrip()}"

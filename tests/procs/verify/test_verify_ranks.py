@@ -278,6 +278,17 @@ with evenstep.init(seed=0, quiet=True) as world:
     assert sorted(os.listdir()) == ["model.pt", "train.py"]
 
 
+SPAWNS = """
+import torch.distributed as dist, torch.multiprocessing as mp
+
+def set_up(rank):
+    dist.init_process_group("gloo", rank=rank, world_size=1)
+
+if __name__ == "__main__":
+    mp.spawn(set_up, nprocs=1)
+"""
+
+
 @pytest.mark.extended
 def test_a_script_that_fails_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     script = tmp_path / "script.py"
@@ -287,6 +298,11 @@ def test_a_script_that_fails_is_shown(tmp_path: Path, capfd: pytest.CaptureFixtu
     script.write_text("")
     assert main(["verify", "--ranks", "1,2", str(script)]) == 2
     assert "has made no step" in capfd.readouterr().err
+    script.write_text(SPAWNS)
+    assert main(["verify", "--ranks", "1,2", str(script)]) == 2
+    said = capfd.readouterr().err
+    assert said.count("evenstep: ") == 1, said
+    assert f"ConfigurationError: {script} starts its own ranks: " in said
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ from evenstep.verify.evidence import OVER_BATCH, Run, Seen, data_ranks
 
 _MOST_PASSES = 64  # backward passes of all ranks in a step, above which their weights are not computed
 
+_SAME_NUMBERS = 1e-5  # relative distance of two sizes that float32 and float64 may compute of the same numbers
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -90,9 +92,8 @@ def find_faults(run: Run) -> list[Cause]:
 def find_unseeded(base: Run, again: Run) -> list[Cause]:
     """Whether a script begins otherwise each time it runs, by two runs on as many ranks."""
     for ours, theirs in zip(base.at(0), again.at(0), strict=True):
-        other = next(
-            (name for name in ours.initial if theirs.initial.get(name, "") not in ("", ours.initial[name])), ""
-        )
+        both = [(name, size, theirs.initial.get(name, size)) for name, size in ours.initial.items()]
+        other = next((name for name, size, twin in both if abs(size - twin) > _SAME_NUMBERS * size), "")
         if other or ours.loaded != theirs.loaded:
             _, _, parameter = other.partition("param/")
             what = f"the initial {parameter!r}" if parameter else "the samples of step 1"
@@ -171,12 +172,9 @@ def _data(base: Run, run: Run, step: int) -> list[Cause]:
 
 def _by_whom(seen: Sequence[Seen]) -> str:
     samples = [_samples([each]) for each in seen]
-    for second in range(len(seen)):
-        for first in range(second):
-            shared = sum((samples[first] & samples[second]).values())
-            if shared:
-                return f" (rank {second} saw {shared} of rank {first}'s)"
-    return ""
+    pairs = itertools.combinations(range(len(seen)), 2)
+    shared = ((first, second, sum((samples[first] & samples[second]).values())) for first, second in pairs)
+    return next((f" (rank {second} saw {num} of rank {first}'s)" for first, second, num in shared if num), "")
 
 
 def _num_repeated(run: Run, steps: Sequence[int]) -> int:
@@ -375,21 +373,18 @@ def _draws(seen: Sequence[Seen]) -> list[Cause]:
 
 
 def _shared_masks(seen: Sequence[Seen]) -> list[Cause]:
-    states: dict[str, int] = {}
-    for rank, each in enumerate(seen):
-        if not each.dropouts:
-            continue
-        first = states.setdefault(each.dropouts[0], rank)
-        if first != rank:
-            return [
-                Cause(
-                    "random",
-                    f"random state shared between ranks: ranks {first} and {rank} draw the same dropout masks, so "
-                    f"their shares of the batch lose the same units. Seed the ranks differently once the model is "
-                    f"made, torch.manual_seed(seed + rank); evenstep.init(seed=) does.",
-                )
-            ]
-    return []
+    states = {rank: each.dropouts[0] for rank, each in enumerate(seen) if each.dropouts}
+    pairs = itertools.combinations(states, 2)
+    return [
+        Cause(
+            "random",
+            f"random state shared between ranks: ranks {first} and {second} draw the same dropout masks, so "
+            f"their shares of the batch lose the same units. Seed the ranks differently once the model is "
+            f"made, torch.manual_seed(seed + rank); evenstep.init(seed=) does.",
+        )
+        for first, second in pairs
+        if states[first] == states[second]
+    ][:1]
 
 
 def _undivided(seen: Sequence[Seen]) -> list[Cause]:

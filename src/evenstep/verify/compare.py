@@ -121,37 +121,21 @@ def first_other_skip(base: Run, run: Run) -> Difference | None:
     return None
 
 
-def first_difference(base: Run, reference: Run, run: Run) -> Difference | None:
+def first_difference(base: Run, reference: Run, run: Run, double: Run | None = None) -> Difference | None:
     """Where a run lies further from float64 than rounding explains; None if it never does.
 
     Args:
         base: The run on the fewest ranks.
         reference: The same in float64.
         run: On more ranks.
+        double: The same in float64: then where that differs from the reference by what rounding doesn't become.
     """
-    for step in range(min(run.num_steps, base.num_steps)):
-        scale = _Scale(base, reference, step)
-        apart = _apart(reference, run, step)
-        found = _first(step, apart, scale.sizes, allowed=scale.allowed, rounding=scale.allowed)
-        if found is not None:
-            return found
-    return None
-
-
-def first_difference_in_double(base: Run, reference: Run, run: Run, double: Run) -> Difference | None:
-    """Where a run in float64 differs from the reference by something that rounding doesn't become.
-
-    Args:
-        base: The run on the fewest ranks.
-        reference: The same in float64.
-        run: On more ranks.
-        double: The same in float64.
-    """
-    for step in range(min(run.num_steps, base.num_steps, double.num_steps)):
-        scale = _Scale(base, reference, step)
-        remains = functools.partial(scale.remains, _apart(reference, run, step))
-        apart = _apart(reference, double, step)
-        found = _first(step, apart, scale.sizes, allowed=remains, rounding=scale.allowed)
+    for step in range(min(each.num_steps for each in (base, run, double or run))):
+        scale, apart = _Scale(base, reference, step), _apart(reference, run, step)
+        allowed = scale.allowed
+        if double is not None:
+            allowed, apart = functools.partial(scale.remains, apart), _apart(reference, double, step)
+        found = _first(step, apart, scale.sizes, allowed=allowed, rounding=scale.allowed)
         if found is not None:
             return found
     return None

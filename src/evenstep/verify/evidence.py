@@ -61,7 +61,8 @@ class Seen:
     Attributes:
         rows: Of each training forward, a digest of each sample; empty where inputs have no rows or carry a gradient.
         loaded: A digest of each sample that the loaders have given since the step before.
-        initial: Of the run's first steps: digests of parameters ("param/...") and of the first input as the run began.
+        initial: The size of what the run began with, by some elements of it: of each parameter ("param/...") when its
+            model was first called, and of the first input.
         losses: Of each backward pass the value of its root, without the factor of a GradScaler, and the weight it was
             given (None: plain `backward`).
         graphs: Of each backward pass, how often each kind of node is in its graph.
@@ -85,7 +86,7 @@ class Seen:
 
     rows: list[list[str]] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
-    initial: dict[str, str] = field(default_factory=dict)
+    initial: dict[str, float] = field(default_factory=dict)
     losses: list[tuple[float, float | None]] = field(default_factory=list)
     graphs: list[dict[str, int]] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)

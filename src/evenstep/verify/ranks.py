@@ -151,13 +151,13 @@ def _verdict(runs: _Runs, number: int) -> Verdict:
     reference = runs.of(runs.base, in_double=True)
     unseeded = causes.find_unseeded(base, reference)
     if unseeded:
-        why = (*unseeded, *_others(faults, unseeded))
-        return Verdict(number, compare.closeness(base, run), compare.Difference(1, compare.UNSEEDED), why)
+        found = compare.Difference(1, compare.UNSEEDED)
+        return Verdict(number, compare.closeness(base, run), found, (*unseeded, *_others(faults, unseeded)))
     if base.num_virtual_ranks:
-        found = compare.first_other_bits(base, run)
-        if found is not None:
-            why = causes.find_causes(base, run, found.step - 1, rounding=1e-6)
-            return Verdict(number, compare.closeness(base, run), found, (*why, *_others(faults, why)))
+        other = compare.first_other_bits(base, run)
+        if other is not None:
+            why = causes.find_causes(base, run, other.step - 1, rounding=1e-6)
+            return Verdict(number, compare.closeness(base, run), other, (*why, *_others(faults, why)))
     skipped = compare.first_other_skip(base, run)
     if skipped is not None:
         return Verdict(number, compare.closeness(base, run), skipped, (causes.OTHERS_SKIPPED, *faults))
@@ -166,7 +166,7 @@ def _verdict(runs: _Runs, number: int) -> Verdict:
     if difference is None and rounding <= COARSE:
         return Verdict(number, compare.closeness(base, run), None, faults, rounding)
     double = runs.of(number, in_double=True)
-    difference = compare.first_difference_in_double(base, reference, run, double)
+    difference = compare.first_difference(base, reference, run, double)
     why = [] if difference is None else causes.find_causes(reference, double, difference.step - 1, rounding=1e-12)
     return Verdict(number, compare.closeness(base, run), difference, (*why, *_others(faults, why)), rounding)
 

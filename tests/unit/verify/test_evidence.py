@@ -17,7 +17,7 @@ from evenstep.verify.causes import find_weights
 from evenstep.verify.double import compute_in_double, widen
 from evenstep.verify.dropout import switch_off
 from evenstep.verify.evidence import NUM_PROBES, Plan, Run, Seen, Writer, digest, probe, read_run, thinned
-from evenstep.verify.loaders import same_global_batches, same_samples, size_of, sizes_for
+from evenstep.verify.loaders import same_global_batches, same_samples, sizes_for
 from evenstep.verify.recorder import node_counts
 from evenstep.verify.report import Report, Verdict
 
@@ -100,9 +100,9 @@ def test_what_shrinks_in_float64_was_rounding_and_what_stays_is_a_mistake(exact)
     single = a_run(seen(), seen(), values=moved)
     assert compare.first_difference(base, reference, single) is not None
     crossed = {name: value * (1 + 1e-15) for name, value in exact.items()}
-    assert compare.first_difference_in_double(base, reference, single, a_run(seen(), values=crossed)) is None
+    assert compare.first_difference(base, reference, single, a_run(seen(), values=crossed)) is None
     mistaken = {**crossed, "grad/a": moved["grad/a"].double()}
-    found = compare.first_difference_in_double(base, reference, single, a_run(seen(), values=mistaken))
+    found = compare.first_difference(base, reference, single, a_run(seen(), values=mistaken))
     assert found is not None
     assert found.name == "a"
 
@@ -235,13 +235,13 @@ def test_numbers_that_all_ranks_draw_alike_are_no_data():
 
 
 def test_two_runs_on_as_many_ranks_show_whether_a_script_is_seeded():
-    base = a_run(seen(loaded=["a"], initial={"param/w": "1", "inputs": "2"}))
-    for fine in ({"param/w": "1", "inputs": "2"}, {"param/w": "1"}):
+    base = a_run(seen(loaded=["a"], initial={"param/w": 1.0, "inputs": 2.0}))
+    for fine in ({"param/w": 1.0, "inputs": 2.0}, {"param/w": 1.000001}):
         assert causes.find_unseeded(base, a_run(seen(loaded=["a"], initial=fine))) == []
     for other, told in (
-        (seen(loaded=["a"], initial={"param/w": "9"}), "the initial 'w'"),
-        (seen(loaded=["b"], initial={"param/w": "1"}), "the samples of step 1"),
-        (seen(loaded=["a"], initial={"param/w": "1", "inputs": "9"}), "the samples of step 1"),
+        (seen(loaded=["a"], initial={"param/w": 1.1}), "the initial 'w'"),
+        (seen(loaded=["b"], initial={"param/w": 1.0}), "the samples of step 1"),
+        (seen(loaded=["a"], initial={"param/w": 1.0, "inputs": 2.1}), "the samples of step 1"),
     ):
         (found,) = causes.find_unseeded(base, a_run(other))
         assert found.kind == "not seeded"
@@ -415,9 +415,6 @@ def test_a_forward_in_float64_has_the_same_parameters_and_no_float32(patches: Pa
 def test_other_batch_sizes_only_for_those_that_are_the_other_runs():
     assert sizes_for([8, 3], seen_on=4, num_ranks=2) == [(8, 16), (3, 6)]
     assert sizes_for([8, 3], seen_on=4, num_ranks=3) is None
-    assert size_of(8, [(8, 16)], 0) == 16
-    assert size_of(16, [(8, 16)], 0) == 16  # the script has seen to it
-    assert size_of(8, [(8, 16)], 1) == 8
 
 
 def test_torchs_loaders_load_what_they_are_told(patches: Patches):
@@ -425,13 +422,15 @@ def test_torchs_loaders_load_what_they_are_told(patches: Patches):
 
     data_set = TensorDataset(torch.arange(12))
     passed: list[int] = []
-    same_global_batches(patches, [(2, 4), (3, 6)], passed)
+    same_global_batches(patches, [(2, 4), (3, 6), (2, 4)], passed)
     assert [len(x) for (x,) in DataLoader(data_set, 2)] == [4, 4, 4]
     assert [len(x) for (x,) in DataLoader(data_set, batch_size=3, shuffle=True)] == [6, 6]
     batches = BatchSampler(SequentialSampler(data_set), 2, drop_last=False)
     assert len(DataLoader(data_set, batch_sampler=batches)) == 6
     assert len(DataLoader(data_set, batch_size=None)) == 12
-    assert passed == [2, 3]
+    assert [len(x) for (x,) in DataLoader(data_set, 4)] == [4, 4, 4], "the script has seen to it"
+    assert [len(x) for (x,) in DataLoader(data_set, 6)] == [6, 6], "there was no fourth loader"
+    assert passed == [2, 3, 4, 6]
 
 
 def test_what_a_data_set_draws_depends_on_the_sample_alone(patches: Patches):

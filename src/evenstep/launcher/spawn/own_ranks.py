@@ -35,7 +35,7 @@ def refuse_own_ranks() -> None:
                 )
         start(process)
 
-    BaseProcess.start = start_no_rank  # type: ignore[method-assign]
+    BaseProcess.start = start_no_rank  # type: ignore[method-assign, assignment]
 
 
 def joins_a_group(function: object) -> bool:

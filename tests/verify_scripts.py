@@ -351,6 +351,38 @@ MISTAKES = {
     "not_wrapped": ("drift", _PLAIN.replace("F.cross_entropy(model(x), y)", "F.cross_entropy(model.module(x), y)")),
 }
 
+MISTAKES |= {
+    "not_seeded": ("not seeded", _PLAIN.replace("torch.manual_seed(0)", "torch.seed()")),
+    "random_split": (
+        "not seeded",
+        _PLAIN.replace(
+            "sampler = ", "torch.seed()\ntrain_set = torch.utils.data.random_split(train_set, [200, 56])[0]\nsampler = "
+        ),
+    ),
+    # Drawn by numpy, which all ranks seed alike; the data differ.
+    "same_noise": (
+        "random",
+        f"""{_TORCH}
+import numpy
+numpy.random.seed(0)
+model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 20)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, _ in DataLoader(train_set, batch_size=8, sampler=DistributedSampler(train_set)):
+    noise = torch.from_numpy(numpy.random.normal(size=(len(x), 4))).float()
+    F.mse_loss(model(noise), x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    ),
+    "batch_statistics": (
+        "batch statistics",
+        _PLAIN.replace("F.cross_entropy(model(x), y)", "F.cross_entropy(out - out.mean(0), y)").replace(
+            "        loss = ", "        out = model(x)\n        loss = "
+        ),
+    ),
+    "no_gradient": ("no gradient", _PLAIN.replace("loss.backward()", "(0 * loss).backward()")),
+}
+
 # All numbers of ranks, or all but one, begin with a scale at which the loss is infinite, and skip the first step.
 SKIPS_ON_ALL = (
     CORRECT["evenstep_scaler"]

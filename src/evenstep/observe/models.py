@@ -79,6 +79,13 @@ def uses_fsdp(model: nn.Module) -> bool:
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
 
 
+def first_samples(inputs: object) -> Tensor:
+    """[samples, ...]: the first tensor that has rows; [0] if there is none, or if it has a gradient and is no data."""
+    tensors = (leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0)
+    first = next(tensors, None)
+    return torch.empty(0, device="cpu") if first is None or first.requires_grad else first.detach()
+
+
 def num_rows(batch: object, dim: int = 0) -> int:
     """Samples of a batch: the length of its first tensor, wherever in a pytree that is; 0 without one."""
     first = batch[0] if isinstance(batch, list | tuple) and batch else batch

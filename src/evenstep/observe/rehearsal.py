@@ -26,7 +26,7 @@ from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.format.payload import bytes_of
 from evenstep.checkpoint.format.tree import unwrapped
 from evenstep.checkpoint.save.snapshot import capture
-from evenstep.ground.compat import torch_pytree as pytree
+from evenstep.observe.models import first_samples
 from evenstep.observe.patching import Patches
 from evenstep.observe.scratch import Scratch
 
@@ -89,11 +89,8 @@ class Rehearsal:
 
     def _saw(self, module: nn.Module, inputs: Any, kwargs: Any) -> None:
         """Before a training forward: the digest of each sample."""
-        if not torch.is_grad_enabled():
-            return
-        tensors = [leaf for leaf in pytree.tree_leaves((inputs, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
-        if tensors:
-            self._rows += [_digest(row) for row in tensors[0].detach()]
+        if torch.is_grad_enabled():
+            self._rows += [_digest(row) for row in first_samples((inputs, kwargs))]
 
 
 def _digest(tensor: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 Nothing here is a guess at the script's text. Each cause has evidence of its own:
 
+    not seeded          what two runs on the same number of ranks load and start with
     repeated, samples   digests of the samples that the model was given, over all ranks, against those of the other run
     drift               digests of parameters that differ between ranks
     settings            the optimizer's numbers
@@ -9,8 +10,11 @@ Nothing here is a guess at the script's text. Each cause has evidence of its own
     divisor, average    the reference's gradient is a weighted sum of what the ranks' backward passes added, with other
                         weights than those that were applied: each was right, and only counted wrong
     batch norm          it is no such sum, and layers have normalised over one rank's share
+    batch statistics    it is no such sum, and a loss takes a mean over that share
     skipped             calls of a GradScaler's step that made none
-    random              the random stream: ranks that share it, or that draw what a single process draws once
+    random              the random stream: ranks that share it, or that draw what a single process draws once; inputs
+                        that repeat where the samples of the loaders don't
+    no gradient         no element of a gradient but 0
 """
 
 from __future__ import annotations
@@ -25,9 +29,11 @@ from torch import Tensor
 
 from evenstep.checks import counted
 from evenstep.observe.thresholds import SAME_WEIGHT
-from evenstep.verify.evidence import Run, Seen, data_ranks
+from evenstep.verify.evidence import OVER_BATCH, Run, Seen, data_ranks
 
 _MOST_PASSES = 64  # backward passes of all ranks in a step, above which their weights are not computed
+
+_SAME_NUMBERS = 1e-5  # relative distance of two sizes that float32 and float64 may compute of the same numbers
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,9 @@ OTHERS_SKIPPED = Cause(
 
 
 def find_causes(base: Run, run: Run, step: int, *, rounding: float) -> list[Cause]:
-    """The causes that the evidence supports, the best first; none if it supports none.
+    """The first cause that the evidence supports; [] if it supports none.
+
+    What comes behind it would be no evidence: gradients of other samples differ in every way.
 
     Args:
         base: The run on fewer ranks; in float64, if there is one.
@@ -62,24 +70,58 @@ def find_causes(base: Run, run: Run, step: int, *, rounding: float) -> list[Caus
     """
     seen, known = data_ranks(run.at(step)), data_ranks(base.at(step))
     weights = find_weights(base, run, step)
-    is_sum = weights is not None and weights.unexplained <= max(1e3 * rounding, 1e-9)
-    found = _data(base, run, step) + _drift(run, step) + _settings(known, seen) + _branch(seen)
-    if weights is not None and is_sum:
-        found += _counted_wrong(weights, base.num_ranks, known, seen)
-    elif not is_sum:
+    found = _data(base, run, step) or _drift(run, step) or _branch(seen)
+    if not found and weights is not None and weights.unexplained <= max(1e3 * rounding, 1e-9):
+        found = _counted_wrong(weights, base.num_ranks, known, seen)
+    elif not found:
         has_passes = any(passes for each in seen for passes in each.virtual_ranks)
-        found += _batch_norm(seen, is_sure=weights is not None and has_passes)
-    return found + _draws(seen)
+        found = _own_statistics(seen, is_sure=weights is not None and has_passes)
+    return found or _settings(known, seen) or _draws(seen)
 
 
 def find_faults(run: Run) -> list[Cause]:
     """What is wrong with a run on several ranks whether or not its gradients differ from those of another."""
     for step in range(run.num_steps):
         seen = data_ranks(run.at(step))
-        found = _shared_masks(seen) + _same_data(seen) + _drift(run, step) + _undivided(seen)
+        found = _shared_masks(seen) + _same_data(run, step) + _drift(run, step) + _undivided(seen)
         if found:
             return found
+    return _no_gradient(run)
+
+
+def find_unseeded(base: Run, again: Run) -> list[Cause]:
+    """Whether a script begins otherwise each time it runs, by two runs on as many ranks."""
+    for ours, theirs in zip(base.at(0), again.at(0), strict=True):
+        both = [(name, size, theirs.initial.get(name, size)) for name, size in ours.initial.items()]
+        other = next((name for name, size, twin in both if abs(size - twin) > _SAME_NUMBERS * size), "")
+        if other or ours.loaded != theirs.loaded:
+            _, _, parameter = other.partition("param/")
+            what = f"the initial {parameter!r}" if parameter else "the samples of step 1"
+            return [
+                Cause(
+                    "not seeded",
+                    f"not seeded: two runs on {counted(base.num_ranks, 'rank')} differ in {what}, so runs on other "
+                    f"numbers of ranks can't be compared. Seed before the first random number (a random_split draws "
+                    f"some): torch.manual_seed(0), and random.seed and numpy.random.seed where the script uses them.",
+                )
+            ]
     return []
+
+
+def _no_gradient(run: Run) -> list[Cause]:
+    steps = range(run.num_steps)
+    if len(steps) < 2 or any(seen.has_hidden for seen in run.ranks[0]):  # a first step may have no gradient yet
+        return []
+    if any(bool(value.any()) for step in steps for name, value in run.values(step).items() if name.startswith("grad/")):
+        return []
+    return [
+        Cause(
+            "no gradient",
+            f"every gradient of {len(steps)} steps is zero, or none arrives at the optimizer: nothing is trained, and "
+            f"that bits are equal says nothing. Look for zero_grad between backward and step, a loss that was "
+            f"multiplied by 0, or one that doesn't depend on the parameters.",
+        )
+    ]
 
 
 def _data(base: Run, run: Run, step: int) -> list[Cause]:
@@ -96,6 +138,8 @@ def _data(base: Run, run: Run, step: int) -> list[Cause]:
         steps = range(min(base.num_steps, run.num_steps))
         repeated = max(0, _num_repeated(run, steps) - _num_repeated(base, steps))
         when, received = f"within {len(steps)} steps, {repeated} of the samples", ""
+    if repeated and _is_drawn(run, step):
+        return _same_numbers(f"{when}{received}")
     if repeated:
         left_out = f", and {sum(fewer.values())} of the {expected} of step {step + 1} are left out" if fewer else ""
         return [
@@ -128,12 +172,9 @@ def _data(base: Run, run: Run, step: int) -> list[Cause]:
 
 def _by_whom(seen: Sequence[Seen]) -> str:
     samples = [_samples([each]) for each in seen]
-    for second in range(len(seen)):
-        for first in range(second):
-            shared = sum((samples[first] & samples[second]).values())
-            if shared:
-                return f" (rank {second} saw {shared} of rank {first}'s)"
-    return ""
+    pairs = itertools.combinations(range(len(seen)), 2)
+    shared = ((first, second, sum((samples[first] & samples[second]).values())) for first, second in pairs)
+    return next((f" (rank {second} saw {num} of rank {first}'s)" for first, second, num in shared if num), "")
 
 
 def _num_repeated(run: Run, steps: Sequence[int]) -> int:
@@ -145,9 +186,29 @@ def _samples(ranks: Sequence[Seen]) -> Counter[str]:
     return Counter(row for seen in ranks for rows in seen.rows for row in rows)
 
 
-def _same_data(seen: Sequence[Seen]) -> list[Cause]:
+def _is_drawn(run: Run, step: int) -> bool:
+    """Whether loaders have given each rank samples of its own: inputs that repeat are no data."""
+    loaded = [set(seen.loaded) for seen in data_ranks(run.at(step))]
+    return all(loaded) and len(set().union(*loaded)) == sum(map(len, loaded))
+
+
+def _same_numbers(which: str) -> list[Cause]:
+    return [
+        Cause(
+            "random",
+            f"the same random numbers on several ranks: {which} are the same, and the loaders give each rank samples "
+            f"of its own. What the script draws as input must differ between ranks: seed them differently once the "
+            f"model is made (numpy and random, too), or draw for the global batch and take this rank's part.",
+        )
+    ]
+
+
+def _same_data(run: Run, step: int) -> list[Cause]:
+    seen = data_ranks(run.at(step))
     if len(seen) < 2 or not seen[0].num_rows or any(each.rows != seen[0].rows for each in seen):
         return []
+    if _is_drawn(run, step):
+        return _same_numbers(f"the {seen[0].num_rows} inputs of each of {len(seen)} ranks in step {step + 1}")
     return [
         Cause(
             "repeated",
@@ -274,10 +335,20 @@ def _counted_wrong(weights: Weights, num_base: int, known: Sequence[Seen], seen:
     ]
 
 
-def _batch_norm(seen: Sequence[Seen], *, is_sure: bool) -> list[Cause]:
+def _own_statistics(seen: Sequence[Seen], *, is_sure: bool) -> list[Cause]:
     names = seen[0].unsynced
-    if not names or len(seen) < 2:
+    means = [name for graph in seen[0].graphs for name in graph if name.endswith(OVER_BATCH)]
+    if len(seen) < 2 or not (names or means):
         return []
+    if not names:
+        return [
+            Cause(
+                "batch statistics",
+                f"a mean over the batch inside the loss ({means[0]}): each rank takes that of its own share, and no "
+                f"weighting of the ranks' gradients gives that of the whole batch. Average it over the ranks, with its "
+                f"gradient (torch.distributed.nn.functional.all_reduce), or keep to one process's batch.",
+            )
+        ]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     proof = ", and no weighting of the ranks' gradients gives that of the whole batch" if is_sure else ""
     return [
@@ -302,21 +373,18 @@ def _draws(seen: Sequence[Seen]) -> list[Cause]:
 
 
 def _shared_masks(seen: Sequence[Seen]) -> list[Cause]:
-    states: dict[str, int] = {}
-    for rank, each in enumerate(seen):
-        if not each.dropouts:
-            continue
-        first = states.setdefault(each.dropouts[0], rank)
-        if first != rank:
-            return [
-                Cause(
-                    "random",
-                    f"random state shared between ranks: ranks {first} and {rank} draw the same dropout masks, so "
-                    f"their shares of the batch lose the same units. Seed the ranks differently once the model is "
-                    f"made, torch.manual_seed(seed + rank); evenstep.init(seed=) does.",
-                )
-            ]
-    return []
+    states = {rank: each.dropouts[0] for rank, each in enumerate(seen) if each.dropouts}
+    pairs = itertools.combinations(states, 2)
+    return [
+        Cause(
+            "random",
+            f"random state shared between ranks: ranks {first} and {second} draw the same dropout masks, so "
+            f"their shares of the batch lose the same units. Seed the ranks differently once the model is "
+            f"made, torch.manual_seed(seed + rank); evenstep.init(seed=) does.",
+        )
+        for first, second in pairs
+        if states[first] == states[second]
+    ][:1]
 
 
 def _undivided(seen: Sequence[Seen]) -> list[Cause]:

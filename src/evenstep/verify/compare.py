@@ -31,6 +31,7 @@ _EPS_DOUBLE = torch.finfo(torch.float64).eps
 
 KINDS = {"loss": "loss", "grad": "gradient", "param": "parameter", "buffer": "buffer"}  # in order of a step
 SKIPPED = "skipped steps"
+UNSEEDED = "not seeded"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Difference:
 
     Attributes:
         step: From 1.
-        kind: A value of `KINDS`, or `SKIPPED`.
+        kind: A value of `KINDS`, `SKIPPED` or `UNSEEDED`.
         name: Of the tensor; "" for the loss.
         deviation: Relative to the size of the tensor.
         rounding: What rounding explains, in the same measure.
@@ -50,9 +51,9 @@ class Difference:
 
     step: int
     kind: str
-    name: str
-    deviation: float
-    rounding: float
+    name: str = ""
+    deviation: float = math.nan
+    rounding: float = 0.0
     num_differing: int = 1
     num_compared: int = 1
     virtual_rank: int | None = None
@@ -63,6 +64,8 @@ class Difference:
                 f"before step {self.step} a GradScaler has skipped {counted(self.num_differing, 'step')}, and "
                 f"{self.num_compared} on the fewest ranks"
             )
+        if self.kind == UNSEEDED:
+            return "so do two runs on the fewest ranks: the script is not seeded"
         of = f" of {self.name!r}" if self.kind == "gradient" else f" {self.name!r}" if self.name else ""
         virtual_rank = "" if self.virtual_rank is None else f", virtual rank {self.virtual_rank}"
         more = f" ({self.num_differing} of {self.num_compared} differ)" if self.num_compared > 1 else ""
@@ -114,41 +117,25 @@ def first_other_skip(base: Run, run: Run) -> Difference | None:
     for step in range(min(base.num_steps, run.num_steps)):
         ours, theirs = base.ranks[0][step].skipped, run.ranks[0][step].skipped
         if ours != theirs:
-            return Difference(step + 1, SKIPPED, "", math.nan, 0.0, len(theirs), len(ours))
+            return Difference(step + 1, SKIPPED, num_differing=len(theirs), num_compared=len(ours))
     return None
 
 
-def first_difference(base: Run, reference: Run, run: Run) -> Difference | None:
+def first_difference(base: Run, reference: Run, run: Run, double: Run | None = None) -> Difference | None:
     """Where a run lies further from float64 than rounding explains; None if it never does.
 
     Args:
         base: The run on the fewest ranks.
         reference: The same in float64.
         run: On more ranks.
+        double: The same in float64: then where that differs from the reference by what rounding doesn't become.
     """
-    for step in range(min(run.num_steps, base.num_steps)):
-        scale = _Scale(base, reference, step)
-        apart = _apart(reference, run, step)
-        found = _first(step, apart, scale.sizes, allowed=scale.allowed, rounding=scale.allowed)
-        if found is not None:
-            return found
-    return None
-
-
-def first_difference_in_double(base: Run, reference: Run, run: Run, double: Run) -> Difference | None:
-    """Where a run in float64 differs from the reference by something that rounding doesn't become.
-
-    Args:
-        base: The run on the fewest ranks.
-        reference: The same in float64.
-        run: On more ranks.
-        double: The same in float64.
-    """
-    for step in range(min(run.num_steps, base.num_steps, double.num_steps)):
-        scale = _Scale(base, reference, step)
-        remains = functools.partial(scale.remains, _apart(reference, run, step))
-        apart = _apart(reference, double, step)
-        found = _first(step, apart, scale.sizes, allowed=remains, rounding=scale.allowed)
+    for step in range(min(each.num_steps for each in (base, run, double or run))):
+        scale, apart = _Scale(base, reference, step), _apart(reference, run, step)
+        allowed = scale.allowed
+        if double is not None:
+            allowed, apart = functools.partial(scale.remains, apart), _apart(reference, double, step)
+        found = _first(step, apart, scale.sizes, allowed=allowed, rounding=scale.allowed)
         if found is not None:
             return found
     return None
@@ -161,9 +148,7 @@ def first_other_bits(base: Run, run: Run) -> Difference | None:
         virtual_rank = _first_virtual_rank(ours, theirs, base.num_virtual_ranks)
         losses = _virtual_rank_losses(base, step), _virtual_rank_losses(run, step)
         if losses[0] != losses[1]:
-            return Difference(
-                step + 1, "loss", "", math.nan, 0.0, virtual_rank=_first_virtual_rank(*losses, base.num_virtual_ranks)
-            )
+            return Difference(step + 1, "loss", virtual_rank=_first_virtual_rank(*losses, base.num_virtual_ranks))
         mine = base.ranks[0][step].digests
         for kind in KINDS:
             names = [name for name in mine if name.startswith(f"{kind}/")]

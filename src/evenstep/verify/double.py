@@ -59,8 +59,7 @@ def compute_in_double(patches: Patches, *, is_sharded: bool = False) -> None:
         patches.replace(kind, "__init__", wrapped)
     package = sys.modules["evenstep"]
     for name in ("parallelize", "attach"):
-        if hasattr(package, name):
-            patches.replace(package, name, _divides_widened)
+        patches.replace(package, name, _divides_widened)
 
 
 def _shards_widened(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from evenstep.checkpoint.format.payload import bytes_of
 Values = Mapping[str, Tensor]
 
 MOST_ELEMENTS = 1 << 22  # of a tensor that are compared by value; of larger ones, as many evenly drawn
+OVER_BATCH = " over the batch"  # behind the name of a node that takes a mean over samples inside a loss
 NUM_PROBES = 256  # elements of each gradient, evenly drawn, that every rank keeps of every backward pass
 
 
@@ -59,6 +60,9 @@ class Seen:
 
     Attributes:
         rows: Of each training forward, a digest of each sample; empty where inputs have no rows or carry a gradient.
+        loaded: A digest of each sample that the loaders have given since the step before.
+        initial: The size of what the run began with, by some elements of it: of each parameter ("param/...") when its
+            model was first called, and of the first input.
         losses: Of each backward pass the value of its root, without the factor of a GradScaler, and the weight it was
             given (None: plain `backward`).
         graphs: Of each backward pass, how often each kind of node is in its graph.
@@ -81,6 +85,8 @@ class Seen:
     """
 
     rows: list[list[str]] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    initial: dict[str, float] = field(default_factory=dict)
     losses: list[tuple[float, float | None]] = field(default_factory=list)
     graphs: list[dict[str, int]] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)

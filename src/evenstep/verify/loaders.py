@@ -34,16 +34,10 @@ def same_global_batches(patches: Patches, sizes: Sequence[Sequence[int]], seen: 
 
     def choose(size: int) -> int:
         seen.append(size)
-        return size_of(size, sizes, len(seen) - 1)
+        others = (instead for passed, instead in sizes[len(seen) - 1 : len(seen)] if passed == size)
+        return next(others, size)  # another size than in that run: the script has seen to it itself
 
     replace_batch_sizes(patches, choose)
-
-
-def size_of(passed: int, sizes: Sequence[Sequence[int]], index: int) -> int:
-    """The batch size of the loader with this number: changed if it is the one of the other run. Pure."""
-    if index < len(sizes) and passed == sizes[index][0]:
-        return sizes[index][1]
-    return passed
 
 
 def sizes_for(seen: Sequence[int], *, seen_on: int, num_ranks: int) -> list[tuple[int, int]] | None:

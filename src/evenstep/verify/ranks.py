@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from evenstep.checks import counted
@@ -124,6 +125,8 @@ class _Runs:
         RehearsalPlan(str(directory / "checkpoints"), str(directory / "traces")).write(directory / "rehearsal.json")
         status, said = self._start(directory / "plan.json", directory / "rehearsal.json", number)
         if status != 0:
+            if status == ConfigurationError.exit_code:  # of the script's calls; the launcher's last line says it all
+                raise UsageError(said.strip().rpartition("evenstep: ")[2])
             needs = " (float64 is what tells rounding from mistakes)" if in_double else ""
             raise UsageError(
                 f"{self._script} on {name}, failed with status {status}{needs}. It said:\n{said[-4000:].rstrip()}"
@@ -145,28 +148,34 @@ def _verdict(runs: _Runs, number: int) -> Verdict:
     faults = tuple(causes.find_faults(run))
     if compare.are_identical(base, run):
         return Verdict(number, 0.0, None, faults)
+    reference = runs.of(runs.base, in_double=True)
+    unseeded = causes.find_unseeded(base, reference)
+    if unseeded:
+        found = compare.Difference(1, compare.UNSEEDED)
+        return Verdict(number, compare.closeness(base, run), found, (*unseeded, *_others(faults, unseeded)))
     if base.num_virtual_ranks:
-        found = compare.first_other_bits(base, run)
-        if found is not None:
-            why = causes.find_causes(base, run, found.step - 1, rounding=1e-6)
-            return Verdict(number, compare.closeness(base, run), found, (*why, *_others(faults, why)))
+        other = compare.first_other_bits(base, run)
+        if other is not None:
+            why = causes.find_causes(base, run, other.step - 1, rounding=1e-6)
+            return Verdict(number, compare.closeness(base, run), other, (*why, *_others(faults, why)))
     skipped = compare.first_other_skip(base, run)
     if skipped is not None:
         return Verdict(number, compare.closeness(base, run), skipped, (causes.OTHERS_SKIPPED, *faults))
-    reference = runs.of(runs.base, in_double=True)
     difference = compare.first_difference(base, reference, run)
     rounding = compare.coarsest_rounding(base, reference)
     if difference is None and rounding <= COARSE:
         return Verdict(number, compare.closeness(base, run), None, faults, rounding)
     double = runs.of(number, in_double=True)
-    difference = compare.first_difference_in_double(base, reference, run, double)
+    difference = compare.first_difference(base, reference, run, double)
     why = [] if difference is None else causes.find_causes(reference, double, difference.step - 1, rounding=1e-12)
     return Verdict(number, compare.closeness(base, run), difference, (*why, *_others(faults, why)), rounding)
 
 
 def _others(faults: Sequence[causes.Cause], received: Sequence[causes.Cause]) -> list[causes.Cause]:
-    """Findings without those that repeat another of the same kind."""
-    return [fault for fault in faults if all(fault.kind != each.kind for each in received)]
+    """Faults of other kinds than the cause of a difference, which come on top of it."""
+    lead = "besides: " if received else ""
+    kinds = {each.kind for each in received}
+    return [replace(fault, text=f"{lead}{fault.text}") for fault in faults if fault.kind not in kinds]
 
 
 def _launcher(

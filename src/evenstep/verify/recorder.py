@@ -11,7 +11,7 @@ import functools
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +20,22 @@ from torch import Tensor, nn
 
 from evenstep import world as worlds
 from evenstep.errors import EvenstepError
-from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.ground.compat.torch_autograd import without_torch_function
 from evenstep.ground.compat.torch_modules import BatchNorm
 from evenstep.ground.compat.torch_tensors import is_dtensor
-from evenstep.observe.models import ranks_with_the_same_samples, uses_fsdp
+from evenstep.observe.loaders import LoaderWatch, WatchedIteration
+from evenstep.observe.models import first_samples, ranks_with_the_same_samples, uses_fsdp
 from evenstep.observe.patching import Patches
 from evenstep.observe.steps import watch_steps
 from evenstep.verify import double, dropout, loaders
-from evenstep.verify.evidence import NUM_PROBES, Plan, Seen, Writer, digest, num_finished, probe, thinned
+from evenstep.verify.evidence import NUM_PROBES, OVER_BATCH, Plan, Seen, Writer, digest, num_finished, probe, thinned
 
 _MOST_NODES = 50_000  # of a graph that are counted
 _MOST_NAMES = 5_000  # modules of a forward that are noted
 _MOST_DRAWS = 8  # states of the random stream in a step
 _WAIT_S = 120.0  # for the other ranks at the end
+# Nodes that add up what they are given, or change only its size.
+_ADDITIVE = ("Add", "Sub", "Neg", "Mul", "Div", "Mean", "Sum", "Squeeze", "View", "ToCopy")
 # Functions whose result is a mean over the samples, by the name of their node.
 _MEANS = ("NllLoss", "MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "KlDiv", "Mean")
 
@@ -46,10 +48,11 @@ def recording(file: Path, *, rank: int) -> Iterator[None]:
         yield
 
 
-class Recorder:
+class Recorder(LoaderWatch):
     """Follows one rank, step by step, until the patches are undone."""
 
     def __init__(self, plan: Plan, rank: int, patches: Patches) -> None:
+        super().__init__(waited=lambda began, ended: None, num_steps=lambda: 0)
         self._plan = plan
         self._writer = Writer(plan, rank)
         self._patches = patches
@@ -58,8 +61,7 @@ class Recorder:
         self._batch_sizes: list[int] = []
         self._names: dict[int, str] = {}  # of parameters, buffers and modules, by their `id`
         self._parameters: dict[str, Tensor] = {}
-        self._buffers: Callable[[], Iterator[tuple[str, Tensor]]] = lambda: iter(())
-        self._models: list[nn.Module] = []
+        self._models: dict[str, nn.Module] = {}  # by the prefix of their parameters' names
         self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._depth = 0  # of module calls
         self._going_back = False
@@ -67,10 +69,7 @@ class Recorder:
         self._passes: list[dict[str, Tensor]] = []  # of each backward pass, probes of what it added
         self._applied: dict[str, Tensor] = {}  # probes of what the optimizer gets
         self._values: dict[str, Tensor] = {}  # on rank 0
-        self._is_first = rank == 0
         self._rank = rank
-        self._shares_with: list[int] = []
-        self._is_sharded = False
         self._loss_scale = 1.0  # of a GradScaler, in what the next backward pass begins with
         self._num_scaled_steps = 0  # calls of a GradScaler's step
         self._install()
@@ -81,6 +80,7 @@ class Recorder:
         patches.replace(torch.autograd, "backward", self._backward)
         patches.replace(torch.amp.GradScaler, "scale", self._scaling)
         patches.replace(torch.amp.GradScaler, "step", self._stepping)
+        self.install(patches)
         watch_steps(patches, self._before_step, self._after_step)
         dropout.switch_off(patches, self._about_to_drop)
         loaders.same_global_batches(patches, self._plan.batch_sizes, self._batch_sizes)
@@ -117,9 +117,18 @@ class Recorder:
 
     def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         model = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-        if not any(known is model for known in self._models):
+        samples = first_samples((args, kwargs))
+        self._seen.rows.append([digest(row) for row in samples])
+        if not any(known is model for known in self._models.values()):
+            if not self._models and samples.dtype != torch.float64:  # which may be computed, and has other bits there
+                self._seen.initial["inputs"] = float(probe(samples).abs().sum())
             self._adopt(model)
-        self._seen.rows.append(_rows((args, kwargs)))
+
+    def read(self, iteration: WatchedIteration, item: Any) -> None:
+        """See base class."""
+        if torch.is_grad_enabled():
+            with without_torch_function():
+                self._seen.loaded += [digest(row) for row in first_samples(item)]
 
     def _adopt(self, model: nn.Module) -> None:
         if self._plan.in_double:
@@ -127,10 +136,7 @@ class Recorder:
         prefix = f"{type(model).__name__}." if self._models else ""
         if any(name.startswith(prefix) for name in self._parameters if prefix):
             prefix = f"{type(model).__name__}{len(self._models)}."
-        self._models.append(model)
-        self._is_sharded |= uses_fsdp(model)
-        if not self._shares_with:
-            self._shares_with = ranks_with_the_same_samples(model, self._rank)
+        self._models[prefix] = model
         for name, module in model.named_modules():
             self._names.setdefault(id(module), prefix + name)
         for name, parameter in model.named_parameters():
@@ -138,17 +144,12 @@ class Recorder:
                 continue
             self._names[id(parameter)] = prefix + name
             self._parameters[prefix + name] = parameter
+            if type(parameter) is nn.Parameter:
+                self._seen.initial[f"param/{prefix}{name}"] = float(probe(parameter).abs().sum())
             if parameter.requires_grad:
                 hook = functools.partial(self._arrived, prefix + name)
                 handle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
                 self._patches.later(handle.remove)
-        before = self._buffers
-
-        def buffers() -> Iterator[tuple[str, Tensor]]:
-            yield from before()
-            yield from ((prefix + name, buffer) for name, buffer in model.named_buffers())
-
-        self._buffers = buffers
 
     def _note_module(self, module: nn.Module) -> None:
         name = self._names.get(id(module))
@@ -204,7 +205,7 @@ class Recorder:
             return
         scale, self._loss_scale = self._loss_scale, 1.0
         self._seen.losses.append((float(root.detach()) / scale, None if weight is None else float(weight)))
-        self._seen.graphs.append(_node_counts(root))
+        self._seen.graphs.append(node_counts(root, {len(rows) for rows in self._seen.rows}))
         name = "" if root.grad_fn is None else root.grad_fn.name()
         is_mean = name.startswith(_MEANS) and getattr(root.grad_fn, "_saved_reduction", 1) == 1
         self._seen.means += is_mean and weight is None
@@ -275,10 +276,13 @@ class Recorder:
         with without_torch_function(), torch.no_grad():
             for name, parameter in self._parameters.items():
                 self._note(f"param/{name}", _whole(parameter))
-            for name, buffer in self._buffers():
-                self._note(f"buffer/{name}", _whole(buffer))
-            seen, self._seen = self._seen, Seen()
-            seen.shares_with, seen.is_sharded = self._shares_with, self._is_sharded
+            seen = self._seen
+            for prefix, model in self._models.items():
+                for name, buffer in model.named_buffers():
+                    self._note(f"buffer/{prefix}{name}", _whole(buffer))
+                seen.is_sharded |= uses_fsdp(model)
+                seen.shares_with = seen.shares_with or ranks_with_the_same_samples(model, self._rank)
+            self._seen = Seen()
             seen.batch_sizes = list(self._batch_sizes)
             seen.virtual_ranks_of_run = self._virtual_ranks()
             self._writer.write(self._num_steps, seen, self._values, self._probes())
@@ -289,7 +293,7 @@ class Recorder:
 
     def _note(self, name: str, tensor: Tensor) -> None:
         self._seen.digests[name] = digest(tensor)
-        if self._is_first:
+        if self._rank == 0:
             self._values[name] = thinned(tensor)
 
     def _probes(self) -> dict[str, Tensor]:
@@ -320,45 +324,40 @@ def _is_skipped(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "found_inf", None) or False)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _whole(tensor: Any) -> Tensor:
     """The whole of a DTensor, for which all ranks of its mesh call this; another tensor as it is."""
-    divided: Any = tensor
-    if not is_dtensor(divided):
-        return tensor
-    whole: Tensor = divided.full_tensor()
-    return whole.detach()
+    whole: Tensor = tensor.full_tensor().detach() if is_dtensor(tensor) else tensor
+    return whole
 
 
 def _no_probe(parameter: Tensor) -> Tensor:
     """Zeros, as many as a parameter's gradient has probes."""
-    if not is_dtensor(parameter):
-        return torch.zeros_like(probe(parameter))
-    return torch.zeros(min(parameter.numel(), NUM_PROBES), dtype=torch.float64, device="cpu")
+    numel = parameter.numel() * (2 if parameter.is_complex() else 1)
+    return torch.zeros(min(numel, NUM_PROBES), dtype=torch.float64, device="cpu")
 
 
 def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _rows(inputs: Any) -> list[str]:
-    """A digest of each sample of the first tensor that is data: it has rows, and no gradient."""
-    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    first = next((tensor for tensor in tensors if tensor.dim() > 0), None)
-    if first is None or first.requires_grad:
-        return []
-    return [digest(row) for row in first.detach()]
+def node_counts(root: Tensor, batch_sizes: Collection[int]) -> dict[str, int]:
+    """How often each kind of node is in the graph of a tensor.
 
-
-def _node_counts(root: Tensor) -> dict[str, int]:
-    """How often each kind of node is in the graph of a tensor."""
+    A mean over samples that isn't that of their losses, but goes into something else, has `OVER_BATCH` behind its name.
+    """
     counts: Counter[str] = Counter()
     known: set[Any] = set()
-    waiting = [root.grad_fn]
+    waiting: list[tuple[Any, bool]] = [(root.grad_fn, False)]
     while waiting and len(known) < _MOST_NODES:
-        node = waiting.pop()
+        node, is_inside = waiting.pop()
         if node is None or node in known:
             continue
         known.add(node)
-        counts[node.name()] += 1
-        waiting += [following for following, _ in node.next_functions]
+        name = node.name()
+        is_mean = is_inside and name.startswith("Mean") and 0 in getattr(node, "_saved_dim", (0,))
+        if is_mean and node._saved_self_sym_sizes[:1] in [(size,) for size in batch_sizes]:
+            name += OVER_BATCH
+        counts[name] += 1
+        is_inside = is_inside or not name.startswith(_ADDITIVE)
+        waiting += [(following, is_inside) for following, _ in node.next_functions]
     return dict(counts)

@@ -23,7 +23,7 @@ class Verdict:
         num_ranks: How many.
         apart: How far gradients and parameters are from those on the fewest ranks, relatively; 0: not a bit.
         difference: The first that rounding doesn't explain.
-        causes: What usually causes it, the best first; also faults that make no difference to gradients.
+        causes: What usually causes it; also faults that make no difference to gradients.
         rounding: How far rounding alone moves a typical tensor; None: it did not have to be known.
     """
 
@@ -51,6 +51,8 @@ class Verdict:
         """For people, without the causes."""
         if self.difference is not None:
             return f"differs: {self.difference}"
+        if any(cause.kind == "no gradient" for cause in self.causes):
+            return "nothing to compare: every gradient is zero"
         if self.apart == 0:
             return "identical bits"
         received = f"equal to {self.apart:.0e}, as expected without reproducible mode"

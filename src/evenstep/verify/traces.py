@@ -40,8 +40,6 @@ def first_difference(straight: Sequence[Mapping[int, Step]], resumed: Sequence[M
         straight: Of each rank, the steps of the run that was left alone.
         resumed: The same of the steps after the resume.
     """
-    if len(straight) != len(resumed):
-        return f"the undisturbed run had {len(straight)} ranks, and the resumed one {len(resumed)}"
     for step in sorted({step for trace in resumed for step in trace}):
         for rank, (ours, theirs) in enumerate(zip(straight, resumed, strict=True)):
             if step not in theirs:

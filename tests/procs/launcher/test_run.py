@@ -377,20 +377,45 @@ def test_ranks_that_do_nothing_together_are_told(
     assert says in "".join(found)
 
 
-def test_a_script_that_spawns_its_own_ranks_is_told_how_to_start_it(tmp_path: Path) -> None:
-    script = """
-        import os, sys
-        import torch.multiprocessing as mp
+SPAWNS = """
+    import os
+    import torch, torch.distributed as dist, torch.multiprocessing as mp
 
-        def work(rank):
-            raise OSError("EADDRINUSE")
+    def set_up(rank):
+        dist.init_process_group("gloo", f"file://{os.path.abspath('meet')}", rank=rank, world_size=2)
 
-        if __name__ == "__main__":
-            mp.spawn(work, nprocs=2)
-    """
-    code, command = call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
-    assert code == 1
-    assert "each of 2 ranks has started them. Start it with python, or with --nproc-per-node 1.\n" in command.stderr
-    assert re.search(r"rank \d \(pid \d+\) failed: Process\w+Exception: \S", command.stderr), (
-        "it begins with empty lines"
-    )
+    class Training:
+        def __init__(self, rank):
+            set_up(rank)
+
+        @classmethod
+        def run(cls, rank):
+            cls(rank)
+
+    def fail(rank):
+        raise OSError("no rank")
+
+    if __name__ == "__main__":
+        START
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "start", "code", "says"),
+    [
+        ("2", "mp.spawn(Training.run, nprocs=2)", 78, "script.py starts its own ranks: processes in which run calls"),
+        ("2", "mp.Process(target=set_up, args=(0,)).start()", 78, "ConfigurationError: script.py starts its own"),
+        ("2", "mp.spawn(fail, nprocs=2)", 1, r"rank \d \(pid \d+\) failed: Process\w+Exception: \S"),
+        ("1", "mp.spawn(set_up, nprocs=2)", 0, ""),
+    ],
+)
+def test_a_script_that_spawns_its_own_ranks_is_told_how_to_start_it(
+    tmp_path: Path, num_ranks: str, start: str, code: int, says: str
+) -> None:
+    """Where each of several ranks would start them; other processes of a script are its own business."""
+    script = SPAWNS.replace("START", start)
+    arguments = ["--nproc-per-node", num_ranks, "--device", "cpu", "script.py"]
+    status, command = call(tmp_path, arguments, script, fresh=True)  # children look for the script where python began
+    assert status == code, command.stderr
+    assert re.search(says, command.stderr), command.stderr
+    assert code != 78 or ("`python script.py`" in command.stderr and "Traceback" not in command.stderr)

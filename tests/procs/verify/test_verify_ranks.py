@@ -121,7 +121,18 @@ def verified(ranks: RankPool, tmp_path: Path) -> Verify:
 
 
 # The others take longer: all of them run on 1, 2 and 4 ranks with `make test-all`.
-QUICK = {"torch_dropout", "fsdp", "evenstep_tokens", "batch_norm", "mean_of_means", "branch"}
+QUICK = {
+    "random_split",
+    "same_noise",
+    "batch_statistics",
+    "no_gradient",
+    "torch_dropout",
+    "fsdp",
+    "evenstep_tokens",
+    "batch_norm",
+    "mean_of_means",
+    "branch",
+}
 
 
 def cases(scripts: Iterable[str]) -> list[Any]:
@@ -151,6 +162,8 @@ def test_mistakes_are_named(name: str, numbers: tuple[int, ...], verified: Verif
     assert [(verdict.causes[0].kind, verdict.is_fine) for verdict in report.verdicts] == [
         (kind, False) for _ in report.verdicts
     ]
+    told = [cause for verdict in report.verdicts for cause in verdict.causes[1:]]
+    assert all(cause.text.startswith("besides: ") for cause in told)
 
 
 @pytest.mark.parametrize("script", [CORRECT["evenstep_scaler"], FUSED, SKIPS_ON_ALL], ids=["plain", "fused", "skips"])
@@ -265,6 +278,17 @@ with evenstep.init(seed=0, quiet=True) as world:
     assert sorted(os.listdir()) == ["model.pt", "train.py"]
 
 
+SPAWNS = """
+import torch.distributed as dist, torch.multiprocessing as mp
+
+def set_up(rank):
+    dist.init_process_group("gloo", rank=rank, world_size=1)
+
+if __name__ == "__main__":
+    mp.spawn(set_up, nprocs=1)
+"""
+
+
 @pytest.mark.extended
 def test_a_script_that_fails_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     script = tmp_path / "script.py"
@@ -274,6 +298,11 @@ def test_a_script_that_fails_is_shown(tmp_path: Path, capfd: pytest.CaptureFixtu
     script.write_text("")
     assert main(["verify", "--ranks", "1,2", str(script)]) == 2
     assert "has made no step" in capfd.readouterr().err
+    script.write_text(SPAWNS)
+    assert main(["verify", "--ranks", "1,2", str(script)]) == 2
+    said = capfd.readouterr().err
+    assert said.count("evenstep: ") == 1, said
+    assert f"ConfigurationError: {script} starts its own ranks: " in said
 
 
 @pytest.mark.parametrize(
@@ -340,3 +369,29 @@ def test_a_script_that_depends_on_the_order_of_a_set_is_seen(tmp_path: Path) -> 
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
     assert done.returncode != 0
     assert "MismatchError" in done.stderr, done.stderr
+
+
+SAVES_ITSELF = """
+import evenstep, torch
+
+with evenstep.init(seed=0, quiet=True):
+    model = evenstep.DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoint = evenstep.Checkpointer("runs", every_steps=EVERY, keep=1, model=model, optimizer=optimizer)
+    checkpoint.resume()
+    while checkpoint.num_steps < 12:
+        model.backward(model(torch.ones(2, 2)).sum() + torch.rand(()).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        checkpoint.step()
+"""
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.extended), 5])
+def test_a_save_of_the_scripts_own_before_the_kill_is_resumed(
+    every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "script.py").write_text(SAVES_ITSELF.replace("EVERY", str(every)))
+    arguments = ["verify", "--resume", "--nproc-per-node", "1", "--kill-at", "6", str(tmp_path / "script.py")]
+    assert main(arguments) == 0, capsys.readouterr()
+    assert "identical: steps 6 to 12" in capsys.readouterr().out

@@ -17,7 +17,8 @@ from evenstep.verify.causes import find_weights
 from evenstep.verify.double import compute_in_double, widen
 from evenstep.verify.dropout import switch_off
 from evenstep.verify.evidence import NUM_PROBES, Plan, Run, Seen, Writer, digest, probe, read_run, thinned
-from evenstep.verify.loaders import same_global_batches, same_samples, size_of, sizes_for
+from evenstep.verify.loaders import same_global_batches, same_samples, sizes_for
+from evenstep.verify.recorder import node_counts
 from evenstep.verify.report import Report, Verdict
 
 
@@ -99,9 +100,9 @@ def test_what_shrinks_in_float64_was_rounding_and_what_stays_is_a_mistake(exact)
     single = a_run(seen(), seen(), values=moved)
     assert compare.first_difference(base, reference, single) is not None
     crossed = {name: value * (1 + 1e-15) for name, value in exact.items()}
-    assert compare.first_difference_in_double(base, reference, single, a_run(seen(), values=crossed)) is None
+    assert compare.first_difference(base, reference, single, a_run(seen(), values=crossed)) is None
     mistaken = {**crossed, "grad/a": moved["grad/a"].double()}
-    found = compare.first_difference_in_double(base, reference, single, a_run(seen(), values=mistaken))
+    found = compare.first_difference(base, reference, single, a_run(seen(), values=mistaken))
     assert found is not None
     assert found.name == "a"
 
@@ -221,19 +222,84 @@ def test_samples(ranks, kind, told):
     assert told in found[0].text
 
 
+def test_numbers_that_all_ranks_draw_alike_are_no_data():
+    """Loaders have given each rank samples of its own: what repeats was drawn by the script."""
+    base = a_run(seen(rows=[["n", "m"]], loaded=["a", "b"]))
+    run = a_run(seen(rows=[["n"]], loaded=["a"]), seen(rows=[["n"]], loaded=["b"]))
+    for found in (causes.find_causes(base, run, 0, rounding=1e-12), causes.find_faults(run)):
+        assert [cause.kind for cause in found] == ["random"]
+        assert "the same random numbers on several ranks" in found[0].text
+    twice = a_run(seen(rows=[["n"]], loaded=["a"]), seen(rows=[["n"]], loaded=["a"]))
+    assert kinds(base, twice) == ["repeated"]
+    assert [cause.kind for cause in causes.find_faults(twice)] == ["repeated"]
+
+
+def test_two_runs_on_as_many_ranks_show_whether_a_script_is_seeded():
+    base = a_run(seen(loaded=["a"], initial={"param/w": 1.0, "inputs": 2.0}))
+    for fine in ({"param/w": 1.0, "inputs": 2.0}, {"param/w": 1.000001}):
+        assert causes.find_unseeded(base, a_run(seen(loaded=["a"], initial=fine))) == []
+    for other, told in (
+        (seen(loaded=["a"], initial={"param/w": 1.1}), "the initial 'w'"),
+        (seen(loaded=["b"], initial={"param/w": 1.0}), "the samples of step 1"),
+        (seen(loaded=["a"], initial={"param/w": 1.0, "inputs": 2.1}), "the samples of step 1"),
+    ):
+        (found,) = causes.find_unseeded(base, a_run(other))
+        assert found.kind == "not seeded"
+        assert f"two runs on 1 rank differ in {told}" in found.text
+
+
+def test_a_cause_is_named_alone():
+    """Of batch norm's statistics and random numbers nothing is known where the samples are others."""
+    base = a_run(seen(rows=[["a", "b"]]))
+    run = a_run(*(seen(rows=[["a"]], unsynced=["1"], draws=True, settings=[{"lr": 2.0}]) for _ in range(2)))
+    assert kinds(base, run) == ["repeated"]
+
+
+def test_a_mean_over_the_batch_inside_the_loss_is_named_where_no_weights_explain_the_difference():
+    inside = {"MeanBackward1 over the batch": 1}
+    base, run = of_passes([0.5, 0.5], [0.5, 0.5], foreign=0.1)
+    for each in run.at(0):
+        each.graphs = [inside]
+    assert kinds(base, run) == ["batch statistics"]
+    base, run = of_passes([0.7, 0.3], [0.5, 0.5])
+    for each in run.at(0):
+        each.graphs = [inside]
+    assert kinds(base, run) == ["average"]
+
+
+def test_a_mean_over_the_batch_is_found_in_a_graph():
+    batch, ones = torch.randn(4, 1, requires_grad=True), torch.ones(4, 1)
+    relative = batch - batch.mean(0, keepdim=True)
+    loss = F.binary_cross_entropy_with_logits(relative, ones) + F.softplus(batch).mean()
+    assert node_counts(loss, {4})["MeanBackward1 over the batch"] == 1
+    assert "MeanBackward0 over the batch" not in node_counts(loss, {4})
+    assert "MeanBackward0 over the batch" in node_counts((batch - batch.mean()).square().mean(), {4})
+    for fine in (batch.square().mean(0).sum(), (batch - batch.mean(-1, keepdim=True)).square().mean()):
+        assert not [name for name in node_counts(fine, {4}) if "batch" in name]
+    assert not [name for name in node_counts(relative.square().mean(), {5}) if "batch" in name]
+
+
+@pytest.mark.parametrize(("values", "is_fine"), [({"grad/w": 0.0}, False), ({}, False), ({"grad/w": 1.0}, True)])
+def test_gradients_that_are_all_zero_are_a_fault(values: dict[str, float], is_fine: bool):
+    steps = Run([[seen()] * 2], lambda step: {name: torch.full((3,), value) for name, value in values.items()}, dict)
+    found = causes.find_faults(steps)
+    assert [cause.kind for cause in found] == ([] if is_fine else ["no gradient"])
+    text = Verdict(2, 0.0, None, tuple(found)).text(is_reproducible=False)
+    assert text == ("identical bits" if is_fine else "nothing to compare: every gradient is zero")
+
+
 def test_equal_samples_in_a_data_set_are_no_repetition():
     assert kinds(data(["a", "a", "b"]), data(["b", "a"], ["a"])) == []
 
 
 def test_branches_are_found_by_modules_and_by_graphs():
-    both = {"rows": [["x"]]}
-    found = causes.find_causes(
-        a_run(seen(**both)), a_run(seen(**both, modules=["a", "b"]), seen(**both, modules=["a"])), 0, rounding=0
-    )
-    assert "module 'b' runs on rank 0 and not on rank 1" in next(c.text for c in found if c.kind == "branch")
-    graphs = a_run(seen(**both, graphs=[{"Mul": 1}]), seen(**both, graphs=[{"Mul": 2}]))
-    found = causes.find_causes(a_run(seen(**both)), graphs, 0, rounding=0)
-    assert "1 nodes Mul, and that of rank 1 2" in next(c.text for c in found if c.kind == "branch")
+    base, first, second = seen(rows=[["x", "y"]]), {"rows": [["x"]]}, {"rows": [["y"]]}
+    modules = a_run(seen(**first, modules=["a", "b"]), seen(**second, modules=["a"]))
+    (found,) = causes.find_causes(a_run(base), modules, 0, rounding=0)
+    assert "module 'b' runs on rank 0 and not on rank 1" in found.text
+    graphs = a_run(seen(**first, graphs=[{"Mul": 1}]), seen(**second, graphs=[{"Mul": 2}]))
+    (found,) = causes.find_causes(a_run(base), graphs, 0, rounding=0)
+    assert "1 nodes Mul, and that of rank 1 2" in found.text
 
 
 def test_settings_and_drift():
@@ -349,9 +415,6 @@ def test_a_forward_in_float64_has_the_same_parameters_and_no_float32(patches: Pa
 def test_other_batch_sizes_only_for_those_that_are_the_other_runs():
     assert sizes_for([8, 3], seen_on=4, num_ranks=2) == [(8, 16), (3, 6)]
     assert sizes_for([8, 3], seen_on=4, num_ranks=3) is None
-    assert size_of(8, [(8, 16)], 0) == 16
-    assert size_of(16, [(8, 16)], 0) == 16  # the script has seen to it
-    assert size_of(8, [(8, 16)], 1) == 8
 
 
 def test_torchs_loaders_load_what_they_are_told(patches: Patches):
@@ -359,13 +422,15 @@ def test_torchs_loaders_load_what_they_are_told(patches: Patches):
 
     data_set = TensorDataset(torch.arange(12))
     passed: list[int] = []
-    same_global_batches(patches, [(2, 4), (3, 6)], passed)
+    same_global_batches(patches, [(2, 4), (3, 6), (2, 4)], passed)
     assert [len(x) for (x,) in DataLoader(data_set, 2)] == [4, 4, 4]
     assert [len(x) for (x,) in DataLoader(data_set, batch_size=3, shuffle=True)] == [6, 6]
     batches = BatchSampler(SequentialSampler(data_set), 2, drop_last=False)
     assert len(DataLoader(data_set, batch_sampler=batches)) == 6
     assert len(DataLoader(data_set, batch_size=None)) == 12
-    assert passed == [2, 3]
+    assert [len(x) for (x,) in DataLoader(data_set, 4)] == [4, 4, 4], "the script has seen to it"
+    assert [len(x) for (x,) in DataLoader(data_set, 6)] == [6, 6], "there was no fourth loader"
+    assert passed == [2, 3, 4, 6]
 
 
 def test_what_a_data_set_draws_depends_on_the_sample_alone(patches: Patches):

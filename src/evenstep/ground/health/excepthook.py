@@ -83,11 +83,6 @@ def install(placement: Placement) -> _Hook:
                 before(kind, error, tb)
             raise SystemExit(130)
         text = describe(error)
-        if type(error).__module__ == "torch.multiprocessing.spawn" and placement.world_size > 1:
-            text += (
-                f"\nThis script starts processes of its own (torch.multiprocessing.spawn), and each of "
-                f"{placement.world_size} ranks has started them. Start it with python, or with --nproc-per-node 1."
-            )
         stderr = _real_stderr()
         page = own_page(placement)
         if page is not None:

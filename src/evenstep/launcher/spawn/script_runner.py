@@ -34,6 +34,7 @@ from evenstep.ground.health.heartbeat import Note
 from evenstep.ground.health.peer_heartbeats import own_page, write_page
 from evenstep.ground.health.steps import count_optimizer_steps
 from evenstep.launcher.spawn.log_lines import stamp_lines
+from evenstep.launcher.spawn.own_ranks import refuse_own_ranks
 from evenstep.processes import has_gpu_driver
 
 # A rank gets it while it runs, too. Scripts and libraries have uses of their own for SIGUSR1 and SIGUSR2.
@@ -67,6 +68,8 @@ def main(arguments: list[str]) -> None:
     if given.inject:
         # By name: nothing of evenstep stands on what is meant for tests.
         importlib.import_module("evenstep.testing.faults").install(given.inject, rank=placement.rank)
+    if kind != "function" and (placement.world_size > 1 or given.verification is not None):
+        refuse_own_ranks()
     with contextlib.ExitStack() as observed:
         # By name: the launcher stands below the rooms that observe runs.
         if given.verification is not None:

@@ -38,7 +38,8 @@ PLAIN = """
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     samples = TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
-    for x, y in DataLoader(samples, batch_size=8):
+    loader = DataLoader(samples, batch_size=8)
+    for x, y in loader:
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()

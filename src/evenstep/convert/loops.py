@@ -155,7 +155,7 @@ class Loops:
             work.refuse(call, reason)
             return
         kind = work.losses.kind(loss)
-        if kind.name == PAIRS:
+        if kind.name == PAIRS or work.losses.compares_pairs(loss):
             work.refuse(
                 call,
                 "each sample is compared with all others of its batch, so ranks would compare theirs with fewer: "
@@ -204,8 +204,8 @@ class Loops:
         """Say what may make a loss another one on a part of a batch."""
         work, losses = self._work, self._work.losses
         flowing = losses.flowing(loss)
-        statistics = [node for node in flowing if is_reduction(node, ("mean", "sum", "std", "var"))]
-        for node in statistics:
+        names = ("mean", "sum", "std", "var", "topk", "median", "quantile")
+        for node in (each for each in flowing if is_reduction(each, names)):
             if losses.kind(node).name not in (MEAN, SUM) and self._script.code(node.func).endswith(("mean", "sum")):  # type: ignore[attr-defined]
                 continue
             if any(isinstance(each, cst.Call) and each is not node and self._takes(each, node) for each in flowing):

@@ -7,6 +7,7 @@ over. That is read from how the number is computed.
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 
 import libcst as cst
@@ -14,8 +15,10 @@ import libcst as cst
 from evenstep.convert.source import Node, Script
 from evenstep.convert.values import Flow, Values, arguments
 
-MEAN, SUM, CONSTANT, UNKNOWN, PAIRS = "mean", "sum", "constant", "unknown", "pairs"
+MEAN, SUM, CONSTANT, NOTHING, UNKNOWN, PAIRS = "mean", "sum", "constant", "nothing", "unknown", "pairs"
+_ZERO = re.compile(r"0(\.0*)?|torch\.(zeros\(.*\)|tensor\(0(\.0*)?\b.*\))")
 _NOISE = ("torch.rand", "torch.normal", "torch.bernoulli", "numpy.random.")
+_PDIST = "torch.nn.functional.pdist"
 _DEPTH = 12  # of names and functions that are followed
 # Functions of torch.nn.functional and classes of torch.nn whose result is a mean unless `reduction` says otherwise.
 _FUNCTIONAL = {
@@ -61,7 +64,8 @@ class Kind:
     """What a number is.
 
     Attributes:
-        name: MEAN, SUM, CONSTANT (the same on all ranks), PAIRS (each sample is compared with all), UNKNOWN.
+        name: MEAN, SUM, CONSTANT (the same on all ranks), NOTHING (0), PAIRS (each sample is compared with all),
+            UNKNOWN.
         weight: What a mean was averaged over, as an expression, where it isn't the batch's samples.
     """
 
@@ -71,10 +75,13 @@ class Kind:
 
 def combined(left: Kind, right: Kind) -> Kind:
     """Of a sum of two terms."""
-    if left.name == CONSTANT:
+    if left.name == NOTHING or left == right:
         return right
-    if right.name == CONSTANT or left == right:
+    if right.name == NOTHING:
         return left
+    if CONSTANT in (left.name, right.name):
+        other = right if left.name == CONSTANT else left
+        return Kind(UNKNOWN) if other.name == SUM else other  # a sum over ranks would have the constant several times
     for name in (PAIRS, UNKNOWN):
         if name in (left.name, right.name):
             return Kind(name)
@@ -98,6 +105,7 @@ class Losses:
     def __init__(self, script: Script, flow: Flow) -> None:
         self.script = script
         self.flow = flow
+        self._has_ignored = any(isinstance(n, cst.UnaryOperation) and script.code(n) == "-100" for n in script.nodes)
         self._kinds: dict[Node, Kind] = {}
         self._batches: dict[Node, frozenset[Node | None]] = {}
 
@@ -166,7 +174,7 @@ class Losses:
 
     def _read(self, node: Node, depth: int) -> Kind:
         if not self.varies(node):
-            return Kind(CONSTANT)
+            return Kind(NOTHING if _ZERO.fullmatch(self.script.code(node)) else CONSTANT)
         match node:
             case cst.Name():
                 return self._of_name(node, depth)
@@ -326,8 +334,9 @@ class Losses:
                     return left
                 if left.name == SUM and self.is_size(node.right):
                     return Kind(MEAN)
-                if left.name == SUM and right.name == SUM:
-                    return Kind(MEAN, self.script.code(self._unbounded(node.right)))
+                count = self._unbounded(node.right)
+                if left.name == SUM and self.kind(count, depth + 1).name == SUM and not self._is_of_model(count):
+                    return Kind(MEAN, self.script.code(count))
         return Kind(UNKNOWN)
 
     def _unbounded(self, node: Node) -> Node:
@@ -337,9 +346,13 @@ class Losses:
                 return self._unbounded(base)
             case cst.Call(func=cst.Name(value="max")):
                 return next((each.value for each in node.args if self.varies(each.value)), node)
-            case cst.BinaryOperation(operator=cst.Add()):
+            case cst.BinaryOperation(operator=cst.Add()) if self.varies(node.left) != self.varies(node.right):
                 return self._unbounded(node.left if self.varies(node.left) else node.right)
         return node
+
+    def _is_of_model(self, node: Node) -> bool:
+        """Whether a gradient flows through a number that divides: then it is no weight, which has none."""
+        return any(self.flow.is_module(value) for each in self.flowing(node) for value in self.flow.of(each))
 
     def _of_call(self, node: cst.Call, depth: int) -> Kind:
         script, func = self.script, node.func
@@ -449,7 +462,7 @@ class Losses:
                 return Kind(UNKNOWN) if "ignore_index" in given else Kind(MEAN, f"{said}[{text}].sum()")
             # Targets in one row are those of tokens or pixels, of which some may be left out.
             is_row = isinstance(target, cst.Call) and text.endswith(("view(-1)", "reshape(-1)", "flatten()"))
-            if "ignore_index" in given or is_row:
+            if "ignore_index" in given or is_row or self._has_ignored:
                 ignored = self.script.code(given["ignore_index"]) if "ignore_index" in given else "-100"
                 return Kind(MEAN, f"({text} != {ignored}).sum()")
         return Kind(MEAN)
@@ -465,6 +478,26 @@ class Losses:
                 return True
             if isinstance(target.func, cst.Attribute):
                 return self._counts_the_batch(target.func.value, depth + 1)
+        return False
+
+    def compares_pairs(self, loss: Node) -> bool:
+        """Whether a loss compares the samples of a batch with each other: `cdist`, or `z @ z.T`."""
+        for node in self.flowing(loss):
+            match node:
+                case cst.Call() if (self.script.qualified(node.func) or "") in ("torch.cdist", _PDIST):
+                    return True
+                case cst.BinaryOperation(operator=cst.MatrixMultiply(), left=left, right=right):
+                    pass
+                case cst.Call(args=[cst.Arg(value=left), cst.Arg(value=right)]) if (
+                    self.script.qualified(node.func) or ""
+                ) in ("torch.mm", "torch.matmul"):
+                    pass
+                case cst.Call(func=cst.Attribute(value=left, attr=cst.Name(value="mm" | "matmul"))) if node.args:
+                    right = node.args[0].value
+                case _:
+                    continue
+            if self.script.code(right).endswith((".T", ".t()")) and self.varies(left) and self.varies(right):
+                return True
         return False
 
     def is_criterion(self, call: cst.Call) -> bool:

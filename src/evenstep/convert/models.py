@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import libcst as cst
 from libcst.helpers import parse_template_expression
 
@@ -31,7 +33,11 @@ _ASKING = {"hasattr", "getattr", "setattr", "isinstance", "type"}
 _SETTING_UP = {"print", "summary", "len", "sum", "str", "repr", "isinstance", "hasattr", "info", "debug", "getattr"}
 _SETTING_UP_ITSELF = {"to", "cuda", "float", "double", "requires_grad_", "fill_", "zero_", "copy_", "eval"}
 _WRAPPER = "evenstep.DistributedDataParallel"
-_BATCH_NORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm", "torchvision.models", "timm.")
+_BATCH_NORM = ("BatchNorm", "torchvision.models", "torch.hub")
+_WITHOUT_LAYERS = sys.stdlib_module_names | {
+    *("torch", "torchvision", "evenstep", "numpy", "scipy", "pandas", "sklearn", "matplotlib", "seaborn", "PIL", "cv2"),
+    *("tqdm", "rich", "yaml", "hydra", "omegaconf", "wandb", "mlflow", "tensorboardX", "datasets", "tokenizers"),
+}
 
 
 class Models:
@@ -47,17 +53,17 @@ class Models:
         self._wrapped_at: dict[Value, Node | None] = {}  # the statement that the wrapper stands before, by model
         self._parallel = [call for call in work.calls() if self._is_data_parallel(call)]
         self.trained = self._find_trained()
-        self._has_batch_norm = any(
-            isinstance(node, cst.Call) and any(name in (work.script.qualified(node.func) or "") for name in _BATCH_NORM)
-            for node in work.script.nodes
-        ) or any(self._is_from_elsewhere(value) for value in self.trained)
+        self._has_batch_norm = self._may_have_batch_norm()
 
-    def _is_from_elsewhere(self, value: Value) -> bool:
-        """Whether a model is made by another file, which isn't read: there may be a batch norm in it."""
-        if value.definition is not None or not isinstance(value.site, cst.Call):
-            return False
-        name = self._script.qualified(value.site.func)
-        return name is not None and not name.startswith("torch.")
+    def _may_have_batch_norm(self) -> bool:
+        """Whether a model may have a batch norm: the script names one, or what makes layers that aren't read."""
+        script = self._script
+        named = {script.qualified(node) or "" for node in script.nodes if isinstance(node, cst.Name | cst.Attribute)}
+        return (
+            script.has_stars
+            or any(each.split(".")[0] not in _WITHOUT_LAYERS for each in script.imports.values())
+            or any(name in each for each in named for name in _BATCH_NORM)
+        )
 
     def _find_trained(self) -> Values:
         found: set[Value] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ SINGLE = Path(__file__).parents[2] / "scripts" / "single" / "accumulation.py"
 def test_output_that_cannot_be_written(command: str, streams: str, status: int, said: str, tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text((PRINTS if command != "convert" else SINGLE).read_text())
-    call = f"set -o pipefail; {sys.executable} -m evenstep {command} {script} {streams}"
+    call = f"set -o pipefail; {shlex.quote(sys.executable)} -m evenstep {command} {script} {streams}"
     done = subprocess.run(["bash", "-c", call], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (status, said)
 

@@ -463,3 +463,46 @@ def test_a_loss_that_is_made_of_parts_leaves_other_sums_alone(tmp_path: Path):
     )
     assert "count += sum(world.exchange(len(x)))" in text
     assert "of rank 0's" not in text
+
+
+@pytest.mark.parametrize(
+    ("imports", "model"),
+    [
+        ("from torch import nn", "nn.Linear(4, 1)"),
+        ("import models", "models.__dict__['net']()"),
+        ("from models import *", "net()"),
+        ("from models import Net", "nn.Sequential(Net(), nn.Linear(4, 1))"),
+        ("import torchvision", "torchvision.models.__dict__['net']()"),
+        ("from torch import hub", "torch.hub.load('some', 'net')"),
+        ("norm = nn.BatchNorm1d", "nn.Sequential(norm(4), nn.Linear(4, 1))"),
+    ],
+)
+def test_a_model_that_may_have_a_batch_norm_gets_that_of_all_ranks(imports: str, model: str, tmp_path: Path):
+    text = HEAD.replace("from torch import nn\n", f"from torch import nn\n{imports}\n") + LOOP
+    text = after(tmp_path, text.replace("nn.Linear(4, 1)", model))
+    assert model in text
+    assert ("SyncBatchNorm" in text) is (model != "nn.Linear(4, 1)")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "(model(x) - y).square().sum() + model.weight.square().sum()",
+        "1 - 2 * (model(x) * y).sum() / (model(x).sum() + y.sum())",
+    ],
+)
+def test_a_loss_that_no_weight_makes_right_is_marked(loss: str, tmp_path: Path):
+    text = after(tmp_path, HEAD + LOOP.replace("nn.functional.mse_loss(model(x), y)", loss))
+    assert "the loss is taken to be the mean over the batch's samples" in text
+
+
+@pytest.mark.parametrize("loss", ["(z @ z.T).logsumexp(1).mean()", "torch.cdist(z, z).amax(1).mean()"])
+def test_a_loss_over_pairs_is_refused(loss: str, tmp_path: Path):
+    text = HEAD + LOOP.replace("loss = nn.functional.mse_loss(model(x), y)", f"z = model(x)\n        loss = {loss}")
+    assert "compared with all others" in str(why_not(tmp_path, text))
+
+
+def test_targets_that_may_be_ignored_don_t_count(tmp_path: Path):
+    loss = "nn.functional.cross_entropy(model(x), y.masked_fill(y < 0, -100))"
+    text = after(tmp_path, HEAD + LOOP.replace("nn.functional.mse_loss(model(x), y)", loss))
+    assert "weight=(y.masked_fill(y < 0, -100) != -100).sum()" in text

@@ -482,21 +482,24 @@ class Losses:
 
     def compares_pairs(self, loss: Node) -> bool:
         """Whether a loss compares the samples of a batch with each other: `cdist`, or `z @ z.T`."""
-        for node in self.flowing(loss):
+        script, nodes = self.script, self.flowing(loss)
+        for call in [each for each in nodes if isinstance(each, cst.Call)]:
+            for value in self.flow.of(call.func):
+                forward = None if value.definition is None else forward_of(value.definition)
+                nodes |= set() if forward is None else set(script.inside(forward))
+        for node in nodes:
+            left: Node = node
+            right = None
             match node:
-                case cst.Call() if (self.script.qualified(node.func) or "") in ("torch.cdist", _PDIST):
+                case cst.Call() if (script.qualified(node.func) or "") in ("torch.cdist", _PDIST):
                     return True
-                case cst.BinaryOperation(operator=cst.MatrixMultiply(), left=left, right=right):
-                    pass
-                case cst.Call(args=[cst.Arg(value=left), cst.Arg(value=right)]) if (
-                    self.script.qualified(node.func) or ""
-                ) in ("torch.mm", "torch.matmul"):
-                    pass
-                case cst.Call(func=cst.Attribute(value=left, attr=cst.Name(value="mm" | "matmul"))) if node.args:
-                    right = node.args[0].value
-                case _:
-                    continue
-            if self.script.code(right).endswith((".T", ".t()")) and self.varies(left) and self.varies(right):
+                case cst.BinaryOperation(operator=cst.MatrixMultiply()):
+                    left, right = node.left, node.right
+                case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value="mm" | "matmul"))) if node.args:
+                    given = [each.value for each in node.args]
+                    left, right = given if len(given) == 2 else (base, given[0])
+            said = "" if right is None else script.code(right)
+            if isinstance(left, cst.Name) and said in (f"{left.value}.T", f"{left.value}.t()"):
                 return True
         return False
 

@@ -496,9 +496,21 @@ def test_a_loss_that_no_weight_makes_right_is_marked(loss: str, tmp_path: Path):
     assert "the loss is taken to be the mean over the batch's samples" in text
 
 
-@pytest.mark.parametrize("loss", ["(z @ z.T).logsumexp(1).mean()", "torch.cdist(z, z).amax(1).mean()"])
+@pytest.mark.parametrize(
+    "loss", ["(z @ z.T).logsumexp(1).mean()", "torch.mm(z, z.t()).mean()", "torch.cdist(z, z).amax(1).mean()", "own(z)"]
+)
 def test_a_loss_over_pairs_is_refused(loss: str, tmp_path: Path):
-    text = HEAD + LOOP.replace("loss = nn.functional.mse_loss(model(x), y)", f"z = model(x)\n        loss = {loss}")
+    own = """
+class Own(nn.Module):
+    def forward(self, z):
+        alike = z @ z.T / 0.1
+        return alike.logsumexp(1).mean()
+
+own = Own()
+"""
+    text = (
+        HEAD + own + LOOP.replace("loss = nn.functional.mse_loss(model(x), y)", f"z = model(x)\n        loss = {loss}")
+    )
     assert "compared with all others" in str(why_not(tmp_path, text))
 
 

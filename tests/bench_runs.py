@@ -6,10 +6,6 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from evenstep.bench.measure.plan import Setting
-from evenstep.bench.measure.records import DATA, DATA_END, SYNC, Facts, RankRecord, Usage
-from evenstep.bench.measure.runs import Measured, Wish, remarks
-from evenstep.bench.measure.scaling import Run
 from evenstep.ground.health.telemetry import (
     BACKWARD,
     END,
@@ -20,6 +16,10 @@ from evenstep.ground.health.telemetry import (
     REDUCED,
     WAITING,
 )
+from evenstep.tools.bench.measure.plan import Setting
+from evenstep.tools.bench.measure.records import DATA, DATA_END, SYNC, Facts, RankRecord, Usage
+from evenstep.tools.bench.measure.runs import Measured, Wish, remarks
+from evenstep.tools.bench.measure.scaling import Run
 
 WARMUP = 2
 MS = 1_000_000

@@ -21,12 +21,7 @@ ROOMS = [
     "__main__",
     "public",
     "cli",
-    "doctor",
-    "convert",
-    "bench",
-    "verify",
-    "observe",
-    "preflight",
+    "tools",
     "launcher",
     "parameter_servers",
     "checkpoint",
@@ -70,9 +65,10 @@ ORDER: dict[str, list[str]] = {
     ],
     "parameter_servers.deciding": ["coordinator", "batch_queue"],
     "parameter_servers.embedding": ["remote_embedding", "table", "initial_rows"],
-    "bench": ["command", "compare", "explain", "measure", "memory"],
-    "bench.explain": ["plots", "report", "findings"],
-    "bench.measure": [
+    "tools": ["doctor", "convert", "bench", "verify", "preflight", "estimate", "observing", "reading"],
+    "tools.bench": ["command", "compare", "explain", "measure"],
+    "tools.bench.explain": ["plots", "report", "findings"],
+    "tools.bench.measure": [
         "runs",
         "probe",
         "scaling",
@@ -84,7 +80,7 @@ ORDER: dict[str, list[str]] = {
         "records",
         "plan",
     ],
-    "bench.memory": ["estimate", "probe", "footprint"],
+    "tools.estimate": ["estimate", "probe", "footprint"],
     "checkpoint": [
         "checkpointer",
         "tools",
@@ -135,7 +131,7 @@ ORDER: dict[str, list[str]] = {
     "data.loading": ["device_prefetch", "workers", "fetch", "digests", "nested"],
     "data.order": ["batch_plan", "drawn", "epochs", "max_tokens", "weighted", "permutation"],
     "data.sources": ["samples", "streams", "same_data", "same_stream", "source", "webdataset", "tokens"],
-    "convert": [
+    "tools.convert": [
         "convert",
         "plan",
         "data",
@@ -148,20 +144,19 @@ ORDER: dict[str, list[str]] = {
         "values",
         "source",
     ],
-    "doctor": [
+    "tools.doctor": [
         "examination",
         "report",
         "diagnosis",
-        "reading",
         "evidence",
         "run",
         "findings",
         "rules",
     ],
-    "doctor.diagnosis": ["data", "output", "devices", "collectives", "step", "starting", "asking"],
-    "doctor.evidence": ["verdict", "data", "output", "collectives", "stepping", "starting", "scene"],
-    "doctor.reading": ["contexts", "values", "program", "source"],
-    "doctor.run": [
+    "tools.doctor.diagnosis": ["data", "output", "devices", "collectives", "step", "starting", "asking"],
+    "tools.doctor.evidence": ["verdict", "data", "output", "collectives", "stepping", "starting", "scene"],
+    "tools.reading": ["contexts", "values", "program", "source", "looked"],
+    "tools.doctor.run": [
         "runs",
         "probe",
         "record_steps",
@@ -196,7 +191,7 @@ ORDER: dict[str, list[str]] = {
     "launcher.pool": ["ranks", "remote"],
     "launcher.spawn": ["zygote", "start_worker", "script_runner", "own_ranks", "child", "guard", "log_lines"],
     "logger": ["logger"],
-    "observe": ["script", "steps", "loaders", "rehearsal", "scratch", "models", "patching", "thresholds"],
+    "tools.observing": ["script", "steps", "loaders", "rehearsal", "scratch", "models", "patching", "thresholds"],
     "optim": [
         "local_sgd",
         "sharded",
@@ -211,7 +206,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "optim.local_sgd": ["local_sgd", "state"],
     "optim.sharded": ["sharded_optimizer", "element_wise", "per_parameter", "flat_segments"],
-    "preflight": ["host_report", "rank_check"],
+    "tools.preflight": ["host_report", "rank_check"],
     "replica": [
         "wrapper",
         "data_parallel",
@@ -275,7 +270,7 @@ ORDER: dict[str, list[str]] = {
         "sync",
         "peers",
     ],
-    "verify": [
+    "tools.verify": [
         "ranks",
         "resume",
         "recorder",

@@ -14,7 +14,7 @@ from evenstep.errors import ConfigurationError
 from evenstep.named_files import validate_target, write_report
 
 if TYPE_CHECKING:
-    from evenstep.convert.convert import Conversion
+    from evenstep.tools.convert.convert import Conversion
 
 _DESCRIPTION = """\
 Convert a training script for one process (or one with DataParallel) to data parallelism. Formatting and comments stay.
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     args.arguments = [each for each in rest if each != "--"]
     validate_target("--json", args.json, args.script)
     try:
-        from evenstep.convert.convert import convert
+        from evenstep.tools.convert.convert import convert
     except ModuleNotFoundError as error:
         if error.name != "libcst":
             raise

@@ -10,11 +10,11 @@ from typing import Any
 import evenstep
 from evenstep import console
 from evenstep.cli.arguments import Parser, add_script, at_least_1, names
-from evenstep.doctor.examination import chosen_rules, examine
-from evenstep.doctor.report import explained
-from evenstep.doctor.rules import RULES
 from evenstep.launcher.options.ranks import add_nproc_per_node
 from evenstep.named_files import validate_target, write_report
+from evenstep.tools.doctor.examination import chosen_rules, examine
+from evenstep.tools.doctor.report import explained
+from evenstep.tools.doctor.rules import RULES
 
 _DESCRIPTION = """\
 Look for the usual mistakes of data-parallel training: every rank trains on the same samples, set_epoch is forgotten,

@@ -12,7 +12,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print what this host and its software are; returns the exit status."""
     args = build_parser().parse_args(arguments)
 
-    from evenstep.preflight.host_report import collect, collect_torchs, render
+    from evenstep.tools.preflight.host_report import collect, collect_torchs, render
 
     text, torchs = collect_torchs()
     ours = collect()

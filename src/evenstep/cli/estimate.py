@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evenstep.bench.memory import estimate
 from evenstep.cli.arguments import Parser
+from evenstep.tools.estimate import estimate
 
 _DESCRIPTION = """\
 Compute how much memory a rank needs, and whether data parallelism is enough: for DistributedDataParallel, a sharded

@@ -11,8 +11,8 @@ from evenstep.cli.arguments import Parser, add_script, number, numbers
 from evenstep.errors import ConfigurationError
 from evenstep.launcher.options.ranks import add_nproc_per_node
 from evenstep.named_files import validate_target, write_report
-from evenstep.verify.ranks import verify_ranks
-from evenstep.verify.resume import verify_resume
+from evenstep.tools.verify.ranks import verify_ranks
+from evenstep.tools.verify.resume import verify_resume
 
 _DESCRIPTION = """\
 Run a training script on 1, 2 and 4 ranks and compare losses, gradients and parameters step by step. What differs by

@@ -15,16 +15,16 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import TensorDataset
 
 import evenstep
-from evenstep.bench.measure.gpu import covered, is_of_the_script
-from evenstep.bench.measure.models import ModelWatch, facts_of
-from evenstep.bench.measure.records import COLLECTIVE, RankRecord, sorted_marks, steps_in_parts
 from evenstep.ground.environment import Measurement, changed_settings
 from evenstep.ground.health.telemetry import BACKWARD, FORWARD, OPTIMIZER_END, REDUCED, WAITING
-from evenstep.observe.loaders import LoaderWatch, replace_batch_sizes
-from evenstep.observe.models import num_rows, trained_by
-from evenstep.observe.patching import Patches
-from evenstep.observe.scratch import idle_checkpointers
 from evenstep.testing import RankPool
+from evenstep.tools.bench.measure.gpu import covered, is_of_the_script
+from evenstep.tools.bench.measure.models import ModelWatch, facts_of
+from evenstep.tools.bench.measure.records import COLLECTIVE, RankRecord, sorted_marks, steps_in_parts
+from evenstep.tools.observing.loaders import LoaderWatch, replace_batch_sizes
+from evenstep.tools.observing.models import num_rows, trained_by
+from evenstep.tools.observing.patching import Patches
+from evenstep.tools.observing.scratch import idle_checkpointers
 
 
 class Sleepy(torch.nn.Module):

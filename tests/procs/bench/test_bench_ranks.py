@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.bench.memory.footprint import footprint
-from evenstep.bench.memory.probe import sizes_of, state_tensors, storage_bytes
 from evenstep.errors import EvenstepError
 from evenstep.testing import RankPool
+from evenstep.tools.estimate.footprint import footprint
+from evenstep.tools.estimate.probe import sizes_of, state_tensors, storage_bytes
 
 # ---------------------------------------------------------------------- memory
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.convert.convert import convert
 from evenstep.testing import RankPool
-from evenstep.verify.ranks import verify_ranks
-from evenstep.verify.report import Report
+from evenstep.tools.convert.convert import convert
+from evenstep.tools.verify.ranks import verify_ranks
+from evenstep.tools.verify.report import Report
 from tests.procs.verify.test_verify_ranks import OnPool
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "single"

@@ -13,14 +13,14 @@ import pytest
 import torch.distributed as dist
 
 from evenstep import world as worlds
-from evenstep.doctor.evidence.verdict import watched
-from evenstep.doctor.examination import read
-from evenstep.doctor.findings import Watched
-from evenstep.doctor.run.events import EventFile, Evidence, Plan
-from evenstep.doctor.run.runs import watch
 from evenstep.errors import CollectiveTimeoutError
-from evenstep.observe.patching import Patches
 from evenstep.testing import RankPool
+from evenstep.tools.doctor.evidence.verdict import watched
+from evenstep.tools.doctor.examination import read
+from evenstep.tools.doctor.findings import Watched
+from evenstep.tools.doctor.run.events import EventFile, Evidence, Plan
+from evenstep.tools.doctor.run.runs import watch
+from evenstep.tools.observing.patching import Patches
 from tests.doctor_runs import FOUND, HANGS
 
 NUM_STEPS = 8
@@ -28,7 +28,7 @@ NUM_STEPS = 8
 
 def run_watched(script: str, plan: str, port: int) -> None:
     """On each rank of the pool: what `evenstep run` does with a script under watch, in a process that is kept."""
-    from evenstep.doctor.run.probe import Probe
+    from evenstep.tools.doctor.run.probe import Probe
 
     _forget_groups()  # of tests before this one
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}

@@ -20,11 +20,11 @@ from torch import nn
 
 from evenstep import world as worlds
 from evenstep.cli.main import main
-from evenstep.observe.patching import Patches
 from evenstep.testing import RankPool
-from evenstep.verify.double import compute_in_double
-from evenstep.verify.ranks import verify_ranks
-from evenstep.verify.report import Report
+from evenstep.tools.observing.patching import Patches
+from evenstep.tools.verify.double import compute_in_double
+from evenstep.tools.verify.ranks import verify_ranks
+from evenstep.tools.verify.report import Report
 from tests import pages
 from tests.procs.docs.test_readme import environment
 from tests.verify_scripts import (
@@ -44,8 +44,8 @@ Verify = Callable[[str, tuple[int, ...]], Report]
 def run_script(script: str, plan: str, rehearsal: str, port: int) -> str:
     """On each rank of the pool: what `evenstep run` does with a script, in a process that is kept."""
     from evenstep.launcher.spawn.script_runner import _run_as_main
-    from evenstep.observe.rehearsal import rehearsing
-    from evenstep.verify import recorder
+    from evenstep.tools.observing.rehearsal import rehearsing
+    from evenstep.tools.verify import recorder
 
     _forget_groups()  # of tests before this one
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}

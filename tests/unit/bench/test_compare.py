@@ -13,7 +13,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from evenstep.bench.compare import (
+from evenstep.cli import bench
+from evenstep.cli.main import main
+from evenstep.errors import ConfigurationError
+from evenstep.tools.bench.compare import (
     as_data,
     compare_losses,
     in_turn,
@@ -24,15 +27,12 @@ from evenstep.bench.compare import (
     validate_scripts,
     verdicts,
 )
-from evenstep.bench.measure.losses import LossWatch
-from evenstep.bench.measure.plan import Setting
-from evenstep.bench.measure.records import read_record, write_record
-from evenstep.bench.measure.runs import Wish
-from evenstep.bench.measure.scaling import Run, Spread
-from evenstep.cli import bench
-from evenstep.cli.main import main
-from evenstep.errors import ConfigurationError
-from evenstep.observe.patching import Patches
+from evenstep.tools.bench.measure.losses import LossWatch
+from evenstep.tools.bench.measure.plan import Setting
+from evenstep.tools.bench.measure.records import read_record, write_record
+from evenstep.tools.bench.measure.runs import Wish
+from evenstep.tools.bench.measure.scaling import Run, Spread
+from evenstep.tools.observing.patching import Patches
 from tests.bench_runs import CALM, FACTS, make_run
 
 WISH = Wish("a.py", (), (2,), "weak", None, 2, 20, 3, 1, watches_losses=True)

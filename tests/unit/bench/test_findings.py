@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from evenstep.bench.explain.findings import Case, Finding, find, grown, unexplained
-from evenstep.bench.explain.report import case_of
-from evenstep.bench.measure.decompose import Decomposition, Parts
-from evenstep.bench.measure.records import Facts
-from evenstep.bench.measure.scaling import curve
+from evenstep.tools.bench.explain.findings import Case, Finding, find, grown, unexplained
+from evenstep.tools.bench.explain.report import case_of
+from evenstep.tools.bench.measure.decompose import Decomposition, Parts
+from evenstep.tools.bench.measure.records import Facts
+from evenstep.tools.bench.measure.scaling import curve
 from tests.bench_runs import CALM, Phases, calm, weak_pair
 
 FACTS = Facts(wrapper="evenstep", num_cores=8, gradient_bytes=8 << 20, num_tensors=6, largest=("0.weight", 3 << 20))

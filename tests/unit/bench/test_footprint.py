@@ -15,9 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from evenstep.bench.memory.estimate import parse_size
-from evenstep.bench.memory.footprint import WAYS, Sizes, footprint, footprints, largest_batch, verdict
-from evenstep.bench.memory.probe import (
+from evenstep.cli.commands import whole_parser
+from evenstep.cli.main import main
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.replica.gradients.buckets.layout import ParameterSpec
+from evenstep.tools.estimate.estimate import parse_size
+from evenstep.tools.estimate.footprint import WAYS, Sizes, footprint, footprints, largest_batch, verdict
+from evenstep.tools.estimate.probe import (
     SavedBytes,
     largest_unit_bytes,
     sizes_of,
@@ -25,11 +29,7 @@ from evenstep.bench.memory.probe import (
     state_tensors,
     storage_bytes,
 )
-from evenstep.bench.memory.probe import main as run_probe
-from evenstep.cli.commands import whole_parser
-from evenstep.cli.main import main
-from evenstep.errors import ConfigurationError, UsageError
-from evenstep.replica.gradients.buckets.layout import ParameterSpec
+from evenstep.tools.estimate.probe import main as run_probe
 from tests import pages
 
 GIB = 1 << 30

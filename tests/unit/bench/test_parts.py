@@ -8,9 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.bench.measure.decompose import Decomposition, decompose
-from evenstep.bench.measure.plan import Setting, default_replicas, in_order, plan_settings, too_small, validate_replicas
-from evenstep.bench.measure.records import (
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.health.telemetry import (
+    BACKWARD,
+    END,
+    FORWARD,
+    FORWARD_END,
+    OPTIMIZER,
+    OPTIMIZER_END,
+    REDUCED,
+    WAITING,
+)
+from evenstep.tools.bench.measure.decompose import Decomposition, decompose
+from evenstep.tools.bench.measure.plan import (
+    Setting,
+    default_replicas,
+    in_order,
+    plan_settings,
+    too_small,
+    validate_replicas,
+)
+from evenstep.tools.bench.measure.records import (
     COLLECTIVE,
     COLLECTIVE_END,
     DATA,
@@ -23,18 +41,7 @@ from evenstep.bench.measure.records import (
     steps_in_parts,
     write_record,
 )
-from evenstep.bench.measure.scaling import Spread, curve, median_run
-from evenstep.errors import ConfigurationError, UsageError
-from evenstep.ground.health.telemetry import (
-    BACKWARD,
-    END,
-    FORWARD,
-    FORWARD_END,
-    OPTIMIZER,
-    OPTIMIZER_END,
-    REDUCED,
-    WAITING,
-)
+from evenstep.tools.bench.measure.scaling import Spread, curve, median_run
 from tests.bench_runs import CALM, MS, WARMUP, calm, make_run, weak_pair
 
 # ---------------------------------------------------------------------- marks

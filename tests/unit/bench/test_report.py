@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from evenstep.bench.command import scaling
-from evenstep.bench.explain import plots
-from evenstep.bench.explain.report import PART_NAMES, build_report, nothing_found, print_report
-from evenstep.bench.measure.plan import Setting
-from evenstep.bench.measure.runs import Wish, remarks
 from evenstep.cli.bench import build_parser
 from evenstep.errors import ConfigurationError
+from evenstep.tools.bench.command import scaling
+from evenstep.tools.bench.explain import plots
+from evenstep.tools.bench.explain.report import PART_NAMES, build_report, nothing_found, print_report
+from evenstep.tools.bench.measure.plan import Setting
+from evenstep.tools.bench.measure.runs import Wish, remarks
 from tests.bench_runs import CALM, calm, make_run, measured, weak_pair
 
 WISH = Wish("train.py", (), (1, 2), "weak", None, 2, 20, 1, 1)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from evenstep.cli.main import main
-from evenstep.convert.convert import Conversion, convert
 from evenstep.errors import ConfigurationError
+from evenstep.tools.convert.convert import Conversion, convert
 from tests import pages
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "scripts" / "single").glob("*.py"))

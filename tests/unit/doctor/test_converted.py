@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("libcst")
 
-from evenstep.convert.convert import convert
-from evenstep.doctor.examination import read
+from evenstep.tools.convert.convert import convert
+from evenstep.tools.doctor.examination import read
 
 # A mistake of the script itself; and each part of an accumulation communicates, as convert's page says.
 LEFT = {"save_resume": ["EV207"], "gpt": ["EV501"], "accumulation": ["EV501"]}

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("libcst")
 
-from evenstep.doctor.examination import read
-from evenstep.doctor.rules import RULES, FoundBy
+from evenstep.tools.doctor.examination import read
+from evenstep.tools.doctor.rules import RULES, FoundBy
 
 ROOT = Path(__file__).parents[3]
 PLANTED = sorted((ROOT / "tests" / "scripts" / "planted").glob("*.py"))

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from evenstep.doctor.evidence.collectives import how_it_hangs
-from evenstep.doctor.evidence.output import name_ranks
-from evenstep.doctor.evidence.scene import Scene, share_of_equal
-from evenstep.doctor.evidence.stepping import _passes, _wrong_factor
-from evenstep.doctor.evidence.verdict import watched
-from evenstep.doctor.findings import Facts, Watched
-from evenstep.doctor.run.events import Event, EventFile, Evidence, Hang, Plan
-from evenstep.doctor.run.hangs import find_hang, first_apart, open_call
-from evenstep.doctor.run.record_devices import Devices
-from evenstep.doctor.run.recorder import Recorder
-from evenstep.observe.patching import Patches
+from evenstep.tools.doctor.evidence.collectives import how_it_hangs
+from evenstep.tools.doctor.evidence.output import name_ranks
+from evenstep.tools.doctor.evidence.scene import Scene, share_of_equal
+from evenstep.tools.doctor.evidence.stepping import _passes, _wrong_factor
+from evenstep.tools.doctor.evidence.verdict import watched
+from evenstep.tools.doctor.findings import Watched
+from evenstep.tools.doctor.run.events import Event, EventFile, Evidence, Hang, Plan
+from evenstep.tools.doctor.run.hangs import find_hang, first_apart, open_call
+from evenstep.tools.doctor.run.record_devices import Devices
+from evenstep.tools.doctor.run.recorder import Recorder
+from evenstep.tools.observing.patching import Patches
+from evenstep.tools.reading.looked import Facts
 
 SCRIPT = "/home/a/train.py"
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from evenstep.doctor.findings import Finding, Refuted, Watched, merge
-from evenstep.doctor.rules import GROUPS, RULES, FoundBy
+from evenstep.tools.doctor.findings import Finding, Refuted, Watched, merge
+from evenstep.tools.doctor.rules import GROUPS, RULES, FoundBy
 
 READ = Finding("EV101", "train.py", 12, 5, "DataLoader(train_set) has no sampler")
 

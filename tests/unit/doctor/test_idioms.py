@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("libcst")
 
-from evenstep.doctor.examination import read
+from evenstep.tools.doctor.examination import read
 
 SCRIPT = '''\
 import builtins

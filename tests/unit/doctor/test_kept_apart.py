@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from evenstep.doctor.run.events import Plan
-from evenstep.doctor.run.record_output import Output
-from evenstep.doctor.run.recorder import Recorder
-from evenstep.observe.patching import Patches
-from evenstep.observe.scratch import Scratch
+from evenstep.tools.doctor.run.events import Plan
+from evenstep.tools.doctor.run.record_output import Output
+from evenstep.tools.doctor.run.recorder import Recorder
+from evenstep.tools.observing.patching import Patches
+from evenstep.tools.observing.scratch import Scratch
 
 
 def test_a_watched_script_overwrites_no_checkpoint(tmp_path: Path):

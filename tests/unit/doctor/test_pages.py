@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("libcst")
 
-from evenstep.doctor.examination import read
-from evenstep.doctor.rules import GROUPS, RULES, FoundBy
+from evenstep.tools.doctor.examination import read
+from evenstep.tools.doctor.rules import GROUPS, RULES, FoundBy
 from tests import pages
 
 

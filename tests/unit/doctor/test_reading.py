@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("libcst")
 
-from evenstep.doctor.examination import examine, read
 from evenstep.errors import ConfigurationError
+from evenstep.tools.doctor.examination import examine, read
 
 SCRIPT = """\
 import torch

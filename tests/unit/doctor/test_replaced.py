@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from evenstep.doctor.run.record_steps import _replaced
+from evenstep.tools.doctor.run.record_steps import _replaced
 
 
 def test_an_optimizer_whose_constructor_raised_is_passed_over() -> None:

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("libcst")
 
 from evenstep.cli.main import main
-from evenstep.doctor.examination import chosen_rules, examine
-from evenstep.doctor.rules import RULES
+from evenstep.tools.doctor.examination import chosen_rules, examine
+from evenstep.tools.doctor.rules import RULES
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PRINTS = SCRIPTS / "planted" / "tutorial_print.py"

@@ -18,8 +18,8 @@ import safetensors.torch
 import torch
 
 import evenstep
-from evenstep.observe.patching import Patches
-from evenstep.observe.scratch import Scratch
+from evenstep.tools.observing.patching import Patches
+from evenstep.tools.observing.scratch import Scratch
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from evenstep.observe import thresholds
+from evenstep.tools.observing import thresholds
 from tests import pages
 
 

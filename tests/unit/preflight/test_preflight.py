@@ -11,8 +11,8 @@ from evenstep.cli.main import main
 from evenstep.errors import ConfigurationError
 from evenstep.ground.environment import detect
 from evenstep.launcher.options.flags import parse, placed_by
-from evenstep.preflight.host_report import describe_placement, render
-from evenstep.preflight.rank_check import choose_pairs, slow_pairs
+from evenstep.tools.preflight.host_report import describe_placement, render
+from evenstep.tools.preflight.rank_check import choose_pairs, slow_pairs
 from tests.unit.ground.environment import recorded_environments as recorded
 
 _SET_BY_TORCH = ("PIP_DISABLE_PIP_VERSION_CHECK", "1")  # collect_env leaves it in the environment
@@ -85,7 +85,7 @@ def test_slow_pairs() -> None:
 
 def test_the_flag_check_stands_for_a_script() -> None:
     args = parse(["--nproc-per-node", "2", "--check"])
-    assert (args.training_script, args.module) == ("evenstep.preflight.rank_check", True)
+    assert (args.training_script, args.module) == ("evenstep.tools.preflight.rank_check", True)
     args = parse(["--nproc-per-node", "2", "train.py", "--check"])
     assert (args.training_script, args.training_script_args, args.module) == ("train.py", ["--check"], False)
     with pytest.raises(ConfigurationError, match="--check runs no script"):

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from evenstep.observe.patching import Patches
-from evenstep.verify import causes, compare
-from evenstep.verify.causes import find_weights
-from evenstep.verify.double import compute_in_double, widen
-from evenstep.verify.dropout import switch_off
-from evenstep.verify.evidence import NUM_PROBES, Plan, Run, Seen, Writer, digest, probe, read_run, thinned
-from evenstep.verify.loaders import same_global_batches, same_samples, sizes_for
-from evenstep.verify.recorder import node_counts
-from evenstep.verify.report import Report, Verdict
+from evenstep.tools.observing.patching import Patches
+from evenstep.tools.verify import causes, compare
+from evenstep.tools.verify.causes import find_weights
+from evenstep.tools.verify.double import compute_in_double, widen
+from evenstep.tools.verify.dropout import switch_off
+from evenstep.tools.verify.evidence import NUM_PROBES, Plan, Run, Seen, Writer, digest, probe, read_run, thinned
+from evenstep.tools.verify.loaders import same_global_batches, same_samples, sizes_for
+from evenstep.tools.verify.recorder import node_counts
+from evenstep.tools.verify.report import Report, Verdict
 
 
 def a_run(*ranks: Seen, values: Mapping[str, Tensor] | None = None, probes: object = None) -> Run:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.verify.traces import Step, first_difference, read_trace
+from evenstep.tools.verify.traces import Step, first_difference, read_trace
 
 
 def run(**changes: object) -> dict[int, Step]:

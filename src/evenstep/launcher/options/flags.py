@@ -54,7 +54,7 @@ _OTHERS = """\
 Passed on to torch: --role, --start-method, --event-log-handler, --numa-binding, --virtual-local-rank,
 --duplicate-stdout-filters, --duplicate-stderr-filters; see `torchrun --help`."""
 
-_CHECK = "evenstep.preflight.rank_check"
+_CHECK = "evenstep.tools.preflight.rank_check"
 _LAUNCHERS_ALONE = (
     "--nproc-per-node",
     "--nnodes",

@@ -73,10 +73,10 @@ def main(arguments: list[str]) -> None:
     with contextlib.ExitStack() as observed:
         # By name: the launcher stands below the rooms that observe runs.
         if given.verification is not None:
-            recorder = importlib.import_module("evenstep.verify.recorder")
+            recorder = importlib.import_module("evenstep.tools.verify.recorder")
             observed.enter_context(recorder.recording(Path(given.verification), rank=placement.rank))
         if given.rehearsal is not None:
-            rehearsal = importlib.import_module("evenstep.observe.rehearsal")
+            rehearsal = importlib.import_module("evenstep.tools.observing.rehearsal")
             observed.enter_context(rehearsal.rehearsing(Path(given.rehearsal), rank=placement.rank))
         excepthook.install(placement)
         # What was imported so far stays to the end, and collections needn't look through it.

@@ -1,0 +1,114 @@
+"""`evenstep bench run` measures a script on several numbers of replicas; `bench compare` several scripts."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from evenstep.console import on_stdout, say
+from evenstep.errors import ConfigurationError
+from evenstep.ground.health.telemetry import NUM_STEPS_KEPT
+from evenstep.named_files import write_report
+from evenstep.tools.bench.measure.plan import default_replicas, validate_replicas
+
+if TYPE_CHECKING:
+    from evenstep.launcher.options.resources import Host
+
+
+def scaling(args: Namespace) -> int:
+    """Measure a script on several numbers of replicas, and write the report.
+
+    Args:
+        args: Of the command line.
+
+    Raises:
+        ConfigurationError: An argument makes no sense.
+        UsageError: The script fails, or makes no steps.
+    """
+    from evenstep.launcher.options.resources import look_at_host
+    from evenstep.tools.bench.explain import plots
+    from evenstep.tools.bench.explain.report import build_report, print_report
+    from evenstep.tools.bench.measure.runs import Wish, measure
+
+    _validate_steps(args)
+    host = look_at_host()
+    replicas = validate_replicas(args.nproc_per_node or default_replicas(_count_places(host, args.device)))
+    # The same for every number of replicas: else one would have the whole host, and all of them a part each.
+    threads = args.threads_per_rank or max(1, host.num_cores // replicas[-1])
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"--out {args.out}: {error.strerror}.") from None
+    if not plots.is_available():
+        say(f"evenstep: {plots.MISSING}")
+    wish = Wish(
+        args.script, tuple(args.arguments), replicas, args.mode, args.batch, args.warmup, args.steps, args.repeats,
+        threads, args.device, float(args.limit),
+    )  # fmt: skip
+    began_at = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    measured = measure(wish, _say)
+    report = build_report(measured, version=sys.modules["evenstep"].__version__, began_at=began_at)
+    write_report(args.out / "report.json", json.dumps(report, indent=1))
+    print_report(report, on_stdout())
+    if plots.is_available():
+        plots.draw_efficiency(report["curves"], args.out / "efficiency.png")
+    print(f"{args.out}/report.json", flush=True)  # noqa: T201
+    return 0
+
+
+def compare(args: Namespace) -> int:
+    """Run scripts in alternating rounds, and print what their steps take and whether their losses are the same.
+
+    Args:
+        args: Of the command line.
+
+    Raises:
+        ConfigurationError: An argument makes no sense.
+        UsageError: A script fails, or makes no steps.
+    """
+    from evenstep.launcher.options.resources import look_at_host
+    from evenstep.tools.bench.compare import as_data, remarks, run_rounds, summarise, table, validate_scripts, verdicts
+    from evenstep.tools.bench.measure.runs import Wish
+
+    _validate_steps(args)
+    names = validate_scripts(args.scripts)
+    host = look_at_host()
+    num_ranks = args.nproc_per_node or _count_places(host, args.device)
+    if args.batch is not None and args.batch < num_ranks:
+        raise ConfigurationError(f"--batch {args.batch}: at least a sample for each of {num_ranks} ranks.")
+    threads = args.threads_per_rank or max(1, host.num_cores // num_ranks)
+    wish = Wish(
+        args.scripts[0], tuple(args.arguments), (num_ranks,), "weak", args.batch, args.warmup, args.steps, args.rounds,
+        threads, args.device, float(args.limit), watches_losses=True,
+    )  # fmt: skip
+    rounds = run_rounds(wish, args.scripts, names, _say)
+    sides = summarise(names, rounds)
+    told = remarks(wish, sides, rounds)
+    if args.json is not None:
+        write_report(args.json, json.dumps(as_data(sides, told, wish), indent=1))
+    console = on_stdout()
+    console.print(table(sides, wish))
+    for line in [*verdicts(sides), *(f"note: {remark}" for remark in told)]:
+        console.print(line, highlight=False, markup=False)
+    return 0
+
+
+def _validate_steps(args: Namespace) -> None:
+    if args.warmup < 2:
+        raise ConfigurationError(f"--warmup {args.warmup}: at least 2; in the first step the models are looked for.")
+    if args.warmup + args.steps > NUM_STEPS_KEPT:
+        raise ConfigurationError(
+            f"--warmup {args.warmup} and --steps {args.steps}: at most {NUM_STEPS_KEPT} together are remembered."
+        )
+
+
+def _count_places(host: Host, device: str | None) -> int:
+    """GPUs if there are any that may be used, else cores."""
+    return host.num_gpus if host.num_gpus > 0 and device != "cpu" else host.num_cores
+
+
+def _say(line: str) -> None:
+    say(f"evenstep: {line}")

@@ -1,0 +1,329 @@
+"""Scripts beside each other: `evenstep bench compare`. Runs in rounds, ratios with their spread, losses compared.
+
+[Note: alternating rounds]
+
+Every round runs each script once, and every other round goes backwards, so that a machine that gets slower favours
+none. A ratio is taken within a round.
+
+    round 1    a.py, b.py
+    round 2    b.py, a.py
+    round 3    a.py, b.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from evenstep.checks import counted
+from evenstep.errors import ConfigurationError
+from evenstep.named_files import validate_script
+from evenstep.temporary import private_directory
+from evenstep.tools.bench.measure.plan import Setting
+from evenstep.tools.bench.measure.runs import Wish, ended_early, not_written, others_busy, run_once
+from evenstep.tools.bench.measure.scaling import Run, Spread
+
+VERSION = 1
+
+# Relative differences of losses that rounding explains: sums have other orders, and steps carry it on.
+_TOLERANCES = {"float64": 1e-8, "float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+
+Losses = Sequence[float | None]  # by step; None where no loss was seen
+
+
+@dataclass(frozen=True)
+class LossComparison:
+    """Losses of a script beside those of the first one, step by step.
+
+    Attributes:
+        num_steps: Steps in which both have a loss, of the round with the fewest.
+        difference: The largest, relative to the largest loss of the first script; None if there is no such step.
+        step: Where that was, from 1 on; 0 if nowhere.
+        tolerance: The difference that rounding explains.
+        own: The largest difference between rounds of the first script itself.
+        reason: Why nothing was compared; "" if something was.
+    """
+
+    num_steps: int = 0
+    difference: float | None = None
+    step: int = 0
+    tolerance: float = 0.0
+    own: float = 0.0
+    reason: str = ""
+
+    @property
+    def are_same(self) -> bool | None:
+        """Whether rounding explains all differences; None if nothing was compared."""
+        return None if self.difference is None else self.difference <= self.tolerance
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            return f"not compared: {self.reason}"
+        steps = counted(self.num_steps, "step")
+        if self.difference == 0:
+            return f"same losses ({steps})"
+        if self.are_same:
+            return f"same losses ({steps}), but for rounding: {self.difference:.1g}"
+        apart = f"{self.difference:.2g} of the largest loss in step {self.step}"
+        if self.difference <= 2 * self.own:
+            return f"differ by {apart}; the first script's own rounds differ by {self.own:.2g}"
+        return f"DIFFER by {apart}"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the scripts, over all rounds.
+
+    Attributes:
+        name: Its path; a number follows where the same script is there twice.
+        step_s: The average step.
+        samples_per_s: Throughput of all ranks.
+        rows_per_step: Samples of most steps on all ranks together; 0 if none were seen.
+        ratios: By round: its step over that of the first script.
+        ratio: The same with its quartiles.
+        ratio_by_sample: The same of the time of a sample.
+        losses: Beside those of the first script; None of the first one itself.
+    """
+
+    name: str
+    step_s: Spread
+    samples_per_s: Spread
+    rows_per_step: int
+    ratios: tuple[float, ...]
+    ratio: Spread
+    ratio_by_sample: Spread
+    losses: LossComparison | None
+
+
+def validate_scripts(scripts: Sequence[str]) -> tuple[str, ...]:
+    """The names under which scripts are shown.
+
+    Raises:
+        ConfigurationError: There is one only, or one isn't there.
+    """
+    if len(scripts) < 2:
+        raise ConfigurationError(
+            f"bench compare needs two scripts or more, and has {scripts[0]} alone. Name it twice to see how much "
+            f"rounds of one script differ."
+        )
+    for script in scripts:
+        validate_script(script)
+    earlier = [scripts[:number].count(script) for number, script in enumerate(scripts)]
+    return tuple(script if not n else f"{script} ({n + 1})" for script, n in zip(scripts, earlier, strict=True))
+
+
+def in_turn(count: int, round_number: int) -> list[int]:
+    """The order of a round; see [Note: alternating rounds]."""
+    return list(range(count))[:: -1 if round_number % 2 else 1]
+
+
+def run_rounds(
+    wish: Wish, scripts: Sequence[str], names: Sequence[str], say: Callable[[str], None]
+) -> list[tuple[Run, ...]]:
+    """The runs of all scripts, by round; in a round in the order of the scripts.
+
+    Args:
+        wish: What is to be measured, but for the script.
+        scripts: Their paths.
+        names: What they are called.
+        say: Told what is going on, a line each.
+
+    Raises:
+        UsageError: A script failed, made no steps, or took too long.
+    """
+    setting = Setting(wish.replicas[0], wish.batch)
+    rounds = []
+    with private_directory("bench") as root:
+        for number in range(wish.num_rounds):
+            runs: dict[int, Run] = {}
+            for side in in_turn(len(scripts), number):
+                say(f"round {number + 1} of {wish.num_rounds}: {names[side]}")
+                place = root / f"round-{number}-{side}"
+                runs[side] = run_once(setting, replace(wish, script=scripts[side]), place)
+            rounds.append(tuple(runs[side] for side in range(len(scripts))))
+    return rounds
+
+
+# ---------------------------------------------------------------------- from runs to figures
+
+
+def summarise(names: Sequence[str], rounds: Sequence[Sequence[Run]]) -> list[Side]:
+    """Figures of all scripts. Pure.
+
+    Args:
+        names: What scripts are called.
+        rounds: Their runs, by round.
+    """
+    sides = []
+    firsts = [runs[0] for runs in rounds]
+    for number, name in enumerate(names):
+        runs = [each[number] for each in rounds]
+        ratios = tuple(run.step_s / first.step_s for run, first in zip(runs, firsts, strict=True))
+        by_sample = [first.samples_per_s / run.samples_per_s for run, first in zip(runs, firsts, strict=True)]
+        dtypes = {run.records[0].facts.loss_dtype for run in (runs[0], firsts[0])}
+        losses = None
+        if number > 0:
+            losses = compare_losses(
+                [losses_of(run) for run in firsts],
+                [losses_of(run) for run in runs],
+                max(_TOLERANCES.get(dtype, _TOLERANCES["float32"]) for dtype in dtypes),
+                names=(names[0], name),
+            )
+        sides.append(
+            Side(
+                name,
+                Spread.of([run.step_s for run in runs]),
+                Spread.of([run.samples_per_s for run in runs]),
+                runs[0].usual_batch,
+                ratios,
+                Spread.of(ratios),
+                Spread.of(by_sample),
+                losses,
+            )
+        )
+    return sides
+
+
+def losses_of(run: Run) -> list[float | None]:
+    """By step, the loss over all ranks: the weighted mean, or the mean of plain backward passes."""
+    found: list[float | None] = []
+    for ranks in zip(*(record.losses for record in run.records), strict=False):
+        weight = sum(each for _, each in ranks)
+        found.append(sum(total for total, _ in ranks) / weight if weight else None)
+    return found
+
+
+def compare_losses(
+    first: Sequence[Losses], others: Sequence[Losses], tolerance: float, *, names: tuple[str, str]
+) -> LossComparison:
+    """Compare losses round by round. Pure.
+
+    Args:
+        first: Of the first script, by round.
+        others: Of another one, by round.
+        tolerance: The relative difference that rounding explains.
+        names: What both are called.
+    """
+    for name, rounds in zip(names, (first, others), strict=True):
+        if not any(loss is not None for losses in rounds for loss in losses):
+            return LossComparison(reason=f"{name} calls backward on nothing of one number, so no loss was seen")
+    found = [_difference(a, b) for a, b in zip(first, others, strict=True)]
+    num_steps = min(count for count, _, _ in found)
+    if num_steps == 0:
+        return LossComparison(reason="no step has a loss in both scripts")
+    _, difference, step = max(found, key=lambda each: each[1])
+    own = max((difference for _, difference, _ in (_difference(first[0], each) for each in first[1:])), default=0.0)
+    return LossComparison(num_steps, difference, step, tolerance, own)
+
+
+def _difference(some: Losses, others: Losses) -> tuple[int, float, int]:
+    """(steps in which both have a loss, the largest relative difference, the step where it is)."""
+    pairs = [
+        (step, a, b)
+        for step, (a, b) in enumerate(zip(some, others, strict=False), 1)
+        if a is not None and b is not None
+    ]
+    # Relative to the largest of all: one that is nearly zero by chance is no measure.
+    size = max((abs(a) for _, a, _ in pairs if math.isfinite(a)), default=0.0)
+    worst, where = 0.0, 0
+    for step, a, b in pairs:
+        if a == b or (math.isnan(a) and math.isnan(b)):
+            continue
+        apart = abs(a - b) / size if size else math.inf
+        apart = math.inf if math.isnan(apart) else apart
+        if apart > worst:
+            worst, where = apart, step
+    return len(pairs), worst, where
+
+
+def remarks(wish: Wish, sides: Sequence[Side], rounds: Sequence[Sequence[Run]]) -> list[str]:
+    """What a reader of the figures should know. Pure."""
+    found = []
+    if len(rounds) == 1:
+        found.append("one round: how much rounds differ is unknown; --rounds 5 measures it")
+    for number, side in enumerate(sides):
+        found += ended_early(side.name, [record for runs in rounds for record in runs[number].records], wish.num_steps)
+        if not side.rows_per_step:
+            found.append(f"no tensor went into a model of {side.name}, so its samples aren't known")
+        elif sides[0].rows_per_step not in (0, side.rows_per_step):
+            found.append(
+                f"{side.name} takes {counted(side.rows_per_step, 'sample')} a step, and {sides[0].name} "
+                f"{sides[0].rows_per_step}: by the sample it takes {_with_spread(side.ratio_by_sample)} times as long"
+            )
+    found += others_busy([run for runs in rounds for run in runs])
+    return found + not_written([record for runs in rounds for run in runs for record in run.records])
+
+
+# ---------------------------------------------------------------------- for people, and for programs
+
+
+def as_data(sides: Sequence[Side], told: Sequence[str], wish: Wish) -> dict[str, Any]:
+    """What `--json` writes."""
+    kept = {
+        name: value
+        for name, value in asdict(wish).items()
+        if name not in ("script", "mode", "replicas", "watches_losses")
+    }
+    scripts = [
+        {**asdict(side), "losses": None if side.losses is None else _losses_as_data(side.losses)} for side in sides
+    ]
+    return {
+        "kind": "compare",
+        "version": VERSION,
+        "command": {**kept, "num_ranks": wish.replicas[0]},
+        "scripts": scripts,
+        "remarks": list(told),
+    }
+
+
+def _losses_as_data(losses: LossComparison) -> dict[str, Any]:
+    data: dict[str, Any] = {**asdict(losses), "are_same": losses.are_same, "told": str(losses)}
+    if losses.difference == math.inf:  # JSON has no infinity
+        data["difference"] = "inf"
+    if losses.own == math.inf:
+        data["own"] = "inf"
+    return data
+
+
+def table(sides: Sequence[Side], wish: Wish) -> Table:
+    """A line for each script."""
+    made = Table(
+        title=f"On {counted(wish.replicas[0], 'rank')}, {counted(wish.num_rounds, 'round')}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1),
+        pad_edge=False,
+    )
+    made.add_column("script")
+    made.add_column("step, ms", justify="right")
+    made.add_column("times the first's", justify="right")
+    made.add_column("samples/s", justify="right")
+    for number, side in enumerate(sides):
+        step = Spread(side.step_s.median * 1e3, side.step_s.low * 1e3, side.step_s.high * 1e3)
+        ratio = _with_spread(side.ratio) if number else "1"
+        samples = f"{side.samples_per_s.median:,.0f}" if side.rows_per_step else "unknown"
+        made.add_row(Text(side.name), _with_spread(step), ratio, samples)
+    return made
+
+
+def verdicts(sides: Sequence[Side]) -> list[str]:
+    """A sentence for each script but the first: its time, and its losses."""
+    first = sides[0].name
+    return [f"{side.name}: {_told(side, first)}; losses: {side.losses}" for side in sides[1:]]
+
+
+def _told(side: Side, first: str) -> str:
+    if min(side.ratios) <= 1 <= max(side.ratios):
+        return f"neither faster nor slower than {first} in every round"
+    word = "slower" if side.ratio.median > 1 else "faster"
+    return f"{word} than {first} in every round, {side.ratio.median:.2f} times as long a step"
+
+
+def _with_spread(spread: Spread) -> str:
+    return f"{spread.median:.3g} ({spread.low:.3g} to {spread.high:.3g})"

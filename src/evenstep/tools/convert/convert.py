@@ -1,0 +1,197 @@
+"""`evenstep convert script.py`: reads a script, converts it in memory, and writes it only as a whole."""
+
+from __future__ import annotations
+
+import ast
+import codecs
+import difflib
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import libcst as cst
+
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.named_files import encoding_of, read_script, replace_file
+from evenstep.tools.convert.plan import already_distributed, plan
+from evenstep.tools.convert.source import Script
+from evenstep.tools.convert.work import Remark
+from evenstep.tools.verify.ranks import verify_ranks
+from evenstep.tools.verify.report import Report
+
+_DEEPEST = 500  # levels of a tree
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What became of a script.
+
+    Attributes:
+        before, after: The text; the same where nothing was changed.
+        content: `after` in the file's encoding.
+        original: The file's bytes when it was read.
+        by: Who divides the training already, so that nothing is to be done.
+        problems: Why it can't be converted; then nothing was changed.
+        notes: What a person should know of it.
+        launch: The command that starts it on two ranks.
+    """
+
+    script: str
+    before: str
+    after: str
+    content: bytes
+    original: bytes
+    by: str | None = None
+    problems: tuple[Remark, ...] = ()
+    notes: tuple[Remark, ...] = ()
+    launch: str = ""
+
+    @property
+    def diff(self) -> str:
+        """The changes as a unified diff."""
+        name = self.script.lstrip("/")
+        before, after = (text.splitlines(keepends=True) for text in (self.before, self.after))
+        found = "".join(difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"))
+        return found.replace("\r\n", "\n")
+
+    def as_json(self) -> dict[str, Any]:
+        """What `evenstep convert --json` writes."""
+        problems, notes = ([vars(each) for each in remarks] for remarks in (self.problems, self.notes))
+        return {"version": 1, "script": self.script, "data_parallel_by": self.by, "diff": self.diff} | {
+            "problems": problems,
+            "notes": notes,
+            "launch": self.launch,
+        }
+
+    def write(self) -> None:
+        """Put the new text in the place of the old one, as a whole, with the file's mode.
+
+        Raises:
+            ConfigurationError: The file is read-only, or isn't what was converted any more. It is as it was.
+            OSError: It can't be written. It is as it was.
+        """
+        path = Path(self.script).resolve()  # of a link, what it points to
+        if not path.stat().st_mode & 0o222 or not os.access(path, os.W_OK):
+            raise ConfigurationError(f"{self.script} is read-only, and is as it was: chmod u+w {self.script}")
+        if path.read_bytes() != self.original:
+            raise ConfigurationError(
+                f"{self.script} has been changed since it was read, and is as it was: convert again."
+            )
+        replace_file(path, self.content)
+
+    def verify(self, arguments: Sequence[str], *, say: Callable[[str], None]) -> Report:
+        """Run the new text on one rank and on three, and compare: two equal halves would hide a wrong weight.
+
+        Args:
+            arguments: Of the script.
+            say: Told what is going on.
+
+        Raises:
+            UsageError: The script fails, or makes no steps.
+        """
+        path = Path(self.script)
+        # Beside the script, which may import and read what lies there.
+        copy = path.with_name(f"{path.stem}_converted_{os.getpid()}.py")
+        try:
+            copy.write_bytes(self.content)
+        except OSError as error:
+            raise UsageError(f"--verify: can't write {copy}, which is what is run: {error.strerror}.") from None
+        try:
+            return verify_ranks(
+                str(copy), arguments, ranks=(1, 3), say=lambda line: say(line.replace(str(copy), self.script))
+            )
+        finally:
+            copy.unlink(missing_ok=True)
+
+
+def convert(script: str) -> Conversion:
+    """Convert a script, in memory.
+
+    Args:
+        script: A file.
+
+    Raises:
+        ConfigurationError: There is no such script, or it isn't python that can be parsed.
+    """
+    path = Path(script)
+    module, content = _parse(path)
+    before = module.code
+    source = Script(module)
+    by = already_distributed(source)
+    if by is not None:
+        return Conversion(script, before, before, content, content, by=by)
+    work = plan(source, file=path.name)
+    problems, notes = tuple(sorted(work.problems)), tuple(sorted(work.notes))
+    if problems:
+        return Conversion(script, before, before, content, content, problems=problems, notes=notes)
+    after = work.edits.apply()
+    _validate(after, path, ("evenstep", work.world))
+    mark = codecs.BOM_UTF8 if content.startswith(codecs.BOM_UTF8) else b""
+    new = mark + after.removeprefix("\ufeff").encode(encoding_of(content, path).removesuffix("-sig"))
+    return Conversion(script, before, after, new, content, notes=notes, launch=work.launch)
+
+
+def _parse(path: Path) -> tuple[cst.Module, bytes]:
+    if path.suffix.lower() == ".ipynb":
+        raise ConfigurationError(f"{path} is a notebook: export it as a script first (jupyter nbconvert --to script).")
+    content = read_script(path)
+    encoding_of(content, path)
+    if not content.strip():
+        raise ConfigurationError(f"{path} is empty: name the script that trains.")
+    return _parse_text(content, path), content
+
+
+def _parse_text(content: bytes, path: Path) -> cst.Module:
+    # Python first: it says more of a mistake, and LibCST's parser dies of what is nested too deeply for python.
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the script's own
+            tree = ast.parse(content)
+        _validate_depth(tree)
+        return cst.parse_module(content)
+    except SyntaxError as error:
+        what = f"{path}, line {error.lineno or 1}: {error.msg}"
+        raise ConfigurationError(f"{what}. This is no python that can be parsed.") from None
+    except cst.ParserSyntaxError as error:
+        line = error.raw_line
+        raise ConfigurationError(f"{path}, line {line}: this is no python that LibCST can parse.") from None
+    except (RecursionError, MemoryError):
+        raise ConfigurationError(f"{path}: it is nested too deeply to be read.") from None
+
+
+def _validate_depth(tree: ast.AST) -> None:
+    """Raise RecursionError for what would take LibCST minutes, or end python."""
+    level: list[ast.AST] = [tree]
+    for _ in range(_DEEPEST):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if not level:
+            return
+    raise RecursionError
+
+
+def _validate(text: str, path: Path, names: Sequence[str]) -> None:
+    """Never write what doesn't parse, or uses a name before it is there: that would be a fault of ours."""
+    try:
+        cst.parse_module(text)
+        compile(text, str(path), "exec", dont_inherit=True)
+        reason = next((f"wouldn't have {each} in time" for each in names if _is_late(ast.parse(text), each)), None)
+    except (cst.ParserSyntaxError, SyntaxError) as error:
+        reason = f"wouldn't parse ({str(error).splitlines()[0]})"
+    if reason is not None:
+        raise UsageError(
+            f"{path}: the converted script {reason}, so nothing was changed. This is a fault of evenstep convert."
+        )
+
+
+def _is_late(tree: ast.Module, name: str) -> bool:
+    """Whether a module uses a name in a line before the one that binds it."""
+    running = [each for each in tree.body if not isinstance(each, ast.FunctionDef | ast.ClassDef)]
+    nodes = [node for statement in running for node in ast.walk(statement)]
+    uses = [node for node in nodes if isinstance(node, ast.Name) and node.id == name]
+    reads = [node.lineno for node in uses if isinstance(node.ctx, ast.Load)]
+    binds = [node.lineno for node in uses if isinstance(node.ctx, ast.Store)]
+    binds += [node.lineno for node in nodes if isinstance(node, ast.alias) and node.name == name]
+    return bool(reads) and min(reads) < min(binds, default=0)

@@ -1,0 +1,195 @@
+"""Findings for people (a terminal or plain text) and for programs (JSON, SARIF 2.1.0)."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from rich.console import Console
+from rich.text import Text
+
+from evenstep.checks import counted
+from evenstep.tools.doctor.findings import Finding
+from evenstep.tools.doctor.rules import RULES, Rule, Severity
+from evenstep.tools.reading.looked import Looked
+
+JSON_VERSION = 1
+_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `evenstep doctor` found.
+
+    Attributes:
+        script: As the user named it.
+        findings: Sorted by place.
+        notes: Sentences about what couldn't be looked at.
+        num_steps: Steps that were watched; None if the script was only read.
+        looked: What was looked at.
+    """
+
+    script: str
+    findings: Sequence[Finding]
+    notes: Sequence[str] = ()
+    num_steps: int | None = None
+    looked: Looked = field(default_factory=Looked)
+
+    @property
+    def is_fine(self) -> bool:
+        """True if there is no finding but notes."""
+        return all(each.about.severity is Severity.NOTE for each in self.findings)
+
+    def show(self, console: Console) -> None:
+        """Print findings, each with its evidence, its cost and how to mend it."""
+        for finding in self.findings:
+            _show_finding(console, finding)
+        for note in self.notes:
+            console.print(Text(note))
+        console.print(Text(self.summary()))
+
+    def summary(self) -> str:
+        """The last line."""
+        ran = "" if self.num_steps is None else f", and run for {counted(self.num_steps, 'step')}"
+        looked = f"read{ran}: {self.looked}"
+        if not self.findings and not self.num_steps and not self.looked.is_distributed:
+            is_unknown = "no call that makes it distributed is known" if self.looked.communicates else "not distributed"
+            return f"{self.script}: {is_unknown}: not examined."
+        if not self.findings:
+            return f"{self.script}: nothing found ({looked})."
+        real = [each for each in self.findings if each.about.severity is not Severity.NOTE]
+        parts = [counted(len(real), "finding")]
+        confirmed = sum(each.confirmed for each in real)
+        if self.num_steps is not None and real:
+            count = "none" if confirmed == 0 else f"{confirmed} of them"
+            parts.append(f"{'' if confirmed == len(real) else count + ' '}confirmed by the run")
+        if len(real) < len(self.findings):
+            parts.append(counted(len(self.findings) - len(real), "note"))
+        return f"{self.script}: {', '.join(parts)} ({looked})."
+
+    def as_json(self) -> str:
+        """The report for programs."""
+        found = [
+            {
+                "rule": each.rule,
+                "name": each.about.name,
+                "severity": each.about.severity.value,
+                "path": each.path,
+                "cell": each.cell,
+                "line": each.line,
+                "column": each.column,
+                "confirmed": each.confirmed,
+                "evidence": each.evidence,
+                "cost": each.cost or each.about.why,
+                "mend": each.mend or each.about.mend,
+                "page": each.about.page,
+            }
+            for each in self.findings
+        ]
+        result = {
+            "version": JSON_VERSION,
+            "script": self.script,
+            "fine": self.is_fine,
+            "steps": self.num_steps,
+            "distributed": self.looked.is_distributed,
+            "loaders": self.looked.num_loaders,
+            "wrapped_models": self.looked.num_wrapped,
+            "not_understood": [{"text": text, "line": line} for text, line in self.looked.unknown],
+            "findings": found,
+            "notes": list(self.notes),
+        }
+        return json.dumps(result, indent=2)
+
+    def as_sarif(self, version: str) -> str:
+        """The report for code review tools, in the Static Analysis Results Interchange Format 2.1.0 of OASIS.
+
+        Args:
+            version: Of evenstep.
+        """
+        used = sorted({each.rule for each in self.findings})
+        run = {
+            "tool": {
+                "driver": {
+                    "name": "evenstep doctor",
+                    "version": version,
+                    "rules": [_sarif_rule(RULES[each]) for each in used],
+                }
+            },
+            "columnKind": "unicodeCodePoints",
+            "results": [_sarif_result(each, used.index(each.rule)) for each in self.findings],
+        }
+        schema = "https://json.schemastore.org/sarif-2.1.0.json"
+        return json.dumps({"$schema": schema, "version": "2.1.0", "runs": [run]}, indent=2)
+
+
+def explained(rule: Rule) -> str:
+    """A rule in words, for `--explain`."""
+    mend = textwrap.indent(rule.mend, "    ")
+    return (
+        f"{rule.id} {rule.name}\n\n{rule.what}\n{rule.why}\n\n{mend}\n\nFound by {rule.found_by.value}. {rule.page}\n"
+    )
+
+
+def _show_finding(console: Console, finding: Finding) -> None:
+    rule = finding.about
+    heading = Text()
+    heading.append(finding.place, style="bold")
+    heading.append(f"  {rule.id} ", style=_STYLES[rule.severity])
+    heading.append(rule.name)
+    if finding.confirmed:
+        heading.append("  confirmed", style="bold green")
+    console.print(heading)
+    for line in (f"{finding.evidence.rstrip('.')}.", f"Cost: {finding.cost or rule.why}"):
+        for wrapped in textwrap.wrap(line, max(console.width - 6, 40), break_long_words=False, break_on_hyphens=False):
+            console.print(Text(f"    {wrapped}"))
+    code = finding.mend or rule.mend
+    for line in code.splitlines():
+        console.print(Text(f"        {line}", style="cyan"))
+    console.print(Text(f"    {rule.page}\n", style="dim"))
+
+
+def _sarif_rule(rule: Rule) -> dict[str, Any]:
+    return {
+        "id": rule.id,
+        "name": "".join(part.capitalize() for part in rule.name.replace("-", " ").replace(",", "").split()),
+        "shortDescription": {"text": rule.name},
+        "fullDescription": {"text": f"{rule.what} {rule.why}"},
+        "help": {
+            "text": f"{rule.what} {rule.why}\n\n{rule.mend}\n\nSee {rule.page}",
+            "markdown": f"{rule.what} {rule.why}\n\n```python\n{rule.mend}\n```\n\nSee `{rule.page}`",
+        },
+        "defaultConfiguration": {"level": rule.severity.value},
+        "properties": {"tags": [rule.group], "foundBy": rule.found_by.value},
+    }
+
+
+def _sarif_result(finding: Finding, index: int) -> dict[str, Any]:
+    cell = "" if finding.cell is None else f"In cell {finding.cell}: "
+    text = f"{cell}{finding.evidence}. {finding.cost or finding.about.why}"
+    return {
+        "ruleId": finding.rule,
+        "ruleIndex": index,
+        "level": finding.about.severity.value,
+        "message": {"text": text},
+        "locations": [
+            {
+                "physicalLocation": {
+                    "artifactLocation": {"uri": _uri(Path(finding.path))},
+                    "region": {"startLine": finding.line, "startColumn": finding.column},
+                }
+            }
+        ],
+        "properties": {"confirmed": finding.confirmed, "mend": finding.mend or finding.about.mend},
+    }
+
+
+def _uri(path: Path) -> str:
+    """Relative to the working directory, as code review tools want it, where the file lies below it."""
+    path = path.absolute()
+    here = Path.cwd()
+    return quote(path.relative_to(here).as_posix()) if path.is_relative_to(here) else path.as_uri()

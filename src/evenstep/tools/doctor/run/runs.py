@@ -1,0 +1,145 @@
+"""Running a script under watch: starts the ranks, reads along, and ends the run before it hangs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from evenstep.ground.environment import under_watch
+from evenstep.launcher.options.resources import look_at_host
+from evenstep.processes import is_running
+from evenstep.temporary import private_directory
+from evenstep.tools.doctor.run.events import Event, EventFile, Evidence, Hang, Plan
+from evenstep.tools.doctor.run.hangs import find_hang
+
+_POLL_S = 0.2
+_STOPS_WITHIN_S = 10.0
+_CLOSED_S = 5.0
+_HURRIED_S = 15.0  # from enough steps to the end of the script
+_LONGEST_TAIL = 4000
+_MOST_RANKS = 8
+
+
+def watch(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    ranks: int = 2,
+    num_steps: int = 12,
+    device: str | None = None,
+    limit_s: float = 300.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Evidence:
+    """Run a script on some ranks and return what they did.
+
+    Args:
+        script: Of the user's; runs unchanged, and what it saves is kept apart.
+        arguments: Its own.
+        ranks: How many.
+        num_steps: Optimizer steps that are looked at; then the script is hurried to its end.
+        device: As `evenstep run --device`.
+        limit_s: A run that takes longer is ended.
+        say: Told what is going on, a line each.
+    """
+    evidence = _run(script, arguments, ranks, num_steps, device, limit_s, say)
+    wanted = next((int(each["num_ranks"]) for each in evidence.all("spawns")), ranks)
+    if wanted != ranks and 2 <= wanted <= _MOST_RANKS:
+        say(f"{script} starts {wanted} ranks of its own: run again on as many")
+        evidence = _run(script, arguments, wanted, num_steps, device, limit_s, say)
+    return evidence
+
+
+def _run(
+    script: str,
+    arguments: Sequence[str],
+    ranks: int,
+    num_steps: int,
+    device: str | None,
+    limit_s: float,
+    say: Callable[[str], None],
+) -> Evidence:
+    with private_directory("doctor") as root:
+        plan = Plan(str(root), num_steps, ranks)
+        plan.write(root / "plan.json")
+        say(f"{script} on {ranks} ranks, {num_steps} steps under watch")
+        command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(ranks)]
+        command += ["--log-dir", str(root / "logs")]
+        command += [] if device is None else ["--device", device]
+        command += ["-m", "evenstep.tools.doctor.run.probe", str(root / "plan.json"), script, *arguments]
+        on_cpu = device == "cpu" or look_at_host().num_gpus == 0
+        log = root / "output.txt"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                env=under_watch(root, on_cpu=on_cpu),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                evidence = _follow(process, [EventFile(plan.file_of(rank)) for rank in range(ranks)], limit_s)
+            finally:
+                _stop(process)
+        return replace(evidence, said=log.read_text(errors="replace")[-_LONGEST_TAIL:].rstrip())
+
+
+def _follow(process: subprocess.Popen[bytes], files: Sequence[EventFile], limit_s: float) -> Evidence:
+    """Read along until the run has ended, or will never."""
+    began_s = time.monotonic()
+    hang: Hang | None = None
+    is_late = False
+    ranks: list[Sequence[Event]] = [[] for _ in files]
+    while process.poll() is None:
+        now_s = time.monotonic()
+        ranks = [_with_end(file.read(), now_s) for file in files]
+        hang = find_hang(ranks, now_s)
+        is_late = now_s - began_s > limit_s
+        if hang is not None or is_late or _is_hurried_enough(ranks, now_s) or _is_closed(ranks, now_s):
+            break
+        time.sleep(_POLL_S)
+    status = process.poll()
+    if status is None:
+        process.kill()  # its ranks die with it; what they would say of that is no evidence
+    else:
+        ranks = [_with_end(file.read(), time.monotonic()) for file in files]
+    return Evidence([list(events) for events in ranks], hang, is_late, status or 0)
+
+
+def _is_hurried_enough(ranks: Sequence[Sequence[Event]], now_s: float) -> bool:
+    over = [next((each.time_s for each in events if each.kind == "over"), None) for events in ranks]
+    return all(each is not None and now_s - each > _HURRIED_S for each in over)
+
+
+def _is_closed(ranks: Sequence[Sequence[Event]], now_s: float) -> bool:
+    """Whether all ranks have closed their group a while ago: some versions of torch then wait for their own threads."""
+    closed = [
+        events[-1].kind in ("destroy", "end", "idle") and any(each.kind == "destroy" for each in events)
+        for events in ranks
+        if events
+    ]
+    last_s = max((each.time_s for events in ranks for each in events if each.kind != "idle"), default=now_s)
+    return len(closed) == len(ranks) and all(closed) and now_s - last_s > _CLOSED_S
+
+
+def _with_end(events: Sequence[Event], now_s: float) -> Sequence[Event]:
+    """Events of a rank, and its end if its process has gone without a word."""
+    start = next((each for each in events if each.kind == "start"), None)
+    if start is None or events[-1].kind == "end" or is_running(start["pid"]):
+        return events
+    return [*events, Event("end", now_s, facts={"status": "gone"})]
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End it and, with it, its ranks; nothing to do where it has ended."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_STOPS_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()  # its ranks die with it
+        process.wait()

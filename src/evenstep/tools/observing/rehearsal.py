@@ -1,0 +1,145 @@
+"""Fault-injection runs of a script with a `Checkpointer`, for `evenstep verify`.
+
+The script runs as it is, and what it writes goes elsewhere. As a plan says, its `Checkpointer` uses another directory,
+saves at one step and kills this process at another, and a file gets digests of what each step saw and left behind. The
+`Checkpointer` knows nothing of this: its constructor and its `step` are replaced for the length of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.checkpoint.format.payload import bytes_of
+from evenstep.checkpoint.format.tree import unwrapped
+from evenstep.checkpoint.save.snapshot import capture
+from evenstep.tools.observing.models import first_samples
+from evenstep.tools.observing.patching import Patches
+from evenstep.tools.observing.scratch import Scratch
+
+
+@dataclass(frozen=True)
+class RehearsalPlan:
+    """What is to be done.
+
+    Attributes:
+        directory: Where checkpoints go instead of where the script puts them.
+        traces: Directory of the digests: a file per rank.
+        save_at: Save at this step; 0: never.
+        kill_at: Kill this process at this step, with SIGKILL; 0: never.
+        stop_at: End well at this step; 0: when the script ends.
+    """
+
+    directory: str
+    traces: str
+    save_at: int = 0
+    kill_at: int = 0
+    stop_at: int = 0
+
+    def write(self, path: Path) -> None:
+        """Write it to the file that the ranks read."""
+        path.write_text(json.dumps(asdict(self)))
+
+
+class Rehearsal:
+    """Follows a `RehearsalPlan` in one `Checkpointer` of one rank."""
+
+    def __init__(self, plan: RehearsalPlan, rank: int, objects: Mapping[str, Any]) -> None:
+        self._plan = plan
+        self._objects = objects
+        self._trace = Path(plan.traces) / f"rank-{rank}.jsonl"
+        self._rows: list[int] = []
+        for target in objects.values():
+            if isinstance(unwrapped(target), nn.Module):
+                unwrapped(target).register_forward_pre_hook(self._saw, with_kwargs=True)
+
+    def begin_step(self, step: int) -> None:
+        """Kill this process if it dies in this step: before anything of it is saved."""
+        if step == self._plan.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def end_step(self, step: int) -> None:
+        """Write down what this step saw and left behind; end the script if the plan says so."""
+        state = capture(self._objects)
+        tensors = {
+            f"{owner}/{name}": _digest(tensor) for owner, item in state.items() for name, tensor in item.tensors.items()
+        }
+        tensors |= {
+            f"{owner}/{shard.key}": _digest(shard.values) for owner, item in state.items() for shard in item.shards
+        }
+        line = {"step": step, "rows": self._rows, "tensors": tensors}
+        self._rows = []
+        with self._trace.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if step == self._plan.stop_at:
+            raise SystemExit(0)
+
+    def _saw(self, module: nn.Module, inputs: Any, kwargs: Any) -> None:
+        """Before a training forward: the digest of each sample."""
+        if torch.is_grad_enabled():
+            self._rows += [_digest(row) for row in first_samples((inputs, kwargs))]
+
+
+def _digest(tensor: Tensor) -> int:
+    return zlib.crc32(bytes_of(tensor.detach().cpu().contiguous()))
+
+
+def install(patches: Patches, plan: RehearsalPlan, rank: int) -> None:
+    """Have every `Checkpointer` of this process follow a plan, until the patches are undone.
+
+    Args:
+        patches: Undoes it.
+        plan: What is to be done.
+        rank: This rank.
+    """
+    rehearsals: weakref.WeakKeyDictionary[Checkpointer, Rehearsal] = weakref.WeakKeyDictionary()
+
+    def made(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(checkpoint: Checkpointer, directory: Any, **named: Any) -> None:
+            # Synchronously: a checkpoint is complete before a later step kills the process.
+            original(checkpoint, plan.directory, **{**named, "asynchronous": False})
+            rehearsals[checkpoint] = Rehearsal(plan, rank, checkpoint.objects)
+
+        return init
+
+    def stepped(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def step(checkpoint: Checkpointer, **metrics: float) -> None:
+            before = checkpoint.num_steps
+            rehearsals[checkpoint].begin_step(before + 1)
+            original(checkpoint, **metrics)
+            if checkpoint.num_steps == before:  # in the middle of an accumulation
+                return
+            if checkpoint.num_steps == plan.save_at:
+                checkpoint.save()
+            rehearsals[checkpoint].end_step(checkpoint.num_steps)
+
+        return step
+
+    patches.replace(Checkpointer, "__init__", made)
+    patches.replace(Checkpointer, "step", stepped)
+
+
+@contextlib.contextmanager
+def rehearsing(file: Path, *, rank: int) -> Iterator[None]:
+    """Rehearse in this process what the plan in a file says."""
+    with Patches() as patches:
+        plan = RehearsalPlan(**json.loads(file.read_text()))
+        # Beside the checkpoints, so that a run which resumes finds what the run before it has written.
+        Scratch(Path(f"{plan.directory}-files")).install(patches)
+        install(patches, plan, rank)
+        yield

@@ -1,0 +1,320 @@
+"""An observed script writes into a directory of its run: files of earlier trainings aren't touched.
+
+What the script opens for writing, saves, renames or removes happens to a copy in that directory, and it reads its copy
+afterwards, on every rank. Files that a compiled library opens by itself (HDF5, SQLite) are written as ever, and a
+listing of a directory shows what was there before.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import functools
+import hashlib
+import importlib
+import io
+import os
+import pathlib
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.logger.logger import Logger
+from evenstep.tools.observing.patching import Patches
+
+# Modules that write for the run and not for the script: their files stay where they are.
+_OF_THE_RUN = ("evenstep.", "torch._", "torch.distributed.elastic.", "torch.utils.cpp_extension.", "triton.")
+# Modules of the run that wrap a function which the script calls say so, and are passed over: else the script's file
+# would be taken for the run's, and that of an earlier training overwritten.
+_WRAPS = "CALLS_FOR_THE_SCRIPT"
+_LIBRARIES = sys.stdlib_module_names | {"numpy", "safetensors"}  # they write for whoever calls them
+_GONE = ".gone"  # beside a place: the script has removed the file, which is still there
+
+
+class Scratch:
+    """Where an observed script's files go, and come from if this run has written them.
+
+    Args:
+        directory: Of the run.
+        writes: Called with the path of every file that the script is about to write, rename to or add to.
+
+    Attributes:
+        saved: The paths that the script named.
+    """
+
+    def __init__(self, directory: Path, writes: Callable[[str], object] = lambda path: None) -> None:
+        self._writes = writes
+        self._directory = directory / "saved"
+        self._own: set[str] = {os.path.abspath(directory)}  # in these everything is as ever
+        self._emptied: set[str] = set()
+        self.saved: list[str] = []
+
+    def install(self, patches: Patches) -> None:
+        """Redirect what this process writes, until the patches are undone."""
+        self._stat, self._unlink, self._began_ns = os.stat, os.unlink, time.time_ns()
+        # In python 3.10 paths call the functions that were there when pathlib was imported.
+        accessor: Any = getattr(pathlib, "_normal_accessor", None)
+        for module in (builtins, io, accessor):
+            patches.replace(module, "open", self._opening)
+        for module in (os, accessor):
+            for name in ("stat", "lstat"):
+                patches.replace(module, name, self._looking)
+            for name in ("remove", "unlink"):
+                patches.replace(module, name, self._removing)
+            for name in ("rename", "replace"):
+                patches.replace(module, name, self._renaming)
+            for name in ("chmod", "chown", "utime"):
+                patches.replace(module, name, self._changing)
+            patches.replace(module, "mkdir", self._making)
+        patches.replace(shutil, "rmtree", self._emptying)
+        patches.replace(tempfile, "mkdtemp", self._lending)
+        patches.replace(torch, "save", functools.partial(self._writing, argument=1))
+        patches.replace(torch, "load", self._reading)
+        patches.replace(Logger, "__init__", self._logging)
+        for name in ("safetensors.torch", "safetensors.numpy"):
+            module = importlib.import_module(name)
+            patches.replace(module, "serialize_file", functools.partial(self._writing, argument=1))
+            patches.replace(module, "safe_open", self._reading)
+        patches.replace(importlib.import_module("safetensors"), "safe_open", self._reading)
+
+    # ------------------------------------------------------------------ what a script calls
+
+    def _opening(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def open_elsewhere(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+            if isinstance(file, int) or self._is_own(file):
+                return original(file, mode, *arguments, **named)
+            if set(mode) & set("wax+"):
+                if "x" in mode and self._exists(file):
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(file))
+                return original(self._for_writing(file, keeps="w" not in mode), mode, *arguments, **named)
+            return original(self._for_reading(file), mode, *arguments, **named)
+
+        # No function: a class that holds `open` as an attribute would make a method of it.
+        return functools.partial(open_elsewhere)
+
+    def _writing(self, original: Callable[..., Any], argument: int) -> Callable[..., Any]:
+        """A function that writes the file which one of its arguments names."""
+
+        def write(*arguments: Any, **named: Any) -> Any:
+            return original(*self._elsewhere(arguments, argument, named, self._for_writing), **named)
+
+        return write
+
+    def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that reads the file which its first argument names."""
+
+        def read(*arguments: Any, **named: Any) -> Any:
+            return original(*self._elsewhere(arguments, 0, named, self._for_reading), **named)
+
+        return read
+
+    def _elsewhere(
+        self, arguments: Sequence[Any], number: int, named: dict[str, Any], place: Callable[[Any], Any]
+    ) -> list[Any]:
+        """The arguments of a call with another path, which is the one with a number or one of those by name."""
+        given = list(arguments)
+        holder: Any = given if len(given) > number else named
+        for key in (number,) if holder is given else named.keys() & {"f", "filename"}:
+            if isinstance(holder[key], str | os.PathLike) and not self._is_own(holder[key]):
+                holder[key] = place(holder[key])
+        return given
+
+    def _looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def look(path: Any, *, dir_fd: int | None = None, **named: Any) -> Any:
+            if isinstance(path, int) or self._is_own(path, dir_fd):
+                return original(path, dir_fd=dir_fd, **named)
+            file = _absolute(path, dir_fd)
+            place = self._for_reading(file)
+            return original(path, dir_fd=dir_fd, **named) if place == file else original(place, **named)
+
+        return look
+
+    def _removing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def remove(path: Any, *, dir_fd: int | None = None) -> None:
+            file = _absolute(path, dir_fd)
+            if self._is_own(path, dir_fd):
+                original(path, dir_fd=dir_fd)
+            elif not self._exists(file):
+                original(self._for_reading(file))  # the error is the system's
+            else:
+                self._note(file)
+                self._forget(file)
+
+        return remove
+
+    def _renaming(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def rename(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+            source, target = _absolute(src, src_dir_fd), _absolute(dst, dst_dir_fd)
+            if self._is_own(src, src_dir_fd) or not self._is_file(source):
+                original(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+                return
+            original(self._for_writing(source, keeps=True), self._for_writing(target))
+            self._forget(source)
+
+        return rename
+
+    def _changing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that changes what the system keeps of a file: its mode, its owner, its times."""
+
+        def change(path: Any, *arguments: Any, dir_fd: int | None = None, **named: Any) -> None:
+            if isinstance(path, int) or self._is_own(path, dir_fd) or not self._is_file(_absolute(path, dir_fd)):
+                original(path, *arguments, **({} if dir_fd is None else {"dir_fd": dir_fd}), **named)
+            else:
+                original(self._for_writing(_absolute(path, dir_fd), keeps=True), *arguments, **named)
+
+        return change
+
+    def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+            if _absolute(path, dir_fd) in self._emptied:
+                self._emptied.discard(_absolute(path, dir_fd))
+            else:
+                original(path, mode, dir_fd=dir_fd)
+
+        return mkdir
+
+    def _emptying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def rmtree(path: Any, *arguments: Any, **named: Any) -> None:
+            directory = _absolute(path)
+            if self._is_own(path) or not os.path.isdir(directory):
+                original(path, *arguments, **named)
+                return
+            self._note(directory)
+            self._emptied.add(directory)
+            for folder, _, files in os.walk(directory):
+                for name in files:
+                    os.remove(os.path.join(folder, name))
+
+        return rmtree
+
+    def _lending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def mkdtemp(*arguments: Any, **named: Any) -> Any:
+            made = original(*arguments, **named)
+            self._own.add(os.path.abspath(os.fsdecode(made)))
+            return made
+
+        return mkdtemp
+
+    def _logging(self, make_logger: Callable[..., None]) -> Callable[..., None]:
+        def log_elsewhere(logger: Logger, directory: Any, **named: Any) -> None:
+            self._note(directory)
+            make_logger(logger, self._place(directory), **named)
+
+        return log_elsewhere
+
+    # ------------------------------------------------------------------ where files are
+
+    def _for_writing(self, file: Any, *, keeps: bool = False) -> Any:
+        """The path to write instead; `keeps`: what the file holds is there already."""
+        if os.path.isdir(file) or not os.path.isdir(os.path.dirname(_absolute(file))):
+            return file  # the error is the system's
+        self._writes(_absolute(file))
+        place = self._place(file)
+        os.makedirs(place.parent, exist_ok=True)
+        if keeps and not place.exists() and self._exists(file):
+            shutil.copyfile(_absolute(file), place)
+        elif not keeps:
+            self._note(file)
+        place.with_suffix(_GONE).unlink(missing_ok=True)
+        return place
+
+    def _for_reading(self, file: Any) -> Any:
+        """The path to read instead."""
+        place = self._place(file)
+        return place if self._is_there(place) or self._is_there(place.with_suffix(_GONE)) else file
+
+    def _forget(self, file: str) -> None:
+        """Remove a file, as far as the script can see."""
+        place = self._place(file)
+        os.makedirs(place.parent, exist_ok=True)
+        place.unlink(missing_ok=True)
+        if self._is_there(file) and self._stat(file).st_ctime_ns >= self._began_ns:
+            self._unlink(file)  # this run has made it, by a descriptor
+        elif self._is_there(file):
+            place.with_suffix(_GONE).touch()
+
+    def _exists(self, file: Any) -> bool:
+        """Whether the script sees a file there."""
+        place = self._place(file)
+        return self._is_there(place) or (self._is_there(file) and not self._is_there(place.with_suffix(_GONE)))
+
+    def _is_file(self, file: str) -> bool:
+        return self._exists(file) and not os.path.isdir(file)
+
+    def _is_there(self, file: Any) -> bool:
+        try:
+            self._stat(file)
+        except OSError:
+            return False
+        return True
+
+    def _is_own(self, path: Any, dir_fd: int | None = None) -> bool:
+        """Whether a file is the run's and not the script's, or none that keeps what is written."""
+        file = _absolute(path, dir_fd)
+        if any(file == each or file.startswith(f"{each}{os.sep}") for each in self._own):
+            return True
+        if file.startswith(("/dev/", "/proc/", "/sys/")) or _caller().startswith(_OF_THE_RUN):
+            return True
+        try:
+            mode = self._stat(file).st_mode
+        except OSError:
+            return False
+        return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+    def _note(self, path: Any) -> None:
+        if os.fsdecode(path) not in self.saved:
+            self.saved.append(os.fsdecode(path))
+
+    def _place(self, path: Any) -> Path:
+        """All ranks come to the same."""
+        return self._directory / hashlib.sha256(os.fsencode(_absolute(path))).hexdigest()[:32]
+
+
+def idle_checkpointers(patches: Patches) -> None:
+    """Have every `Checkpointer` neither read nor write, until the patches are undone."""
+    for name, instead in _IDLE_CHECKPOINTER.items():
+        patches.replace(Checkpointer, name, functools.partial(_instead, instead))
+
+
+def _absolute(path: Any, dir_fd: int | None = None) -> str:
+    if dir_fd is None:
+        return os.path.abspath(os.fsdecode(path))
+    return os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), os.fsdecode(path))
+
+
+def _caller() -> str:
+    """The module that has called into a library, or into a function of this file; "" where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        is_between = name == __name__ or frame.f_globals.get(_WRAPS, False)
+        if not is_between and name.partition(".")[0] not in _LIBRARIES:
+            return name
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return ""
+
+
+def _instead(method: Callable[..., Any], original: object) -> Callable[..., Any]:
+    return method
+
+
+def _count_step(checkpoint: Checkpointer, **metrics: float) -> None:
+    checkpoint.num_steps += 1
+
+
+_IDLE_CHECKPOINTER: dict[str, Callable[..., Any]] = {
+    "resume": lambda checkpoint, *, strict=True: 0,
+    "discard": lambda checkpoint, *, after=0: None,
+    "save": lambda checkpoint, **metrics: None,
+    "step": _count_step,
+}

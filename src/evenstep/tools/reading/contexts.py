@@ -1,0 +1,413 @@
+"""Where a call runs: on which ranks, in which loops, how often. Followed through the script's own functions."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import libcst as cst
+
+from evenstep.tools.reading.looked import Facts, Looked
+from evenstep.tools.reading.program import (
+    Call,
+    File,
+    Frame,
+    Function,
+    Loop,
+    dotted,
+    read_program,
+    shortened,
+    text_of,
+)
+from evenstep.tools.reading.values import Thing, Values
+
+# Words of a condition that may well depend on the rank, though what it compares isn't known.
+_RANKISH = re.compile(
+    r"(?i)rank|is_?main|main_?process|is_?master|master_?process|primary|chief|global_zero|process_index|verbose|\bmaster\b"
+    r"|\bgpu\b|is_?first|world_size *==|== *world_size|should_(?:log|save|print)"
+)
+_RANK_ZERO_DECORATORS = ("rank_zero_only", "on_main_process", "main_process_only", "master_only", "rank0_only")
+_LIBRARIES = ("evenstep", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "deepspeed", "horovod")
+_OF_TORCH = ("torch.distributed", "torch.nn.parallel.Distributed", "torch.nn.parallel.distributed")
+_SINGLE = re.compile(r"not (?:\w+\.)*(?:is_)?(?:distributed|ddp|is_initialized\(\))|world_size *== *1|world_size *< *2")
+_LOADER_NAME = re.compile(r"(?i)(?:\w+\.)*\w*(?:loader|dataloader|_dl|batches|_iter)\w*")
+_MOST_UNKNOWN = 4  # pieces of code that the answer names
+OPTIMIZER_NAME = re.compile(r"(?i)(?:\w+\.)*(?:\w*optim\w*|opt|opt_\w+|\w+_opt|\w*optimizer\w*)")
+
+
+class Script:
+    """A script that was read: its files, what its names stand for, and where its calls run."""
+
+    def __init__(self, path: Path) -> None:
+        self.files, modules, self.notes = read_program(path)
+        self.values = Values(self.files, modules)
+        self.calls = [call for file in self.files for call in file.calls]
+        self.loops = [loop for file in self.files for loop in file.loops]
+        self._loop_of = {id(loop.frame): loop for loop in self.loops}
+        self._partial: dict[tuple[int, bool], bool] = {}
+        self._reached: dict[int, bool] = {}
+        self._around: dict[Frame, list[Loop]] = {}
+        self._ways: dict[tuple[Function, Loop], list[Frame] | None] = {}
+
+    # --- what kind of script ---
+
+    @functools.cached_property
+    def code(self) -> str:
+        """The text of all files without comments and docstrings."""
+        return "\n".join(file.source.code for file in self.files)
+
+    def uses(self, *names: str) -> bool:
+        """True if the code has such a name or attribute."""
+        return any(not file.names.isdisjoint(names) for file in self.files)
+
+    def named(self, *names: str) -> list[Call]:
+        """Calls of such resolved names, or of such last parts when a name begins with a dot."""
+        full, last = {each for each in names if each[0] != "."}, {each[1:] for each in names if each[0] == "."}
+        return [call for call in self.calls if call.name in full or call.last in last]
+
+    def imports(self, package: str) -> bool:
+        """True if a file imports a package or something of it."""
+        return any(each.partition(".")[0] == package for file in self.files for each in file.imports.values())
+
+    @functools.cached_property
+    def starts_ranks(self) -> bool:
+        """True if the script starts ranks of its own, from functions."""
+        return bool(self.named(".spawn", ".Process", ".launch", ".notebook_launcher"))
+
+    @functools.cached_property
+    def uses_accelerate(self) -> bool:
+        """True if the script makes an Accelerator."""
+        return bool(self.named("accelerate.Accelerator"))
+
+    @functools.cached_property
+    def uses_fabric(self) -> bool:
+        """True if the script makes a Fabric."""
+        return any("fabric" in self.kinds_made(call) for call in self.named(".Fabric"))
+
+    @functools.cached_property
+    def uses_evenstep(self) -> bool:
+        """True if the script joins a world of ours."""
+        return bool(self.named("evenstep.init", "evenstep.DistributedDataParallel"))
+
+    @functools.cached_property
+    def uses_torch_distributed(self) -> bool:
+        """True if the script makes a process group, or wraps a model, with torch's own names."""
+        names = ("torch.nn.parallel.DistributedDataParallel", "torch.distributed.fsdp.FullyShardedDataParallel")
+        return bool(self.named("torch.distributed.init_process_group", *names, "torch.distributed.fsdp.fully_shard"))
+
+    @functools.cached_property
+    def is_distributed(self) -> bool:
+        """True if several ranks run the script."""
+        return self.uses_torch_distributed or self.uses_accelerate or self.uses_fabric or self.uses_evenstep
+
+    @functools.cached_property
+    def communicates(self) -> bool:
+        """True if the script names anything that communicates between ranks, also what rules know nothing of."""
+        names = {each for file in self.files for each in file.imports.values()} | {call.name for call in self.calls}
+        return any(name.partition(".")[0] in _LIBRARIES or name.startswith(_OF_TORCH) for name in names)
+
+    @functools.cached_property
+    def uses_gpus(self) -> bool:
+        """True if tensors may lie on a GPU."""
+        if self.uses_accelerate or self.uses_fabric:
+            makers = self.named("accelerate.Accelerator", ".Fabric")
+            chosen = [text_of(call.argument(each)) for call in makers for each in ("cpu", "accelerator")]
+            return not any(each in ("True", "'cpu'", '"cpu"') for each in chosen)
+        if any(call.last == "cuda" and call.receiver is not None for call in self.calls):
+            return True
+        return bool(
+            re.search(r"""["']cuda(?::|["'])|f["']cuda:|torch\.cuda\.(?:set_device|device|current_device)""", self.code)
+        )
+
+    def kinds_made(self, call: Call) -> set[str]:
+        """The kinds of what a call returns."""
+        return self.values.kinds(call.node, call.frame)
+
+    def receiver_kinds(self, call: Call) -> set[str]:
+        """The kinds of what a method is called on."""
+        return self.values.kinds(call.receiver, call.frame) if call.receiver is not None else set()
+
+    def things(self, node: cst.CSTNode | None, frame: Frame) -> frozenset[Thing]:
+        """What an expression may stand for."""
+        return self.values.of(node, frame)
+
+    # --- whether it runs at all ---
+
+    def is_reached(self, frame: Frame) -> bool:
+        """False of what a module that is only imported never runs for the script, as far as calls can be followed.
+
+        All that stands in the script's own file counts as reached. In another one, what its `__main__` block runs
+        doesn't, nor a function that nothing reached calls. Methods that python or torch call come with their object.
+        """
+        if frame.file is self.files[0]:
+            return True
+        if any(each.kind == "if" and "__name__" in text_of(each.test) for each in frame.outwards()):
+            return False
+        function = frame.function
+        if function is None or function in self.values.passed:
+            return True
+        if function.cls is not None and (function.name.startswith("__") or function.name == "forward"):
+            maker = function.cls.methods.get("__init__")
+            if maker is not function:
+                return maker is None or self.is_reached(Frame("function", None, frame.file, maker))
+        if id(function) not in self._reached:
+            self._reached[id(function)] = False  # while it is being decided: a function doesn't reach itself
+            sites = self.values.called_from.get(function, [])
+            is_nested = function.frame.kind not in ("module", "class")
+            self._reached[id(function)] = any(self.is_reached(each.frame) for each in sites) or (
+                is_nested and self.is_reached(function.frame)
+            )
+        return self._reached[id(function)]
+
+    @functools.cached_property
+    def unreached_lines(self) -> frozenset[tuple[File, int]]:
+        """Lines with calls or loops of which none is reached."""
+        frames = [(each.frame, each.line) for each in self.calls] + [(each.frame, each.line) for each in self.loops]
+        lines = {(frame.file, line) for frame, line in frames if not self.is_reached(frame)}
+        return frozenset(lines - {(frame.file, line) for frame, line in frames if self.is_reached(frame)})
+
+    # --- on which ranks ---
+
+    def some_ranks_only(self, frame: Frame) -> bool:
+        """True if what stands in a frame surely runs on some ranks only, when there are several."""
+        return self._is_partial(frame, surely=True)
+
+    def perhaps_some_ranks_only(self, frame: Frame) -> bool:
+        """True if it may be meant for some ranks only: a condition around it looks as if."""
+        return self._is_partial(frame, surely=False)
+
+    def condition_of(self, frame: Frame) -> Frame | None:
+        """The innermost `if` around a frame that holds on some ranks only."""
+        return next((each for each in frame.outwards() if each.kind == "if" and self._splits(each)), None)
+
+    def _splits(self, frame: Frame) -> bool:
+        """True if a branch of an `if` surely runs on some ranks only."""
+        return self._on_some(frame.test, frame, frame.holds)
+
+    def _on_some(self, test: cst.CSTNode | None, frame: Frame, holds: bool) -> bool:
+        """True if `test` has the value `holds` on some ranks only, never on all."""
+        match test:
+            case cst.UnaryOperation() if isinstance(test.operator, cst.Not) and not self.values.kinds(
+                test.expression, frame
+            ) & {"rank", "local rank"}:
+                return self._on_some(test.expression, frame, not holds)
+            case cst.BooleanOperation():
+                both = [self._on_some(each, frame, holds) for each in (test.left, test.right)]
+                if isinstance(test.operator, cst.And) == holds:
+                    return any(both)
+                # `not distributed or rank == 0`: with several ranks the first is false.
+                alone = [bool(_SINGLE.search(text_of(each))) for each in (test.left, test.right)]
+                return all(is_partial or one for is_partial, one in zip(both, alone, strict=True)) and any(both)
+        kinds = self.values.kinds(test, frame)
+        if kinds & {"main", "others"}:
+            return True
+        # `if rank:` and `if not rank:`
+        return bool(kinds and kinds <= {"rank", "local rank"}) and isinstance(
+            test, cst.Name | cst.Attribute | cst.UnaryOperation
+        )
+
+    def _is_partial(self, frame: Frame, *, surely: bool) -> bool:
+        for each in frame.outwards():
+            if each.kind == "if" and (self._splits(each) or (not surely and _RANKISH.search(text_of(each.test)))):
+                return True
+        function = frame.function
+        return function is not None and self._function_is_partial(function, surely)
+
+    def _function_is_partial(self, function: Function, surely: bool) -> bool:
+        key = (id(function), surely)
+        if key not in self._partial:
+            self._partial[key] = False  # while it is being decided: recursion says nothing
+            if any(each.rpartition(".")[2] in _RANK_ZERO_DECORATORS for each in function.decorators):
+                self._partial[key] = True
+            elif function not in self.values.passed:
+                sites = [each for each in self.values.called_from.get(function, []) if self.is_reached(each.frame)]
+                is_nested = function.frame.kind not in ("module", "class")
+                self._partial[key] = (bool(sites) and all(self._is_partial(s.frame, surely=surely) for s in sites)) or (
+                    is_nested and self._is_partial(function.frame, surely=surely)
+                )
+        return self._partial[key]
+
+    # --- in which loops ---
+
+    def loops_around(self, frame: Frame) -> list[Loop]:
+        """The loops that a frame lies in, innermost first; those of its function's callers, too."""
+        if frame not in self._around:
+            self._around[frame] = []
+            self._collect_loops(frame, self._around[frame], set())
+        return self._around[frame]
+
+    def _collect_loops(self, frame: Frame, found: list[Loop], seen: set[int]) -> None:
+        for each in frame.outwards():
+            loop = self._loop_of.get(id(each))
+            if loop is not None and loop not in found:
+                found.append(loop)
+        function = frame.function
+        if function is None or id(function) in seen:
+            return
+        seen.add(id(function))
+        for site in self.values.called_from.get(function, []):
+            self._collect_loops(site.frame, found, seen)
+
+    def conditions_until(self, frame: Frame, loop: Loop) -> list[Frame] | None:
+        """The `if` frames between a frame and a loop around it, on the way with the fewest; None if there is no way."""
+        ifs: list[Frame] = []
+        for each in frame.outwards():
+            if each is loop.frame:
+                return ifs
+            if each.kind in ("if", "except", "lambda"):
+                ifs.append(each)
+        if frame.function is None:
+            return None
+        key = frame.function, loop
+        if key not in self._ways:
+            self._ways[key] = None  # while it is being decided: recursion is no way
+            sites = self.values.called_from.get(frame.function, [])
+            ways = [way for site in sites if (way := self.conditions_until(site.frame, loop)) is not None]
+            self._ways[key] = min(ways, key=len) if ways else None
+        way = self._ways[key]
+        return None if way is None else ifs + way
+
+    def in_every_round(self, frame: Frame, loop: Loop) -> bool:
+        """True if a frame is reached in every round of a loop, as far as conditions go."""
+        return self.conditions_until(frame, loop) == []
+
+    @functools.cached_property
+    def step_calls(self) -> list[Call]:
+        """Calls that make an optimizer step."""
+        found = []
+        for call in self.calls:
+            if call.last != "step" or call.receiver is None:
+                continue
+            kinds = self.receiver_kinds(call)
+            if (
+                "optimizer" in kinds
+                or ("scaler" in kinds and call.node.args)
+                or (not kinds and OPTIMIZER_NAME.fullmatch(dotted(call.receiver)))
+                or (not kinds and "scaler" in dotted(call.receiver) and call.node.args)
+            ):
+                found.append(call)
+        return found
+
+    @functools.cached_property
+    def backward_calls(self) -> list[Call]:
+        """Calls that run a backward pass."""
+        return [
+            call
+            for call in self.calls
+            if call.last == "backward" and call.receiver is not None and not call.name.startswith("torch.autograd")
+        ]
+
+    @functools.cached_property
+    def step_loops(self) -> list[Loop]:
+        """The innermost loops around optimizer steps: one round is a step, or a micro-batch of one."""
+        found: list[Loop] = []
+        for call in self.step_calls:
+            around = self.loops_around(call.frame)
+            loops = [loop for loop in around if not self._is_over_objects(loop)]
+            if loops and loops[0] not in found:
+                found.append(loops[0])
+        return found
+
+    def _is_over_objects(self, loop: Loop) -> bool:
+        """True of `for optimizer in optimizers`."""
+        text = text_of(loop.iterates)
+        return "optimizers" in text or "schedulers" in text or "parameters" in text
+
+    @functools.cached_property
+    def training_loops(self) -> list[Loop]:
+        """All loops around an optimizer step, and those over data inside of them."""
+        found: list[Loop] = []
+        for call in [*self.step_calls, *self.backward_calls]:
+            for loop in self.loops_around(call.frame):
+                if loop not in found:
+                    found.append(loop)
+        return found
+
+    def loaders_of(self, loop: Loop) -> frozenset[Thing]:
+        """The loaders that a loop reads: those it iterates, or takes the next batch of."""
+        outside = loop.frame.parent or loop.frame
+        found = {each for each in self._deep(loop.iterates, outside) if each.kind in ("loader", "own loader")}
+        for call in self.calls:
+            if call.last == "next" and call.node.args and loop in self.loops_around(call.frame)[:1]:
+                found |= {each for each in self.things(call.node.args[0].value, call.frame) if each.kind == "loader"}
+        return frozenset(found)
+
+    def _deep(self, node: cst.CSTNode | None, frame: Frame) -> set[Thing]:
+        """What an iterated expression stands for, also inside `zip(...)` and the like.
+
+        Of `log.every(loader)` the loader that it is given here: what it yields is that of all its callers.
+        """
+        if node is None:
+            return set()
+        given = set()
+        if isinstance(node, cst.Call):
+            for each in node.args:
+                given |= self._deep(each.value, frame)
+        if any(each.kind in ("loader", "own loader") for each in given):
+            return given
+        return set(self.things(node, frame)) or given
+
+    @functools.cached_property
+    def training_loaders(self) -> frozenset[Thing]:
+        """Loaders whose batches are trained on."""
+        return frozenset(each for loop in self.training_loops for each in self.loaders_of(loop))
+
+    @functools.cached_property
+    def evaluation_loops(self) -> list[Loop]:
+        """Loops over a loader in which nothing is trained. A generator that passes batches on isn't one."""
+        return [
+            loop
+            for loop in self.loops
+            if loop not in self.training_loops
+            and loop.iterates is not None
+            and not (loop.frame.function is not None and loop.frame.function.yields)
+            and (self.loaders_of(loop) or _LOADER_NAME.fullmatch(_iterated_name(loop.iterates)))
+        ]
+
+    @functools.cached_property
+    def looked(self) -> Looked:
+        """What was looked at, and what wasn't understood of it."""
+        made = [(call, kind) for call in self.calls for kind in _flat_kinds(self.things(call.node, call.frame), call)]
+        loaders, wrapped = ({id(call) for call, each in made if each == kind} for kind in ("loader", "wrapped"))
+        starred = [
+            (f"{each.star}{text_of(each.value)}", call)
+            for call, kind in made
+            if kind in ("loader", "wrapped", "sampler")
+            for each in call.node.args
+            if each.star
+        ]
+        lines = [(text, call.frame.file.source.place(call.line)[0]) for text, call in starred]
+        for loop in self.step_loops if self.is_distributed else ():
+            if loop.iterates is not None and not self.loaders_of(loop) and not self._counts_rounds(loop):
+                lines.append((shortened(text_of(loop.iterates), 60), loop.frame.file.source.place(loop.line)[0]))
+        unknown = tuple(dict.fromkeys(lines))[:_MOST_UNKNOWN]
+        return Looked(self.is_distributed, self.communicates, len(loaders), len(wrapped), unknown)
+
+    @functools.cached_property
+    def facts(self) -> Facts:
+        """What a run of the script is judged by."""
+        guarded = {
+            (str(call.frame.file.source.path.absolute()), call.line)
+            for call in self.calls
+            if self.perhaps_some_ranks_only(call.frame)
+        }
+        return Facts(guarded, self.uses_gpus, self.uses("SyncBatchNorm", "convert_sync_batchnorm"))
+
+    def _counts_rounds(self, loop: Loop) -> bool:
+        return isinstance(loop.iterates, cst.Call) and dotted(loop.iterates.func) in ("range", "trange", "count")
+
+
+def _flat_kinds(things: frozenset[Thing], site: Call) -> set[str]:
+    """The kinds of what a call itself makes, alone or in a tuple."""
+    inside = {kind for each in things for item in each.items for kind in _flat_kinds(item, site)}
+    return inside | {each.kind for each in things if each.site is site}
+
+
+def _iterated_name(node: cst.CSTNode | None) -> str:
+    """The name behind `enumerate(tqdm(loader))`."""
+    while isinstance(node, cst.Call):
+        if not node.args:
+            return ""
+        node = node.args[0].value
+    return dotted(node)

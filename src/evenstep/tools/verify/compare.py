@@ -1,0 +1,253 @@
+"""Do two runs take the same steps? Judged by their distances from float64. Pure.
+
+[Note: rounding] Two runs that add the same numbers in another order differ by rounding. How much that is depends on the
+script: a bit in the last place where sums are short, a percent in bfloat16. So the script is run once more in float64,
+on as many ranks as the run that the others are compared with. What lies between that run and its float64 likeness is
+rounding, tensor by tensor and step by step, and other runs may lie `ROUNDING_FACTOR` times as far from it.
+
+A run that lies further is not yet wrong: at the kink of a ReLU, or where Adam divides a gradient that is nothing but
+rounding by itself, a last bit becomes a difference that can be seen. So that run, too, is made in float64. There
+rounding is 500 million times smaller, and whatever came of it with it; a mistake is as large as before. What doesn't
+shrink to a `SHRINKS_TO`-th is no rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evenstep.checks import counted
+from evenstep.tools.observing.thresholds import ROUNDING_FACTOR, SHRINKS_TO
+from evenstep.tools.verify.evidence import Run, Seen
+
+_EPS = torch.finfo(torch.float32).eps
+_EPS_DOUBLE = torch.finfo(torch.float64).eps
+
+KINDS = {"loss": "loss", "grad": "gradient", "param": "parameter", "buffer": "buffer"}  # in order of a step
+SKIPPED = "skipped steps"
+UNSEEDED = "not seeded"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where a run leaves the one that it is compared with.
+
+    Attributes:
+        step: From 1.
+        kind: A value of `KINDS`, `SKIPPED` or `UNSEEDED`.
+        name: Of the tensor; "" for the loss.
+        deviation: Relative to the size of the tensor.
+        rounding: What rounding explains, in the same measure.
+        num_differing: Tensors of that kind that differ in that step; of `SKIPPED`: steps that were skipped before it.
+        num_compared: Of so many; of `SKIPPED`: steps that were skipped on the fewest ranks.
+        virtual_rank: In reproducible mode the first virtual rank that differs; None: none does, or there are none.
+    """
+
+    step: int
+    kind: str
+    name: str = ""
+    deviation: float = math.nan
+    rounding: float = 0.0
+    num_differing: int = 1
+    num_compared: int = 1
+    virtual_rank: int | None = None
+
+    def __str__(self) -> str:
+        if self.kind == SKIPPED:
+            return (
+                f"before step {self.step} a GradScaler has skipped {counted(self.num_differing, 'step')}, and "
+                f"{self.num_compared} on the fewest ranks"
+            )
+        if self.kind == UNSEEDED:
+            return "so do two runs on the fewest ranks: the script is not seeded"
+        of = f" of {self.name!r}" if self.kind == "gradient" else f" {self.name!r}" if self.name else ""
+        virtual_rank = "" if self.virtual_rank is None else f", virtual rank {self.virtual_rank}"
+        more = f" ({self.num_differing} of {self.num_compared} differ)" if self.num_compared > 1 else ""
+        if self.rounding == 0:
+            return f"step {self.step}{virtual_rank}: {self.kind}{of} has other bits{more}"
+        return (
+            f"step {self.step}{virtual_rank}: {self.kind}{of} is off by {self.deviation:.1e}, and rounding explains "
+            f"{self.rounding:.0e}{more}"
+        )
+
+
+def are_identical(base: Run, run: Run) -> bool:
+    """Whether all ranks of both runs have the same bits after every step."""
+    steps = min(base.num_steps, run.num_steps)
+    for step in range(steps):
+        ours = base.ranks[0][step].digests
+        if run.ranks[0][step].digests != ours:
+            return False
+        # Of module buffers torch's wrapper makes the other ranks' equal only when they are used next.
+        if any(
+            seen.digests[key] != ours[key] for seen in run.at(step) for key in ours if not key.startswith("buffer/")
+        ):
+            return False
+        if base.num_virtual_ranks and _virtual_rank_losses(base, step) != _virtual_rank_losses(run, step):
+            return False
+    return True
+
+
+def closeness(base: Run, run: Run) -> float:
+    """How far two runs are apart at most, of gradients or parameters of a step taken together, relative to them."""
+    largest = 0.0
+    for step in range(min(base.num_steps, run.num_steps)):
+        ours, theirs = base.values(step), run.values(step)
+        for kind in ("grad/", "param/"):
+            pairs = [(ours[name], theirs[name]) for name in ours if name.startswith(kind) and name in theirs]
+            size = math.sqrt(sum(float(a.double().square().sum()) for a, _ in pairs))
+            apart = math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in pairs))
+            largest = max(largest, apart / size if size > 0 else 0.0)
+    return largest
+
+
+def coarsest_rounding(base: Run, reference: Run) -> float:
+    """How far rounding moves a typical tensor of the run that is compared with."""
+    return max((_Scale(base, reference, step).typical for step in range(base.num_steps)), default=0.0)
+
+
+def first_other_skip(base: Run, run: Run) -> Difference | None:
+    """The first step before which a GradScaler has skipped others: from there on the runs are at other samples."""
+    for step in range(min(base.num_steps, run.num_steps)):
+        ours, theirs = base.ranks[0][step].skipped, run.ranks[0][step].skipped
+        if ours != theirs:
+            return Difference(step + 1, SKIPPED, num_differing=len(theirs), num_compared=len(ours))
+    return None
+
+
+def first_difference(base: Run, reference: Run, run: Run, double: Run | None = None) -> Difference | None:
+    """Where a run lies further from float64 than rounding explains; None if it never does.
+
+    Args:
+        base: The run on the fewest ranks.
+        reference: The same in float64.
+        run: On more ranks.
+        double: The same in float64: then where that differs from the reference by what rounding doesn't become.
+    """
+    for step in range(min(each.num_steps for each in (base, run, double or run))):
+        scale, apart = _Scale(base, reference, step), _apart(reference, run, step)
+        allowed = scale.allowed
+        if double is not None:
+            allowed, apart = functools.partial(scale.remains, apart), _apart(reference, double, step)
+        found = _first(step, apart, scale.sizes, allowed=allowed, rounding=scale.allowed)
+        if found is not None:
+            return found
+    return None
+
+
+def first_other_bits(base: Run, run: Run) -> Difference | None:
+    """The first bits that differ; reproducible mode promises that there are none."""
+    for step in range(min(base.num_steps, run.num_steps)):
+        ours, theirs = _virtual_rank_digests(base, step), _virtual_rank_digests(run, step)
+        virtual_rank = _first_virtual_rank(ours, theirs, base.num_virtual_ranks)
+        losses = _virtual_rank_losses(base, step), _virtual_rank_losses(run, step)
+        if losses[0] != losses[1]:
+            return Difference(step + 1, "loss", virtual_rank=_first_virtual_rank(*losses, base.num_virtual_ranks))
+        mine = base.ranks[0][step].digests
+        for kind in KINDS:
+            names = [name for name in mine if name.startswith(f"{kind}/")]
+            wrong = [name for name in names if any(seen.digests.get(name) != mine[name] for seen in run.at(step))]
+            if wrong:
+                name = wrong[0].partition("/")[2]
+                return Difference(step + 1, KINDS[kind], name, math.nan, 0.0, len(wrong), len(names), virtual_rank)
+    return None
+
+
+def loss_of(seen: Sequence[Seen]) -> float:
+    """The loss of a step, weighed as gradients are: plain passes are added up, and averaged over ranks."""
+    losses = [loss for rank in seen for loss in rank.losses]
+    if any(weight is not None for _, weight in losses):
+        total = sum(weight or 0.0 for _, weight in losses)
+        return sum(value * weight for value, weight in losses if weight) / total if total else 0.0
+    return sum(value for value, _ in losses) / len(seen)
+
+
+class _Scale:
+    """What rounding does to each tensor of one step."""
+
+    def __init__(self, base: Run, reference: Run, step: int) -> None:
+        self._moved = _apart(reference, base, step)
+        exact = reference.values(step)
+        self.sizes = {name: _size(value) for name, value in exact.items()} | {"loss/": abs(loss_of(reference.at(step)))}
+        relative = [self._moved[name] / size for name, size in self.sizes.items() if size > 0 and name in self._moved]
+        finite = [each for each in relative if math.isfinite(each)]
+        self.typical = statistics.median(finite) if finite else 0.0
+        self._largest = {
+            kind: max((size for name, size in self.sizes.items() if name.startswith(kind)), default=0.0)
+            for kind in KINDS
+        }
+
+    def allowed(self, name: str) -> float:
+        """How far from float64 a tensor may lie."""
+        size = self.sizes.get(name, 0.0)
+        return ROUNDING_FACTOR * max(self._moved.get(name, 0.0), self.typical * size, _EPS * size)
+
+    def remains(self, single: Mapping[str, float], name: str) -> float:
+        """How much may be left in float64 of the differences that there were in float32."""
+        size = self.sizes.get(name, 0.0)
+        of_rounding = SHRINKS_TO * max(single.get(name, 0.0), self._moved.get(name, 0.0), _EPS * size)
+        return max(of_rounding, ROUNDING_FACTOR * _EPS_DOUBLE * self._largest[name.partition("/")[0]])
+
+
+def _first(
+    step: int,
+    apart: Mapping[str, float],
+    sizes: Mapping[str, float],
+    *,
+    allowed: Callable[[str], float],
+    rounding: Callable[[str], float],
+) -> Difference | None:
+    for kind, word in KINDS.items():
+        names = [name for name in apart if name.startswith(f"{kind}/")]
+        wrong = [name for name in names if not apart[name] <= allowed(name)]
+        if wrong:
+            name = wrong[0]
+            size = sizes.get(name, 0.0) or 1.0
+            short = name.partition("/")[2]
+            return Difference(step + 1, word, short, apart[name] / size, rounding(name) / size, len(wrong), len(names))
+    return None
+
+
+def _apart(reference: Run, run: Run, step: int) -> dict[str, float]:
+    """Of each tensor of a step, and of the loss, how far a run lies from the reference: the root of the mean square."""
+    exact, values = reference.values(step), run.values(step)
+    losses = torch.tensor([loss_of(run.at(step)), loss_of(reference.at(step))], dtype=torch.float64, device="cpu")
+    apart = {"loss/": _size(_gap(losses[:1], losses[1:]))}
+    for name in [*exact, *(name for name in values if name not in exact)]:
+        ours, theirs = values.get(name), exact.get(name)
+        if ours is None or theirs is None or ours.shape != theirs.shape:
+            apart[name] = math.inf
+        else:
+            apart[name] = _size(_gap(ours, theirs))
+    return apart
+
+
+def _gap(ours: Tensor, theirs: Tensor) -> Tensor:
+    gap = ours.double() - theirs.double()
+    return torch.where((ours == theirs) | (ours.isnan() & theirs.isnan()), 0.0, gap.nan_to_num(nan=math.inf))
+
+
+def _size(tensor: Tensor) -> float:
+    return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
+
+
+def _first_virtual_rank(ours: Sequence[object], theirs: Sequence[object], num_virtual_ranks: int) -> int | None:
+    """The virtual rank of the first backward pass that differs; each virtual rank may have several passes."""
+    if len(ours) != len(theirs) or num_virtual_ranks == 0:
+        return None
+    first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+    return None if first is None else first * num_virtual_ranks // len(ours)
+
+
+def _virtual_rank_digests(run: Run, step: int) -> list[dict[str, str]]:
+    return [virtual_rank for seen in run.at(step) for virtual_rank in seen.virtual_ranks]
+
+
+def _virtual_rank_losses(run: Run, step: int) -> list[tuple[float, float | None]]:
+    return [loss for seen in run.at(step) for loss in seen.losses]

@@ -1,0 +1,161 @@
+"""The reference: an unchanged script in float64.
+
+Parameters are drawn as ever and converted when a model is wrapped or first called, so that both runs begin with the
+same numbers. From there on whatever meets a float64 tensor becomes one, and what carries a gradient stays one, also
+where the script asks for less. Autocast leaves float64 alone by itself. Losses aren't scaled, and the steps are left
+out that a GradScaler has skipped in the run that this one is compared with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from evenstep.ground.compat import torch_pytree as pytree
+from evenstep.ground.compat.torch_autograd import without_torch_function
+from evenstep.replica.wrapper.distributed import DistributedDataParallel
+from evenstep.tools.observing.patching import Patches
+
+_NARROWER = (torch.float32, torch.float16, torch.bfloat16)
+_TO = Tensor.to
+_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+
+
+def compute_in_double(patches: Patches, *, is_sharded: bool = False) -> None:
+    """From now on models are converted, and what they compute is float64.
+
+    Args:
+        patches: Undoes it.
+        is_sharded: The script uses `fully_shard`, whose mixed precision is left out.
+    """
+    entered = contextlib.ExitStack()
+    entered.enter_context(_Widening())
+    patches.later(entered.close)
+
+    def wrapped(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(self, widen(module), *args, **kwargs)
+            _keep_group_longer(self)
+
+        return init
+
+    if is_sharded:
+        patches.replace(importlib.import_module("torch.distributed.fsdp"), "fully_shard", _shards_widened)
+    patches.replace(nn.RNNBase, "check_input", _checks_widened)
+    patches.replace(torch.amp.GradScaler, "__init__", _scales_nothing)
+    # Before it is wrapped: buckets are laid out by the dtype of the parameters.
+    for kind in (nn.parallel.DistributedDataParallel, DistributedDataParallel):
+        patches.replace(kind, "__init__", wrapped)
+    package = sys.modules["evenstep"]
+    for name in ("parallelize", "attach"):
+        patches.replace(package, name, _divides_widened)
+
+
+def _shards_widened(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def fully_shard(module: Any, *args: Any, mp_policy: Any = None, **kwargs: Any) -> Any:
+        for each in module if isinstance(module, list) else [module]:
+            widen(each)
+        return original(module, *args, **kwargs)
+
+    return fully_shard
+
+
+def _divides_widened(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def divide(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("mp_policy", None)
+        return original(widen(module), *args, **kwargs)
+
+    return divide
+
+
+def _checks_widened(check: Callable[..., None]) -> Callable[..., None]:
+    """Recurrent layers compare their input's dtype with their weights' before anything meets a float64 tensor."""
+
+    @functools.wraps(check)
+    def check_input(self: nn.RNNBase, input: Tensor, *arguments: Any) -> None:
+        is_wide = next(self.parameters()).dtype == torch.float64
+        check(self, _widened(input) if is_wide else input, *arguments)
+
+    return check_input
+
+
+def _scales_nothing(original: Callable[..., None]) -> Callable[..., None]:
+    """Float64 has room enough, and a loss of another size could not be compared."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        given.arguments["enabled"] = False
+        original(*given.args, **given.kwargs)
+
+    return init
+
+
+def _keep_group_longer(replica: Any) -> None:
+    """Have the process group of torch's wrapper outlive its reducer.
+
+    The reducer ends with the interpreter's lock. If it has the last reference to Gloo, it joins Gloo's threads there,
+    and such a thread waits for the same lock where it lets go of a call that was made under our `TorchFunctionMode`.
+    Python itself gives the lock up before it lets go of a group.
+    """
+    reducer = getattr(replica, "reducer", None)
+    if reducer is not None:
+        weakref.finalize(reducer, _let_go, replica.process_group).atexit = False
+
+
+def _let_go(group: object) -> None:
+    """The last that is done with a group."""
+
+
+def widen(module: nn.Module) -> nn.Module:
+    """A module with float64 parameters and buffers, converted in place: optimizers that have them keep them."""
+    with torch.no_grad(), without_torch_function():
+        return module.double()
+
+
+class _Widening(TorchFunctionMode):
+    """Every operation with one float64 tensor gets its other floating-point tensors in float64 too."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.dtype == torch.float64 and first.requires_grad:
+            if func in _CASTS:
+                return first
+            if func is _TO:
+                args, kwargs = pytree.tree_map(_kept_wide, (args, kwargs))
+                return func(*args, **kwargs)
+        changes_in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
+        if not changes_in_place and "out" not in kwargs:
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+            if torch.float64 in dtypes and len(dtypes) > 1:
+                args, kwargs = pytree.tree_map_only(Tensor, _widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype in _NARROWER else tensor
+
+
+def _kept_wide(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return _widened(argument)
+    return torch.float64 if isinstance(argument, torch.dtype) and argument in _NARROWER else argument

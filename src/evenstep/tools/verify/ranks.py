@@ -1,0 +1,206 @@
+"""`evenstep verify script.py`: the same steps on 1, 2 and 4 ranks?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from evenstep.checks import counted
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.environment import openmp_threads, with_settings
+from evenstep.launcher.options.resources import count_cores
+from evenstep.named_files import validate_script
+from evenstep.temporary import private_directory
+from evenstep.tools.observing.rehearsal import RehearsalPlan
+from evenstep.tools.observing.thresholds import COARSE
+from evenstep.tools.verify import causes, compare
+from evenstep.tools.verify.evidence import Plan, Run, read_run
+from evenstep.tools.verify.loaders import sizes_for
+from evenstep.tools.verify.report import Report, Verdict
+
+Start = Callable[[Path, Path, int], "tuple[int, str]"]
+
+
+def verify_ranks(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    ranks: Sequence[int] = (1, 2, 4),
+    num_steps: int = 5,
+    device: str | None = None,
+    say: Callable[[str], None],
+    start: Start | None = None,
+) -> Report:
+    """Run a script on several numbers of ranks, compare them step by step, and say what differs and why.
+
+    Args:
+        script: Of the user's; runs unchanged, and ends after `num_steps` steps of an optimizer.
+        arguments: Its own.
+        ranks: Numbers of ranks; the others are compared with the smallest.
+        num_steps: To compare.
+        device: As `evenstep run --device`.
+        say: Told what is going on, a line each.
+        start: Runs the script on some ranks: (plan, rehearsal, how many), returns exit status and what it said.
+            None: `evenstep run`.
+
+    Raises:
+        ConfigurationError: There is no such script, or a number makes no sense.
+        UsageError: The script fails, or makes no steps.
+    """
+    validate_script(script)
+    if len(set(ranks)) < 2 or min(ranks) < 1:
+        received = ",".join(map(str, ranks))
+        raise ConfigurationError(
+            f"--nproc-per-node {received}: give two or more numbers of ranks, each at least 1, as in 1,2,4."
+        )
+    if num_steps < 1:
+        raise ConfigurationError(f"--steps {num_steps}: at least 1.")
+    with private_directory("verify") as root:
+        launch = start or _launcher(
+            script, arguments, device=device, threads=_threads_for(max(ranks)), most_ranks=max(ranks)
+        )
+        runs = _Runs(root, script, sorted(set(ranks)), num_steps, launch, say)
+        runs.make()
+        verdicts = [_verdict(runs, number) for number in runs.numbers[1:]]
+        base = runs.of(runs.base)
+        alone = causes.find_faults(base)
+        return Report(script, base.num_steps, runs.base, base.num_virtual_ranks, tuple(verdicts), tuple(alone))
+
+
+class _Runs:
+    """The runs of one script, made when they are needed."""
+
+    def __init__(
+        self, root: Path, script: str, numbers: list[int], num_steps: int, start: Start, say: Callable[[str], None]
+    ) -> None:
+        self.numbers = numbers
+        self.base = numbers[0]
+        self._root, self._script, self._num_steps = root, script, num_steps
+        self._start, self._say = start, say
+        self._made: dict[tuple[int, bool], Run] = {}
+        self._batch_sizes: list[int] | None = None  # of the run on the most ranks, which is as the script says
+        self._is_sharded = False  # by FSDP2, in one of the runs so far
+        self._num_data_ranks = 0  # of that run, of which one sees other samples than another; 0: not known yet
+
+    def make(self) -> None:
+        """All of them in float32 (or whatever the script computes in), the most ranks first."""
+        for number in reversed(self.numbers):
+            self.of(number)
+        lengths = {number: self.of(number).num_steps for number in self.numbers}
+        if len(set(lengths.values())) > 1:
+            received = ", ".join(f"{steps} on {number}" for number, steps in lengths.items())
+            self._say(f"the script makes {received} ranks; the first {min(lengths.values())} steps are compared")
+
+    def of(self, number: int, *, in_double: bool = False) -> Run:
+        """The run on so many ranks."""
+        key = number, in_double
+        if key not in self._made:
+            self._made[key] = self._make(number, in_double)
+        return self._made[key]
+
+    def _make(self, number: int, in_double: bool) -> Run:
+        name = counted(number, "rank") + (", in float64" if in_double else "")
+        self._say(f"{self._script} on {name}")
+        directory = self._root / f"{number}-{in_double}"
+        directory.mkdir()
+        # Ranks that divide layers have the same samples: they count as one.
+        most, data = self.numbers[-1], self._num_data_ranks
+        sizes = sizes_for(
+            self._batch_sizes or [], seen_on=data or most, num_ranks=max(1, number * data // most) if data else number
+        )
+        if sizes is None:
+            received = ", ".join(map(str, self._batch_sizes or []))
+            raise ConfigurationError(
+                f"--nproc-per-node: the batches of {self.numbers[-1]} ranks, {received} on each, can't be divided over "
+                f"{number}. Choose numbers of ranks that divide each other."
+            )
+        skipped = self.of(number).skipped if in_double else ()
+        plan = Plan(str(directory), self._num_steps, number, in_double, sizes, self._is_sharded, skipped)
+        plan.write(directory / "plan.json")
+        # Its checkpoints, if it has any, go elsewhere, and it finds none.
+        (directory / "traces").mkdir()
+        RehearsalPlan(str(directory / "checkpoints"), str(directory / "traces")).write(directory / "rehearsal.json")
+        status, said = self._start(directory / "plan.json", directory / "rehearsal.json", number)
+        if status != 0:
+            if status == ConfigurationError.exit_code:  # of the script's calls; the launcher's last line says it all
+                raise UsageError(said.strip().rpartition("evenstep: ")[2])
+            needs = " (float64 is what tells rounding from mistakes)" if in_double else ""
+            raise UsageError(
+                f"{self._script} on {name}, failed with status {status}{needs}. It said:\n{said[-4000:].rstrip()}"
+            )
+        run = read_run(directory, number)
+        if run.num_steps == 0:
+            raise UsageError(
+                f"{self._script} on {name} has made no step that could be seen: a call of a torch optimizer's step()."
+            )
+        self._is_sharded |= run.ranks[0][-1].is_sharded
+        if self._batch_sizes is None:
+            self._batch_sizes, self._num_data_ranks = run.ranks[0][-1].batch_sizes, run.num_data_ranks
+        return run
+
+
+def _verdict(runs: _Runs, number: int) -> Verdict:
+    """What is to be said of a run, compared with the one on the fewest ranks."""
+    base, run = runs.of(runs.base), runs.of(number)
+    faults = tuple(causes.find_faults(run))
+    if compare.are_identical(base, run):
+        return Verdict(number, 0.0, None, faults)
+    reference = runs.of(runs.base, in_double=True)
+    unseeded = causes.find_unseeded(base, reference)
+    if unseeded:
+        found = compare.Difference(1, compare.UNSEEDED)
+        return Verdict(number, compare.closeness(base, run), found, (*unseeded, *_others(faults, unseeded)))
+    if base.num_virtual_ranks:
+        other = compare.first_other_bits(base, run)
+        if other is not None:
+            why = causes.find_causes(base, run, other.step - 1, rounding=1e-6)
+            return Verdict(number, compare.closeness(base, run), other, (*why, *_others(faults, why)))
+    skipped = compare.first_other_skip(base, run)
+    if skipped is not None:
+        return Verdict(number, compare.closeness(base, run), skipped, (causes.OTHERS_SKIPPED, *faults))
+    difference = compare.first_difference(base, reference, run)
+    rounding = compare.coarsest_rounding(base, reference)
+    if difference is None and rounding <= COARSE:
+        return Verdict(number, compare.closeness(base, run), None, faults, rounding)
+    double = runs.of(number, in_double=True)
+    difference = compare.first_difference(base, reference, run, double)
+    why = [] if difference is None else causes.find_causes(reference, double, difference.step - 1, rounding=1e-12)
+    return Verdict(number, compare.closeness(base, run), difference, (*why, *_others(faults, why)), rounding)
+
+
+def _others(faults: Sequence[causes.Cause], received: Sequence[causes.Cause]) -> list[causes.Cause]:
+    """Faults of other kinds than the cause of a difference, which come on top of it."""
+    lead = "besides: " if received else ""
+    kinds = {each.kind for each in received}
+    return [replace(fault, text=f"{lead}{fault.text}") for fault in faults if fault.kind not in kinds]
+
+
+def _launcher(
+    script: str, arguments: Sequence[str], *, device: str | None, threads: int | None, most_ranks: int
+) -> Start:
+    def start(plan: Path, rehearsal: Path, number: int) -> tuple[int, str]:
+        command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(number)]
+        command += [] if threads is None else ["--threads-per-rank", str(threads)]
+        command += [] if device is None else ["--device", device]
+        # As every launcher of others does, and ours with several nodes: python then draws a seed for hashes on each
+        # rank, and a script that depends on the order of a set is seen.
+        command += ["--cold-start"] if number == most_ranks else []
+        done = subprocess.run(
+            [*command, script, *arguments],
+            env=with_settings(verification=str(plan), rehearsal=str(rehearsal)) | {"TORCHDYNAMO_DISABLE": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+        return done.returncode, done.stderr
+
+    return start
+
+
+def _threads_for(most_ranks: int) -> int | None:
+    """Threads of each rank, the same in all runs: another number of threads adds in another order."""
+    return None if openmp_threads() else max(1, count_cores() // most_ranks)

@@ -1,0 +1,146 @@
+"""The result of `evenstep verify`: a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from evenstep.checks import counted
+from evenstep.tools.verify.causes import Cause
+from evenstep.tools.verify.compare import Difference
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of the run on one number of ranks.
+
+    Attributes:
+        num_ranks: How many.
+        apart: How far gradients and parameters are from those on the fewest ranks, relatively; 0: not a bit.
+        difference: The first that rounding doesn't explain.
+        causes: What usually causes it; also faults that make no difference to gradients.
+        rounding: How far rounding alone moves a typical tensor; None: it did not have to be known.
+    """
+
+    num_ranks: int
+    apart: float
+    difference: Difference | None
+    causes: tuple[Cause, ...] = ()
+    rounding: float | None = None
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.difference is None and not self.causes
+
+    @property
+    def word(self) -> str:
+        """One for programs."""
+        if self.difference is not None:
+            return "differs"
+        if self.causes:
+            return "faulty"
+        return "identical" if self.apart == 0 else "equal"
+
+    def text(self, *, is_reproducible: bool) -> str:
+        """For people, without the causes."""
+        if self.difference is not None:
+            return f"differs: {self.difference}"
+        if any(cause.kind == "no gradient" for cause in self.causes):
+            return "nothing to compare: every gradient is zero"
+        if self.apart == 0:
+            return "identical bits"
+        received = f"equal to {self.apart:.0e}, as expected without reproducible mode"
+        return f"equal to {self.apart:.0e}, although the mode is reproducible" if is_reproducible else received
+
+
+@dataclass(frozen=True)
+class Report:
+    """The results of one script.
+
+    Attributes:
+        script: Its path.
+        num_steps: That were compared.
+        base: Ranks of the run that the others are compared with.
+        num_virtual_ranks: Of reproducible mode; 0: it is off.
+        verdicts: One for each other number of ranks.
+        faults: Of the run that the others are compared with.
+    """
+
+    script: str
+    num_steps: int
+    base: int
+    num_virtual_ranks: int
+    verdicts: tuple[Verdict, ...]
+    faults: tuple[Cause, ...] = ()
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults and all(verdict.is_fine for verdict in self.verdicts)
+
+    def as_json(self) -> str:
+        """For programs: see docs/reference/verify.md."""
+        runs = [
+            {
+                "ranks": verdict.num_ranks,
+                "verdict": verdict.word,
+                "apart": verdict.apart if math.isfinite(verdict.apart) else None,
+                "rounding": verdict.rounding,
+                "difference": _plain(verdict.difference),
+                "causes": [asdict(cause) for cause in verdict.causes],
+            }
+            for verdict in self.verdicts
+        ]
+        received: dict[str, Any] = {
+            "script": self.script,
+            "steps": self.num_steps,
+            "compared_with": self.base,
+            "virtual_ranks": self.num_virtual_ranks,
+            "fine": self.is_fine,
+            "faults": [asdict(cause) for cause in self.faults],
+            "runs": runs,
+        }
+        return json.dumps(received, indent=2)
+
+    def show(self, console: Console) -> None:
+        """A table, and under it what is wrong."""
+        mode = f", {self.num_virtual_ranks} virtual ranks" if self.num_virtual_ranks else ""
+        title = f"{self.script}: {self.num_steps} steps, compared with {self.base} rank" + (
+            "s" if self.base > 1 else ""
+        )
+        table = Table(title=title + mode, title_justify="left", show_edge=False)
+        table.add_column("ranks", justify="right")
+        table.add_column("losses, gradients, parameters")
+        for verdict in self.verdicts:
+            table.add_row(str(verdict.num_ranks), verdict.text(is_reproducible=bool(self.num_virtual_ranks)))
+        console.print(table)
+        received: set[str] = set()
+        for number, each in [(self.base, self.faults), *((v.num_ranks, v.causes) for v in self.verdicts)]:
+            for cause in each:
+                if cause.kind not in received:
+                    received.add(cause.kind)
+                    console.print(
+                        f"{counted(number, 'rank')}: {cause.text}", markup=False, highlight=False, soft_wrap=True
+                    )
+        for verdict in self.verdicts:
+            if verdict.difference is not None and not verdict.causes:
+                console.print(
+                    f"{counted(verdict.num_ranks, 'rank')}: none of the usual causes shows in what the ranks "
+                    f"have seen.",
+                    soft_wrap=True,
+                )
+
+
+def _plain(difference: Difference | None) -> dict[str, Any] | None:
+    if difference is None:
+        return None
+    plain = asdict(difference)
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in plain.items()
+    }

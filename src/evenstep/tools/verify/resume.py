@@ -1,0 +1,99 @@
+"""`evenstep verify --resume`: run a script to its end; run it again, kill it, resume it; compare."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from evenstep.checkpoint.directory import checkpoints_in
+from evenstep.checkpoint.store import LocalDirectory
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.environment import with_settings
+from evenstep.named_files import validate_script
+from evenstep.temporary import private_directory
+from evenstep.tools.observing.rehearsal import RehearsalPlan
+from evenstep.tools.verify.traces import first_difference, read_trace
+
+
+def verify_resume(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    num_ranks: int,
+    kill_at: int | None,
+    num_steps: int | None,
+    say: Callable[[str], None],
+) -> bool:
+    """Whether a script that is killed and started again ends as if it had been left alone, bit for bit.
+
+    Args:
+        script: Of the user's, with a `Checkpointer`; started with `evenstep run`.
+        arguments: Its own.
+        num_ranks: On how many.
+        kill_at: The step in which all ranks are killed; None: two thirds through. The checkpoint is that of a few
+            steps before.
+        num_steps: End the runs after so many steps; None: at the script's own end.
+        say: Told what is going on, a line each.
+
+    Raises:
+        ConfigurationError: There is no such script, or a number makes no sense.
+        UsageError: The script fails, or makes no steps with a `Checkpointer`.
+    """
+    validate_script(script)
+    if num_steps is not None and num_steps < 2:
+        raise ConfigurationError(f"--steps {num_steps}: at least 2, one before the kill and one after.")
+    with private_directory("verify") as root:
+        command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(num_ranks), script, *arguments]
+
+        def run(part: str, plan: RehearsalPlan, *, dies: bool = False) -> None:
+            Path(plan.traces).mkdir(exist_ok=True)
+            plan.write(root / "plan.json")
+            done = subprocess.run(
+                command,
+                env=with_settings(rehearsal=str(root / "plan.json")),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+            )
+            if dies == (done.returncode == 0):
+                ending = "ended before it could be killed" if dies else f"failed with status {done.returncode}"
+                raise UsageError(f"the {part} of {script} {ending}. It said:\n{done.stderr[-4000:].rstrip()}")
+
+        def plan(run_name: str, traces: str, save_at: int = 0, kill: int = 0) -> RehearsalPlan:
+            return RehearsalPlan(str(root / run_name), str(root / traces), save_at, kill, num_steps or 0)
+
+        say(f"1 of 3: {script} on {num_ranks} ranks, undisturbed")
+        run("undisturbed run", plan("a", "straight"))
+        straight = [read_trace(root / "straight" / f"rank-{rank}.jsonl") for rank in range(num_ranks)]
+        last = max(straight[0], default=0)
+        if last < 2:
+            raise UsageError(
+                f"{script} has made {last} steps with a Checkpointer. It needs one, with the objects that it trains, "
+                f"checkpoint.resume() before the loop and checkpoint.step() after each step of the optimizer."
+            )
+        kill_at = max(2, last * 2 // 3) if kill_at is None else kill_at
+        if not 2 <= kill_at <= last:
+            raise ConfigurationError(f"--kill-at {kill_at}: the script makes {last} steps; name one from 2 to {last}.")
+        save_at = max(1, kill_at - 1 - last // 10)
+        say(f"2 of 3: saved at step {save_at} of {last}, and killed at step {kill_at}")
+        run("run to be killed", plan("b", "killed", save_at, kill_at), dies=True)
+        # The script's own checkpoints count, too: a later one is what it resumes from, and may have replaced ours.
+        saved = max(checkpoints_in(LocalDirectory(root / "b")), default=0)
+        if saved < save_at:
+            raise UsageError(f"the run to be killed left no checkpoint of step {save_at}.")
+        say("3 of 3: started again")
+        run("run that resumes", plan("b", "resumed"))
+        resumed = [read_trace(root / "resumed" / f"rank-{rank}.jsonl") for rank in range(num_ranks)]
+    first = min(resumed[0], default=0)
+    if first != saved + 1:
+        say(f"the second start began with step {first}, and not with step {saved + 1}: is checkpoint.resume() called?")
+        return False
+    difference = first_difference(straight, resumed)
+    if difference is None:
+        say(f"identical: steps {first} to {last}, every sample and every tensor that is saved, on {num_ranks} ranks")
+        return True
+    say(f"different: {difference}")
+    return False

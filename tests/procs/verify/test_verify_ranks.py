@@ -22,7 +22,8 @@ from evenstep import world as worlds
 from evenstep.cli.main import main
 from evenstep.testing import RankPool
 from evenstep.tools.observing.patching import Patches
-from evenstep.tools.verify.double import compute_in_double
+from evenstep.tools.observing.record import Recorder
+from evenstep.tools.verify.double import InDouble
 from evenstep.tools.verify.ranks import verify_ranks
 from evenstep.tools.verify.report import Report
 from tests import pages
@@ -44,8 +45,8 @@ Verify = Callable[[str, tuple[int, ...]], Report]
 def run_script(script: str, plan: str, rehearsal: str, port: int) -> str:
     """On each rank of the pool: what `evenstep run` does with a script, in a process that is kept."""
     from evenstep.launcher.spawn.script_runner import _run_as_main
-    from evenstep.tools.observing.rehearsal import rehearsing
-    from evenstep.tools.verify import recorder
+    from evenstep.tools.verify.rank import recording
+    from evenstep.tools.verify.rehearsal import rehearsing
 
     _forget_groups()  # of tests before this one
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
@@ -54,7 +55,7 @@ def run_script(script: str, plan: str, rehearsal: str, port: int) -> str:
         with (
             contextlib.suppress(SystemExit),
             Patches() as patches,
-            recorder.recording(Path(plan), rank=rank),
+            recording(Path(plan), rank=rank),
             rehearsing(Path(rehearsal), rank=rank),
         ):
             _keep_groups(patches)
@@ -189,7 +190,7 @@ def threads_as_a_reducer_ends(directory: str) -> list[tuple[int, ...]]:
     """Of each of two process groups: when the reducer of torch's wrapper has just ended, and after that."""
     _forget_groups()
     patches = Patches()
-    compute_in_double(patches)
+    Recorder(InDouble(patches)).install(patches)
     told: list[tuple[int, ...]] = []
     for number in range(2):
         dist.init_process_group("gloo", init_method=f"file://{directory}/{number}", rank=0, world_size=1)

@@ -19,9 +19,7 @@ from evenstep.tools.doctor.evidence.verdict import watched
 from evenstep.tools.doctor.findings import Watched
 from evenstep.tools.doctor.run.events import Event, EventFile, Evidence, Hang, Plan
 from evenstep.tools.doctor.run.hangs import find_hang, first_apart, open_call
-from evenstep.tools.doctor.run.record_devices import Devices
-from evenstep.tools.doctor.run.recorder import Recorder
-from evenstep.tools.observing.patching import Patches
+from evenstep.tools.doctor.run.probe import Probe
 from evenstep.tools.reading.looked import Facts
 
 SCRIPT = "/home/a/train.py"
@@ -209,14 +207,14 @@ def test_lines_where_the_host_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    recorder = Recorder(Plan(str(tmp_path), 12, 1), 0, __file__)
-    with Patches() as patches:
-        devices = Devices(recorder, patches)
-        for recorder.num_steps in range(8):
-            devices.stepped()
-            if modes == ["warn"]:
-                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-    assert modes == ["warn", "default", "default"]
+    shown = warnings.showwarning
+    probe = Probe(Plan(str(tmp_path), 12, 1), 0, __file__)
+    for probe.writer.num_steps in range(8):
+        probe.stepped()
+        if modes == ["warn"]:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+    assert modes == ["warn", "default"]
+    assert shown is warnings.showwarning
     events = EventFile(Plan(str(tmp_path), 12, 1).file_of(0)).read()
     seen = watched(Evidence([events]), script=__file__, directory="/")
     assert [(each.rule, each.evidence) for each in seen.findings] == [

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from evenstep.tools.observing.changes import same_samples, switch_off_dropout
+from evenstep.tools.observing.graphs import node_counts
+from evenstep.tools.observing.models import digest
 from evenstep.tools.observing.patching import Patches
 from evenstep.tools.verify import causes, compare
 from evenstep.tools.verify.causes import find_weights
-from evenstep.tools.verify.double import compute_in_double, widen
-from evenstep.tools.verify.dropout import switch_off
-from evenstep.tools.verify.evidence import NUM_PROBES, Plan, Run, Seen, Writer, digest, probe, read_run, thinned
-from evenstep.tools.verify.loaders import same_global_batches, same_samples, sizes_for
-from evenstep.tools.verify.recorder import node_counts
+from evenstep.tools.verify.double import InDouble, widen
+from evenstep.tools.verify.evidence import NUM_PROBES, Plan, Run, Seen, Writer, probe, read_run, thinned
+from evenstep.tools.verify.rank import Steps
+from evenstep.tools.verify.ranks import sizes_for
 from evenstep.tools.verify.report import Report, Verdict
 
 
@@ -356,7 +358,7 @@ def test_nothing_is_dropped_and_states_are_asked_for(patches: Patches):
         asked.append(True)
         return False
 
-    switch_off(patches, about_to_draw)
+    switch_off_dropout(patches, about_to_draw)
     x = torch.randn(2, 3, 4)
     lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
     with torch.no_grad():
@@ -380,7 +382,7 @@ def test_a_recurrent_layer_computes_in_float64(kind: type[nn.RNNBase], patches: 
     torch.manual_seed(fresh_seed)
     model, x = kind(3, 4), torch.randn(5, 2, 3)
     single = model(x)[0]
-    compute_in_double(patches)
+    InDouble(patches)
     widen(model)
     out = model(x)[0]
     assert out.dtype == torch.float64
@@ -393,7 +395,7 @@ def test_a_forward_in_float64_has_the_same_parameters_and_no_float32(patches: Pa
     x, target = torch.randn(5, 2, 8), torch.randn(5, 2)
     single = F.mse_loss(model(x), target)
     parameters = list(model.parameters())
-    compute_in_double(patches)
+    InDouble(patches)
     widen(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = model(x)
@@ -421,8 +423,7 @@ def test_torchs_loaders_load_what_they_are_told(patches: Patches):
     from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
     data_set = TensorDataset(torch.arange(12))
-    passed: list[int] = []
-    same_global_batches(patches, [(2, 4), (3, 6), (2, 4)], passed)
+    steps = Steps(Plan("", 1, 1, batch_sizes=[(2, 4), (3, 6), (2, 4)]), 0, patches)
     assert [len(x) for (x,) in DataLoader(data_set, 2)] == [4, 4, 4]
     assert [len(x) for (x,) in DataLoader(data_set, batch_size=3, shuffle=True)] == [6, 6]
     batches = BatchSampler(SequentialSampler(data_set), 2, drop_last=False)
@@ -430,7 +431,7 @@ def test_torchs_loaders_load_what_they_are_told(patches: Patches):
     assert len(DataLoader(data_set, batch_size=None)) == 12
     assert [len(x) for (x,) in DataLoader(data_set, 4)] == [4, 4, 4], "the script has seen to it"
     assert [len(x) for (x,) in DataLoader(data_set, 6)] == [6, 6], "there was no fourth loader"
-    assert passed == [2, 3, 4, 6]
+    assert steps._batch_sizes == [2, 3, 4, 6]
 
 
 def test_what_a_data_set_draws_depends_on_the_sample_alone(patches: Patches):
@@ -459,7 +460,13 @@ def test_a_run_survives_its_files(tmp_path):
     plan = Plan(str(tmp_path), 2, 2, False, [[8, 16]], skipped=[3])
     plan.write(tmp_path / "plan.json")
     assert Plan.read(tmp_path / "plan.json") == plan
-    told = seen(rows=[["a"]], losses=[(1.0, None), (2.0, 3.0)], virtual_ranks=[{"w": "1"}], unsynced=["bn"])
+    told = seen(
+        rows=[["a"]],
+        losses=[(1.0, None), (2.0, 3.0)],
+        virtual_ranks=[{"w": "1"}],
+        unsynced=["bn"],
+        lines={"loss": ("s.py", 3)},
+    )
     for rank in range(2):
         Writer(plan, rank).write(0, told, {"grad/w": thinned(torch.ones(2, 3))}, {"0": torch.ones(4)})
     run = read_run(tmp_path, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,7 +94,7 @@ class Report:
                 "apart": verdict.apart if math.isfinite(verdict.apart) else None,
                 "rounding": verdict.rounding,
                 "difference": _plain(verdict.difference),
-                "causes": [asdict(cause) for cause in verdict.causes],
+                "causes": [_plain_cause(cause) for cause in verdict.causes],
             }
             for verdict in self.verdicts
         ]
@@ -103,7 +104,7 @@ class Report:
             "compared_with": self.base,
             "virtual_ranks": self.num_virtual_ranks,
             "fine": self.is_fine,
-            "faults": [asdict(cause) for cause in self.faults],
+            "faults": [_plain_cause(cause) for cause in self.faults],
             "runs": runs,
         }
         return json.dumps(received, indent=2)
@@ -125,9 +126,9 @@ class Report:
             for cause in each:
                 if cause.kind not in received:
                     received.add(cause.kind)
-                    console.print(
-                        f"{counted(number, 'rank')}: {cause.text}", markup=False, highlight=False, soft_wrap=True
-                    )
+                    at = f"{os.path.relpath(cause.path)}:{cause.line}: " if cause.path else ""
+                    text = f"{counted(number, 'rank')}: {at}{cause.text}"
+                    console.print(text, markup=False, highlight=False, soft_wrap=True)
         for verdict in self.verdicts:
             if verdict.difference is not None and not verdict.causes:
                 console.print(
@@ -135,6 +136,10 @@ class Report:
                     f"have seen.",
                     soft_wrap=True,
                 )
+
+
+def _plain_cause(cause: Cause) -> dict[str, Any]:
+    return {**asdict(cause), "is_note": cause.is_note}
 
 
 def _plain(difference: Difference | None) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ Kinds of events, and their facts beside time, step and place:
     enter      a call that other ranks must make, too, begins: `op`, `call` (its number on this rank), `group`
     leave      it has ended: `call`
     iterate    a loop over a loader begins: `loader`, `iteration`, and facts of the loader
-    batch      a batch was read: `loader`, `iteration`, `rows` (digests), `rng` (digests of the random streams before)
+    batch      a batch was read: `loader`, `iteration`, `rows` (digests of samples)
     iterated   the loop has ended: `loader`, `iteration`, `num_batches`, `cut` (ended by the watch, and not by itself)
     fetch      samples were loaded: `worker` (-1: in the rank), `dataset`, `streams` (those that moved, before)
     forward    an outermost forward pass: `wrapped`, `grad`, `rows`

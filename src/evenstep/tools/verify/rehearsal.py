@@ -1,4 +1,4 @@
-"""Fault-injection runs of a script with a `Checkpointer`, for `evenstep verify`.
+"""Fault-injection runs of a script with a `Checkpointer`: one rank of them.
 
 The script runs as it is, and what it writes goes elsewhere. As a plan says, its `Checkpointer` uses another directory,
 saves at one step and kills this process at another, and a file gets digests of what each step saw and left behind. The
@@ -8,7 +8,6 @@ saves at one step and kills this process at another, and a file gets digests of 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import signal
@@ -107,31 +106,25 @@ def install(patches: Patches, plan: RehearsalPlan, rank: int) -> None:
     """
     rehearsals: weakref.WeakKeyDictionary[Checkpointer, Rehearsal] = weakref.WeakKeyDictionary()
 
-    def made(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def init(checkpoint: Checkpointer, directory: Any, **named: Any) -> None:
-            # Synchronously: a checkpoint is complete before a later step kills the process.
-            original(checkpoint, plan.directory, **{**named, "asynchronous": False})
-            rehearsals[checkpoint] = Rehearsal(plan, rank, checkpoint.objects)
+    def init(original: Callable[..., None], checkpoint: Checkpointer, directory: Any, **named: Any) -> None:
+        if named.get("local") is not None:
+            named["local"] = f"{plan.directory}-local"
+        # Synchronously: a checkpoint is complete before a later step kills the process.
+        original(checkpoint, plan.directory, **{**named, "asynchronous": False})
+        rehearsals[checkpoint] = Rehearsal(plan, rank, checkpoint.objects)
 
-        return init
+    def step(original: Callable[..., None], checkpoint: Checkpointer, **metrics: float) -> None:
+        before = checkpoint.num_steps
+        rehearsals[checkpoint].begin_step(before + 1)
+        original(checkpoint, **metrics)
+        if checkpoint.num_steps == before:  # in the middle of an accumulation
+            return
+        if checkpoint.num_steps == plan.save_at:
+            checkpoint.save()
+        rehearsals[checkpoint].end_step(checkpoint.num_steps)
 
-    def stepped(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def step(checkpoint: Checkpointer, **metrics: float) -> None:
-            before = checkpoint.num_steps
-            rehearsals[checkpoint].begin_step(before + 1)
-            original(checkpoint, **metrics)
-            if checkpoint.num_steps == before:  # in the middle of an accumulation
-                return
-            if checkpoint.num_steps == plan.save_at:
-                checkpoint.save()
-            rehearsals[checkpoint].end_step(checkpoint.num_steps)
-
-        return step
-
-    patches.replace(Checkpointer, "__init__", made)
-    patches.replace(Checkpointer, "step", stepped)
+    patches.around(Checkpointer, "__init__", init)
+    patches.around(Checkpointer, "step", step)
 
 
 @contextlib.contextmanager

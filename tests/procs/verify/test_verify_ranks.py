@@ -154,6 +154,24 @@ def test_correct_scripts_are_let_alone(name: str, numbers: tuple[int, ...], veri
     assert all(run["verdict"] in ("equal", "identical") for run in json.loads(report.as_json())["runs"])
 
 
+# Of each kind of cause, what the line says that is named.
+LINES = {
+    "average": ".backward()",
+    "batch norm": "DistributedDataParallel(",
+    "batch statistics": ".backward()",
+    "branch": ".backward()",
+    "divisor": ".backward()",
+    "drift": "model.module(x)",
+    "no gradient": "optimizer.step()",
+    "not seeded": "DataLoader(",
+    "pairs": ".backward()",
+    "random": "model(",
+    "repeated": "DataLoader(",
+    "settings": "optimizer.step()",
+}
+LOSES_WORK = {"average", "divisor", "drift", "no gradient", "repeated"}
+
+
 @pytest.mark.parametrize(("name", "numbers"), cases(MISTAKES))
 def test_mistakes_are_named(name: str, numbers: tuple[int, ...], verified: Verify):
     """On every number of ranks, and as the first cause of each."""
@@ -165,6 +183,11 @@ def test_mistakes_are_named(name: str, numbers: tuple[int, ...], verified: Verif
     ]
     told = [cause for verdict in report.verdicts for cause in verdict.causes[1:]]
     assert all(cause.text.startswith("besides: ") for cause in told)
+    for verdict in report.verdicts:
+        cause = verdict.causes[0]
+        assert Path(cause.path).name == "script.py"
+        assert LINES[kind] in script.splitlines()[cause.line - 1], cause
+        assert cause.is_note == (kind not in LOSES_WORK)
 
 
 @pytest.mark.parametrize("script", [CORRECT["evenstep_scaler"], FUSED, SKIPS_ON_ALL], ids=["plain", "fused", "skips"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Mapping
@@ -250,6 +251,48 @@ def test_two_runs_on_as_many_ranks_show_whether_a_script_is_seeded():
         assert f"two runs on 1 rank differ in {told}" in found.text
 
 
+def test_in_reproducible_mode_dropout_shows_whether_a_script_is_seeded():
+    """Elsewhere it is off, and its masks may be anything."""
+    base, again = (a_run(seen(dropouts=[state], virtual_ranks_of_run=8)) for state in "ab")
+    (found,) = causes.find_unseeded(base, again)
+    assert "differ in the random numbers of the virtual ranks" in found.text
+    assert causes.find_unseeded(base, base) == []
+    assert causes.find_unseeded(a_run(seen(dropouts=["a"])), a_run(seen(dropouts=["b"]))) == []
+
+
+def test_inputs_that_no_loader_has_given_are_told_as_such():
+    """They may be drawn alike on all ranks, or be read whole."""
+    base = a_run(seen(rows=[["n", "m"]]))
+    run = a_run(seen(rows=[["n"]]), seen(rows=[["n"]]))
+    for found in (causes.find_causes(base, run, 0, rounding=1e-12), causes.find_faults(run)):
+        assert [cause.kind for cause in found] == ["repeated"]
+        assert found[0].text.startswith("the same inputs on several ranks: ")
+        assert "seed the ranks differently" in found[0].text
+
+
+def test_a_cause_names_the_line_and_whether_work_is_lost():
+    lines = {"loader": ("a.py", 3), "loss": ("a.py", 9), "optimizer": ("a.py", 11), "model": ("b.py", 8)}
+    base = a_run(seen(rows=[["a", "b"]], loaded=["a", "b"]))
+    twice = a_run(*(seen(rows=[["a"]], loaded=["a"], lines=lines) for _ in range(2)))
+    (found,) = causes.find_causes(base, twice, 0, rounding=1e-12)
+    assert (found.path, found.line, found.is_note) == ("a.py", 3, False)
+    rates = a_run(seen(settings=[{"lr": 0.1}], lines=lines), seen(settings=[{"lr": 0.2}], lines=lines))
+    (found,) = causes.find_causes(a_run(seen(settings=[{"lr": 0.1}])), rates, 0, rounding=1e-12)
+    assert (found.path, found.line, found.is_note) == ("a.py", 11, True)
+    report = Report("a.py", 1, 1, 0, (Verdict(2, 0.0, None, (found,)), Verdict(4, 0.0, None, (found,))))
+    assert report.causes == [(2, found)]
+    plain = json.loads(report.as_json())["runs"][0]["causes"]
+    assert plain == [{"kind": "settings", "text": found.text, "path": "a.py", "line": 11, "is_note": True}]
+
+
+def test_a_rank_with_one_sample_is_on_no_branch():
+    """A product of one sample with itself is told like any other product."""
+    base = a_run(seen(rows=[["x", "y", "z"]]))
+    graphs = [{"MmBackward0 of pairs": 1}], [{"MmBackward0": 1}]
+    run = a_run(*(seen(rows=[rows], graphs=graph) for rows, graph in zip((["x", "y"], ["z"]), graphs, strict=True)))
+    assert "branch" not in kinds(base, run)
+
+
 def test_a_cause_is_named_alone():
     """Of batch norm's statistics and random numbers nothing is known where the samples are others."""
     base = a_run(seen(rows=[["a", "b"]]))
@@ -279,6 +322,25 @@ def test_a_mean_over_the_batch_is_found_in_a_graph():
     for fine in (batch.square().mean(0).sum(), (batch - batch.mean(-1, keepdim=True)).square().mean()):
         assert not [name for name in node_counts(fine, {4}) if "batch" in name]
     assert not [name for name in node_counts(relative.square().mean(), {5}) if "batch" in name]
+    for spread in (batch / batch.std(0), batch / torch.var(batch), torch.std_mean(batch * 2)[0]):
+        assert [name for name in node_counts(spread.sum(), {4}) if name.endswith("over the batch")]
+    wide = torch.cat([batch, batch.square()], dim=1)
+    assert not [name for name in node_counts((wide / wide.var(1, keepdim=True)).sum(), {4}) if "batch" in name]
+
+
+def test_a_loss_over_pairs_is_found_in_a_graph():
+    batch, weight = torch.randn(4, 3, requires_grad=True) * 2, torch.randn(4, 3, requires_grad=True)
+    pairs = (
+        batch @ batch.t(),
+        torch.cdist(batch, batch),
+        F.cosine_similarity(batch[None], batch[:, None], dim=-1),
+        batch @ batch.detach().t(),
+    )
+    for of_pairs in pairs:
+        assert [name for name in node_counts(of_pairs.exp().mean(), {4}) if name.endswith("of pairs")]
+        assert not [name for name in node_counts(of_pairs.exp().mean(), {5}) if "pairs" in name]
+    for fine in (batch @ weight.t(), F.linear(batch, weight), F.linear(batch, weight, torch.zeros(4))):
+        assert not [name for name in node_counts(fine.exp().mean(), {4}) if "pairs" in name]
 
 
 @pytest.mark.parametrize(("values", "is_fine"), [({"grad/w": 0.0}, False), ({}, False), ({"grad/w": 1.0}, True)])

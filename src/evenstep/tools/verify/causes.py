@@ -42,7 +42,6 @@ _LOSES_WORK = ("repeated", "average", "divisor", "drift", "no gradient")
 _LINES = {
     "repeated": ("loader", "model"),
     "samples": ("loader", "model"),
-    "not seeded": ("loader", "model"),
     "drift": ("model",),
     "random": ("model",),
     "batch norm": ("wrapper", "model"),
@@ -74,9 +73,9 @@ class Cause:
         return self.kind not in _LOSES_WORK
 
 
-def _cause(kind: str, text: str, seen: Seen) -> Cause:
+def _cause(kind: str, text: str, seen: Seen, whose: Sequence[str] = ()) -> Cause:
     """One with the line of the script, on a rank that shows it."""
-    whose = _LINES.get(kind, ("loss",))
+    whose = whose or _LINES.get(kind, ("loss",))
     path, line = next((seen.lines[what] for what in whose if what in seen.lines), ("", 0))
     return Cause(kind, text, path, line)
 
@@ -146,9 +145,9 @@ def find_unseeded(base: Run, again: Run) -> list[Cause]:
         # In reproducible mode dropout draws, by streams of the virtual ranks; elsewhere it is off, and may be unseeded.
         draws_others = ours.virtual_ranks_of_run and ours.dropouts[:1] != theirs.dropouts[:1]
         if other or ours.loaded != theirs.loaded or draws_others:
-            what = f"the initial {parameter!r}" if parameter else "the samples of step 1"
-            if not other and ours.loaded == theirs.loaded:
-                what = "the random numbers of the virtual ranks"
+            is_of_data = ours.loaded != theirs.loaded or other == "inputs"
+            what = "the samples of step 1" if is_of_data else "the random numbers of the virtual ranks"
+            what = f"the initial {parameter!r}" if parameter else what
             return [
                 _cause(
                     "not seeded",
@@ -157,6 +156,7 @@ def find_unseeded(base: Run, again: Run) -> list[Cause]:
                     f"some): torch.manual_seed(0), and random.seed and numpy.random.seed where the script uses them; "
                     f"evenstep.init(seed=0) where virtual ranks draw.",
                     ours,
+                    whose=("model",) if parameter else ("loader", "model"),
                 )
             ]
     return []

@@ -63,6 +63,8 @@ _COLLECTIVES = (
     "scatter",
     "scatter_object_list",
 )
+# Calls by which ranks come to hold other parts of a model.
+_APART = ("new_group", "send", "recv", "isend", "irecv", "batch_isend_irecv")
 WRAPPERS = (TorchDistributedDataParallel, DistributedDataParallel)
 LOADERS = (TorchDataLoader, DataLoader)
 _SCHEDULERS = {each for each in vars(lr_scheduler).values() if isinstance(each, type) and "step" in vars(each)}
@@ -77,6 +79,7 @@ _CALLS: dict[str, Sequence[tuple[Any, str]]] = {
     "scaler_step": [(torch.amp.GradScaler, "step")],
     "schedule": [(kind, "step") for kind in _SCHEDULERS],
     "join": [(Join, "__enter__")],
+    "part": [(module, name) for module in (dist, distributed_c10d) for name in _APART],
     "device": [(torch.cuda, "set_device")],
     "save": [(torch, "save")],
     "spawn": [(torch.multiprocessing, "spawn")],
@@ -156,6 +159,9 @@ class Subscriber:
 
     def join(self, join: Join) -> Ended:
         """torch's Join is entered, for ranks with different numbers of batches."""
+
+    def part(self, *args: Any, **kwargs: Any) -> Ended:
+        """Ranks form a group, or send to each other: they may hold other parts of a model."""
 
     def device(self, device: Any) -> Ended:
         """`torch.cuda.set_device` is called."""

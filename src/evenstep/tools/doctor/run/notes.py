@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import gc
 import itertools
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -22,10 +23,11 @@ from evenstep.tools.doctor.run.events import Place
 from evenstep.tools.doctor.run.samples import facts_of, first_looks, row_digests, streams_of
 from evenstep.tools.doctor.run.writer import Writer
 from evenstep.tools.observing.graphs import factor_of, is_mean
-from evenstep.tools.observing.models import is_trained
+from evenstep.tools.observing.models import digest, is_trained
 from evenstep.tools.observing.record import Ended, Instead, Loop, Subscriber
 from evenstep.tools.observing.script import caller
 
+_IN_PARTS = re.compile(r"LocalSGD|ModelAverager|FullySharded|FSDP|PipelineStage|DTensor")
 _MOST_LOOKS = 2  # steps in which the parameters of optimizers are looked at
 _MOST_EVALUATED = 8  # batches of a loop that makes no step
 _MOST_FETCHES = 4  # of a worker
@@ -44,6 +46,8 @@ class Notes(Subscriber):
         self._writer, self._stepped, self._group_made = writer, stepped, group_made
         self._used: set[nn.Module] = set()  # wrappers whose forward has run since the last backward pass
         self._counts: Counter[int] = Counter()  # steps of each optimizer
+        self._looked: set[tuple[int, int]] = set()
+        self._models: list[nn.Module] = []  # those of outermost passes, in the order of their first
         self._launched = meeting_point()
         self._has_spawned = False
         self._loaders: weakref.WeakKeyDictionary[Any, tuple[int, itertools.count[int]]] = weakref.WeakKeyDictionary()
@@ -64,6 +68,8 @@ class Notes(Subscriber):
         grad = torch.is_grad_enabled()
         rows = row_digests((args, kwargs)) if grad else []
         self._writer.note("forward", wrapped=is_wrapper, grad=grad, rows=rows)
+        if grad and self._writer.num_steps in (0, 2):
+            self._look_at(module)
         if not is_wrapper:
             return None
         if grad:
@@ -73,6 +79,24 @@ class Notes(Subscriber):
         sends = getattr(module, "broadcast_buffers", False) and any(True for _ in module.buffers())
         syncs = bool(module.require_backward_grad_sync) and (grad or sends)
         return self._writer.enter("forward of the model") if syncs else None
+
+    def _look_at(self, module: nn.Module) -> None:
+        """Note digests of what a model trains, before the first step and after the second: whole parameters only."""
+        if all(each is not module for each in self._models):
+            self._models.append(module)
+        model, when = next(i for i, each in enumerate(self._models) if each is module), self._writer.num_steps // 2
+        if (model, when) in self._looked or any(map(_is_in_parts, module.modules())):
+            return
+        self._looked.add((model, when))
+        if when and any(map(_is_in_parts, gc.get_objects())):
+            self._writer.note("apart", what="parameters")
+        named = {name.removeprefix("module."): p for name, p in module.named_parameters() if p.requires_grad}
+        plain = {name: digest(p) for name, p in named.items() if type(p.data) is Tensor and p.numel()}
+        self._writer.note("parameters", model=model, when=when, digests=plain)
+
+    def part(self, *args: Any, **kwargs: Any) -> None:
+        """See base class."""
+        self._writer.note("apart", what="groups of ranks, or messages")
 
     def backward(self, root: Any, weight: Any, scale: float) -> Ended:
         """See base class."""
@@ -263,6 +287,11 @@ class Notes(Subscriber):
             self._writer.write("fetch", [], {**facts, "streams": moved})
 
         return ended
+
+
+def _is_in_parts(thing: object) -> bool:
+    """Whether an object trains parts of a model, or lets replicas drift for a while."""
+    return _IN_PARTS.search(type(thing).__name__) is not None
 
 
 def replaced(optimizer: Any) -> dict[str, int]:

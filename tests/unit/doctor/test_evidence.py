@@ -88,6 +88,13 @@ def test_a_slow_rank_is_awaited_for_a_while():
     assert hang.missing[1].place == (SCRIPT, 7)
 
 
+def test_ranks_are_awaited_as_long_as_one_of_those_that_are_missing_works():
+    quiet = [event("idle", t, line=7) for t in range(1, 40)]
+    works = [event("batch", float(t), line=8) for t in range(1, 40)]
+    assert find_hang([[call(1, time_s=1.0)], quiet, works], 40.0) is None
+    assert find_hang([[call(1, time_s=1.0)], quiet, quiet], 40.0) is not None
+
+
 def test_ranks_in_the_same_call_are_let_alone():
     ranks = [[call(1, time_s=1.0)], [call(1, time_s=2.0)]]
     assert find_hang(ranks, 30.0) is None

@@ -19,7 +19,7 @@ from evenstep.tools.observing.patching import Patches
 from evenstep.tools.verify import causes, compare
 from evenstep.tools.verify.causes import find_weights
 from evenstep.tools.verify.double import InDouble, widen
-from evenstep.tools.verify.evidence import NUM_PROBES, Plan, Run, Seen, Writer, probe, read_run, thinned
+from evenstep.tools.verify.evidence import NUM_PROBES, Plan, Run, Seen, probe, read_run, thinned, write_step
 from evenstep.tools.verify.rank import Steps
 from evenstep.tools.verify.ranks import sizes_for
 from evenstep.tools.verify.report import Report, Verdict
@@ -530,7 +530,7 @@ def test_a_run_survives_its_files(tmp_path):
         lines={"loss": ("s.py", 3)},
     )
     for rank in range(2):
-        Writer(plan, rank).write(0, told, {"grad/w": thinned(torch.ones(2, 3))}, {"0": torch.ones(4)})
+        write_step(plan, rank, 0, told, {"grad/w": thinned(torch.ones(2, 3))}, {"0": torch.ones(4)})
     run = read_run(tmp_path, 2)
     assert run.ranks == [[told], [told]]
     assert run.num_steps == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -12,10 +13,31 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 _STOPS_WITHIN_S = 30.0
 _LONGEST_TAIL = 4000
+_Plan = TypeVar("_Plan", bound="Plan")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ranks have to know, in a file.
+
+    Attributes:
+        directory: Where they write.
+    """
+
+    directory: str
+
+    def write(self, path: Path) -> None:
+        """Leave it for the ranks."""
+        path.write_text(json.dumps(vars(self)))
+
+    @classmethod
+    def read(cls: type[_Plan], path: Path) -> _Plan:
+        """What `write` left."""
+        return cls(**json.loads(path.read_text()))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from evenstep.tools.observing import launch
 from evenstep.tools.observing.script import Place
 
 Values = Mapping[str, Tensor]
@@ -21,11 +22,10 @@ NUM_PROBES = 256  # elements of each gradient, evenly drawn, that every rank kee
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(launch.Plan):
     """The instructions for a rank that records.
 
     Attributes:
-        directory: Where to.
         num_steps: After so many steps of an optimizer the script ends.
         world_size: Ranks of this run.
         in_double: Compute in float64.
@@ -35,7 +35,6 @@ class Plan:
         script: Path of the script, whose lines are named.
     """
 
-    directory: str
     num_steps: int
     world_size: int
     in_double: bool = False
@@ -43,15 +42,6 @@ class Plan:
     is_sharded: bool = False
     skipped: Sequence[int] = ()
     script: str = ""
-
-    def write(self, path: Path) -> None:
-        """Leave it for the ranks."""
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> Plan:
-        """What `write` left."""
-        return cls(**json.loads(path.read_text()))
 
 
 @dataclass
@@ -164,25 +154,19 @@ def data_ranks(seen: Sequence[Seen]) -> list[Seen]:
     return [each for rank, each in enumerate(seen) if min(each.shares_with, default=rank) == rank]
 
 
-class Writer:
-    """Writes what one rank sees."""
-
-    def __init__(self, plan: Plan, rank: int) -> None:
-        self._directory = Path(plan.directory)
-        self._rank = rank
-
-    def write(self, step: int, seen: Seen, values: Values, probes: Values) -> None:
-        """Add a step. Values (`thinned`) are rank 0's alone: the others' are equal, or their digests say so."""
-        if self._rank == 0:
-            save_file(dict(values), self._directory / _values_name(step))
-        if probes:
-            save_file(dict(probes), self._directory / _probes_name(self._rank, step))
-        with (self._directory / f"rank-{self._rank}.jsonl").open("a") as file:
-            file.write(json.dumps(asdict(seen)) + "\n")
+def write_step(plan: Plan, rank: int, step: int, seen: Seen, values: Values, probes: Values) -> None:
+    """Add a step of a rank. Values (`thinned`) are rank 0's alone: the others' are equal, or their digests say so."""
+    directory = Path(plan.directory)
+    if rank == 0:
+        save_file(dict(values), directory / _values_name(step))
+    if probes:
+        save_file(dict(probes), directory / _probes_name(rank, step))
+    with (directory / f"rank-{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(asdict(seen)) + "\n")
 
 
 def read_run(directory: Path, num_ranks: int) -> Run:
-    """Read the files of a run's `Writer`s; tensors are read on access."""
+    """Read what the ranks of a run have written; tensors are read on access."""
 
     def steps_of(rank: int) -> list[Seen]:
         path = directory / f"rank-{rank}.jsonl"

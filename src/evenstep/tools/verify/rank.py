@@ -37,7 +37,7 @@ from evenstep.tools.observing.patching import Patches
 from evenstep.tools.observing.record import NO_CALL, Ended, Loop, Recorder, Subscriber
 from evenstep.tools.observing.script import Place, Script, run_observed
 from evenstep.tools.verify.double import InDouble, widen
-from evenstep.tools.verify.evidence import NUM_PROBES, Plan, Seen, Writer, probe, thinned
+from evenstep.tools.verify.evidence import NUM_PROBES, Plan, Seen, probe, thinned, write_step
 from evenstep.tools.verify.rehearsal import rehearsing
 
 _MOST_NAMES = 5_000  # modules of a forward that are noted
@@ -61,7 +61,6 @@ class Steps(Subscriber):
 
     def __init__(self, plan: Plan, rank: int, patches: Patches) -> None:
         self._plan, self._rank, self._patches = plan, rank, patches
-        self._writer = Writer(plan, rank)
         self._script = Script(plan.script)
         self._num_steps = 0
         self._seen = Seen()
@@ -257,7 +256,7 @@ class Steps(Subscriber):
             seen.virtual_ranks_of_run = _virtual_ranks()
             if self._wrapped:
                 seen.lines["wrapper"] = self._wrapped[0]
-            self._writer.write(self._num_steps, seen, self._values, self._probes())
+            write_step(self._plan, self._rank, self._num_steps, seen, self._values, self._probes())
         self._values, self._applied, self._passes = {}, {}, []
         self._num_steps += 1
         if self._num_steps == self._plan.num_steps:

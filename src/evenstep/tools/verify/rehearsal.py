@@ -14,7 +14,7 @@ import signal
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +25,27 @@ from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.format.payload import bytes_of
 from evenstep.checkpoint.format.tree import unwrapped
 from evenstep.checkpoint.save.snapshot import capture
+from evenstep.tools.observing.launch import Plan
 from evenstep.tools.observing.models import first_samples
 from evenstep.tools.observing.patching import Patches
 from evenstep.tools.observing.scratch import Scratch
 
 
 @dataclass(frozen=True)
-class RehearsalPlan:
-    """What is to be done.
+class RehearsalPlan(Plan):
+    """What is to be done; `directory` is where checkpoints go instead of where the script puts them.
 
     Attributes:
-        directory: Where checkpoints go instead of where the script puts them.
         traces: Directory of the digests: a file per rank.
         save_at: Save at this step; 0: never.
         kill_at: Kill this process at this step, with SIGKILL; 0: never.
         stop_at: End well at this step; 0: when the script ends.
     """
 
-    directory: str
     traces: str
     save_at: int = 0
     kill_at: int = 0
     stop_at: int = 0
-
-    def write(self, path: Path) -> None:
-        """Write it to the file that the ranks read."""
-        path.write_text(json.dumps(asdict(self)))
 
 
 class Rehearsal:
@@ -131,7 +126,7 @@ def install(patches: Patches, plan: RehearsalPlan, rank: int) -> None:
 def rehearsing(file: Path, *, rank: int) -> Iterator[None]:
     """Rehearse in this process what the plan in a file says."""
     with Patches() as patches:
-        plan = RehearsalPlan(**json.loads(file.read_text()))
+        plan = RehearsalPlan.read(file)
         # Beside the checkpoints, so that a run which resumes finds what the run before it has written.
         Scratch(Path(f"{plan.directory}-files")).install(patches)
         install(patches, plan, rank)

@@ -44,6 +44,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evenstep.tools.observing import launch
+
 Place = tuple[str, int]  # file and line
 
 
@@ -87,27 +89,16 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The instructions for a rank under watch.
+class Plan(launch.Plan):
+    """The instructions for a rank under watch; `directory` is where events go, and what the script saves.
 
     Attributes:
-        directory: Where events go, and what the script saves.
         num_steps: So many optimizer steps are looked at.
         world_size: Ranks of this run.
     """
 
-    directory: str
     num_steps: int
     world_size: int
-
-    def write(self, path: Path) -> None:
-        """Leave it for the ranks."""
-        path.write_text(json.dumps(vars(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> Plan:
-        """What `write` left."""
-        return cls(**json.loads(path.read_text()))
 
     def file_of(self, rank: int) -> Path:
         """Where a rank writes its events."""

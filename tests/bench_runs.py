@@ -16,15 +16,15 @@ from evenstep.ground.health.telemetry import (
     REDUCED,
     WAITING,
 )
-from evenstep.tools.bench.measure.plan import Setting
-from evenstep.tools.bench.measure.records import DATA, DATA_END, SYNC, Facts, RankRecord, Usage
-from evenstep.tools.bench.measure.runs import Measured, Wish, remarks
-from evenstep.tools.bench.measure.scaling import Run
+from evenstep.tools.bench.plan import Setting
+from evenstep.tools.bench.records import DATA, DATA_END, SYNC, Facts, RankRecord, Usage
+from evenstep.tools.bench.runs import Measured, Wish, remarks
+from evenstep.tools.bench.scaling import Run
 
 WARMUP = 2
 MS = 1_000_000
 CALM = {"data": 0.5, "forward": 30.0, "script": 1.0, "backward": 60.0, "engine": 0.2, "optimizer": 3.0}
-FACTS = Facts(wrapper="evenstep", num_cores=8, gradient_bytes=8 << 20, num_tensors=6)
+FACTS = Facts(wrapper="evenstep", num_cores=8, gradient_bytes=8 << 20)
 Phases = Mapping[str, float]  # milliseconds
 
 
@@ -36,8 +36,6 @@ def make_run(
     exchange_ms: float = 0.0,
     num_steps: int = 20,
     facts: Facts | None = None,
-    syncs: tuple[tuple[str, float], ...] = (),
-    device_busy_s: float | None = None,
     seed: int = 0,
     noise: float = 0.02,
 ) -> Run:
@@ -87,9 +85,7 @@ def make_run(
                 (rows,) * len(ends[rank]),
                 tuple(marks[rank]),
                 facts or FACTS,
-                Usage(wall_s=1.0, process_s=0.9, cores=(0.9,) * size),
-                syncs,
-                device_busy_s,
+                Usage(wall_s=1.0, rank_s=0.9, host_s=0.9 * size),
                 batches=(rows,) * len(ends[rank]),
             )
             for rank in range(size)

@@ -10,7 +10,7 @@ from evenstep.cli.arguments import Parser, add_script, at_least_1, numbers
 from evenstep.launcher.options.ranks import add_nproc_per_node
 from evenstep.named_files import validate_target
 from evenstep.tools.bench.command import compare, scaling
-from evenstep.tools.bench.measure.plan import MODES
+from evenstep.tools.bench.plan import MODES
 
 _DESCRIPTION = """\
 Measure how well training scales on this host, and say why not better; or which of several scripts is faster.

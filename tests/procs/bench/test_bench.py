@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from evenstep.tools.bench.explain.report import PART_NAMES
+from evenstep.tools.bench.report import PART_NAMES
 from tests import pages
 from tests.commands import Command
 

@@ -18,9 +18,9 @@ import evenstep
 from evenstep.ground.environment import Measurement, changed_settings
 from evenstep.ground.health.telemetry import BACKWARD, FORWARD, OPTIMIZER_END, REDUCED, WAITING
 from evenstep.testing import RankPool
-from evenstep.tools.bench.measure.gpu import covered, is_of_the_script
-from evenstep.tools.bench.measure.models import ModelWatch, facts_of
-from evenstep.tools.bench.measure.records import COLLECTIVE, RankRecord, sorted_marks, steps_in_parts
+from evenstep.tools.bench.probe import covered, is_of_the_script
+from evenstep.tools.bench.records import COLLECTIVE, RankRecord, sorted_marks, steps_in_parts
+from evenstep.tools.bench.watching import ModelWatch, facts_of
 from evenstep.tools.observing.loaders import LoaderWatch, replace_batch_sizes
 from evenstep.tools.observing.models import num_rows, trained_by
 from evenstep.tools.observing.patching import Patches

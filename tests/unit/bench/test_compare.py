@@ -19,7 +19,6 @@ from evenstep.errors import ConfigurationError
 from evenstep.tools.bench.compare import (
     as_data,
     compare_losses,
-    in_turn,
     losses_of,
     remarks,
     summarise,
@@ -27,11 +26,11 @@ from evenstep.tools.bench.compare import (
     validate_scripts,
     verdicts,
 )
-from evenstep.tools.bench.measure.losses import LossWatch
-from evenstep.tools.bench.measure.plan import Setting
-from evenstep.tools.bench.measure.records import read_record, write_record
-from evenstep.tools.bench.measure.runs import Wish
-from evenstep.tools.bench.measure.scaling import Run, Spread
+from evenstep.tools.bench.losses import LossWatch
+from evenstep.tools.bench.plan import Setting
+from evenstep.tools.bench.records import read_record, write_record
+from evenstep.tools.bench.runs import Wish
+from evenstep.tools.bench.scaling import Run, Spread
 from evenstep.tools.observing.patching import Patches
 from tests.bench_runs import CALM, FACTS, make_run
 
@@ -54,10 +53,6 @@ def run_of(pace: float, *, rows: int = 32, losses: list[list[float]] | None = No
 
 
 # ---------------------------------------------------------------------- ratios
-
-
-def test_rounds_alternate() -> None:
-    assert [in_turn(3, number) for number in range(3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
 
 
 def test_a_ratio_is_taken_within_a_round() -> None:

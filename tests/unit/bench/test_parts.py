@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,16 +20,17 @@ from evenstep.ground.health.telemetry import (
     REDUCED,
     WAITING,
 )
-from evenstep.tools.bench.measure.decompose import Decomposition, decompose
-from evenstep.tools.bench.measure.plan import (
+from evenstep.tools.bench import runs
+from evenstep.tools.bench.decompose import Decomposition, decompose
+from evenstep.tools.bench.plan import (
     Setting,
     default_replicas,
-    in_order,
     plan_settings,
     too_small,
     validate_replicas,
 )
-from evenstep.tools.bench.measure.records import (
+from evenstep.tools.bench.profile import Profile
+from evenstep.tools.bench.records import (
     COLLECTIVE,
     COLLECTIVE_END,
     DATA,
@@ -41,7 +43,8 @@ from evenstep.tools.bench.measure.records import (
     steps_in_parts,
     write_record,
 )
-from evenstep.tools.bench.measure.scaling import Spread, curve, median_run
+from evenstep.tools.bench.runs import Wish, remarks
+from evenstep.tools.bench.scaling import Run, Spread, curve, median_run
 from tests.bench_runs import CALM, MS, WARMUP, calm, make_run, weak_pair
 
 # ---------------------------------------------------------------------- marks
@@ -102,15 +105,14 @@ def test_any_marks_give_steps_whose_phases_add_up(fresh_seed: int) -> None:
 
 
 def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    (record,) = make_run(Setting(1, 32), calm, syncs=(("train.py:3", 1.0),), device_busy_s=0.05).records
+    (record,) = make_run(Setting(1, 32), calm).records
+    seen = Profile((0.5, 2.0), ((0.6, 0.7),), (("0: all 0", 0.8, 0.9),), (("0", 0.1, 0.2),), (("train.py:3", 1.0),))
+    record = replace(record, losses=((1.0, 2.0),), profile=seen)
     write_record(record, tmp_path / "rank-0.json")
     assert read_record(tmp_path / "rank-0.json") == record
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0.json"]
     with pytest.raises(UsageError, match=r"no rank-1.json: the script made no step"):
         read_record(tmp_path / "rank-1.json")
-    (tmp_path / "old.json").write_text('{"version": 0}')
-    with pytest.raises(UsageError, match="of version 0, and 1 is known"):
-        read_record(tmp_path / "old.json")
 
 
 # ---------------------------------------------------------------------- who waits for whom
@@ -213,6 +215,16 @@ def test_efficiency_is_compared_within_a_round() -> None:
     assert point.decomposition.parts.total_s == pytest.approx(point.run.step_s)
 
 
+def test_computing_alone_is_that_of_one_replica_also_where_the_fewest_are_two() -> None:
+    """Four ranks that compute as long as two did are not contended."""
+    two, four = Setting(2, 64, 1), Setting(4, 128, 2)
+    run = {each: make_run(each, calm, noise=0) for each in (two, four)}
+    _, point = curve((two, four), [run])
+    assert point.decomposition.parts.contention_s == pytest.approx(0.0, abs=1e-6)
+    slower = {**run, four: make_run(four, lambda r, s: {**CALM, "forward": 50.0}, noise=0)}
+    assert curve((two, four), [slower])[1].decomposition.parts.contention_s == pytest.approx(0.02, abs=1e-6)
+
+
 def test_strong_scaling_compares_computing_by_the_sample() -> None:
     one, four = Setting(1, 32), Setting(4, 32)
     quarter = {k: v / 4 for k, v in CALM.items()}
@@ -255,12 +267,27 @@ def test_settings_of_both_curves_begin_with_the_same_one() -> None:
     assert plan_settings((2, 4), "weak", None) == {"weak": (Setting(2, None, 1), Setting(4, None, 2))}
 
 
-def test_rounds_go_up_and_down_and_have_each_setting_once() -> None:
-    curves = plan_settings((1, 2), "both", 32)
-    up = in_order(curves, 0)
-    assert up == [Setting(1, 32, 1), Setting(2, 64, 2), Setting(2, 32, 1)]
-    assert in_order(curves, 1) == up[::-1]
-    assert in_order(curves, 2) == up
+def test_rounds_go_up_and_down_and_have_each_setting_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was run before isn't run again, and traces are kept of the job that they are asked for."""
+    made: list[tuple[Setting, Path | None]] = []
+
+    def run_once(setting: Setting, wish: Wish, place: Path, traces: Path | None = None) -> Run:
+        place.mkdir()
+        made.append((setting, traces))
+        return Run(setting, ())
+
+    monkeypatch.setattr(runs, "run_once", run_once)
+    one, two, half = Setting(1, 32, 1), Setting(2, 64, 2), Setting(2, 32, 1)
+    wish = Wish("train.py", (), (1, 2), "both", None, 2, 20, 3, 1)
+    jobs = {each: (str(each.num_replicas), each, wish) for each in (one, two, half)}
+    said: list[str] = []
+    done = {one: Run(one, ())}
+    rounds = runs.run_rounds(jobs, 3, said.append, tmp_path, done=done, traces={two: tmp_path})
+    kept, others = (two, tmp_path), [(half, None), (one, None)]
+    assert made == [kept, others[0], others[0], kept, others[1], others[1], kept, others[0]]
+    assert said[:3] == ["round 1 of 3: 2", "round 1 of 3: 2", "round 2 of 3: 2"]
+    assert [set(each) for each in rounds] == [set(jobs)] * 3
+    assert rounds[0][one] is done[one]
 
 
 def test_numbers_of_replicas() -> None:
@@ -284,4 +311,12 @@ def test_a_batch_that_cannot_be_divided() -> None:
 
 def test_a_reader_is_told_what_the_figures_are_worth() -> None:
     """Only what is true of these runs."""
-    assert weak_pair(2, calm).remarks == ("utilisation by core needs psutil: pip install 'evenstep[bench]'",)
+    found = weak_pair(2, calm)
+    assert found.remarks == ()
+    blind = {
+        setting: replace(run, records=tuple(replace(r, usage=replace(r.usage, host_s=None)) for r in run.records))
+        for setting, run in found.rounds[0].items()
+    }
+    assert remarks(found.curves, [blind] * 3, found.wish) == (
+        "noticing other programs that keep cores busy needs psutil: pip install 'evenstep[bench]'",
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch._C._profiler import _RecordFunctionFast
+from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
 from torch.autograd import profiler
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -26,6 +26,11 @@ def is_profiled() -> bool:
 def is_watched() -> bool:
     """Whether a profiler runs, or a mode that sees each operation. Costs a tenth of a microsecond."""
     return profiler._is_profiler_enabled or _len_torch_dispatch_stack() > 0
+
+
+def profile_all_threads() -> torch.profiler.profile:
+    """A profiler of this process: its GPU, and all threads of the CPU, such as those of Gloo that carry gradients."""
+    return torch.profiler.profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
 
 
 def begin_event(name: str, tensors: Sequence[Tensor], details: dict[str, Any]) -> Callable[[], None] | None:

@@ -12,7 +12,7 @@ from evenstep.console import on_stdout, say
 from evenstep.errors import ConfigurationError
 from evenstep.ground.health.telemetry import NUM_STEPS_KEPT
 from evenstep.named_files import write_report
-from evenstep.tools.bench.measure.plan import default_replicas, validate_replicas
+from evenstep.tools.bench.plan import default_replicas, validate_replicas
 
 if TYPE_CHECKING:
     from evenstep.launcher.options.resources import Host
@@ -29,9 +29,9 @@ def scaling(args: Namespace) -> int:
         UsageError: The script fails, or makes no steps.
     """
     from evenstep.launcher.options.resources import look_at_host
-    from evenstep.tools.bench.explain import plots
-    from evenstep.tools.bench.explain.report import build_report, print_report
-    from evenstep.tools.bench.measure.runs import Wish, measure
+    from evenstep.tools.bench import plots
+    from evenstep.tools.bench.report import build_report, print_report
+    from evenstep.tools.bench.runs import Wish, measure
 
     _validate_steps(args)
     host = look_at_host()
@@ -49,7 +49,9 @@ def scaling(args: Namespace) -> int:
         threads, args.device, float(args.limit),
     )  # fmt: skip
     began_at = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    measured = measure(wish, _say)
+    for trace in args.out.glob("trace-*"):
+        trace.unlink()
+    measured = measure(wish, _say, args.out)
     report = build_report(measured, version=sys.modules["evenstep"].__version__, began_at=began_at)
     write_report(args.out / "report.json", json.dumps(report, indent=1))
     print_report(report, on_stdout())
@@ -70,8 +72,8 @@ def compare(args: Namespace) -> int:
         UsageError: A script fails, or makes no steps.
     """
     from evenstep.launcher.options.resources import look_at_host
-    from evenstep.tools.bench.compare import as_data, remarks, run_rounds, summarise, table, validate_scripts, verdicts
-    from evenstep.tools.bench.measure.runs import Wish
+    from evenstep.tools.bench.compare import as_data, remarks, run_all, summarise, table, validate_scripts, verdicts
+    from evenstep.tools.bench.runs import Wish
 
     _validate_steps(args)
     names = validate_scripts(args.scripts)
@@ -84,7 +86,7 @@ def compare(args: Namespace) -> int:
         args.scripts[0], tuple(args.arguments), (num_ranks,), "weak", args.batch, args.warmup, args.steps, args.rounds,
         threads, args.device, float(args.limit), watches_losses=True,
     )  # fmt: skip
-    rounds = run_rounds(wish, args.scripts, names, _say)
+    rounds = run_all(wish, args.scripts, names, _say)
     sides = summarise(names, rounds)
     told = remarks(wish, sides, rounds)
     if args.json is not None:

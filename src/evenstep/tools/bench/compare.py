@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -25,9 +24,10 @@ from evenstep.checks import counted
 from evenstep.errors import ConfigurationError
 from evenstep.named_files import validate_script
 from evenstep.temporary import private_directory
-from evenstep.tools.bench.measure.plan import Setting
-from evenstep.tools.bench.measure.runs import Wish, ended_early, not_written, others_busy, run_once
-from evenstep.tools.bench.measure.scaling import Run, Spread
+from evenstep.tools.bench.plan import Setting
+from evenstep.tools.bench.report import titled
+from evenstep.tools.bench.runs import Wish, ended_early, not_written, others_busy, run_rounds
+from evenstep.tools.bench.scaling import Run, Spread
 
 VERSION = 1
 
@@ -118,12 +118,7 @@ def validate_scripts(scripts: Sequence[str]) -> tuple[str, ...]:
     return tuple(script if not n else f"{script} ({n + 1})" for script, n in zip(scripts, earlier, strict=True))
 
 
-def in_turn(count: int, round_number: int) -> list[int]:
-    """The order of a round; see [Note: alternating rounds]."""
-    return list(range(count))[:: -1 if round_number % 2 else 1]
-
-
-def run_rounds(
+def run_all(
     wish: Wish, scripts: Sequence[str], names: Sequence[str], say: Callable[[str], None]
 ) -> list[tuple[Run, ...]]:
     """The runs of all scripts, by round; in a round in the order of the scripts.
@@ -138,16 +133,10 @@ def run_rounds(
         UsageError: A script failed, made no steps, or took too long.
     """
     setting = Setting(wish.replicas[0], wish.batch)
-    rounds = []
+    jobs = {name: (name, setting, replace(wish, script=script)) for name, script in zip(names, scripts, strict=True)}
     with private_directory("bench") as root:
-        for number in range(wish.num_rounds):
-            runs: dict[int, Run] = {}
-            for side in in_turn(len(scripts), number):
-                say(f"round {number + 1} of {wish.num_rounds}: {names[side]}")
-                place = root / f"round-{number}-{side}"
-                runs[side] = run_once(setting, replace(wish, script=scripts[side]), place)
-            rounds.append(tuple(runs[side] for side in range(len(scripts))))
-    return rounds
+        rounds = run_rounds(jobs, wish.num_rounds, say, root)
+    return [tuple(runs[name] for name in names) for runs in rounds]
 
 
 # ---------------------------------------------------------------------- from runs to figures
@@ -265,45 +254,26 @@ def remarks(wish: Wish, sides: Sequence[Side], rounds: Sequence[Sequence[Run]]) 
 
 def as_data(sides: Sequence[Side], told: Sequence[str], wish: Wish) -> dict[str, Any]:
     """What `--json` writes."""
-    kept = {
-        name: value
-        for name, value in asdict(wish).items()
-        if name not in ("script", "mode", "replicas", "watches_losses")
-    }
-    scripts = [
-        {**asdict(side), "losses": None if side.losses is None else _losses_as_data(side.losses)} for side in sides
-    ]
+    of_one_script = ("script", "mode", "replicas", "watches_losses")
+    kept = {name: value for name, value in asdict(wish).items() if name not in of_one_script}
     return {
         "kind": "compare",
         "version": VERSION,
         "command": {**kept, "num_ranks": wish.replicas[0]},
-        "scripts": scripts,
+        "scripts": [{**asdict(side), "losses": side.losses and _losses_as_data(side.losses)} for side in sides],
         "remarks": list(told),
     }
 
 
 def _losses_as_data(losses: LossComparison) -> dict[str, Any]:
-    data: dict[str, Any] = {**asdict(losses), "are_same": losses.are_same, "told": str(losses)}
-    if losses.difference == math.inf:  # JSON has no infinity
-        data["difference"] = "inf"
-    if losses.own == math.inf:
-        data["own"] = "inf"
-    return data
+    data = {**asdict(losses), "are_same": losses.are_same, "told": str(losses)}
+    return {name: "inf" if value == math.inf else value for name, value in data.items()}  # JSON has no infinity
 
 
 def table(sides: Sequence[Side], wish: Wish) -> Table:
     """A line for each script."""
-    made = Table(
-        title=f"On {counted(wish.replicas[0], 'rank')}, {counted(wish.num_rounds, 'round')}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1),
-        pad_edge=False,
-    )
-    made.add_column("script")
-    made.add_column("step, ms", justify="right")
-    made.add_column("times the first's", justify="right")
-    made.add_column("samples/s", justify="right")
+    title = f"On {counted(wish.replicas[0], 'rank')}, {counted(wish.num_rounds, 'round')}"
+    made = titled(title, "script", "step, ms", "times the first's", "samples/s")
     for number, side in enumerate(sides):
         step = Spread(side.step_s.median * 1e3, side.step_s.low * 1e3, side.step_s.high * 1e3)
         ratio = _with_spread(side.ratio) if number else "1"

@@ -17,21 +17,30 @@ typical rank.
                                                               exposed
                                           |--- imbalance ----|
 
+That is for CPUs, where whoever overlaps communication uses the same cores. On GPUs each collective is compared with the
+same one on other ranks, [Note: communication on a GPU] in profile.py: steps come with what is *exposed*.
+
 What a rank computes takes longer beside others that want the same cores and memory. *Contention* is what the typical
 rank computes, less what one replica alone needs for as many samples.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from evenstep.tools.bench.measure.records import PHASES
-
-COMPUTE = ("forward", "backward", "script")
-ENGINE = ("sync", "engine")
-_OWN = tuple(phase for phase in PHASES if phase != "wait")
+_PART_OF = {
+    "data": "data",
+    "sync": "engine",
+    "engine": "engine",
+    "optimizer": "optimizer",
+    "forward": "compute",
+    "backward": "compute",
+    "script": "compute",
+    "compute": "compute",
+    "idle": "idle",
+}  # by phase; those of a rank on its own
 
 
 @dataclass(frozen=True)
@@ -39,22 +48,24 @@ class Parts:
     """A step in parts, in seconds. They add up to it.
 
     Attributes:
+        compute_s: Computing, as long as alone; with the script's own work between the passes.
+        contention_s: Computing, longer than alone.
         data_s: Waiting for data.
+        idle_s: Of a GPU: nothing is launched, and it isn't for data.
         imbalance_s: Waiting for a rank that came later.
         exposed_s: Communication that nothing hid.
-        engine_s: The wrapper's own work: dividing, module buffers.
-        optimizer_s: The optimizer's step.
-        contention_s: Computing, longer than alone.
-        compute_s: Computing, as long as alone; with the script's own work between the passes.
+        engine_s: On CPUs, the wrapper's own work: dividing, module buffers.
+        optimizer_s: On CPUs, the optimizer's step.
     """
 
+    compute_s: float = 0.0
+    contention_s: float = 0.0
     data_s: float = 0.0
+    idle_s: float = 0.0
     imbalance_s: float = 0.0
     exposed_s: float = 0.0
     engine_s: float = 0.0
     optimizer_s: float = 0.0
-    contention_s: float = 0.0
-    compute_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -109,62 +120,45 @@ def decompose(steps: Steps, *, compute_alone_s: float | None = None) -> Decompos
 
     Args:
         steps: By rank, by step: seconds by phase, as `records.steps_in_parts` makes them. As many steps on every rank.
+            With "exposed" where that is known; else a rank exposes what it waits.
         compute_alone_s: What one replica alone computes for as many samples; None: this is the run that others are
             compared with.
     """
     num_steps = min(map(len, steps), default=0)
     if num_steps == 0:
         raise ValueError("there is no step to take apart")
-    world_size = len(steps)
-    sums = dict.fromkeys(("data", "imbalance", "exposed", "engine", "optimizer", "compute", "total"), 0.0)
-    last: Counter[int] = Counter()
-    lost = [dict.fromkeys(_OWN, 0.0) for _ in range(world_size)]
-    own_sums = [0.0] * world_size
-    for number in range(num_steps):
-        each = [ranks_steps[number] for ranks_steps in steps]
-        own = [sum(step[phase] for phase in _OWN) for step in each]
-        order = sorted(range(world_size), key=own.__getitem__)
-        typical = each[order[(world_size - 1) // 2]]
-        total = sum(sum(step.values()) for step in each) / world_size
-        exposed = min(step["wait"] for step in each)
-        sums["total"] += total
+    sums, last = defaultdict[str, float](float), Counter[int]()
+    lost = [defaultdict[str, float](float) for _ in steps]
+    own_sums = [0.0] * len(steps)
+    for each in zip(*steps, strict=False):
+        own = [sum(seconds for phase, seconds in step.items() if phase in _PART_OF) for step in each]
+        order = sorted(range(len(each)), key=own.__getitem__)
+        middle = order[(len(each) - 1) // 2]
+        typical, total = each[middle], sum(sum(step.values()) for step in each) / len(each)
+        exposed = min(step.get("exposed", step["wait"]) for step in each)
         sums["exposed"] += exposed
-        sums["imbalance"] += total - own[order[(world_size - 1) // 2]] - exposed
-        sums["data"] += typical["data"]
-        sums["engine"] += sum(typical[phase] for phase in ENGINE)
-        sums["optimizer"] += typical["optimizer"]
-        sums["compute"] += sum(typical[phase] for phase in COMPUTE)
+        sums["imbalance"] += total - own[middle] - exposed
         last[order[-1]] += 1
-        for rank, step in enumerate(each):
-            own_sums[rank] += own[rank]
-            for phase in _OWN:
-                lost[rank][phase] += step[phase] - typical[phase]
+        for phase, part in _PART_OF.items():
+            sums[part] += typical.get(phase, 0.0)
+            for rank, step in enumerate(each):
+                lost[rank][phase] += step.get(phase, 0.0) - typical.get(phase, 0.0)
+        own_sums = [before + more for before, more in zip(own_sums, own, strict=True)]
     mean = {name: value / num_steps for name, value in sums.items()}
-    if mean["imbalance"] < 0:  # clocks are read one after the other: microseconds
-        mean["exposed"] += mean["imbalance"]
-        mean["imbalance"] = 0.0
-    if mean["exposed"] < 0:
-        mean["compute"] += mean["exposed"]
-        mean["exposed"] = 0.0
-    contention = 0.0 if compute_alone_s is None else max(0.0, mean["compute"] - compute_alone_s)
-    parts = Parts(
-        data_s=mean["data"],
-        imbalance_s=mean["imbalance"],
-        exposed_s=mean["exposed"],
-        engine_s=mean["engine"],
-        optimizer_s=mean["optimizer"],
-        contention_s=contention,
-        compute_s=mean["compute"] - contention,
-    )
+    # Clocks are read one after the other: microseconds below zero go to the next part.
+    for part, rest in (("imbalance", "exposed"), ("exposed", "compute")):
+        mean[rest] += min(0.0, mean[part])
+        mean[part] = max(0.0, mean[part])
+    contention_s = 0.0 if compute_alone_s is None else max(0.0, mean["compute"] - compute_alone_s)
+    mean |= {"contention": contention_s, "compute": mean["compute"] - contention_s}
+    late = None
+    if len(steps) > 1:
+        rank, times = max(last.items(), key=lambda item: (item[1], -item[0]))
+        phase = max(lost[rank], key=lost[rank].__getitem__)
+        late = Late(rank, times / num_steps, phase, max(0.0, sum(lost[rank].values()) / num_steps))
     return Decomposition(
-        parts=parts,
-        late=_late(last, lost, num_steps) if world_size > 1 else None,
-        ready_s=tuple(value / num_steps for value in own_sums),
-        num_steps=num_steps,
+        Parts(**{field.name: mean[field.name.removesuffix("_s")] for field in fields(Parts)}),
+        late,
+        tuple(value / num_steps for value in own_sums),
+        num_steps,
     )
-
-
-def _late(last: Counter[int], lost: list[dict[str, float]], count: int) -> Late:
-    rank, times = max(last.items(), key=lambda item: (item[1], -item[0]))
-    phase = max(lost[rank], key=lost[rank].__getitem__)
-    return Late(rank, times / count, phase, max(0.0, sum(lost[rank].values()) / count))

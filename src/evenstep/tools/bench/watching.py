@@ -18,10 +18,13 @@ A plain module, in a process without a group, has the same marks, without a wait
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
@@ -29,9 +32,22 @@ from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.ground.compat.torch_autograd import at_end_of_backward
 from evenstep.ground.health.telemetry import BACKWARD, END, FORWARD, FORWARD_END, REDUCED, WAITING
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
-from evenstep.tools.bench.measure.fsdp import ShardWatch
-from evenstep.tools.bench.measure.records import SYNC
-from evenstep.tools.observing.models import find_models, num_rows
+from evenstep.tools.bench.records import COLLECTIVE, COLLECTIVE_END, SYNC
+from evenstep.tools.observing.models import find_models, num_rows, uses_fsdp
+from evenstep.tools.observing.patching import Patches
+
+# Functions of `torch.distributed` that wait for other ranks, FSDP2's of torch 2.11 and since 2.13 among them.
+_COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_object",
+    "barrier",
+    "broadcast",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+)
 
 
 class ModelWatch:
@@ -44,7 +60,6 @@ class ModelWatch:
         num_rows: Samples that the first model was given to train on.
         models: Found by `find`.
         wrapper: "evenstep", "torch", "fsdp" or "": what averages.
-        shards: The collectives of FSDP2, if it has divided one of the models.
     """
 
     def __init__(self, marks: list[int]) -> None:
@@ -52,8 +67,29 @@ class ModelWatch:
         self.models: list[nn.Module] = []
         self.wrapper = ""
         self._marks = marks
-        self._is_in_backward = False
-        self.shards = ShardWatch(marks)
+        self._is_in_backward = self._is_waiting = False
+
+    def install(self, patches: Patches) -> None:
+        """Time the collectives that are called by name, until the patches are undone. On CPUs such a call returns when
+        all ranks have come and nothing is computed meanwhile: all of it is waiting."""
+        for name in _COLLECTIVES:
+            if hasattr(dist, name):
+                patches.replace(dist, name, self._timed)
+
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_waiting:  # one of these may call another one
+                return original(*args, **kwargs)
+            self._is_waiting = True
+            self._marks += (COLLECTIVE, perf_counter_ns())
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._is_waiting = False
+                self._marks += (COLLECTIVE_END, perf_counter_ns())
+
+        return call
 
     def find(self, optimizer: torch.optim.Optimizer) -> None:
         """Look for the models, and attach hooks to those that aren't evenstep's."""
@@ -61,10 +97,9 @@ class ModelWatch:
         for number, model in enumerate(self.models):
             if number == 0:
                 model.register_forward_pre_hook(self._count_rows, with_kwargs=True)
-            self.shards.attach(model)
             if self.wrapper != "evenstep":
                 self._attach(model)
-        if self.shards.blocks(1) and not self.wrapper:
+        if not self.wrapper and any(map(uses_fsdp, self.models)):
             self.wrapper = "fsdp"
 
     def marks(self) -> list[int]:
@@ -120,6 +155,5 @@ def facts_of(models: list[nn.Module]) -> dict[str, Any]:
     sizes = [(name.removeprefix("module."), p.numel() * p.element_size()) for name, p in named]
     return {
         "gradient_bytes": sum(size for _, size in sizes),
-        "num_tensors": len(sizes),
         "largest": max(sizes, key=lambda each: each[1], default=("", 0)),
     }

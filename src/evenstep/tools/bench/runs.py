@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from evenstep import checks
 from evenstep.checks import counted
@@ -16,13 +18,15 @@ from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.environment import Measurement, with_settings
 from evenstep.named_files import validate_script
 from evenstep.temporary import private_directory
-from evenstep.tools.bench.measure.plan import Setting, in_order, plan_settings, too_small
-from evenstep.tools.bench.measure.records import RankRecord, read_record
-from evenstep.tools.bench.measure.scaling import Run, cores_elsewhere
+from evenstep.tools.bench.plan import Setting, plan_settings, too_small
+from evenstep.tools.bench.records import RankRecord, read_record
+from evenstep.tools.bench.scaling import Run
 from evenstep.tools.observing.thresholds import MANY_ELSEWHERE
 
 _LONGEST_TAIL = 4000
 _STOPS_WITHIN_S = 30.0
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class Wish:
         num_threads: Of every rank, however many there are.
         device: As for `evenstep run`; None: GPUs if there are any.
         limit_s: A run that takes longer is ended.
-        watches_losses: Whether losses are recorded. A script that sets no seed begins with one then.
+        watches_losses: Whether losses are recorded, and not where the time goes. A script that sets no seed begins with
+            one then.
     """
 
     script: str
@@ -75,12 +80,13 @@ class Measured:
     remarks: tuple[str, ...]
 
 
-def measure(wish: Wish, say: Callable[[str], None]) -> Measured:
+def measure(wish: Wish, say: Callable[[str], None], traces: Path) -> Measured:
     """Run everything.
 
     Args:
         wish: What is to be measured.
         say: Told what is going on, a line each.
+        traces: Directory of what the profiler has seen in the last run on the most replicas.
 
     Raises:
         ConfigurationError: The script isn't there, or a batch can't be divided.
@@ -88,36 +94,60 @@ def measure(wish: Wish, say: Callable[[str], None]) -> Measured:
     """
     validate_script(wish.script)
     with private_directory("bench") as root:
-        batch = wish.batch
-        first: Run | None = None
+        batch, done = wish.batch, {}
         if batch is None:
             # What the script itself asks for on the fewest replicas is what the others are compared with.
             say(f"round 1 of {wish.num_rounds}: {counted(wish.replicas[0], 'replica')}, {wish.script} as it is")
-            first = run_once(Setting(wish.replicas[0], None), wish, root / "first")
-            batch = first.loader_batch
-        if first is not None and not (first.records[0].facts.has_loader and batch):
-            # Nothing divides the batch, so there is no strong scaling.
-            curves = plan_settings(wish.replicas, "weak", None)
-        else:
-            curves = plan_settings(wish.replicas, wish.mode, batch)
+            first = run_once(Setting(wish.replicas[0], None), wish, root / "first", traces)
+            batch = first.loader_batch if first.records[0].facts.has_loader else 0
+        # Where nothing divides the batch there is no strong scaling.
+        curves = plan_settings(wish.replicas, wish.mode if batch else "weak", batch or None)
         problem = too_small(curves)
         if problem is not None and wish.mode == "both":
             curves = plan_settings(wish.replicas, "weak", batch)  # it always fits; `remarks` says why it's alone
         elif problem is not None:
             raise ConfigurationError(f"evenstep bench: {problem}.")
-        curves_begin = next(iter(curves.values()))[0]
-        rounds: list[dict[Setting, Run]] = []
-        for number in range(wish.num_rounds):
-            runs = {}
-            for setting in in_order(curves, number):
-                if first is not None and number == 0 and setting == curves_begin:
-                    runs[setting] = Run(setting, first.records)
-                    continue
-                say(f"round {number + 1} of {wish.num_rounds}: {_told(setting)}")
-                place = root / f"round-{number}-{setting.num_replicas}-{setting.global_batch_size}-{setting.growth}"
-                runs[setting] = run_once(setting, wish, place)
-            rounds.append(runs)
+        main = next(iter(curves.values()))
+        if wish.batch is None:
+            done[main[0]] = Run(main[0], first.records)
+        settings = dict.fromkeys(setting for curve in curves.values() for setting in curve)
+        jobs = {setting: (describe(setting), setting, wish) for setting in settings}
+        rounds = run_rounds(jobs, wish.num_rounds, say, root, done=done, traces={main[-1]: traces})
     return Measured(wish, curves, tuple(rounds), remarks(curves, rounds, wish))
+
+
+def run_rounds(
+    jobs: Mapping[_Key, tuple[str, Setting, Wish]],
+    num_rounds: int,
+    say: Callable[[str], None],
+    root: Path,
+    *,
+    done: Mapping[_Key, Run] | None = None,
+    traces: Mapping[_Key, Path] | None = None,
+) -> list[dict[_Key, Run]]:
+    """The runs of each round: each job once, forward in one round and backward in the next one; [Note: rounds].
+
+    Args:
+        jobs: What is run: in words, its setting, and the rest.
+        num_rounds: How often.
+        say: Told what is going on, a line each.
+        root: An empty directory for what ranks leave.
+        done: Runs of the first round that were made before.
+        traces: For which jobs the profiler's traces are kept, and where.
+
+    Raises:
+        UsageError: A run failed, made no steps, or took too long.
+    """
+    rounds: list[dict[_Key, Run]] = []
+    for number in range(num_rounds):
+        runs = dict(done or {}) if number == 0 else {}
+        for place, key in list(enumerate(jobs))[:: -1 if number % 2 else 1]:
+            if key not in runs:
+                words, setting, wish = jobs[key]
+                say(f"round {number + 1} of {num_rounds}: {words}")
+                runs[key] = run_once(setting, wish, root / f"round-{number}-{place}", (traces or {}).get(key))
+        rounds.append(runs)
+    return rounds
 
 
 def remarks(
@@ -129,21 +159,15 @@ def remarks(
         found.append(
             "one round: how much rounds differ is unknown, and a finding may be chance; --repeats 3 measures it"
         )
-    records = [record for runs in rounds for run in runs.values() for record in run.records]
+    every = [run for runs in rounds for run in runs.values()]
+    records = [record for run in every for record in run.records]
     found += ended_early("the script", records, wish.num_steps)
-    off = [
-        run
-        for runs in rounds
-        for setting, run in runs.items()
-        if setting.global_batch_size is not None and run.loader_batch != setting.global_batch_size
-    ]
-    if off:
-        run = off[0]
-        found.append(
-            f"on {counted(run.setting.num_replicas, 'replica')} a batch had {run.loader_batch} samples and not the "
-            f"{run.setting.global_batch_size} that were asked for: the script decides that itself, or the data set is "
-            f"small"
-        )
+    found += [
+        f"on {counted(run.setting.num_replicas, 'replica')} a batch had {run.loader_batch} samples and not the "
+        f"{run.setting.global_batch_size} that were asked for: the script decides that itself, or the data set is small"
+        for run in every
+        if run.setting.global_batch_size not in (None, run.loader_batch)
+    ][:1]
     if wish.mode != "weak" and "strong" not in curves:
         batch, most = curves["weak"][0].global_batch_size, curves["weak"][-1].num_replicas
         found.append(
@@ -154,19 +178,16 @@ def remarks(
         )
     if not any(any(record.rows) for record in records):
         found.append("no tensor went into a model, so a sample is a step here")
-    if any(record.usage.workers_s is None for record in records):
-        found.append(checks.needs("utilisation by core", "psutil", "bench"))
-    found += others_busy([run for runs in rounds for run in runs.values()])
-    unseen = [record for record in records if not record.facts.wrapper and record.world_size > 1]
-    if unseen:
+    found += others_busy(every)
+    if any(not record.facts.wrapper and record.world_size > 1 for record in records):
         found.append(
             "no wrapped model was found: the replicas train apart, or exchange gradients in a way that isn't known "
             "here, and communication can't be told from computing"
         )
-    if any(record.facts.device == "cuda" for record in records):
+    if any(run.records[0].facts.device == "cuda" and not run.is_seen_on_device for run in every):
         found.append(
-            "parts of a step on a GPU are the host's, when work was queued and not when it was done: communication "
-            "can't be told from computing"
+            "torch's profiler saw no collectives on the GPUs, so the parts of a step are the host's, when work was "
+            "queued and not when it was done: communication can't be told from computing"
         )
     return (*found, *not_written(records))
 
@@ -180,8 +201,10 @@ def ended_early(script: str, records: Sequence[RankRecord], num_steps: int) -> l
 
 
 def others_busy(runs: Sequence[Run]) -> list[str]:
-    """A remark if other programs kept cores busy. Pure."""
-    cores = statistics.median([cores_elsewhere(run) for run in runs])
+    """A remark if other programs kept cores busy, or if nobody knows. Pure."""
+    if any(run.records[0].usage.host_s is None for run in runs):
+        return [checks.needs("noticing other programs that keep cores busy", "psutil", "bench")]
+    cores = statistics.median([run.cores_elsewhere for run in runs])
     if cores <= MANY_ELSEWHERE:
         return []
     return [
@@ -196,13 +219,14 @@ def not_written(records: Sequence[RankRecord]) -> list[str]:
     return [f"not written, because this was a measurement: {', '.join(saved[:5])}"] if saved else []
 
 
-def run_once(setting: Setting, wish: Wish, place: Path) -> Run:
+def run_once(setting: Setting, wish: Wish, place: Path, traces: Path | None = None) -> Run:
     """One run, and what its ranks have left.
 
     Args:
         setting: Replicas and batch.
         wish: The rest.
         place: A directory that doesn't exist yet; the ranks leave their records in it.
+        traces: Where the profiler's traces go; None: nowhere.
 
     Raises:
         UsageError: It failed, made no steps, or took too long.
@@ -214,8 +238,8 @@ def run_once(setting: Setting, wish: Wish, place: Path) -> Run:
     command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(setting.num_replicas)]
     command += ["--threads-per-rank", str(wish.num_threads), "--log-dir", str(place / "logs")]
     command += [] if wish.device is None else ["--device", wish.device]
-    command += ["-m", "evenstep.tools.bench.measure.probe", wish.script, *wish.arguments]
-    log = place / "output.txt"
+    command += ["-m", "evenstep.tools.bench.probe", wish.script, *wish.arguments]
+    log, who = place / "output.txt", f"{describe(setting)}: {wish.script}"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -227,45 +251,46 @@ def run_once(setting: Setting, wish: Wish, place: Path) -> Run:
         try:
             status = process.wait(wish.limit_s)
         except subprocess.TimeoutExpired:
-            said = _tail(log)
             raise UsageError(
-                f"{_told(setting)}: {wish.script}: not over after {wish.limit_s:g} s. Does the script step a torch "
-                f"optimizer? Fewer --steps, or a longer --limit, if it does. It said:\n{said}"
+                f"{who}: not over after {wish.limit_s:g} s. Does the script step a torch optimizer? Fewer --steps, or "
+                f"a longer --limit, if it does. It said:\n{_tail(log)}"
             ) from None
         finally:
             _stop(process)
     if status != 0:
-        raise UsageError(f"{_told(setting)}: {wish.script} failed with status {status}. It said:\n{_tail(log)}")
+        raise UsageError(f"{who} failed with status {status}. It said:\n{_tail(log)}")
     try:
         run = Run(setting, tuple(read_record(place / f"rank-{rank}.json") for rank in range(setting.num_replicas)))
     except UsageError as error:
-        raise UsageError(f"{_told(setting)}: {wish.script}: {error}") from None
-    fewest = min(record.num_steps for record in run.records)
-    if fewest < 1:
+        raise UsageError(f"{who}: {error}") from None
+    if min(record.num_steps for record in run.records) < 1:
         made = min(len(record.steps_ns) for record in run.records)
         raise UsageError(
-            f"{_told(setting)}: {wish.script} ended after {made} steps, and {wish.num_warmup} are warm-up. Give it "
-            f"more to do, or use a smaller --warmup (at least 2)."
+            f"{who} ended after {made} steps, and {wish.num_warmup} are warm-up. Give it more to do, or use a smaller "
+            f"--warmup (at least 2)."
         )
+    if traces is not None:
+        for trace in place.glob("trace-*"):
+            shutil.copy(trace, traces)
     return run
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """End it and, with it, its ranks; nothing to do where it has ended."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(_STOPS_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        process.kill()  # its ranks die with it
-        process.wait()
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_STOPS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # its ranks die with it
+            process.wait()
 
 
 def _tail(log: Path) -> str:
     return log.read_text(errors="replace")[-_LONGEST_TAIL:].rstrip()
 
 
-def _told(setting: Setting) -> str:
+def describe(setting: Setting) -> str:
+    """A setting in words."""
     batch = "" if setting.global_batch_size is None else f", batches of {setting.global_batch_size} samples"
     return f"{counted(setting.num_replicas, 'replica')}{batch}"

@@ -38,10 +38,7 @@ class Setting:
 
 def default_replicas(num_places: int) -> tuple[int, ...]:
     """1, 2, 4, ... up to the number of GPUs, or of cores."""
-    found = [1]
-    while found[-1] * 2 <= num_places:
-        found.append(found[-1] * 2)
-    return tuple(found)
+    return tuple(1 << power for power in range(max(1, num_places.bit_length())))
 
 
 def validate_replicas(replicas: Sequence[int]) -> tuple[int, ...]:
@@ -50,16 +47,12 @@ def validate_replicas(replicas: Sequence[int]) -> tuple[int, ...]:
     Raises:
         ConfigurationError: There are none, or one isn't positive, or not a multiple of the smallest.
     """
-    chosen = tuple(sorted(set(replicas)))
+    chosen, said = tuple(sorted(set(replicas))), f"--nproc-per-node {','.join(map(str, replicas))}"
     if not chosen or chosen[0] < 1:
+        raise ConfigurationError(f"{said}: numbers of at least 1, as in 1,2,4.")
+    if odd := [number for number in chosen if number % chosen[0]]:
         raise ConfigurationError(
-            f"--nproc-per-node {','.join(map(str, replicas))}: numbers of at least 1, as in 1,2,4."
-        )
-    odd = [number for number in chosen if number % chosen[0]]
-    if odd:
-        raise ConfigurationError(
-            f"--nproc-per-node {','.join(map(str, replicas))}: {odd[0]} is no multiple of {chosen[0]}, the fewest, "
-            f"with which all are compared."
+            f"{said}: {odd[0]} is no multiple of {chosen[0]}, the fewest, with which all are compared."
         )
     return chosen
 
@@ -80,18 +73,6 @@ def plan_settings(replicas: Sequence[int], mode: str, batch: int | None) -> dict
     if mode in ("strong", "both"):
         curves["strong"] = tuple(Setting(number, batch) for number in replicas)
     return curves
-
-
-def in_order(curves: dict[str, tuple[Setting, ...]], round_number: int) -> list[Setting]:
-    """The settings of a round, each once: up, and down again in the next one."""
-    found = list(dict.fromkeys(setting for curve in curves.values() for setting in curve))
-    return found[::-1] if round_number % 2 else found
-
-
-def rows_per_replica(setting: Setting, batch: int | None) -> float | None:
-    """Samples of a step on one replica, if they are known."""
-    total = setting.global_batch_size or batch
-    return None if total is None else total / setting.num_replicas
 
 
 def too_small(curves: dict[str, tuple[Setting, ...]]) -> str | None:

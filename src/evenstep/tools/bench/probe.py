@@ -1,4 +1,4 @@
-"""One rank of a measured run: `python -m evenstep.tools.bench.measure.probe SCRIPT ARGS...`, started by `evenstep run`.
+"""One rank of a measured run: `python -m evenstep.tools.bench.probe SCRIPT ARGS...`, started by `evenstep run`.
 
 The probe counts optimizer steps, ends the run after enough of them, and leaves a record. With several optimizers the
 busiest one counts, as on the progress page. Until the first step has ended the script may still be making its models:
@@ -14,6 +14,9 @@ import random
 import sys
 import threading
 import time
+import warnings
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
@@ -22,14 +25,16 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from evenstep import errors
 from evenstep.control_groups import count_cpus
 from evenstep.errors import ConfigurationError
+from evenstep.ground.compat.torch_profiler import is_profiled, profile_all_threads
 from evenstep.ground.environment import Measurement, Placement, current_placement, settings
 from evenstep.ground.health.telemetry import OPTIMIZER, OPTIMIZER_END
-from evenstep.tools.bench.measure.gpu import Inspection
-from evenstep.tools.bench.measure.losses import LossWatch
-from evenstep.tools.bench.measure.models import ModelWatch, facts_of
-from evenstep.tools.bench.measure.records import DATA, DATA_END, Facts, RankRecord, Usage, sorted_marks, write_record
+from evenstep.tools.bench.losses import LossWatch
+from evenstep.tools.bench.profile import NUM_STEPS, WINDOW, Profile, read_trace
+from evenstep.tools.bench.records import DATA, DATA_END, Facts, RankRecord, Usage, sorted_marks, write_record
+from evenstep.tools.bench.watching import ModelWatch, facts_of
 from evenstep.tools.observing.loaders import LoaderWatch, replace_batch_sizes
 from evenstep.tools.observing.patching import Patches
 from evenstep.tools.observing.scratch import Scratch, idle_checkpointers
@@ -59,12 +64,11 @@ class Probe:
         self._models = ModelWatch(self._marks)
         self._losses = LossWatch(lambda: len(self._steps_ns))
         self._scratch = Scratch(Path(asked.directory))
-        self._inspection: Inspection | None = None
         self._began: _Clock | None = None
         self._usage = Usage()
         self._is_written = False
         self._backend = ""
-        self._blocks: tuple[tuple[str, float, float], ...] = ()
+        self._profiling: Profiling | None = None
 
     def install(self, patches: Patches) -> None:
         """Watch this process until the patches are undone."""
@@ -75,7 +79,7 @@ class Probe:
             # 1 is torch's default; evenstep's own loader gives torch's no batch size.
             replace_batch_sizes(patches, lambda size: rows if size > 1 else size)
         idle_checkpointers(patches)
-        self._models.shards.install(patches)
+        self._models.install(patches)
         self._scratch.install(patches)
         watch_steps(patches, self._optimizer_begins, self._optimizer_ended)
         if self._asked.watches_losses:
@@ -102,7 +106,7 @@ class Probe:
     def _step_ended(self, optimizer: Any, now: int) -> None:
         asked = self._asked
         enough = asked.num_warmup + asked.num_steps
-        if len(self._steps_ns) + 1 in (asked.num_warmup, enough) and _is_on_gpu(self._models.models):
+        if len(self._steps_ns) + 1 in (asked.num_warmup, enough) and self._is_on_gpu():
             torch.cuda.synchronize()  # the host runs ahead; between these two moments it may not have
             now = perf_counter_ns()
         if len(self._steps_ns) < enough:
@@ -121,19 +125,20 @@ class Probe:
             self._rows_before = 0 if self._models.models else self._rows_before
         if number == asked.num_warmup and self._began is None:
             self._began = _Clock()
-            self._models.shards.restart()
         if number < enough:
             return
-        if self._inspection is None:
+        if self._profiling is None:
             self._usage = Usage() if self._began is None else self._began.until_now()
-            self._blocks = tuple(self._models.shards.blocks(asked.num_steps))
-            self._inspection = Inspection()
-            self._inspection.is_over = not _is_on_gpu(self._models.models)
-        if not self._inspection.is_over:
-            self._inspection.step()
-        if self._inspection.is_over:
+            trace = Path(asked.directory) / f"trace-{self._placement.rank}.json.gz"
+            self._profiling = Profiling(trace, self._is_on_gpu(), is_wanted=not asked.watches_losses)
+        elif not self._profiling.is_over:
+            self._profiling.step_ended()
+        if self._profiling.is_over:
             self.write()
             self._leave()
+
+    def _is_on_gpu(self) -> bool:
+        return any(p.is_cuda for model in self._models.models for p in model.parameters())
 
     # ------------------------------------------------------------------ the end
 
@@ -142,12 +147,12 @@ class Probe:
         if self._is_written or not self._steps_ns:
             return
         self._is_written = self._loaders.is_over = True
-        if self._inspection is None and self._began is not None:
+        if self._profiling is None and self._began is not None:
             self._usage = self._began.until_now()
         models = self._models
         facts = Facts(
             backend=self._backend,
-            device="cuda" if _is_on_gpu(models.models) else "cpu",
+            device="cuda" if self._is_on_gpu() else "cpu",
             wrapper=models.wrapper,
             num_threads=torch.get_num_threads(),
             num_cores=count_cpus(),
@@ -166,10 +171,8 @@ class Probe:
             marks=tuple(sorted_marks([*self._marks, *_of_passes(models.marks())])),
             facts=facts,
             usage=self._usage,
-            syncs=() if self._inspection is None else self._inspection.syncs(),
-            device_busy_s=None if self._inspection is None else self._inspection.device_busy_s,
+            profile=None if self._profiling is None else self._profiling.profile,
             saved=tuple(self._scratch.saved),
-            blocks=self._blocks,
             losses=tuple(self._losses.by_step(len(self._steps_ns))) if self._asked.watches_losses else (),
         )
         write_record(record, record_file(self._asked, self._placement.rank))
@@ -194,48 +197,85 @@ def record_file(asked: Measurement, rank: int) -> Any:
     return Path(asked.directory) / f"rank-{rank}.json"
 
 
+class Profiling:
+    """Has torch's profiler see the next `NUM_STEPS` steps, and on a GPU what makes the host wait.
+
+    Args:
+        trace: The file of what it has seen.
+        is_on_gpu: Whether the model is on one.
+        is_wanted: Else nothing is seen, and it is over. So it is where the script has a profiler of its own.
+
+    Attributes:
+        is_over: Whether all of them were seen.
+        profile: What came of it; None before it is over.
+    """
+
+    def __init__(self, trace: Path, is_on_gpu: bool, *, is_wanted: bool) -> None:
+        self.is_over = not is_wanted or is_profiled()
+        self.profile: Profile | None = None
+        self._trace, self._is_on_gpu = trace, is_on_gpu
+        self._num_steps = 0
+        self._lines = Counter[str]()
+        if self.is_over:
+            return
+        self._profiler, self._window = profile_all_threads(), torch.profiler.record_function(WINDOW)
+        self._profiler.start()
+        self._window.__enter__()  # type: ignore[no-untyped-call]
+        if is_on_gpu:
+            self._show, self._filters = warnings.showwarning, warnings.filters[:]
+            warnings.filterwarnings("always", message=".*synchroniz")
+            warnings.showwarning = self._hear
+            torch.cuda.set_sync_debug_mode("warn")
+
+    def step_ended(self) -> None:
+        """One of the steps has ended; after the last one the profile is there."""
+        self._num_steps += 1
+        if self._num_steps < NUM_STEPS:
+            return
+        self.is_over = True
+        if self._is_on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+            warnings.showwarning, warnings.filters[:] = self._show, self._filters  # type: ignore[index]
+            torch.cuda.synchronize()
+        self._window.__exit__(None, None, None)
+        self._profiler.stop()
+        self._profiler.export_chrome_trace(str(self._trace))
+        syncs = tuple((line, count / NUM_STEPS) for line, count in self._lines.most_common())
+        self.profile = replace(read_trace(self._trace), syncs=syncs)
+
+    def _hear(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any, **named: Any) -> None:
+        if "synchroniz" not in str(message):
+            self._show(message, category, filename, lineno, *rest, **named)
+        elif is_of_the_script(filename):
+            self._lines[f"{os.path.basename(filename)}:{lineno}"] += 1
+
+
+def is_of_the_script(filename: str) -> bool:
+    """Whether a file is the user's own: neither torch's nor ours."""
+    return not any(Path(filename).is_relative_to(Path(str(each.__file__)).parent) for each in (torch, errors))
+
+
 class _Clock:
     """Time and processor time from here on."""
 
     def __init__(self) -> None:
-        self._wall_s, self._process_s = time.perf_counter(), time.process_time()
-        self._cores, self._workers_s = _cores(), _workers_s()
+        self._began = self._now()
 
     def until_now(self) -> Usage:
         """What was used."""
-        cores, workers_s = _cores(), _workers_s()
-        busy = tuple(
-            round(busy / max(total, 1e-9), 4)
-            for busy, total in ((b - a, t - s) for (a, s), (b, t) in zip(self._cores, cores, strict=False))
-        )
-        before = self._workers_s
-        return Usage(
-            wall_s=time.perf_counter() - self._wall_s,
-            process_s=time.process_time() - self._process_s,
-            workers_s=None if workers_s is None or before is None else max(0.0, workers_s - before),
-            cores=busy,
-        )
+        wall_s, rank_s, host_s = (now - before for now, before in zip(self._now(), self._began, strict=True))
+        return Usage(wall_s, rank_s, host_s if _psutil() is not None else None)
 
-
-def _cores() -> list[tuple[float, float]]:
-    """(busy, in all) seconds of each core since the host was started; empty without psutil."""
-    psutil = _psutil()
-    if psutil is None:
-        return []
-    return [(sum(times) - times.idle - getattr(times, "iowait", 0.0), sum(times)) for times in psutil.cpu_times(True)]
-
-
-def _workers_s() -> float | None:
-    """Seconds that the processes started by this one have computed; None without psutil."""
-    psutil = _psutil()
-    if psutil is None:
-        return None
-    seconds = 0.0
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            times = child.cpu_times()
-            seconds += times.user + times.system
-    return seconds
+    def _now(self) -> tuple[float, float, float]:
+        """Seconds: of time, of this process and those that it has started, and of all cores of the host."""
+        psutil, now = _psutil(), time.perf_counter()
+        if psutil is None:
+            return now, time.process_time(), 0.0
+        rank_s, host = time.process_time(), psutil.cpu_times()
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                rank_s += child.cpu_times().user + child.cpu_times().system
+        return now, rank_s, sum(host) - host.idle - getattr(host, "iowait", 0.0)
 
 
 def _psutil() -> Any:
@@ -244,10 +284,6 @@ def _psutil() -> Any:
         return importlib.import_module("psutil")
     except ImportError:
         return None
-
-
-def _is_on_gpu(models: list[torch.nn.Module]) -> bool:
-    return any(p.is_cuda for model in models for p in model.parameters())
 
 
 def _of_passes(marks: list[int]) -> list[int]:
@@ -265,7 +301,7 @@ def main(arguments: list[str]) -> None:
     asked = settings().measurement
     if asked is None:
         raise ConfigurationError(
-            "evenstep.tools.bench.measure.probe is started by `evenstep bench`, and is no command of its own."
+            "evenstep.tools.bench.probe is started by `evenstep bench`, and is no command of its own."
         )
     probe = Probe(asked, current_placement())
     path, *rest = arguments

@@ -8,13 +8,13 @@ round, [Note: rounds] in plan.py; median and quartiles are over rounds.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from evenstep.tools.bench.measure.decompose import Decomposition, decompose
-from evenstep.tools.bench.measure.plan import Setting
-from evenstep.tools.bench.measure.records import RankRecord, steps_in_parts
+from evenstep.tools.bench.decompose import Decomposition, Steps, decompose
+from evenstep.tools.bench.plan import Setting
+from evenstep.tools.bench.profile import device_steps
+from evenstep.tools.bench.records import RankRecord, steps_in_parts
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,18 @@ class Spread:
     high: float  # and a quarter above
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Median and quartiles."""
+    def of(cls, values: Sequence[float], median: float | None = None) -> Spread:
+        """Median and quartiles.
+
+        Args:
+            values: By round.
+            median: One of the two values in the middle, where their number is even.
+        """
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, low, high)
-
-    def at(self, value: float) -> Spread:
-        """The same around one of two values in the middle, where their number is even."""
-        return Spread(value, min(self.low, value), max(self.high, value))
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+        median = middle if median is None else median
+        return cls(median, min(low, median), max(high, median))
 
 
 @dataclass(frozen=True)
@@ -48,51 +50,80 @@ class Run:
     @property
     def step_s(self) -> float:
         """The average counted step, over steps and ranks."""
-        lengths = [
-            (record.steps_ns[-1] - record.steps_ns[record.num_warmup - 1]) / record.num_steps / 1e9
-            for record in self.records
-        ]
-        return statistics.fmean(lengths)
+        return statistics.fmean(record.step_s for record in self.records)
 
     @property
     def rows_per_step(self) -> float:
         """Samples of a step on all ranks together, on average; a step of each, if none were seen."""
-        rows = sum(sum(record.counted_rows()) / record.num_steps for record in self.records)
-        return rows or float(len(self.records))
+        return sum(record.rows_per_step for record in self.records) or float(len(self.records))
 
     @property
     def usual_batch(self) -> int:
         """Samples of most steps on all ranks together: the last batch of an epoch is often shorter."""
-        return sum(Counter(record.counted_rows()).most_common(1)[0][0] for record in self.records)
+        return sum(record.most_often(record.rows) for record in self.records)
 
     @property
     def loader_batch(self) -> int:
         """Samples of most batches of the loader on all ranks together: a batch size that a loader can deliver."""
-        batches = [record.batches[record.num_warmup : len(record.steps_ns)] for record in self.records]
-        return sum(Counter(each).most_common(1)[0][0] for each in batches if each)
+        return sum(record.most_often(record.batches) for record in self.records)
 
     @property
     def samples_per_s(self) -> float:
         """Throughput of all ranks."""
         return self.rows_per_step / self.step_s
 
+    @property
+    def is_seen_on_device(self) -> bool:
+        """Whether the parts of a step are those of GPUs. Ranks that exchange through the host have no kernels for it,
+        which can't be told from a GPU with nothing to do."""
+        is_profiled = all(record.facts.device == "cuda" and record.profile for record in self.records)
+        return is_profiled and (
+            len(self.records) == 1 or all(each.profile and each.profile.collectives for each in self.records)
+        )
+
+    def steps(self) -> Steps:
+        """By rank, by step: seconds by phase. Of GPUs, shares of the profiled steps, of the time that a step took."""
+        hosts = [steps_in_parts(record) for record in self.records]
+        if not self.is_seen_on_device:
+            return hosts
+        found = device_steps([record.profile for record in self.records if record.profile])
+        for record, its_steps, host in zip(self.records, found, hosts, strict=True):
+            pace = record.step_s * len(its_steps) / sum(sum(step.values()) for step in its_steps)
+            data_s = statistics.fmean(step["data"] for step in host)
+            for step in its_steps:
+                step.update({phase: seconds * pace for phase, seconds in step.items()})
+                step["data"] = min(data_s, step["idle"])
+                step["idle"] -= step["data"]
+        return found
+
     def decompose(self, *, compute_alone_s: float | None = None) -> Decomposition:
         """The average step in parts."""
-        return decompose([steps_in_parts(record) for record in self.records], compute_alone_s=compute_alone_s)
+        return decompose(self.steps(), compute_alone_s=compute_alone_s)
 
     def blocks(self) -> list[tuple[str, float, float]]:
         """Of FSDP2's blocks (name, all-gathers, reduce-scatters): seconds of a step that the rank waits which waits
         least. Others wait longer, for ranks that come late."""
-        by_rank = [{name: times for name, *times in record.blocks} for record in self.records]
-        names = [name for name, *_ in self.records[0].blocks if all(name in each for each in by_rank)]
+        profiles = [record.profile for record in self.records if record.profile]
+        seen: dict[str, list[tuple[float, float]]] = {}
+        for profile in profiles:
+            for name, gathering, scattering in profile.blocks:
+                seen.setdefault(name, []).append((gathering / profile.step_s, scattering / profile.step_s))
         return [
-            (name, min(each[name][0] for each in by_rank), min(each[name][1] for each in by_rank)) for name in names
+            (name, self.step_s * min(each[0] for each in shares), self.step_s * min(each[1] for each in shares))
+            for name, shares in seen.items()
+            if len(shares) == len(self.records)
         ]
 
-    def compute_s(self) -> float:
-        """What a typical rank computes in a step."""
-        parts = self.decompose().parts
-        return parts.compute_s + parts.contention_s
+    @property
+    def cores_busy(self) -> float:
+        """Cores that the ranks and their loaders kept busy."""
+        return sum(record.usage.rank_s / record.usage.wall_s for record in self.records if record.usage.wall_s)
+
+    @property
+    def cores_elsewhere(self) -> float:
+        """Cores of the host that other programs kept busy; 0.0 where that isn't known."""
+        usage = self.records[0].usage
+        return max(0.0, (usage.host_s or 0.0) / usage.wall_s - self.cores_busy) if usage.wall_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -119,11 +150,6 @@ class Point:
     decomposition: Decomposition
     run: Run
 
-    @property
-    def num_replicas(self) -> int:
-        """Ranks."""
-        return self.setting.num_replicas
-
 
 def median_run(runs: Sequence[Run]) -> Run:
     """The one whose step is in the middle; the shorter of two."""
@@ -139,22 +165,21 @@ def curve(settings: Sequence[Setting], rounds: Sequence[Mapping[Setting, Run]]) 
     """
     base = settings[0]
     alone = median_run([each[base] for each in rounds])
-    compute_per_row_s = alone.compute_s() / max(alone.rows_per_step / base.num_replicas, 1e-12)
+    compute_per_row_s = alone.decompose().parts.compute_s / max(alone.rows_per_step / base.num_replicas, 1e-12)
     points = []
     for setting in settings:
         runs = [each[setting] for each in rounds]
         speedups = [each[setting].samples_per_s / each[base].samples_per_s for each in rounds]
         times = setting.num_replicas / base.num_replicas
         run = median_run(runs)
-        rows = run.rows_per_step / setting.num_replicas
-        alone_s = None if setting == base else compute_per_row_s * rows
+        alone_s = None if setting == base else compute_per_row_s * run.rows_per_step / setting.num_replicas
         points.append(
             Point(
                 setting,
                 run.usual_batch / setting.num_replicas,
                 # Those of the run that is taken apart: its parts are to add up to the step that is told.
-                Spread.of([each.step_s for each in runs]).at(run.step_s),
-                Spread.of([each.samples_per_s for each in runs]).at(run.samples_per_s),
+                Spread.of([each.step_s for each in runs], run.step_s),
+                Spread.of([each.samples_per_s for each in runs], run.samples_per_s),
                 Spread.of(speedups),
                 Spread.of([speedup / times for speedup in speedups]),
                 run.decompose(compute_alone_s=alone_s),
@@ -162,21 +187,3 @@ def curve(settings: Sequence[Setting], rounds: Sequence[Mapping[Setting, Run]]) 
             )
         )
     return points
-
-
-def utilisation(run: Run) -> list[float]:
-    """By rank: cores kept busy, 1.0 is one core; with its loader's processes where they are known."""
-    return [
-        (record.usage.process_s + (record.usage.workers_s or 0.0)) / record.usage.wall_s if record.usage.wall_s else 0.0
-        for record in run.records
-    ]
-
-
-def cores_elsewhere(run: Run) -> float:
-    """Cores of the host that other programs kept busy; 0.0 where that isn't known."""
-    return max(0.0, sum(busy_cores(run)) - sum(utilisation(run))) if busy_cores(run) else 0.0
-
-
-def busy_cores(run: Run) -> tuple[float, ...]:
-    """Busy share of every core of the host while rank 0 counted steps; empty without psutil."""
-    return run.records[0].usage.cores

@@ -7,7 +7,7 @@ is in one *phase*; a mark changes it. So the phases of a step add up to the step
 
     phase       from              to
     data        DATA              DATA_END: what it was before
-    wait        COLLECTIVE        COLLECTIVE_END: what it was before. FSDP2's, in the middle of a pass
+    wait        COLLECTIVE        COLLECTIVE_END: what it was before. One that the script calls, or FSDP2 in a pass
     sync        SYNC              the wrapper's own work before the module runs: module buffers are sent
     forward     FORWARD           FORWARD_END
     backward    BACKWARD          WAITING: the gradients of this rank are there, and on their way
@@ -22,9 +22,10 @@ A step lasts from the end of one optimizer step to the end of the next.
 from __future__ import annotations
 
 import json
+from bisect import bisect
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,14 @@ from evenstep.ground.health.telemetry import (
     REDUCED,
     WAITING,
 )
+from evenstep.tools.bench.profile import Profile
 
-VERSION = 1
 DATA, DATA_END, SYNC = -22, -21, -20
 COLLECTIVE, COLLECTIVE_END = -24, -23
+_STEP_END = -19
 
 PHASES = ("data", "sync", "forward", "backward", "wait", "engine", "optimizer", "script")
 _BEGINS = {
-    DATA: "data",
     SYNC: "sync",
     FORWARD: "forward",
     FORWARD_END: "script",
@@ -57,23 +58,22 @@ _BEGINS = {
     OPTIMIZER: "optimizer",
     OPTIMIZER_END: "script",
 }
+_INTERRUPTS = {DATA: "data", COLLECTIVE: "wait"}
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What the processor did while steps were counted.
+    """What the processors did while steps were counted.
 
     Attributes:
         wall_s: How long that was.
-        process_s: Seconds of all threads of the rank.
-        workers_s: Seconds of its loader's processes; None without psutil.
-        cores: Busy share of every core of the host, 0 to 1; empty without psutil.
+        rank_s: Seconds of all threads of the rank, and of its loader's processes where psutil sees them.
+        host_s: Seconds of all programs of the host; None without psutil.
     """
 
     wall_s: float = 0.0
-    process_s: float = 0.0
-    workers_s: float | None = None
-    cores: tuple[float, ...] = ()
+    rank_s: float = 0.0
+    host_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,6 @@ class Facts:
         num_workers: Of the loader that training reads from.
         has_loader: Whether a loader was seen at all.
         gradient_bytes: Of all gradients.
-        num_tensors: Parameters that are trained.
         largest: Name and bytes of the largest of them.
         loss_dtype: Such as "float32"; "" where losses aren't recorded, or none was seen.
     """
@@ -102,7 +101,6 @@ class Facts:
     num_workers: int = 0
     has_loader: bool = True
     gradient_bytes: int = 0
-    num_tensors: int = 0
     largest: tuple[str, int] = ("", 0)
     backend: str = ""
     loss_dtype: str = ""
@@ -121,14 +119,12 @@ class RankRecord:
         marks: [what, when in ns, ...], in order of time.
         facts: See there.
         usage: See there.
-        syncs: On a GPU: lines of the script that made the host wait for it, and how often in a step.
-        device_busy_s: On a GPU: how long in a step it computed; None elsewhere.
         saved: Files that the script wanted to write and that were kept out of its way.
         batches: By step, samples of the newest batch of a loader: fewer than `rows` where a step takes several, or
             where a model is called twice with the same.
-        blocks: Of FSDP2: (name, seconds in all-gathers, in reduce-scatters) of a step, on average; see `fsdp`.
         losses: By step, also of the warm-up, (losses times their weights, weights) of its backward passes, each summed.
             Plain passes add up, and weigh 1 together. Weights of 0: none was seen. Empty where nobody asked for them.
+        profile: What torch's profiler saw in a few steps after those that count; None: it didn't run.
     """
 
     rank: int
@@ -139,27 +135,36 @@ class RankRecord:
     marks: tuple[int, ...]
     facts: Facts = field(default_factory=Facts)
     usage: Usage = field(default_factory=Usage)
-    syncs: tuple[tuple[str, float], ...] = ()
-    device_busy_s: float | None = None
     saved: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()
-    blocks: tuple[tuple[str, float, float], ...] = ()
     losses: tuple[tuple[float, float], ...] = ()
+    profile: Profile | None = None
 
     @property
     def num_steps(self) -> int:
         """Steps that are counted."""
         return max(0, len(self.steps_ns) - self.num_warmup)
 
-    def counted_rows(self) -> tuple[int, ...]:
-        """Samples by counted step."""
-        return self.rows[self.num_warmup : len(self.steps_ns)]
+    @property
+    def step_s(self) -> float:
+        """The average counted step."""
+        return (self.steps_ns[-1] - self.steps_ns[self.num_warmup - 1]) / self.num_steps / 1e9
+
+    @property
+    def rows_per_step(self) -> float:
+        """Samples of a counted step, on average."""
+        return sum(self.rows[self.num_warmup :]) / self.num_steps
+
+    def most_often(self, counts: Sequence[int]) -> int:
+        """Of samples by step, as `rows` or `batches`, the number that most counted steps have; 0 without one."""
+        usual = Counter(counts[self.num_warmup :]).most_common(1)
+        return usual[0][0] if usual else 0
 
 
 def write_record(record: RankRecord, path: Path) -> None:
     """Leave it for the others; whole or not at all."""
     draft = path.with_suffix(".part")
-    draft.write_text(json.dumps({"version": VERSION, **asdict(record)}))
+    draft.write_text(json.dumps(asdict(record)))
     draft.rename(path)
 
 
@@ -167,30 +172,22 @@ def read_record(path: Path) -> RankRecord:
     """What `write_record` wrote.
 
     Raises:
-        UsageError: There is none, or it is of another version.
+        UsageError: There is none.
     """
     if not path.exists():
         raise UsageError(
             f"the run left no {path.name}: the script made no step with a torch optimizer. (One that starts processes "
             f"of its own is seen only where it trains itself: have `evenstep bench` start the ranks.)"
         )
-    found: dict[str, Any] = json.loads(path.read_text())
-    version = found.pop("version", None)
-    if version != VERSION:
-        raise UsageError(f"{path.name} is of version {version!r}, and {VERSION} is known. Measure again.")
-    facts = found.pop("facts")
-    usage = found.pop("usage")
-    blocks = found.pop("blocks", [])
-    losses = found.pop("losses", [])
-    plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k != "syncs"}
+    found = json.loads(path.read_text(), object_hook=lambda each: {key: _tuples(value) for key, value in each.items()})
+    profile = found["profile"] and Profile(**found["profile"])
     return RankRecord(
-        **plain,
-        blocks=tuple((name, gathering, scattering) for name, gathering, scattering in blocks),
-        losses=tuple((total, weight) for total, weight in losses),
-        syncs=tuple((line, count) for line, count in found["syncs"]),
-        facts=Facts(**{**facts, "largest": tuple(facts["largest"])}),
-        usage=Usage(**{**usage, "cores": tuple(usage["cores"])}),
+        **{**found, "facts": Facts(**found["facts"]), "usage": Usage(**found["usage"]), "profile": profile}
     )
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def sorted_marks(marks: Sequence[int]) -> list[int]:
@@ -209,46 +206,34 @@ def spans(marks: Sequence[int], began_ns: int, ended_ns: int) -> list[tuple[str,
         ended_ns: And ends.
     """
     found: list[tuple[str, int, int]] = []
-    phase, before_data, before_wait, since = "script", "script", "script", began_ns
+    phase, since, interrupted = "script", began_ns, dict.fromkeys(_INTERRUPTS.values(), "script")
     for what, when in zip(marks[::2], marks[1::2], strict=True):
-        if what >= 0:
+        if what >= 0:  # a bucket is complete
             continue
         if when > ended_ns:
             break
-        if what == DATA_END:
-            after = before_data
-        elif what == DATA:
-            before_data, after = phase if phase != "data" else before_data, "data"
-        elif what == COLLECTIVE:
-            before_wait, after = phase, "wait"
-        elif what == COLLECTIVE_END:
-            after = before_wait
+        if what in _INTERRUPTS:
+            after = _INTERRUPTS[what]
+            interrupted[after] = phase if phase != after else interrupted[after]
+        elif what in (DATA_END, COLLECTIVE_END):
+            after = interrupted["data" if what == DATA_END else "wait"]
         else:
             after = _BEGINS.get(what, phase)
         if when > since:
             found.append((phase, since, when))
             since = when
         phase = after
-    if ended_ns > since:
-        found.append((phase, since, ended_ns))
-    return found
+    return [*found, (phase, since, ended_ns)] if ended_ns > since else found
 
 
 def steps_in_parts(record: RankRecord) -> list[dict[str, float]]:
     """Every counted step: seconds by phase, all of `PHASES`; they add up to the step."""
     if record.num_warmup == 0:
         raise ValueError("the first step has no beginning: at least one step of warm-up is needed")
-    marks = list(zip(record.marks[::2], record.marks[1::2], strict=True))
-    position = 0
-    found = []
-    for began, ended in pairwise(record.steps_ns[record.num_warmup - 1 :]):
-        while position < len(marks) and marks[position][1] < began:
-            position += 1
-        stop = position
-        while stop < len(marks) and marks[stop][1] <= ended:
-            stop += 1
-        parts = dict.fromkeys(PHASES, 0.0)
-        for phase, since, until in spans([n for mark in marks[position:stop] for n in mark], began, ended):
-            parts[phase] += (until - since) / 1e9
-        found.append(parts)
+    ends = record.steps_ns[record.num_warmup - 1 :]
+    found = [dict.fromkeys(PHASES, 0.0) for _ in ends[1:]]
+    # A mark that begins no phase cuts the one in which a step ends.
+    marks = sorted_marks([*record.marks, *(number for end in ends for number in (_STEP_END, end))])
+    for phase, since, until in spans(marks, ends[0], ends[-1]):
+        found[bisect(ends, since) - 1][phase] += (until - since) / 1e9
     return found

@@ -1,0 +1,144 @@
+"""What torch's profiler saw in a few steps: from a rank's trace, and then from those of all ranks. Pure.
+
+[Note: communication on a GPU]
+
+A kernel of NCCL runs from the moment at which this rank arrives to the moment at which all have what they need. So it
+also lasts while others are late. Taken whole, a starved loader on one rank would look like a slow network on the
+others. Each is compared with the same one on the other ranks, which needs no common clock:
+
+    rank 0   |-- backward ----|======= all-reduce 7 =======|-- optimizer -|      the shortest of both: communication
+    rank 1   |-- backward -----------------|= all-reduce 7 =|-- optimizer -|     what is longer: waiting for rank 1
+
+Communication is the end of a kernel, as long as the shortest one; *exposed* is what of it no computing of this rank
+overlaps. Of the rest, *waiting* is what no computing overlaps either. When neither computing nor communication runs,
+the GPU is *idle*: the host waits for data, or hasn't launched the next kernel yet. A rank that waits for a late one
+computes nothing meanwhile, so what a run exposes is that of the rank which exposes least.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+NUM_STEPS = 6
+"""Steps that are profiled, after those that count."""
+WINDOW = "evenstep:profiled steps"
+"""The name of the range around them."""
+
+Interval = tuple[float, float]  # seconds, on the clock of one rank's trace
+
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_OF_BLOCKS = re.compile(r"FSDP::(all_gather|post_backward_reduce)(?: \((.+)\))?")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One rank's profile.
+
+    Attributes:
+        window: From the first step to the end of the last one.
+        computing: When the GPU computed; empty without one.
+        collectives: (group, kind and number, from, to) of each kernel of NCCL, in order of time.
+        blocks: Of FSDP2's blocks (name, seconds of a step in all-gathers, in reduce-scatters), on the host.
+        syncs: Lines of the script that made the host wait for the GPU, and how often in a step.
+    """
+
+    window: Interval
+    computing: tuple[Interval, ...] = ()
+    collectives: tuple[tuple[str, float, float], ...] = ()
+    blocks: tuple[tuple[str, float, float], ...] = ()
+    syncs: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Of the average step, under the profiler."""
+        return (self.window[1] - self.window[0]) / NUM_STEPS
+
+
+def read_trace(path: Path) -> Profile:
+    """The profile of a trace that torch's profiler has written, packed with gzip."""
+    with gzip.open(path, "rt") as file:
+        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+    window, counts = (0.0, 0.0), Counter[str]()
+    computing: list[Interval] = []
+    collectives = []
+    blocks: dict[str, list[float]] = {}
+    for event in sorted(events, key=lambda event: event["ts"]):
+        name, category, args = event["name"], event.get("cat"), event.get("args", {})
+        since, until = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+        if category in _ON_DEVICE and "nccl" in name.lower():
+            # All ranks of a group call its collectives in the same order, so the same number is the same call.
+            kind = f"{args.get('Process Group Name', '')}: {args.get('Collective name', name)}"
+            collectives.append((f"{kind} {counts[kind]}", since, until))
+            counts[kind] += 1
+        elif category in _ON_DEVICE:
+            computing.append((since, until))
+        elif name == WINDOW and category == "user_annotation":
+            window = since, until
+        elif found := _OF_BLOCKS.fullmatch(name):
+            seconds = blocks.setdefault(found[2] or "(root)", [0.0, 0.0])
+            seconds[found[1] != "all_gather"] += (until - since) / NUM_STEPS
+    of_blocks = ((block, gathering, scattering) for block, (gathering, scattering) in sorted(blocks.items()))
+    return Profile(window, tuple(union(computing)), tuple(collectives), tuple(of_blocks))
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same stretches of time, in order, where those that overlap are one."""
+    found: list[Interval] = []
+    for since, until in sorted(intervals):
+        if found and since <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], until)
+        else:
+            found.append((since, until))
+    return found
+
+
+def device_steps(profiles: Sequence[Profile]) -> list[list[dict[str, float]]]:
+    """The steps of GPUs in parts, by rank: seconds of "compute", "exposed", "wait" and "idle".
+
+    A step lasts from the end of its predecessor's last collective to the end of its own. Without collectives, or where
+    steps have different numbers of them, all steps are one.
+
+    Args:
+        profiles: Of all ranks.
+    """
+    shortest: dict[str, float] = {}
+    for key, since, until in (each for profile in profiles for each in profile.collectives):
+        shortest[key] = min(until - since, shortest.get(key, until - since))
+    return [
+        [_in_parts(profile, shortest, since, until) for since, until in pairwise(_ends(profile))]
+        for profile in profiles
+    ]
+
+
+def _ends(profile: Profile) -> Sequence[float]:
+    """Where steps end, and before that where the first one begins."""
+    per_step, rest = divmod(len(profile.collectives), NUM_STEPS)
+    if per_step == 0 or rest:
+        return profile.window
+    return sorted(until for *_, until in profile.collectives)[per_step - 1 :: per_step]
+
+
+def _in_parts(profile: Profile, shortest: dict[str, float], since: float, until: float) -> dict[str, float]:
+    """A stretch of time in parts; see [Note: communication on a GPU]."""
+    transfers = [(max(began, ended - shortest[key]), ended) for key, began, ended in profile.collectives]
+    kernels = [(began, ended) for _, began, ended in profile.collectives]
+
+    def covered(intervals: Iterable[Interval]) -> float:
+        return sum(max(0.0, min(ended, until) - max(began, since)) for began, ended in union(intervals))
+
+    computing = covered(profile.computing)
+    communicating = covered([*profile.computing, *transfers])
+    busy = covered([*profile.computing, *kernels])
+    return {
+        "compute": computing,
+        "exposed": communicating - computing,
+        "wait": busy - communicating,
+        "idle": until - since - busy,
+    }

@@ -185,7 +185,6 @@ ORDER: dict[str, list[str]] = {
     "tools.observing": [
         "launch",
         "steps",
-        "loaders",
         "record",
         "changes",
         "devices",

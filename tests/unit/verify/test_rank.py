@@ -37,10 +37,10 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1) if text in line)
 
 
-def train(scale: float = 1.0, *, accumulate: int = 1) -> None:
+def train(scale: float = 1.0, *, accumulate: int = 1, fused: bool = False) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, backoff_factor=2.0**-60, enabled=scale != 1.0)
     for number, (x, y) in enumerate(DataLoader(DATA, batch_size=2), 1):
         hidden = checkpoint(model[0], x, use_reentrant=False)
@@ -93,12 +93,13 @@ def test_a_loss_is_recorded_without_the_factor_of_a_scaler(tmp_path: Path) -> No
     assert same == (pytest.approx(without[0]), None)
 
 
-def test_steps_that_a_scaler_skips_are_recorded_and_can_be_skipped_again(tmp_path: Path) -> None:
-    """A scale under which the loss is infinite: a call makes no step."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_scaler_skips_are_recorded_and_can_be_skipped_again(fused: bool, tmp_path: Path) -> None:
+    """A scale under which the loss is infinite: a call makes no step. A fused optimizer is called all the same."""
     overflowing, again = tmp_path / "overflowing", tmp_path / "again"
     for each in (overflowing, again):
         each.mkdir()
-    run = recorded(overflowing, lambda: train(2.0**127))
+    run = recorded(overflowing, lambda: train(2.0**127, fused=fused))
     assert run.skipped == [1]
     replayed = recorded(again, train, skipped=(1,))
     assert replayed.skipped == []

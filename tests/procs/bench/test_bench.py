@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shlex
@@ -77,7 +78,10 @@ def test_command_of_the_page(number: int, tmp_path: Path) -> None:
     else:
         assert not (tmp_path / "model.pt").exists()
     kept = sorted(path.name for path in (tmp_path / out).iterdir())
-    assert kept == ["efficiency.png", "report.json"]
+    assert kept == ["efficiency.png", "report.json", "trace-0.json.gz", "trace-1.json.gz"]
+    with gzip.open(tmp_path / out / "trace-1.json.gz", "rt") as file:
+        seen = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert {"evenstep:backward", "Optimizer.step#SGD.step"} <= seen if number == 0 else "gloo:all_reduce" in seen
 
 
 # ---------------------------------------------------------------------- planted causes
@@ -160,8 +164,8 @@ def test_nothing_is_found_in_a_healthy_script(changed: dict[str, Any], tmp_path:
         ("slow loader", {"load_s": 0.04}),
         ("slow rank", {"late_s": 0.2}),
         ("small batch", {"work_s": 0.1, "batch": 1, "has_wire": True, "latency_s": 0.15}),
-        ("enormous layer", {"hidden": 512, "classes": 10_000, "batch": 2, **SLOW_WIRE}),
-        ("oversubscribed threads", {"shares_cores": True, "prelude": f"torch.set_num_threads({NUM_THREADS})"}),
+        ("exposed communication", {"hidden": 512, "classes": 10_000, "batch": 2, **SLOW_WIRE}),
+        ("contention", {"shares_cores": True, "prelude": f"torch.set_num_threads({NUM_THREADS})"}),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
@@ -171,9 +175,9 @@ def test_a_planted_cause_is_found_and_no_other(cause: str, changed: dict[str, An
     if cause == "slow rank":
         assert findings[0]["what"].startswith("rank 1 is the last one ready")
         assert "in the forward pass" in findings[0]["what"]
-    if cause == "enormous layer":
-        assert findings[0]["what"].startswith("head.weight has 19.5 MiB")
-    if cause == "oversubscribed threads":
+    if cause == "exposed communication":
+        assert "head.weight has 19.5 MiB" in findings[0]["what"]
+    if cause == "contention":
         assert f"2 ranks compute with {2 * NUM_THREADS} threads" in findings[0]["what"]
 
 
@@ -223,7 +227,7 @@ def test_a_divided_model_is_seen_block_by_block(tmp_path: Path) -> None:
     assert by_name["blocks.0"]["all_gather_s"] < by_name["blocks.1"]["all_gather_s"] / 2
     assert two["parts"]["exposed"] > 0.2
     findings = {finding["cause"]: finding["what"] for finding in report["findings"]}
-    assert "most in blocks.1" in findings["sharded parameters"], report
+    assert "most of its time goes to blocks.1" in findings["exposed communication"], report
 
 
 # ---------------------------------------------------------------------- what goes wrong

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import profiler
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from evenstep.ground.compat.private_names import NOTHING, PrivateName
+
+__all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
 
 _COMM_MODE = "torch.distributed.tensor.debug._comm_mode"  # imported by those who use it
 

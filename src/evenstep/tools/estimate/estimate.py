@@ -1,8 +1,8 @@
 """`evenstep estimate`: how much memory a rank needs, and whether data parallelism is enough.
 
-It takes a function that builds the model, or a script. It calls the function on torch's device "meta": no tensor has
-memory, so the model may be larger than this machine. It runs the script as it is, in a process of its own, for three
-steps.
+It takes a function that builds the model, or a script. It calls the function with torch's fake tensors, which have
+shapes and no memory, so the model may be larger than this machine. It runs the script as it is, in a process of its
+own, for three steps.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from argparse import REMAINDER, SUPPRESS, ArgumentError, ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.optim.optimizer import Optimizer
 from evenstep import checks
 from evenstep.errors import ConfigurationError, EvenstepError, UsageError
 from evenstep.ground.compat import torch_pytree as pytree
+from evenstep.ground.compat.torch_profiler import FakeTensorMode
 from evenstep.named_files import validate_script, validate_target, write_report
 from evenstep.replica.gradients.buckets.layout import ParameterSpec
 from evenstep.temporary import private_directory
@@ -99,13 +101,17 @@ def _estimate(args: Namespace) -> int:
         model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, ())
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"{args.target} returns {type(model).__name__}, and no torch.nn.Module.")
-        inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
-        model = model.to("meta")
-        inputs = pytree.tree_map(_to_meta, list(inputs))
-        if args.dtype is not None:
-            dtype = getattr(torch, args.dtype)
-            model = model.to(dtype)
-            inputs = pytree.tree_map(lambda leaf: _to_dtype(leaf, dtype), inputs)
+        dtype = args.dtype and getattr(torch, args.dtype)
+
+        def placed(leaf: torch.Tensor) -> torch.Tensor:
+            return torch.empty_like(leaf, device="cpu", dtype=dtype if leaf.is_floating_point() else None)
+
+        model = model.to("meta", dtype)
+        inputs = list(inputs if isinstance(inputs, tuple | list) else [inputs])
+    # On a CPU that isn't there: on "meta" torch would choose other kernels, which keep more.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = model.to_empty(device="cpu")
+        inputs = pytree.tree_map_only(torch.Tensor, placed, inputs)
         kind, settings = _OPTIMIZERS[args.optimizer or "adamw"]
 
         def build_optimizer(parameters: Sequence[nn.Parameter]) -> Optimizer:
@@ -116,6 +122,8 @@ def _estimate(args: Namespace) -> int:
         sys.stdout.write(
             f"Activations aren't counted: {args.target} returns no inputs. Return (model, inputs) to count them.\n"
         )
+    if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        sys.stdout.write("Recurrent layers keep more than is counted here: run the script itself to measure it.\n")
     return _tell(sizes, counts, args)
 
 
@@ -139,23 +147,21 @@ def _measure(args: Namespace) -> int:
     validate_target("--json", args.json, args.target)
     validate_script(args.target)
     received = run_script(args.target, args.arguments)
-    specs = tuple(
-        ParameterSpec(str(index), tuple(shape), getattr(torch, dtype), torch.device("cpu"))
-        for index, (shape, dtype) in enumerate(received["parameters"])
+    peak_bytes, gradient_bytes = received.pop("peak_bytes"), received.pop("gradient_bytes")
+    specs = (
+        ParameterSpec("", tuple(shape), getattr(torch, dtype), torch.device("cpu"))
+        for shape, dtype in received.pop("parameters")
     )
-    sizes = Sizes(
-        specs,
-        received["fixed_bytes"],
-        received["state_bytes"],
-        received["activation_bytes"],
-        received["num_samples"],
-        largest_unit_bytes=received["largest_unit_bytes"],
-    )
+    sizes = Sizes(tuple(specs), **received)
+    parts = {
+        "parameters": sizes.parameter_bytes,
+        "gradients": gradient_bytes,
+        "optimizer": sizes.state_bytes,
+        "activations": sizes.activation_bytes,
+    }
     sys.stdout.write(
-        f"Measured on one rank: parameters {sizes.parameter_bytes / 2**20:,.1f} MiB, gradients "
-        f"{received['gradient_bytes'] / 2**20:,.1f}, optimizer {sizes.state_bytes / 2**20:,.1f}, activations "
-        f"{sizes.activation_bytes / 2**20:,.1f} for {sizes.num_samples or 'unknown'} samples; the process had "
-        f"{received['peak_bytes'] / 2**20:,.1f} at most.\n"
+        f"Measured on one rank, in MiB: {', '.join(f'{name} {size / 2**20:,.1f}' for name, size in parts.items())} for "
+        f"{sizes.num_samples or 'unknown'} samples; the process had {peak_bytes / 2**20:,.1f} at most.\n"
     )
     return _tell(sizes, counts, args)
 
@@ -177,11 +183,9 @@ def run_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
         if out.exists():
             received: dict[str, Any] = json.loads(out.read_text())
             return received
-        ending = (
-            "ended before its third optimizer step" if done.returncode == 0 else f"failed with status {done.returncode}"
-        )
-        said = done.stderr[-4000:].rstrip()
-        raise UsageError(f"{script} {ending}." + (f" It said:\n{said}" if said else ""))
+    ending = f"failed with status {done.returncode}" if done.returncode else "ended before its third optimizer step"
+    said = done.stderr[-4000:].rstrip()
+    raise UsageError(f"{script} {ending}." + (f" It said:\n{said}" if said else ""))
 
 
 def _tell(sizes: Sizes, counts: Sequence[int], args: Namespace) -> int:
@@ -193,18 +197,19 @@ def _tell(sizes: Sizes, counts: Sequence[int], args: Namespace) -> int:
         sizes = sizes.at(args.batch)
     memory_bytes = parse_size(args.memory) if args.memory is not None else device_bytes()
     rows = footprints(sizes, counts)
-    numel = sum(spec.numel for spec in sizes.parameters)
+    verdicts = {count: verdict(sizes, count, memory_bytes) for count in counts}
     samples = f", {checks.counted(sizes.num_samples, 'sample')} a rank" if sizes.num_samples else ""
-    lines = [f"{numel:,} trained parameters{samples}", "", footprint_table(rows), ""]
-    received = {}
-    for count in counts:
-        received[count] = verdict(sizes, count, memory_bytes)
-        lines += [f"{count:,} ranks: {received[count][0]}", *(f"  {line}" for line in received[count][1:])]
+    lines = [f"{sum(spec.numel for spec in sizes.parameters):,} trained parameters{samples}", "", footprint_table(rows)]
+    for count, said in verdicts.items():
+        lines += ["", f"{count:,} ranks: {said[0]}", *(f"  {line}" for line in said[1:])]
     sys.stdout.write("\n".join(lines) + "\n")
     if args.json is not None:
-        report = {"kind": "memory", "version": 1, "memory_bytes": memory_bytes} | {
+        report = {
+            "kind": "memory",
+            "version": 2,
+            "memory_bytes": memory_bytes,
             "rows": [row.to_json() for row in rows],
-            "verdicts": received,
+            "verdicts": verdicts,
         }
         write_report(args.json, json.dumps(report, indent=1))
     return 0
@@ -220,12 +225,10 @@ def parse_counts(text: str) -> list[int]:
 
 def parse_size(text: str) -> int:
     """ "64M" is 64 MiB."""
-    number, unit = text.upper().removesuffix("IB").removesuffix("B"), ""
-    if number[-1:] in ("K", "M", "G"):
-        number, unit = number[:-1], number[-1]
-    if not number.isdigit() or int(number) == 0:
+    parts = re.fullmatch(r"0*([1-9]\d*)([KMG]?)(?:I?B)?", text.upper())
+    if parts is None:
         raise ConfigurationError(f"{text!r} is no size: write 4096, 64K, 16M or 1G.")
-    return int(number) * _UNITS[unit]
+    return int(parts[1]) * _UNITS[parts[2]]
 
 
 def device_bytes() -> int:
@@ -235,36 +238,19 @@ def device_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _to_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _to_dtype(leaf: Any, dtype: torch.dtype) -> Any:
-    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-
 def _call(target: str) -> Any:
     """Call the function that "FILE.py:FUNCTION" or "MODULE:FUNCTION" names."""
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
         raise ConfigurationError(f"{target}: write FILE.py:FUNCTION, such as train.py:build_model.")
-    with _neighbours(where):
-        function = _find(where, name, target)
-        try:
-            return function()
-        except EvenstepError:
-            raise
-        except Exception as error:
-            raise UsageError(f"{target} failed: {type(error).__name__}: {error}") from error
-
-
-@contextlib.contextmanager
-def _neighbours(where: str) -> Iterator[None]:
-    """Modules beside a file can be imported, as with `python FILE.py`."""
     folder = str(Path(where).absolute().parent)
-    sys.path.insert(0, folder)
+    sys.path.insert(0, folder)  # modules beside a file can be imported, as with `python FILE.py`
     try:
-        yield
+        return _find(where, name, target)()
+    except EvenstepError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{target} failed: {type(error).__name__}: {error}") from error
     finally:
         with contextlib.suppress(ValueError):  # the file may have removed it
             sys.path.remove(folder)
@@ -286,7 +272,7 @@ def _find(where: str, name: str, target: str) -> Callable[[], Any]:
     except ConfigurationError:
         raise
     except Exception as error:
-        # Imported is all that stands at the top level of a file, on the device "meta": a script would train there.
+        # Imported is all that stands at the top level of a file, with fake tensors: a script would train there.
         raise UsageError(
             f"{where} can't be imported: {type(error).__name__}: {error}\nWhat stands at its top level is run, without "
             f'data: put what trains under `if __name__ == "__main__":`, or the function into a file of its own.'
@@ -294,5 +280,4 @@ def _find(where: str, name: str, target: str) -> Callable[[], Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigurationError(f"{target}: {where} has no function {name!r}.")
-    called: Callable[[], Any] = function
-    return called
+    return function  # type: ignore[no-any-return]

@@ -1,10 +1,12 @@
-"""What a model, its optimizer and a step take: counted on tensors that exist, or on "meta", where none do."""
+"""What a model, its optimizer and a step take: counted on tensors that exist, or on those that only have a shape."""
 
 from __future__ import annotations
 
+import functools
 import json
 import resource
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer
 
 from evenstep.errors import UsageError
 from evenstep.ground.compat import torch_pytree as pytree
+from evenstep.ground.compat.torch_profiler import FakeTensor, TorchDispatchMode
 from evenstep.optim.sharded.sharded_optimizer import ShardedOptimizer
 from evenstep.replica.gradients.buckets.layout import ParameterSpec
 from evenstep.tools.estimate.footprint import Sizes
+from evenstep.tools.observing.models import num_rows
 from evenstep.tools.observing.patching import Patches
 from evenstep.tools.observing.scratch import Scratch, idle_checkpointers
 from evenstep.tools.observing.script import run_observed
@@ -28,87 +31,76 @@ from evenstep.tools.observing.steps import watch_steps
 
 NUM_STEPS = 3  # states exist after the first, parameters are known in the second, all is counted in the third
 
-
-class _Saved:
-    """A tensor that autograd has saved; its storage counts for as long as it is referenced."""
-
-    __slots__ = ("_count", "tensor")
-
-    def __init__(self, tensor: Tensor, count: SavedBytes) -> None:
-        # An operation that saves its own output would hold itself alive through the output's graph.
-        self.tensor = tensor.detach()
-        self._count = count
-        count.add(self.tensor)
-
-    def __del__(self) -> None:
-        self._count.remove(self.tensor)
+_PLAIN = {Tensor, nn.Parameter, FakeTensor}
 
 
-class SavedBytes:
-    """Bytes that autograd holds for the backward pass. A context manager: counts what is saved inside.
+class MadeBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the memory that operations inside make, for as long as it lives. What was there before isn't counted.
+
+    Args:
+        parameters: Their gradients, from when they are whole, are no activations.
 
     Attributes:
-        now: Held at this moment.
-        peak: The most that was held at once since `restart`.
+        peak: The most at once, without gradients; may be set.
     """
 
-    def __init__(self) -> None:
-        self.now = 0
-        self.peak = 0
-        self._holders: dict[int, tuple[int, int]] = {}  # by storage: how many hold it, the bytes that were counted
-        self._excluded: set[int] = set()
-        self._hooks = saved_tensors_hooks(lambda tensor: _Saved(tensor, self), lambda saved: saved.tensor)
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = self._now = 0
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._alive: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}  # by storage: its bytes
+        self._handles: list[Any] = []
 
-    def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """From now on don't count the storages of these: parameters and module buffers, which are there anyway."""
-        self._excluded |= {_key(tensor) for tensor in tensors if _has_storage(tensor)}
-
-    def restart(self) -> None:
-        """Forget the peak."""
-        self.peak = self.now
-
-    def add(self, tensor: Tensor) -> None:
-        """One more holder of a tensor's storage."""
-        if not _has_storage(tensor):
-            return
-        key = _key(tensor)
-        holders, counted = self._holders.get(key, (0, 0))
-        if holders == 0 and key not in self._excluded:
-            counted = tensor.untyped_storage().nbytes()
-            self.now += counted
-            self.peak = max(self.peak, self.now)
-        self._holders[key] = holders + 1, counted
-
-    def remove(self, tensor: Tensor) -> None:
-        """One holder less."""
-        if not _has_storage(tensor):
-            return
-        holders, counted = self._holders.pop(_key(tensor))
-        if holders > 1:
-            self._holders[_key(tensor)] = holders - 1, counted
-        else:
-            self.now -= counted
-
-    def __enter__(self) -> SavedBytes:
-        self._hooks.__enter__()
+    def __enter__(self) -> MadeBytes:
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._is_whole)  # type: ignore[no-untyped-call]
+            for p in self._parameters
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+
+    def restart(self) -> None:
+        """Count what is made from now on."""
+        self.peak = self._now = 0
+
+    def add(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Count these, too."""
+        for storage in storages:
+            if (key := storage._cdata) not in self._alive:
+                self._alive[key] = storage.nbytes(), weakref.ref(storage, functools.partial(self._forget, key))
+                self._now += storage.nbytes()
+        self.peak = max(self.peak, self._now)
+
+    def _forget(self, key: int, _: object = None) -> None:
+        self._now -= self._alive.pop(key, (0, None))[0]
+
+    def _is_whole(self, parameter: Tensor) -> None:
+        for storage in _storages(parameter.grad):
+            self._forget(storage._cdata)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if set(types) - _PLAIN:
+            return NotImplemented  # a class of its own, such as DTensor, whose parts come here
+        result = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        self.add(storage for storage in _storages(result) if storage._cdata not in given)
+        return result
 
 
-def _has_storage(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter)
-
-
-def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _storages(tensors: object) -> list[torch.UntypedStorage]:
+    """The memory of all tensors in a tree that have one of their own: no sparse and no distributed ones."""
+    dense = (leaf for leaf in pytree.tree_leaves(tensors) if type(leaf) in _PLAIN and leaf.layout is torch.strided)
+    return [leaf.untyped_storage() for leaf in dense]
 
 
 def storage_bytes(tensors: Iterable[object]) -> int:
     """Of tensors, a storage that several share once."""
-    found = {_key(each): each for each in tensors if isinstance(each, Tensor) and _has_storage(each)}
-    return sum(each.untyped_storage().nbytes() for each in found.values())
+    return sum({storage._cdata: storage.nbytes() for storage in _storages(list(tensors))}.values())
 
 
 def state_tensors(optimizer: Optimizer) -> list[object]:
@@ -129,68 +121,61 @@ def sizes_of(
     build_optimizer: Callable[[Sequence[nn.Parameter]], Optimizer],
     inputs: Sequence[Any] = (),
 ) -> Sizes:
-    """Sizes of a model on the device "meta", where tensors have shapes and no memory.
+    """Sizes of a model whose tensors have shapes and no memory: fake ones, or those of the device "meta".
 
     Args:
-        model: On "meta".
+        model: Of such tensors.
         build_optimizer: Makes the optimizer from the trained parameters.
-        inputs: Arguments of the model on "meta"; their first dimension is the batch. Empty: activations aren't counted.
+        inputs: Arguments of the model; their first dimension is the batch. Empty: activations aren't counted.
 
     Raises:
-        UsageError: The model can't run on "meta", or nothing in it is trained.
+        UsageError: The model or the optimizer reads values of tensors, or nothing in the model is trained.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise UsageError("the model has no parameter that is trained.")
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    fixed_bytes = storage_bytes([*frozen, *model.buffers()])
     trained = [p for _, p in named]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
     try:
         with torch.device("cpu"):  # counters of steps, which optimizers read
             optimizer = build_optimizer(trained)
             optimizer.step()
+            with MadeBytes([]) as made:
+                optimizer.step()
     except (RuntimeError, NotImplementedError) as error:
-        raise UsageError(f'the optimizer can\'t step on the device "meta": {error}') from error
-    state_bytes = storage_bytes(state_tensors(optimizer))
+        raise UsageError(f"the optimizer can't step tensors that have no values: {error}") from error
     optimizer.zero_grad()
-    batch = _batch_of(inputs)
-    whole = fixed = 0
+    batch, whole, fixed = num_rows(list(inputs)), 0, 0
     if batch:
-        whole = _saved_by(model, inputs)
+        whole = _held_by(model, inputs)
         part = max(2, batch // 2)  # batch normalisation refuses to train on one sample
         if batch > part:
-            half = _saved_by(model, _cut(inputs, batch, part))
-            per_sample = (whole - half) / (batch - part)
+            per_sample = (whole - _held_by(model, _cut(inputs, batch, part))) / (batch - part)
             fixed = max(0, round(whole - per_sample * batch))
     return Sizes(
         parameters=specs_of(named),
-        fixed_bytes=fixed_bytes,
-        state_bytes=state_bytes,
+        fixed_bytes=storage_bytes([*frozen, *model.buffers()]),
+        state_bytes=storage_bytes(state_tensors(optimizer)),
         activation_bytes=whole,
         num_samples=batch,
         activation_fixed_bytes=fixed,
         largest_unit_bytes=largest_unit_bytes(model),
+        stepping_bytes=made.peak,
     )
 
 
 def largest_unit_bytes(model: nn.Module) -> int:
     """Parameters of the largest part that FSDP2 gathers at once, where each item of a list of layers is a part, and
     what is left is another."""
-    sizes, inside = [], set()
+    sizes, inside = [], set[int]()
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and id(module) not in inside:
             for layer in module:
                 inside |= {id(each) for each in layer.modules()}
                 sizes.append(storage_bytes(layer.parameters()))
-    rest = storage_bytes(model.parameters()) - sum(sizes)
-    return max([*sizes, rest])
-
-
-def _batch_of(inputs: Sequence[Any]) -> int:
-    first = next((leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()), None)
-    return 0 if first is None else int(first.shape[0])
+    return max([*sizes, storage_bytes(model.parameters()) - sum(sizes)])
 
 
 def _cut(inputs: Sequence[Any], batch: int, length: int) -> Any:
@@ -201,22 +186,20 @@ def _cut(inputs: Sequence[Any], batch: int, length: int) -> Any:
     return pytree.tree_map(cut, list(inputs))
 
 
-def _saved_by(model: nn.Module, inputs: Sequence[Any]) -> int:
-    """Bytes that a forward pass and a loss leave for the backward pass."""
-    counted = SavedBytes()
-    counted.exclude([*model.parameters(), *model.buffers()])
+def _held_by(model: nn.Module, inputs: Sequence[Any]) -> int:
+    """The most bytes that both passes hold at once beside gradients of parameters, with the inputs."""
     try:
-        with counted:
+        with MadeBytes(model.parameters()) as made:
+            made.add(_storages(inputs))
             leaves = [leaf for leaf in pytree.tree_leaves(model(*inputs)) if isinstance(leaf, Tensor)]
-            loss = sum(
-                (leaf.float().square().mean() for leaf in leaves if leaf.requires_grad), torch.zeros((), device="cpu")
-            )
-        del loss
+            # What a loss over labels does: logits, their logarithms and the gradients of both are often the most.
+            losses = [leaf.float().log_softmax(-1).mean() for leaf in leaves if leaf.requires_grad]
+            if losses:
+                torch.autograd.backward(losses)
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise UsageError(
-            f'the model can\'t run on the device "meta", where activations are counted: {error}'
-        ) from error
-    return counted.peak
+        raise UsageError(f"the model can't run on tensors that have no values: {error}") from error
+    model.zero_grad()
+    return made.peak
 
 
 # ---------------------------------------------------------------------- a script, in its own process
@@ -228,33 +211,37 @@ class _Watch:
 
     Attributes:
         out: Where it is written.
-        saved: What autograd holds.
         batch: Rows of the first tensor that the model was called with; 0 if there was none.
         model: The module that was called first in a step.
         num_steps: Of the optimizer that stepped first.
         gradient_bytes: Before its newest step.
+        activation_bytes: What the passes before that held.
         optimizers: That have stepped, in order.
+        made: Counts what the last step makes.
     """
 
     out: Path
-    saved: SavedBytes
     batch: int = 0
     model: nn.Module | None = None
     num_steps: int = 0
     gradient_bytes: int = 0
+    activation_bytes: int = 0
     optimizers: dict[int, Optimizer] = field(default_factory=dict)
+    made: MadeBytes | None = None
 
-    def called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Of the first call in a step: that is the whole model's."""
+    def called(self, module: nn.Module, args: Any) -> None:
+        """A module is called. The first one of a step is the whole model's."""
         if self.model is None:
-            self.model, self.batch = module, _batch_of(args)
-            self.saved.exclude([*module.parameters(), *module.buffers()])
+            self.model, self.batch = module, num_rows(list(args))
 
     def stepping(self, optimizer: Optimizer) -> None:
         """Gradients are there, and an optimizer is known."""
         self.optimizers.setdefault(id(optimizer), optimizer)
         if self._is_first(optimizer):
             self.gradient_bytes = storage_bytes(p.grad for p in self._parameters())
+            if self.made is not None:
+                self.activation_bytes = self.made.peak
+                self.made.restart()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """After enough steps of the first optimizer write what there is, and end the script."""
@@ -263,62 +250,60 @@ class _Watch:
         self.num_steps += 1
         if self.num_steps < NUM_STEPS:
             self.model = None
-            self.saved.restart()
+            if self.num_steps == NUM_STEPS - 1:
+                self.made = MadeBytes(self._parameters()).__enter__()
             return
-        parameters = self._parameters()
-        model = nn.Module() if self.model is None else self.model
+        assert self.made is not None
+        self.made.__exit__(None, None, None)
+        parameters, model = self._parameters(), self.model or nn.Module()
         trained = {id(p) for p in parameters}
-        fixed = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in trained]
+        on_gpu = int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0
         received = {
-            "fixed_bytes": storage_bytes(fixed),
+            "fixed_bytes": storage_bytes(
+                each for each in (*model.parameters(), *model.buffers()) if id(each) not in trained
+            ),
             "largest_unit_bytes": largest_unit_bytes(model),
             "parameters": [[list(p.shape), str(p.dtype).removeprefix("torch.")] for p in parameters],
             "state_bytes": self._count_state(),
             "gradient_bytes": self.gradient_bytes,
-            "activation_bytes": self.saved.peak,
+            "activation_bytes": self.activation_bytes,
+            "stepping_bytes": self.made.peak,
             "num_samples": self.batch,
-            "peak_bytes": _peak_bytes(),
+            "peak_bytes": on_gpu or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         self.out.write_text(json.dumps(received))
         raise SystemExit(0)
 
     def _count_state(self) -> int:
         """Bytes; an optimizer that steps a shard keeps its state elsewhere than torch's do."""
-        flat = [each for each in self.optimizers.values() if isinstance(each, ShardedOptimizer)]
         plain = [each for each in self.optimizers.values() if not isinstance(each, ShardedOptimizer)]
-        of_plain = storage_bytes([tensor for each in plain for tensor in state_tensors(each)])
-        return of_plain + sum(each.state_bytes for each in flat)
+        divided = sum(each.state_bytes for each in self.optimizers.values() if isinstance(each, ShardedOptimizer))
+        return divided + storage_bytes(tensor for each in plain for tensor in state_tensors(each))
 
     def _is_first(self, optimizer: Optimizer) -> bool:
         return next(iter(self.optimizers)) == id(optimizer)
 
     def _parameters(self) -> list[nn.Parameter]:
         """Of all optimizers. One inside another one steps memory that the outer one's parameters are views of."""
-        found: list[nn.Parameter] = []
-        seen: set[int] = set()
+        found: dict[int, list[nn.Parameter]] = {}
         for optimizer in self.optimizers.values():
-            new = [p for group in optimizer.param_groups for p in group["params"] if _key(p) not in seen]
-            seen |= {_key(p) for p in new}
-            found += new
-        return found
-
-
-def _peak_bytes() -> int:
-    on_gpu = int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0
-    return on_gpu or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            new: dict[int, list[nn.Parameter]] = {}
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                new.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
+            found |= {key: parameters for key, parameters in new.items() if key not in found}
+        return [parameter for parameters in found.values() for parameter in parameters]
 
 
 def main(out: str, script: str, arguments: Sequence[str]) -> None:
     """Run a script for some steps, and write what it takes. It ends where its third optimizer step has ended."""
-    watch = _Watch(Path(out), SavedBytes())
+    watch = _Watch(Path(out))
     with Patches() as patches:
         # Three steps neither resume a training nor replace its files.
         idle_checkpointers(patches)
         Scratch(Path(out).parent).install(patches)
         watch_steps(patches, watch.stepping, watch.stepped)
         patches.later(register_module_forward_pre_hook(watch.called).remove)
-        with watch.saved:
-            run_observed(script, arguments)
+        run_observed(script, arguments)
 
 
 if __name__ == "__main__":

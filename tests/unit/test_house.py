@@ -184,7 +184,6 @@ ORDER: dict[str, list[str]] = {
     "logger": ["logger"],
     "tools.observing": [
         "launch",
-        "steps",
         "record",
         "changes",
         "devices",

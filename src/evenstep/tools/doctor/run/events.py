@@ -19,6 +19,8 @@ Kinds of events, and their facts beside time, step and place:
     scale, unscale, clip       of gradients
     schedule   a learning-rate scheduler has stepped: `scheduler`
     stepped    an optimizer has stepped: `lr`, `stale`, `untrained`
+    parameters what a model trains: `model` (its number), `when` (0: before step 1, 1: after step 2), `digests` by name
+    apart      ranks may hold other parts of a model from here: `what`
     output     a line for the screen: `via` ("print", "log", "bar"), `text`
     tracker    a tracker was opened: `tracker`
     write      a file is written: `path`

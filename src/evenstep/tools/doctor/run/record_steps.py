@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.optim import lr_scheduler
@@ -18,10 +21,14 @@ from evenstep.tools.doctor.run.record_data import row_digests
 from evenstep.tools.doctor.run.recorder import Recorder
 from evenstep.tools.observing.patching import Patches
 from evenstep.tools.observing.steps import watch_steps
+from evenstep.tools.verify.evidence import digest
 
 # Functions whose result is a mean over the samples, by the name of their node.
 _MEANS = ("NllLoss", "MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "KlDiv", "Mean")
 _MOST_FACTORS = 8
+# Calls by which ranks come to hold other parts of a model, and objects that train parts, or let replicas drift.
+_APART = ("new_group", "send", "recv", "isend", "irecv", "batch_isend_irecv")
+_IN_PARTS = re.compile(r"LocalSGD|ModelAverager|FullySharded|FSDP|PipelineStage|DTensor")
 _MOST_LOOKS = 2  # steps in which the parameters of optimizers are looked at
 
 
@@ -41,6 +48,8 @@ class Steps:
         self._used: set[nn.Module] = set()  # wrappers whose forward has run since the last backward pass
         self._scale: float | None = None
         self._counts: dict[int, int] = {}
+        self._looked: set[tuple[int, int]] = set()
+        self._models: list[nn.Module] = []  # those of outermost passes, in the order of their first
 
     def install(self, patches: Patches) -> None:
         """Watch until the patches are undone."""
@@ -55,6 +64,9 @@ class Steps:
                 patches.replace(module, name, self._clip)
         patches.replace(torch.amp.GradScaler, "scale", self._scaling)
         patches.replace(torch.amp.GradScaler, "unscale_", self._unscaling)
+        for module in (dist, distributed_c10d):
+            for name in _APART:
+                patches.replace(module, name, self._parting)
         for kind in {each for each in vars(lr_scheduler).values() if isinstance(each, type) and "step" in vars(each)}:
             patches.replace(kind, "step", self._scheduling)
 
@@ -85,6 +97,8 @@ class Steps:
         grad = torch.is_grad_enabled()
         syncs = is_wrapper and bool(module.require_backward_grad_sync)
         self._recorder.note("forward", wrapped=is_wrapper, grad=grad, rows=row_digests(inputs) if grad else [])
+        if grad and self._recorder.num_steps in (0, 2):
+            self._look_at(module)
         if not is_wrapper:
             return 0
         if grad:
@@ -93,6 +107,28 @@ class Steps:
         # it agrees on the order of its buckets.
         sends = getattr(module, "broadcast_buffers", False) and any(True for _ in module.buffers())
         return self._recorder.enter("forward of the model") if syncs and (grad or sends) else 0
+
+    def _look_at(self, module: nn.Module) -> None:
+        """Note digests of what a model trains, before the first step and after the second: whole parameters only."""
+        if all(each is not module for each in self._models):
+            self._models.append(module)
+        model, when = next(i for i, each in enumerate(self._models) if each is module), self._recorder.num_steps // 2
+        if (model, when) in self._looked or any(_IN_PARTS.search(type(each).__name__) for each in module.modules()):
+            return
+        self._looked.add((model, when))
+        if when and any(_IN_PARTS.search(type(each).__name__) for each in gc.get_objects()):
+            self._recorder.note("apart", what="parameters")
+        named = {n.removeprefix("module."): p for n, p in module.named_parameters() if p.requires_grad}
+        plain = {name: digest(p) for name, p in named.items() if type(p.data) is Tensor and p.numel()}
+        self._recorder.note("parameters", model=model, when=when, digests=plain)
+
+    def _parting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def part(*args: Any, **kwargs: Any) -> Any:
+            self._recorder.note("apart", what=original.__name__)
+            return original(*args, **kwargs)
+
+        return part
 
     # ------------------------------------------------------------------ backward
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from evenstep.tools.doctor.evidence import collectives, data, output, starting, stepping
-from evenstep.tools.doctor.evidence.scene import Scene
+from evenstep.tools.doctor.calls import how_it_hangs
 from evenstep.tools.doctor.findings import Watched
+from evenstep.tools.doctor.rule import Finding, Refuted
+from evenstep.tools.doctor.rules import all_rules
 from evenstep.tools.doctor.run.events import Event, Evidence
 from evenstep.tools.doctor.run.hangs import last_progress_s
+from evenstep.tools.doctor.scene import Scene
 from evenstep.tools.reading.looked import Facts
 
 _UNREAD = Facts()
+_IN_WANT_OF_GPUS = re.compile(r"(?i)nccl|no cuda|not compiled with cuda|no nvidia|_cuda_|invalid device ordinal|no gpu")
+_ABOUT_GPUS = re.compile(r"(?i)\b(?:gpus?|cuda)\b")
 
 
 def watched(
@@ -40,18 +45,11 @@ def watched(
             ],
             num_steps=0,
         )
-    of_data, refuted = data.judge(scene)
-    of_steps, refuted_steps = stepping.judge(scene)
-    of_start, refuted_start = starting.judge(scene)
-    lengths = any(each.rule == "EV109" for each in of_data)
-    of_calls = collectives.judge(scene, has_other_lengths=lengths)
-    found = [*of_data, *output.judge(scene), *of_calls, *of_steps, *of_start]
-    return Watched(
-        findings=found,
-        refuted=[*refuted, *refuted_steps, *refuted_start],
-        notes=_notes(scene),
-        num_steps=evidence.num_steps,
-    )
+    rules = [each for each in all_rules().values() if each.seen is not None]
+    seen = [replace(found, rule=each.id) for each in rules if each.seen for found in each.seen(scene)]
+    findings = [each for each in seen if isinstance(each, Finding)]
+    refuted = [each for each in seen if isinstance(each, Refuted)]
+    return Watched(findings, refuted, _notes(scene), evidence.num_steps)
 
 
 def _of_the_rank(events: Sequence[Event]) -> list[Event]:
@@ -74,9 +72,9 @@ def _notes(scene: Scene) -> list[str]:
     message = str(raised["message"]).strip() if raised is not None else ""
     left = not evidence.num_steps and evidence.hang is None and (raised is None or raised["type"] == "SystemExit")
     last = evidence.said if left else ""
-    if scene.facts.uses_gpus and (
-        starting.is_for_want_of_gpus(message) or (left and starting.asks_for_gpus(f"{last}\n{message}"))
-    ):
+    # The last words of a script that has ended by itself: that it needs a GPU.
+    words = "\n".join(f"{last}\n{message}".splitlines()[-4:]) if left else message
+    if scene.facts.uses_gpus and (_IN_WANT_OF_GPUS.search(words) or (left and _ABOUT_GPUS.search(words))):
         first = message if message and not message.isdecimal() else last.strip().rpartition("\n")[2]
         return [
             f"It needs GPUs, and this machine has none that it could use, so it was only read: {_first_line(first)}"
@@ -84,7 +82,7 @@ def _notes(scene: Scene) -> list[str]:
     if raised is not None:
         return [_told_error(scene, raised, steps, evidence.said)]
     if evidence.hang is not None:
-        text = collectives.how_it_hangs(scene)
+        text = how_it_hangs(scene)
         return [f"{text[0].upper()}{text[1:]}. It was ended there; what follows was only read."]
     if evidence.is_late and not evidence.num_steps:
         return [f"No step was made in time{_last_seen(scene)}: it was ended, and only read."]

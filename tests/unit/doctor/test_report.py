@@ -98,7 +98,7 @@ def test_json_has_every_finding(tmp_path: Path, capsys: pytest.CaptureFixture[st
     (finding,) = result["findings"]
     assert (finding["rule"], finding["path"], finding["line"], finding["column"]) == ("EV201", str(PRINTS), 20, 9)
     assert finding["confirmed"] is False
-    assert finding["mend"].startswith("if rank == 0:\n    print(")
+    assert finding["mend"].startswith("if dist.get_rank() == 0:\n    print(")
 
 
 def test_sarif_names_each_rule_once_and_each_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

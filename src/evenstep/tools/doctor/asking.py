@@ -499,6 +499,8 @@ def accumulating(script: Script) -> list[tuple[Call, str]]:
         if not around:
             continue
         loop = around[0]
+        if any(script.in_every_round(each.frame, loop) for each in script.step_calls if each is not step):
+            continue  # of a critic, say, whose passes are its own
         conditions = script.conditions_until(step.frame, loop) or []
         counts = [count for each in conditions if (count := _every(script, each.test, each, each.holds))]
         for backward in script.backward_calls:

@@ -122,6 +122,30 @@ def test_a_backward_pass_is_told_with_its_root_its_weight_and_the_scale_of_its_l
     assert watch.told[0][0] == "backward"
 
 
+class First(Subscriber):
+    """Keeps the first module of each step, as `evenstep estimate` does."""
+
+    def __init__(self) -> None:
+        self.model: nn.Module | None = None
+        self.num_calls = 0
+
+    def module(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
+        if self.model is None:
+            self.model = module
+            self.num_calls += 1
+
+
+@pytest.mark.extended
+def test_a_compiled_model_may_be_noted(patches: Patches) -> None:
+    """torch's compiler follows a hook of a module, and refuses to when that keeps the module."""
+    first, model = First(), torch.compile(nn.Linear(2, 2), backend="eager")
+    Recorder(first).install(patches)
+    for _ in range(2):
+        first.model = None
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+    assert first.num_calls == 2
+
+
 class Steps(Subscriber):
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []

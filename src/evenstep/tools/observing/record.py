@@ -6,7 +6,7 @@ that is called when the function is over, whether or not it has raised; or `Inst
 
 What holds for all of them, so that nobody has to see to it:
 
-- a forward pass that a backward pass computes again (checkpointing) is none;
+- a forward pass that a backward pass computes again (checkpointing) is none, nor are modules inside a compiled one;
 - of a backward pass inside another one, a step inside a step, a loader inside a loader and a collective inside another
   call that all ranks make, only the outer one is told;
 - a loader that another thread reads is left alone: the script doesn't wait there;
@@ -215,7 +215,8 @@ class Recorder:
     def __init__(self, *subscribers: Subscriber) -> None:
         self.num_steps = 0
         self.listeners: dict[str, list[Callable[..., Any]]] = {}
-        for moment, nothing in vars(Subscriber).items():
+        for moment in (name for name in vars(Subscriber) if not name.startswith("_")):
+            nothing = getattr(Subscriber, moment)
             heard = [each for each in subscribers if getattr(type(each), moment) is not nothing]
             self.listeners[moment] = [getattr(each, moment) for each in heard]
         for each in subscribers:
@@ -266,7 +267,7 @@ class Recorder:
         return self._told(moment, args, kwargs, functools.partial(original, *args, **kwargs))
 
     def _told(self, moment: str, args: Any, kwargs: Any, call: functools.partial[Any]) -> Any:
-        """Make a call, told in other words than its own arguments."""
+        """Make a call, told with arguments that needn't be its own."""
         with without_torch_function():
             ended = [tell(*args, **kwargs) for tell in self.listeners[moment]]
         for each in ended:
@@ -283,7 +284,7 @@ class Recorder:
     # ------------------------------------------------------------------ a step
 
     def _module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if self._is_back:
+        if self._is_back or torch.compiler.is_compiling():  # the compiler follows what is called, and would follow us
             return original(module, *args, **kwargs)
         trains = torch.is_grad_enabled()
         depth = self._training_depth if trains else self._depth

@@ -8,20 +8,28 @@ from collections.abc import Callable, Iterator, Sequence
 
 import libcst as cst
 
-from evenstep.tools.doctor.rule import Edit as Edit
-from evenstep.tools.doctor.rule import Found as Found
-from evenstep.tools.doctor.rule import found as found
-from evenstep.tools.reading.contexts import Script as Script
-from evenstep.tools.reading.program import Assignment as Assignment
-from evenstep.tools.reading.program import Call as Call
-from evenstep.tools.reading.program import Frame as Frame
-from evenstep.tools.reading.program import Function as Function
-from evenstep.tools.reading.program import Loop as Loop
-from evenstep.tools.reading.program import dotted as dotted
-from evenstep.tools.reading.program import leaves as leaves
-from evenstep.tools.reading.program import shortened as shortened
-from evenstep.tools.reading.program import text_of as text_of
-from evenstep.tools.reading.values import Thing as Thing
+from evenstep.tools.doctor.rule import Edit, Found, found
+from evenstep.tools.reading.contexts import Script
+from evenstep.tools.reading.program import Assignment, Call, Frame, Function, Loop, dotted, leaves, shortened, text_of
+from evenstep.tools.reading.values import Thing
+
+# Rules need no other import for these.
+__all__ = [
+    "Assignment",
+    "Call",
+    "Edit",
+    "Found",
+    "Frame",
+    "Function",
+    "Loop",
+    "Script",
+    "Thing",
+    "dotted",
+    "found",
+    "leaves",
+    "shortened",
+    "text_of",
+]
 
 _RANK_WORDS = re.compile(r"(?i)rank|world|num_replicas|process_index|num_processes|shard|is_main|split_dataset_by_node")
 WORLD = re.compile(r"(?i)world_size|num_replicas|num_processes|n_?gpus|num_gpus|get_world_size|device_count|ngpus")
@@ -462,9 +470,8 @@ def _is_collective(script: Script, call: Call) -> bool:
 
 def _has_group(call: Call) -> bool:
     """True if a call is one of a sub-group, whose ranks are perhaps those that come by."""
-    first = 0 if call.last in ("barrier", "monitored_barrier") else 2
-    others = [call.positional(index) for index in range(first, 5)]
-    return not is_nothing(call.argument("group")) or any("group" in text_of(each) for each in others)
+    given = call.argument("group", 0 if call.last in BARRIERS else None)
+    return not is_nothing(given) or any("group" in text_of(call.positional(index)) for index in range(2, 5))
 
 
 def is_called_elsewhere(script: Script, call: Call, alike: list[Call]) -> bool:
@@ -591,11 +598,11 @@ def on_main(script: Script, at: Call) -> str:
 
 def statement_of(call: Call) -> list[str]:
     """The lines of the statement that a call is, alone on them; [] if there is more in them than the call."""
-    text = text_of(call.node)
+    text = text_of(call.node)  # in which further lines have another indentation than in the file
     lines = call.frame.file.source.text.split("\n")[call.line - 1 : call.line + text.count("\n")]
-    rest = "\n".join(lines)[call.column - 1 :].removeprefix(text).strip()
-    is_alone = not lines[0][: call.column - 1].strip() and "\n".join(lines)[call.column - 1 :].startswith(text)
-    return lines if is_alone and (not rest or rest[0] == "#") and '"""' not in text else []
+    plain, whole = "".join(text.split()), "".join("".join(lines).split())
+    rest = whole.removeprefix(plain)
+    return lines if whole.startswith(plain) and (not rest or rest[0] == "#") and '"""' not in text else []
 
 
 def guarded(script: Script, call: Call) -> tuple[str, tuple[Edit, ...]]:

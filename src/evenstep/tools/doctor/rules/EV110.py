@@ -41,12 +41,10 @@ def read(script: Script) -> Found:
 
 def seen(run: Scene) -> Seen:
     """Samples of the same numbers that aren't the same on two ranks, though a sampler divides them."""
-    told = set()
     for rank, mine, other in pairs(run.loops):
         ours, theirs = mine.begin["looks"], other.begin["looks"]
         are_other = bool(ours and theirs) and _are_other(ours, theirs)
-        if are_other and mine.begin["is_distributed"] and mine.begin["loader"] not in told:
-            told.add(mine.begin["loader"])
+        if are_other and mine.begin["is_distributed"]:
             evidence = f"the samples of ranks 0 and {rank} with the same numbers are other ones"
             yield run.finding(made_at(mine), evidence)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -48,8 +49,9 @@ class Steps:
         self._used: set[nn.Module] = set()  # wrappers whose forward has run since the last backward pass
         self._scale: float | None = None
         self._counts: dict[int, int] = {}
+        # Models of outermost passes, numbered in the order of their first. Weakly: none may outlive its process group.
+        self._models: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._looked: set[tuple[int, int]] = set()
-        self._models: list[nn.Module] = []  # those of outermost passes, in the order of their first
 
     def install(self, patches: Patches) -> None:
         """Watch until the patches are undone."""
@@ -110,9 +112,9 @@ class Steps:
 
     def _look_at(self, module: nn.Module) -> None:
         """Note digests of what a model trains, before the first step and after the second: whole parameters only."""
-        if all(each is not module for each in self._models):
-            self._models.append(module)
-        model, when = next(i for i, each in enumerate(self._models) if each is module), self._recorder.num_steps // 2
+        if module not in self._models:
+            self._models[module] = len({number for number, _ in self._looked})
+        model, when = self._models[module], self._recorder.num_steps // 2
         if (model, when) in self._looked or any(_IN_PARTS.search(type(each).__name__) for each in module.modules()):
             return
         self._looked.add((model, when))

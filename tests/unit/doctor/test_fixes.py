@@ -59,6 +59,13 @@ if my_rank == 0:
 dist.destroy_process_group()
 """
 
+RANK, LOCAL = "my_rank = dist.get_rank()", "gpu = int(os.environ['LOCAL_RANK'])"
+CLIPPED = """\
+        grad_scaler = torch.amp.GradScaler("cuda")
+        grad_scaler.scale(loss).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        grad_scaler.step(optimizer)"""
+
 
 def fixed(path: Path, text: str) -> str:
     path.write_text(text)
@@ -157,8 +164,31 @@ def test_the_command_shows_what_it_changed(tmp_path: Path, capsys: pytest.Captur
         ("my_rank == 0", ("dist.get_rank()", 'int(os.environ["RANK"])')),
     ],
 )
-def test_mends_have_the_scripts_own_names(condition: str, changes: tuple[str, str], tmp_path: Path):
+def test_a_condition_has_the_scripts_own_names(condition: str, changes: tuple[str, str], tmp_path: Path):
     path = tmp_path / "train.py"
     path.write_text(f"import os\n{SCRIPT.replace(*changes)}")
     mend = next(each.mend for each in read(path).findings if each.rule == "EV201")
     assert mend.startswith(f"if {condition}:\n    print("), mend
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes", "mend"),
+    [
+        ("EV101", ('"gloo")\nmy', '"gloo")\nstart()\nmy'), "sampler=DistributedSampler(data, shuffle=True))"),
+        ("EV102", ("shuffle=True)", "sampler=(mine := DistributedSampler(data)))"), "loader.sampler.set_epoch(number)"),
+        ("EV301", (RANK, f"{LOCAL}\nx.to('cuda')"), "torch.cuda.set_device(gpu)"),
+        ("EV302", (RANK, f"{LOCAL}\nx.to('cuda:0')"), 'torch.device("cuda", gpu)'),
+        ("EV306", (RANK, f"{RANK}\n{LOCAL}\nx.cuda(my_rank)"), "torch.cuda.set_device(gpu)"),
+        ("EV110", (RANK, f"{RANK}\na, b = torch.utils.data.random_split(data, [1, 2])"), "(data, [1, 2], generator="),
+        ("EV404", ("    print(", "    if my_rank == 0:\n        model(x).sum()\n    print("), "model.module(x)"),
+        ("EV206", ("model.module.state_dict()", "model.state_dict()"), "model.module.state_dict()"),
+        ("EV503", ("        optimizer.step()", CLIPPED), "grad_scaler.unscale_(optimizer)"),
+    ],
+)
+def test_mends_have_the_scripts_own_names(rule: str, changes: tuple[str, str], mend: str, tmp_path: Path):
+    path = tmp_path / "train.py"
+    text = SCRIPT.replace(*changes).replace("import DataLoader", "import DataLoader, DistributedSampler")
+    path.write_text(f"import os\n{text}")
+    mends = [each.mend for each in read(path).findings if each.rule == rule]
+    assert mends
+    assert all(mend in each for each in mends), mends

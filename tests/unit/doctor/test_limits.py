@@ -108,7 +108,8 @@ def test_a_rule_and_its_limit(rule: str, found: list[tuple[str, str]], clean: li
 
 
 def test_a_word_in_a_docstring_or_comment_divides_no_data(tmp_path: Path):
-    of_rank = 'class Data(torch.utils.data.Dataset):\n    """Each {}."""\n    # {}\n    def __getitem__(self, i):\n        return {}\n'
+    head = 'class Data(torch.utils.data.Dataset):\n    """Each {}."""\n    # {}\n'
+    of_rank = head + "    def __getitem__(self, i):\n        return {}\n"
     plain = [
         ("sampler = DistributedSampler(data)", "{}data = Data()\nsampler = DistributedSampler(data)"),
         (", sampler=sampler", ""),

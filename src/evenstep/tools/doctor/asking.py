@@ -217,20 +217,17 @@ def is_nothing(node: cst.CSTNode | None) -> bool:
 
 def on_ranks(script: Script, call: Call) -> bool:
     """False of what surely runs in a process that only starts ranks."""
-    if not script.starts_ranks or not script.values.passed:
-        return True
-    function = call.frame.function
-    seen: set[int] = set()
-    pending = [function] if function is not None else []
-    while pending:
-        each = pending.pop()
-        if each in script.values.passed or each.frame.function in script.values.passed:
-            return True
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        pending += [site.frame.function for site in script.values.called_from.get(each, []) if site.frame.function]
-    return False
+    starts = script.starts_ranks and script.values.passed
+    return not starts or _is_passed(script, call.frame.function, frozenset())
+
+
+def _is_passed(script: Script, function: Function | None, seen: frozenset[Function]) -> bool:
+    """True of a function that is given to whoever starts ranks, and of those that it runs."""
+    if function is None or function in seen:
+        return False
+    callers = [site.frame.function for site in script.values.called_from.get(function, [])]
+    is_passed = not script.values.passed.isdisjoint({function, function.frame.function} - {None})
+    return is_passed or any(_is_passed(script, each, seen | {function}) for each in callers)
 
 
 def on_all_ranks(script: Script, call: Call) -> bool:
@@ -577,6 +574,11 @@ def own_name(script: Script, kind: str, at: Call) -> str:
         if any(each.frame.function is not function or each.line < at.line for each in visible) and assignments:
             known.append(name)
     return next((name for name in known if script.values.kinds(_expression(name), at.frame) == {kind}), "")
+
+
+def target_of(call: Call) -> str:
+    """The name that the result of a call is given; "" without one."""
+    return next((dotted(each.target) for each in call.frame.file.assignments if each.value is call.node), "")
 
 
 def on_main(script: Script, at: Call) -> str:

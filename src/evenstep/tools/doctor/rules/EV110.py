@@ -36,7 +36,8 @@ def read(script: Script) -> Found:
         return
     for call in script.named("torch.utils.data.random_split"):
         if call.argument("generator", 2) is None and on_all_ranks(script, call):
-            yield found(call, f"{call.text} has no generator, and no seed is set")
+            mend = f"{call.text[:-1]}, generator=torch.Generator().manual_seed(0))"
+            yield found(call, f"{call.text} has no generator, and no seed is set", mend=mend)
 
 
 def seen(run: Scene) -> Seen:

@@ -54,7 +54,7 @@ def read(script: Script) -> Found:
                 script,
                 call,
                 accelerate=f"accelerator.save({arguments})",
-                fabric="fabric.save(path, state)  # on every rank: rank 0 writes",
+                fabric=f"fabric.save({text_of(path)}, {text_of(call.argument('obj', 0))})  # every rank calls it",
             )
             where = "one rank of every node" if once_a_node else "every rank"
             evidence = f"{call.text} runs on {where}, and writes the same file"

@@ -147,6 +147,7 @@ ORDER: dict[str, list[str]] = {
         "source",
     ],
     "tools.doctor": [
+        "fixes",
         "examination",
         "report",
         "comparing",

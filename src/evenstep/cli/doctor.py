@@ -13,22 +13,25 @@ from evenstep.cli.arguments import Parser, add_script, at_least_1, names
 from evenstep.launcher.options.ranks import add_nproc_per_node
 from evenstep.named_files import validate_target, write_report
 from evenstep.tools.doctor.examination import chosen_rules, examine
+from evenstep.tools.doctor.fixes import fix
 from evenstep.tools.doctor.report import explained
 from evenstep.tools.doctor.rules import all_rules
 
 _DESCRIPTION = """\
 Look for the usual mistakes of data-parallel training: every rank trains on the same samples, set_epoch is forgotten,
 all ranks print and save, a collective is called on some ranks only, the accumulation divisor is wrong, and so on. The
-script is read, then run unchanged for some steps on two ranks; what it would save is kept apart. It may use torch's
-own classes, accelerate, Lightning Fabric, or evenstep's. Each finding says what was seen, what it costs and how to mend
-it."""
+script is read, then run unchanged for some steps on two ranks; what it would save is kept apart. Where that finds
+nothing, it is compared with one process, as by evenstep verify. It may use torch's own classes, accelerate, Lightning
+Fabric, or evenstep's. Each finding says what was seen, what it costs and how to mend it."""
+_OWN = ("--no-run", "--no-verify", "--fix", "--select", "--ignore", "--json", "--sarif")
 _EPILOG = """\
 examples:
   evenstep doctor train.py --epochs 1              what follows the script belongs to the script
   evenstep doctor --no-run train.ipynb             only read it
   evenstep doctor --select data,EV401 train.py     a group of rules, and one rule
   evenstep doctor --sarif doctor.sarif train.py    for code review tools
-  evenstep doctor --explain EV101                  what is this rule about?
+  evenstep doctor --fix --no-run train.py          write the mends that are certain
+  evenstep doctor --explain EV101                  the rule's page
 
 A comment in a line switches rules off there: # evenstep: ignore[EV305], or all: # evenstep: ignore
 
@@ -41,6 +44,9 @@ def main(arguments: Sequence[str]) -> int:
     args = build_parser().parse_args(arguments)
     validate_target("--json", args.json, args.script)
     validate_target("--sarif", args.sarif, args.script, args.json)
+    if args.fix:
+        diff = fix(args.script, chosen_rules(args.select, args.ignore))
+        print(diff or f"{args.script}: no mend that is certain, so nothing was changed.")
     report = examine(
         args.script,
         args.arguments,
@@ -53,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         say=console.say,
     )
     report.show(console.on_stdout(soft_wrap=True))
-    misplaced = [each for each in args.arguments if each in ("--no-run", "--select", "--ignore", "--json", "--sarif")]
+    misplaced = [each for each in args.arguments if each in _OWN]
     if misplaced:
         console.say(
             f"evenstep: {misplaced[0]} stands behind the script, so it was given to the script. An option of doctor "
@@ -84,6 +90,9 @@ def build_parser() -> Parser:
     parser.add_argument("--no-run", dest="runs", action="store_false", help="only read the script")
     parser.add_argument(
         "--no-verify", dest="compares", action="store_false", help="don't compare it with one process at the end"
+    )
+    parser.add_argument(
+        "--fix", action="store_true", help="first mend the script where that is certain, and show what was changed"
     )
     add_nproc_per_node(parser, type=at_least_1, default=2, help="ranks of the run (default: 2)")
     parser.add_argument("--steps", type=at_least_1, default=12, metavar="N", help="steps of the run (default: 12)")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from evenstep import world as worlds
 from evenstep.errors import CollectiveTimeoutError
 from evenstep.testing import RankPool
-from evenstep.tools.doctor.examination import read
+from evenstep.tools.doctor.examination import examine, read
 from evenstep.tools.doctor.findings import Watched
 from evenstep.tools.doctor.run.events import EventFile, Evidence, Plan
 from evenstep.tools.doctor.run.runs import watch
@@ -110,6 +110,27 @@ def test_a_hang_ends_with_a_finding(name: str, tmp_path: Path):
     seen = watched(evidence, script=str(script), directory=str(Path.cwd()), facts=read(script).facts)
     print(*seen.findings, *seen.notes, sep="\n")  # noqa: T201
     assert_same(told(text, seen), expected)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("change", "rules", "said"),
+    [
+        (("", ""), [], "right as torch's DDP is; not one process's answer, because batch norm"),
+        (("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y) * (1 + 2 * rank)"), ["EV502"], "it differs"),
+    ],
+)
+def test_where_nothing_is_found_it_is_compared_with_one_process(
+    change: tuple[str, str], rules: list[str], said: str, tmp_path: Path
+):
+    text = FOUND["clean"][0].replace(*change) if change[0] else FOUND["clean"][0]
+    text = text if not change[0] else text.replace("nn.BatchNorm1d(32), ", "")
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    report = examine(str(script), ignore=["EV105"], num_steps=NUM_STEPS)
+    assert [each.rule for each in report.findings] == rules, report
+    assert said in str(report.compared)
+    assert all("loss.backward()" in text.splitlines()[each.line - 1] for each in report.findings)
 
 
 # Of the corpus those that run in a second or two on a CPU, with what this environment has.

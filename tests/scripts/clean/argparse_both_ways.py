@@ -23,7 +23,7 @@ def main():
         device = torch.device("cuda")
     else:
         device = torch.device("cpu")
-    dataset = TensorDataset(torch.randn(640, 5), torch.randn(640, 1))
+    dataset = TensorDataset(torch.randn(640, 5, generator=torch.Generator().manual_seed(27)), torch.randn(640, 1, generator=torch.Generator().manual_seed(28)))
     sampler = DistributedSampler(dataset) if args.distributed else None
     loader = DataLoader(dataset, batch_size=args.batch_size, shuffle=(sampler is None), sampler=sampler)
     model = torch.nn.Linear(5, 1).to(device)

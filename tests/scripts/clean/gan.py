@@ -33,7 +33,7 @@ def main():
     netG, netD = DDP(Generator()), DDP(Discriminator(), broadcast_buffers=False)
     optG = torch.optim.Adam(netG.parameters(), lr=2e-4, betas=(0.5, 0.999))
     optD = torch.optim.Adam(netD.parameters(), lr=2e-4, betas=(0.5, 0.999))
-    data = TensorDataset(torch.randn(256, 2))
+    data = TensorDataset(torch.randn(256, 2, generator=torch.Generator().manual_seed(37)))
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=32, sampler=sampler)
     criterion = nn.BCEWithLogitsLoss()

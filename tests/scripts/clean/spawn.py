@@ -19,7 +19,7 @@ def worker(rank, world_size, port):
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ["MASTER_PORT"] = str(port)
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    dataset = TensorDataset(torch.randn(256, 20), torch.randn(256, 1))
+    dataset = TensorDataset(torch.randn(256, 20, generator=torch.Generator().manual_seed(23)), torch.randn(256, 1, generator=torch.Generator().manual_seed(24)))
     sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank)
     loader = DataLoader(dataset, batch_size=32, sampler=sampler)
     model = DDP(torch.nn.Linear(20, 1))

@@ -5,7 +5,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 dist.init_process_group("gloo")
-dataset = TensorDataset(torch.randn(100, 2), torch.randn(100, 1))
+dataset = TensorDataset(torch.randn(100, 2, generator=torch.Generator().manual_seed(9)), torch.randn(100, 1, generator=torch.Generator().manual_seed(10)))
 sampler = DistributedSampler(dataset)
 loader = DataLoader(dataset, batch_size=10, sampler=sampler)
 model = DDP(torch.nn.Linear(2, 1))

@@ -22,7 +22,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model.head = nn.Linear(20, 5)
     ddp_model = DDP(model)
-    dataset = TensorDataset(torch.randn(64, 10), torch.randint(5, (64,)))
+    dataset = TensorDataset(torch.randn(64, 10, generator=torch.Generator().manual_seed(26)), torch.randint(5, (64,), generator=torch.Generator().manual_seed(27)))
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=8, sampler=sampler)
     for epoch in range(2):

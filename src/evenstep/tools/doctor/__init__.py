@@ -12,4 +12,5 @@ In reading order:
     findings      what was read and what was seen, merged                               pure
     report        findings as text, JSON and SARIF
     examination   `evenstep doctor`: reads, runs, compares, reports
+    fixes         `--fix`: the mends that are certain, written
 """

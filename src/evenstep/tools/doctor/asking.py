@@ -8,20 +8,28 @@ from collections.abc import Callable, Iterator, Sequence
 
 import libcst as cst
 
-from evenstep.tools.doctor.rule import Edit as Edit
-from evenstep.tools.doctor.rule import Found as Found
-from evenstep.tools.doctor.rule import found as found
-from evenstep.tools.reading.contexts import Script as Script
-from evenstep.tools.reading.program import Assignment as Assignment
-from evenstep.tools.reading.program import Call as Call
-from evenstep.tools.reading.program import Frame as Frame
-from evenstep.tools.reading.program import Function as Function
-from evenstep.tools.reading.program import Loop as Loop
-from evenstep.tools.reading.program import dotted as dotted
-from evenstep.tools.reading.program import leaves as leaves
-from evenstep.tools.reading.program import shortened as shortened
-from evenstep.tools.reading.program import text_of as text_of
-from evenstep.tools.reading.values import Thing as Thing
+from evenstep.tools.doctor.rule import Edit, Found, found
+from evenstep.tools.reading.contexts import Script
+from evenstep.tools.reading.program import Assignment, Call, Frame, Function, Loop, dotted, leaves, shortened, text_of
+from evenstep.tools.reading.values import Thing
+
+# Rules need no other import for these.
+__all__ = [
+    "Assignment",
+    "Call",
+    "Edit",
+    "Found",
+    "Frame",
+    "Function",
+    "Loop",
+    "Script",
+    "Thing",
+    "dotted",
+    "found",
+    "leaves",
+    "shortened",
+    "text_of",
+]
 
 _RANK_WORDS = re.compile(r"(?i)rank|world|num_replicas|process_index|num_processes|shard|is_main|split_dataset_by_node")
 WORLD = re.compile(r"(?i)world_size|num_replicas|num_processes|n_?gpus|num_gpus|get_world_size|device_count|ngpus")
@@ -209,20 +217,17 @@ def is_nothing(node: cst.CSTNode | None) -> bool:
 
 def on_ranks(script: Script, call: Call) -> bool:
     """False of what surely runs in a process that only starts ranks."""
-    if not script.starts_ranks or not script.values.passed:
-        return True
-    function = call.frame.function
-    seen: set[int] = set()
-    pending = [function] if function is not None else []
-    while pending:
-        each = pending.pop()
-        if each in script.values.passed or each.frame.function in script.values.passed:
-            return True
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        pending += [site.frame.function for site in script.values.called_from.get(each, []) if site.frame.function]
-    return False
+    starts = script.starts_ranks and script.values.passed
+    return not starts or _is_passed(script, call.frame.function, frozenset())
+
+
+def _is_passed(script: Script, function: Function | None, seen: frozenset[Function]) -> bool:
+    """True of a function that is given to whoever starts ranks, and of those that it runs."""
+    if function is None or function in seen:
+        return False
+    callers = [site.frame.function for site in script.values.called_from.get(function, [])]
+    is_passed = not script.values.passed.isdisjoint({function, function.frame.function} - {None})
+    return is_passed or any(_is_passed(script, each, seen | {function}) for each in callers)
 
 
 def on_all_ranks(script: Script, call: Call) -> bool:
@@ -462,9 +467,8 @@ def _is_collective(script: Script, call: Call) -> bool:
 
 def _has_group(call: Call) -> bool:
     """True if a call is one of a sub-group, whose ranks are perhaps those that come by."""
-    first = 0 if call.last in ("barrier", "monitored_barrier") else 2
-    others = [call.positional(index) for index in range(first, 5)]
-    return not is_nothing(call.argument("group")) or any("group" in text_of(each) for each in others)
+    given = call.argument("group", 0 if call.last in BARRIERS else None)
+    return not is_nothing(given) or any("group" in text_of(call.positional(index)) for index in range(2, 5))
 
 
 def is_called_elsewhere(script: Script, call: Call, alike: list[Call]) -> bool:
@@ -572,6 +576,11 @@ def own_name(script: Script, kind: str, at: Call) -> str:
     return next((name for name in known if script.values.kinds(_expression(name), at.frame) == {kind}), "")
 
 
+def target_of(call: Call) -> str:
+    """The name that the result of a call is given; "" without one."""
+    return next((dotted(each.target) for each in call.frame.file.assignments if each.value is call.node), "")
+
+
 def on_main(script: Script, at: Call) -> str:
     """A condition that holds on one rank, as the script itself would write it there; "" if it has no word for it."""
     for kind, condition in (
@@ -591,11 +600,11 @@ def on_main(script: Script, at: Call) -> str:
 
 def statement_of(call: Call) -> list[str]:
     """The lines of the statement that a call is, alone on them; [] if there is more in them than the call."""
-    text = text_of(call.node)
+    text = text_of(call.node)  # in which further lines have another indentation than in the file
     lines = call.frame.file.source.text.split("\n")[call.line - 1 : call.line + text.count("\n")]
-    rest = "\n".join(lines)[call.column - 1 :].removeprefix(text).strip()
-    is_alone = not lines[0][: call.column - 1].strip() and "\n".join(lines)[call.column - 1 :].startswith(text)
-    return lines if is_alone and (not rest or rest[0] == "#") and '"""' not in text else []
+    plain, whole = "".join(text.split()), "".join("".join(lines).split())
+    rest = whole.removeprefix(plain)
+    return lines if whole.startswith(plain) and (not rest or rest[0] == "#") and '"""' not in text else []
 
 
 def guarded(script: Script, call: Call) -> tuple[str, tuple[Edit, ...]]:

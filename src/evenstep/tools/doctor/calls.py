@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from evenstep.tools.doctor.run.events import Event, Place
-from evenstep.tools.doctor.run.hangs import calls_of as calls_of
-from evenstep.tools.doctor.run.hangs import first_apart as first_apart
+from evenstep.tools.doctor.run.hangs import calls_of, first_apart
 from evenstep.tools.doctor.scene import Scene, by_place
+
+# Rules need no other import for these.
+__all__ = ["calls_of", "first_apart"]
 
 ENDED = "The run came to its end, with calls that don't belong together: a rank may get what is meant for another call."
 # What torch's wrapper calls by itself.

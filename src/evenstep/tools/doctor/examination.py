@@ -55,7 +55,7 @@ def examine(
 
     def kept() -> list[Finding]:
         merged = merge(reading.findings, seen)
-        return [each for each in merged if each.rule in wanted and not _is_ignored(each, reading.ignored)]
+        return [each for each in merged if each.rule in wanted and not is_ignored(each, reading.ignored)]
 
     if runs and path.suffix == ".ipynb":
         notes.append("A notebook is read, not run.")
@@ -120,7 +120,8 @@ def read(path: Path) -> Reading:
     return Reading(sorted(found.values(), key=order), script.notes, ignored, looked, facts)
 
 
-def _is_ignored(finding: Finding, ignored: Mapping[tuple[str, int | None, int], frozenset[str]]) -> bool:
+def is_ignored(finding: Finding, ignored: Mapping[tuple[str, int | None, int], frozenset[str]]) -> bool:
+    """Whether a comment in its line switches its rule off."""
     rules = ignored.get((finding.path, finding.cell, finding.line))
     return rules is not None and (not rules or finding.rule in rules)
 

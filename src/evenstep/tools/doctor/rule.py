@@ -35,8 +35,10 @@ class Severity(Enum):
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of a file that mends a finding: lines `first` to `last` become `text`; nothing but an insertion if
-    `last` is before `first`. Lines are counted from 1."""
+    """A change of a file that mends a finding: its lines `first` to `last`, counted from 1, become `text`.
+
+    If `last` is `first - 1`, `text` comes before line `first`.
+    """
 
     first: int
     last: int

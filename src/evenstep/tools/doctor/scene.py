@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from evenstep.tools.doctor.rule import Finding
-from evenstep.tools.doctor.rule import Refuted as Refuted
-from evenstep.tools.doctor.rule import Seen as Seen
-from evenstep.tools.doctor.run.events import Event as Event
-from evenstep.tools.doctor.run.events import Evidence as Evidence
-from evenstep.tools.doctor.run.events import Place as Place
+from evenstep.tools.doctor.rule import Finding, Refuted, Seen
+from evenstep.tools.doctor.run.events import Event, Evidence, Place
 from evenstep.tools.doctor.run.hangs import open_or_last_call
 from evenstep.tools.reading.looked import Facts
+
+# Rules need no other import for these.
+__all__ = ["Event", "Evidence", "Place", "Refuted", "Seen"]
 
 MIB = 1 << 20
 _SAME = 0.5  # of the samples of two ranks, from which on they read the same data

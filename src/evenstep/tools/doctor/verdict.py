@@ -47,9 +47,10 @@ def watched(
         )
     rules = [each for each in all_rules().values() if each.seen is not None]
     seen = [replace(found, rule=each.id) for each in rules if each.seen for found in each.seen(scene)]
-    findings = [each for each in seen if isinstance(each, Finding)]
+    # One finding of a rule at a line, however often it happened there.
+    findings = {(each.rule, each.path, each.line): each for each in reversed(seen) if isinstance(each, Finding)}
     refuted = [each for each in seen if isinstance(each, Refuted)]
-    return Watched(findings, refuted, _notes(scene), evidence.num_steps)
+    return Watched(list(reversed(findings.values())), refuted, _notes(scene), evidence.num_steps)
 
 
 def _of_the_rank(events: Sequence[Event]) -> list[Event]:

@@ -55,6 +55,7 @@ from evenstep.tools.doctor.asking import (
     sampler_of,
     samplers,
     streams,
+    target_of,
     text_of,
     training_loaders,
 )
@@ -79,17 +80,15 @@ def read(script: Script) -> Found:
         if is_divided or loader.has_star or streams(script, loader) or not is_of_all:
             continue
         has = f"the sampler {text_of(sampler)}, which doesn't know of ranks" if sampler is not None else "no sampler"
-        names = (dotted(each.target) for each in loader.frame.file.assignments if each.value is loader.node)
-        name = next(names, "loader")
+        name = target_of(loader) or "loader"
         mend = by_library(
             script,
             loader,
             accelerate=f"{name} = accelerator.prepare({name})",
             fabric=f"{name} = fabric.setup_dataloaders({name})",
         )
-        edits = () if mend or sampler is not None else _with_a_sampler(script, loader)
-        mend = edits[-1].text.strip() if edits else mend
-        yield found(loader, f"{loader.text} has {has}", mend=mend, edits=edits)
+        own, edits = ("", ()) if mend or sampler is not None else _with_a_sampler(script, loader)
+        yield found(loader, f"{loader.text} has {has}", mend=mend or own, edits=edits)
     if not by_hand:
         yield from _same_draws(script)
 
@@ -123,25 +122,26 @@ def _same_draws(script: Script) -> Found:
             return
 
 
-def _with_a_sampler(script: Script, loader: Call) -> tuple[Edit, ...]:
-    """The call with a sampler in the place of `shuffle`, where the process group surely exists by then."""
-    dataset, shuffle = loader.argument("dataset", 0), loader.argument("shuffle", 2)
+def _with_a_sampler(script: Script, loader: Call) -> tuple[str, tuple[Edit, ...]]:
+    """(mend, edits): the call with a sampler in the place of `shuffle`, where the process group surely exists."""
+    dataset, shuffle, text = loader.argument("dataset", 0), text_of(loader.argument("shuffle")), text_of(loader.node)
+    plain = re.sub(r",\s*shuffle=(?:True|False)\b", "", text)
+    prefix, _, kind = dotted(loader.node.func).rpartition(".")
+    is_named = isinstance(dataset, cst.Name | cst.Attribute) and kind == "DataLoader"
+    # Positional arguments may have `shuffle` among them.
+    if not is_named or "\n" in text or (plain == text) != (shuffle == "") or loader.positional(2) is not None:
+        return "", ()
+    name = f"{prefix}.DistributedSampler" if prefix else "DistributedSampler"
+    sampler = f"sampler={name}({text_of(dataset)}, shuffle={shuffle or 'False'})"
+    mended = f"{plain[:-1].rstrip().rstrip(',')}, {sampler})"
     groups = script.named("torch.distributed.init_process_group")
     is_made = any(each.frame.function is loader.frame.function and each.line < loader.line for each in groups)
-    text, lines = text_of(loader.node), loader.frame.file.source.text.split("\n")
-    line = lines[loader.line - 1]
-    prefix, _, kind = dotted(loader.node.func).rpartition(".")
+    lines = loader.frame.file.source.text.split("\n")
     imported = rf"from torch\.utils\.data import (?!.*\().*\b{kind}\b"
     at = next((number for number, each in enumerate(lines, 1) if re.match(imported, each)), 0)
-    if not (is_made and isinstance(dataset, cst.Name | cst.Attribute) and (prefix or at)):
-        return ()
-    if text_of(shuffle) not in ("", "True", "False") or "\n" in text or line.count(text) != 1 or kind != "DataLoader":
-        return ()
-    name = f"{prefix}.DistributedSampler" if prefix else "DistributedSampler"
-    sampler = f"sampler={name}({text_of(dataset)}, shuffle={text_of(shuffle) or 'False'})"
-    plain = re.sub(r",\s*shuffle=(?:True|False)", "", text)
-    if shuffle is not None and plain == text:
-        return ()
-    edit = Edit(loader.line, loader.line, line.replace(text, f"{plain[:-1].rstrip().rstrip(',')}, {sampler})"))
+    mend = f"{target_of(loader) or 'loader'} = {mended}"
+    if not (is_made and (prefix or at)) or lines[loader.line - 1].count(text) != 1:
+        return mend, ()
+    edit = Edit(loader.line, loader.line, lines[loader.line - 1].replace(text, mended))
     is_known = bool(prefix) or name in loader.frame.file.imports
-    return (edit,) if is_known else (Edit(at + 1, at, f"from torch.utils.data import {name}"), edit)
+    return mend, (edit,) if is_known else (Edit(at + 1, at, f"from torch.utils.data import {name}"), edit)

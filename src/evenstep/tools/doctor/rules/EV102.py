@@ -45,6 +45,7 @@ from evenstep.tools.doctor.asking import (
     dotted,
     found,
     samplers,
+    target_of,
     text_of,
     training_loaders,
 )
@@ -75,7 +76,7 @@ def read(script: Script) -> Found:
             if site in constant:
                 yield found(constant[site], f"{constant[site].text} sets the same epoch each time")
             else:
-                mend, edits = _told(script, *epochs, is_certain=loader.argument("sampler", 3) is not None)
+                mend, edits = _told(script, site, *epochs, is_certain=loader.argument("sampler", 3) is not None)
                 evidence = f"{site.text} shuffles, and its set_epoch is never called"
                 yield found(site, evidence, mend=mend, edits=edits)
 
@@ -118,14 +119,19 @@ def _epochs(script: Script, loader: Call) -> tuple[Loop, Loop | None] | None:
     return None
 
 
-def _told(script: Script, loop: Loop, outer: Loop | None, *, is_certain: bool) -> tuple[str, tuple[Edit, ...]]:
+def _told(
+    script: Script, site: Call, loop: Loop, outer: Loop | None, *, is_certain: bool
+) -> tuple[str, tuple[Edit, ...]]:
     """(mend, edits): `loader.sampler.set_epoch(epoch)` before the loop over the loader, where both names are known."""
     read = loop.iterates
     while isinstance(read, cst.Call) and dotted(read.func) in ("enumerate", "tqdm") and read.args:
         read = read.args[0].value
     file, name = loop.frame.file, dotted(read)
     if outer is None or not name or isinstance(read, cst.Subscript) or outer.frame.function is not loop.frame.function:
-        return "", ()
+        return (
+            f"{target_of(site) or 'sampler'}.set_epoch(epoch)  # in every epoch, before its loop over the batches",
+            (),
+        )
     counts = [each for each in file.assignments if each.each and each.frame is outer.frame]
     epoch = dotted(counts[0].target) if counts and text_of(outer.iterates).startswith("range(") else ""
     mend = f"{name}.sampler.set_epoch({epoch or 'epoch'})  # before the loop over {name}"

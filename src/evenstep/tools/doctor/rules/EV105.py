@@ -4,7 +4,7 @@ Validation is divided by a DistributedSampler, which repeats samples until ranks
 
 Repeated samples count twice, so the metric depends on the number of ranks.
 
-In training that does no harm. A run confirms it, or withdraws it if the numbers divide.
+In training that does no harm. A run confirms it where the numbers do not divide.
 
 Wrong:
 
@@ -87,12 +87,10 @@ def read(script: Script) -> Found:
 
 def seen(run: Scene) -> Seen:
     """A sampler of an evaluation that hands out more samples than there are."""
-    told = set()
     for loop in run.loops[0] if run.loops else []:
         count, padded = loop.begin["num_samples"], loop.begin["padded_to"]
         evaluates = loop.num_evaluated and not loop.num_steps and loop.begin["is_distributed"]
-        if evaluates and count and padded and padded > count and loop.begin["loader"] not in told:
-            told.add(loop.begin["loader"])
+        if evaluates and count and padded and padded > count:
             evidence = f"{padded} samples were evaluated by {run.world_size} ranks, where the data set has {count}"
             yield run.finding(made_at(loop), evidence)
 

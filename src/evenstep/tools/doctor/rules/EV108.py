@@ -57,7 +57,6 @@ _GENERATORS = re.compile(
 
 def read(script: Script) -> Found:
     """Constant seeds of workers, and generators that they copy."""
-    told: set[object] = set()
     for loader in script.named("torch.utils.data.DataLoader"):
         if text_of(loader.argument("num_workers", 5)) in ("", "0", "None"):
             continue
@@ -66,12 +65,9 @@ def read(script: Script) -> Found:
             given = [(each, call.frame) for each in call.arguments]
             knows = any(behind(script, *each, r"initial_seed|worker|get_rng|info") for each in given)
             if call.last in _SEEDS and not knows and not any(names_in(each) & {*parameters} for each, _ in given):
-                told.add(call)
                 yield found(call, f"{call.text} seeds every worker alike")
         for thing in script.things(loader.argument("dataset", 0), loader.frame) if init is None else ():
-            if thing.cls is not None and thing.cls not in told:
-                told.add(thing.cls)
-                yield from _copied_generators(thing)
+            yield from _copied_generators(thing)
 
 
 def seen(run: Scene) -> Seen:

@@ -36,19 +36,18 @@ def read(script: Script) -> Found:
         return
     for call in script.named("torch.utils.data.random_split"):
         if call.argument("generator", 2) is None and on_all_ranks(script, call):
-            yield found(call, f"{call.text} has no generator, and no seed is set")
+            mend = f"{call.text[:-1]}, generator=torch.Generator().manual_seed(0))"
+            yield found(call, f"{call.text} has no generator, and no seed is set", mend=mend)
 
 
 def seen(run: Scene) -> Seen:
     """Samples of the same numbers that aren't the same on two ranks, though a sampler divides them."""
-    told = set()
     for rank, mine, other in pairs(run.loops):
         ours, theirs = mine.begin["looks"], other.begin["looks"]
         are_other = bool(ours and theirs) and _are_other(ours, theirs)
-        if are_other and mine.begin["is_distributed"] and mine.begin["loader"] not in told:
-            told.add(mine.begin["loader"])
+        if are_other and mine.begin["is_distributed"]:
             evidence = f"the samples of ranks 0 and {rank} with the same numbers are other ones"
-            yield run.finding(made_at(mine), evidence)
+            yield run.finding(made_at(mine), evidence, mend="torch.manual_seed(0)  # before the data are made")
 
 
 def _are_other(ours: Sequence[str], theirs: Sequence[str]) -> bool:

@@ -54,21 +54,19 @@ def read(script: Script) -> Found:
                 script,
                 call,
                 accelerate=f"accelerator.save({arguments})",
-                fabric="fabric.save(path, state)  # on every rank: rank 0 writes",
+                fabric=f"fabric.save({text_of(path)}, {text_of(call.argument('obj', 0))})  # every rank calls it",
             )
             where = "one rank of every node" if once_a_node else "every rank"
             evidence = f"{call.text} runs on {where}, and writes the same file"
-            edits = () if mend or once_a_node else edits
+            # Ranks that read the file must wait for it.
+            edits = () if mend or once_a_node or script.named("torch.load") else edits
             yield found(call, evidence, mend=mend or plain, edits=edits)
 
 
 def seen(run: Scene) -> Seen:
     """One file that several ranks saved."""
-    told = set()
     for path, places in same_paths(run, "save").items():
-        if places[0] not in told:
-            told.add(places[0])
-            yield run.finding(places[0], f"{len(places)} ranks saved {path.rpartition('/')[2]}")
+        yield run.finding(places[0], f"{len(places)} ranks saved {path.rpartition('/')[2]}")
 
 
 def _runs_once_a_node(script: Script, frame: Frame, depth: int = 3) -> bool:

@@ -81,10 +81,8 @@ def read(script: Script) -> Found:
 def seen(run: Scene) -> Seen:
     """One file that several ranks wrote, and not as a checkpoint."""
     saved = {path for events in run.evidence.of("save", hurried=True) for each in events if (path := each["path"])}
-    told = set()
     for path, places in same_paths(run, "write").items():
-        if path not in saved and not path.endswith((".pyc", ".lock")) and places[0] not in told:
-            told.add(places[0])
+        if path not in saved and not path.endswith((".pyc", ".lock")):
             yield run.finding(places[0], f"{len(places)} ranks wrote {path.rpartition('/')[2]}")
 
 

@@ -42,13 +42,11 @@ def read(script: Script) -> Found:
     """States of what surely is the wrapper, where they are saved."""
     if re.search(r"consume_prefix_in_state_dict|[\"']module\.[\"']", script.code):
         return
-    told: set[Call] = set()
     for save in with_what(script, saves(script)):
         for site in _states(script.things(save.argument("obj", 0), save.frame)):
             makers = [each.site for each in wrappers_at(script, site.receiver, site.frame, site.line) if each.site]
             others = [each for each in makers if "fabric" in script.receiver_kinds(each) or "FullySh" in each.name]
-            if makers and not others and site not in told:
-                told.add(site)
+            if makers and not others:
                 receiver = text_of(site.receiver)
                 inner = by_library(script, site, accelerate=f"accelerator.unwrap_model({receiver})")
                 yield found(

@@ -24,7 +24,7 @@ Ignore it if the job's starter gives every rank one visible GPU.
 
 import re
 
-from evenstep.tools.doctor.asking import Found, Script, found, on_ranks, text_of
+from evenstep.tools.doctor.asking import Found, Script, found, on_ranks, own_name, text_of
 from evenstep.tools.doctor.scene import Scene, Seen, one_device
 
 
@@ -46,7 +46,9 @@ def read(script: Script) -> Found:
         has_number = call.last == "device" and call.argument("index", 1) is not None
         is_bare = call.last == "cuda" and call.receiver is not None and not call.node.args and call.name != "torch.cuda"
         if (is_bare or (call.last in ("device", "to") and names_cuda and not has_number)) and on_ranks(script, call):
-            yield found(call, f"{call.text} is GPU 0 on every rank: there is no torch.cuda.set_device")
+            local = own_name(script, "local rank", call)
+            mend = f"torch.cuda.set_device({local})  # before it" if local else ""
+            yield found(call, f"{call.text} is GPU 0 on every rank: there is no torch.cuda.set_device", mend=mend)
             return
 
 

@@ -41,11 +41,8 @@ _OF_TRAINING = re.compile(
 
 def read(script: Script) -> Found:
     """The first such call of each line."""
-    told: set[tuple[object, int]] = set()
     for call in script.calls:
-        place = call.frame.file, call.line
-        if place not in told and _waits(script, call) and per_step(script, call):
-            told.add(place)
+        if _waits(script, call) and per_step(script, call):
             yield found(call, f"{call.text} in every step")
 
 

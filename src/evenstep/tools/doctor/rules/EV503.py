@@ -79,14 +79,12 @@ def read(script: Script) -> Found:
 
 def seen(run: Scene) -> Seen:
     """Clipping after `scaler.scale` and before any `unscale_`."""
-    told = set()
     for events in run.evidence.ranks:
         is_scaled = False
         for event in events:
             if event.kind in ("scale", "unscale"):
                 is_scaled = event.kind == "scale"
-            elif event.kind == "clip" and is_scaled and event.places and event.place not in told:
-                told.add(event.place)
+            elif event.kind == "clip" and is_scaled and event.places:
                 yield run.finding(event.place, "gradients were clipped after scaler.scale and before any unscale_")
 
 

@@ -47,7 +47,9 @@ class Notes(Subscriber):
         self._used: set[nn.Module] = set()  # wrappers whose forward has run since the last backward pass
         self._counts: Counter[int] = Counter()  # steps of each optimizer
         self._looked: set[tuple[int, int]] = set()
-        self._models: list[nn.Module] = []  # those of outermost passes, in the order of their first
+        # Models of outermost passes, numbered in the order of their first. Weakly: none may outlive its process group.
+        self._models: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._model_numbers = itertools.count()
         self._launched = meeting_point()
         self._has_spawned = False
         self._loaders: weakref.WeakKeyDictionary[Any, tuple[int, itertools.count[int]]] = weakref.WeakKeyDictionary()
@@ -82,9 +84,9 @@ class Notes(Subscriber):
 
     def _look_at(self, module: nn.Module) -> None:
         """Note digests of what a model trains, before the first step and after the second: whole parameters only."""
-        if all(each is not module for each in self._models):
-            self._models.append(module)
-        model, when = next(i for i, each in enumerate(self._models) if each is module), self._writer.num_steps // 2
+        if module not in self._models:
+            self._models[module] = next(self._model_numbers)
+        model, when = self._models[module], self._writer.num_steps // 2
         if (model, when) in self._looked or any(map(_is_in_parts, module.modules())):
             return
         self._looked.add((model, when))

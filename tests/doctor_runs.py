@@ -294,6 +294,52 @@ FOUND: dict[str, tuple[str, list[tuple[str, str]]]] = {
         ),
         [("EV509", "scheduler.step()")],
     ),
+    "no_wrapper": (
+        _changed(("    model = DDP(net)\n", "    model = net\n"), ("model.module.state_dict()", "model.state_dict()")),
+        [("EV606", "loss.backward()")],
+    ),
+    "around": (
+        _changed(("F.cross_entropy(model(x), y)", "F.cross_entropy(model.module(x), y)")),
+        [("EV510", "F.cross_entropy(model.module(x), y)")],
+    ),
+    "drifts": (
+        _changed(
+            (
+                "            scheduler.step()\n",
+                "            scheduler.step()\n            net[0].weight.data.mul_(1 - rank)\n",
+            )
+        ),
+        [("EV606", "loss.backward()")],
+    ),
+    "clean_groups": (
+        _changed(
+            ("    model = DDP(net)\n", "    model = net\n    groups = [dist.new_group([0]), dist.new_group([1])]\n"),
+            ("model.module.state_dict()", "model.state_dict()"),
+        ),
+        [],
+    ),
+    "clean_averaged": (
+        _changed(
+            (
+                "    model = DDP(net)\n",
+                "    model = net\n    for each in net.parameters():\n        dist.broadcast(each.data, 0)\n",
+            ),
+            ("model.module.state_dict()", "model.state_dict()"),
+            (
+                "            loss.backward()\n",
+                "            loss.backward()\n            for each in net.parameters():\n"
+                "                dist.all_reduce(each.grad.div_(size))\n",
+            ),
+        ),
+        [],
+    ),
+    "other_data": (
+        _changed(
+            ("    torch.manual_seed(0)\n", "    torch.manual_seed(rank)\n"),
+            ("torch.randint(3, (256,))", "torch.rand(256) + 0"),
+        ).replace("cross_entropy(model(x), y)", "cross_entropy(model(x), y.long())"),
+        [("EV110", "loader = Data"), ("EV110", "val_loader = ")],
+    ),
     "port": (
         _changed(("def main():\n", "def main():\n    os.environ['MASTER_PORT'] = '29511'\n")),
         [("EV601", "init_process_group(")],

@@ -380,6 +380,18 @@ for x, _ in DataLoader(train_set, batch_size=8, sampler=DistributedSampler(train
             "        loss = ", "        out = model(x)\n        loss = "
         ),
     ),
+    "batch_spread": (
+        "batch statistics",
+        _PLAIN.replace("F.cross_entropy(model(x), y)", "F.cross_entropy(out / out.std(0), y)").replace(
+            "        loss = ", "        out = model(x)\n        loss = "
+        ),
+    ),
+    "pairs": (
+        "pairs",
+        _PLAIN.replace("F.cross_entropy(model(x), y)", "F.cross_entropy(out @ out.t(), torch.arange(len(x)))").replace(
+            "        loss = ", "        out = model(x)\n        loss = "
+        ),
+    ),
     "no_gradient": ("no gradient", _PLAIN.replace("loss.backward()", "(0 * loss).backward()")),
 }
 

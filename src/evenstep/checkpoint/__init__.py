@@ -4,7 +4,6 @@ Read in this order; each imports only from those that stand below it:
 
 - `checkpointer`: `Checkpointer`, the public class: when to save, when to stop, how to resume.
 - `tier`: copies of the newest step on each node's own disk, and what holds of them.
-- `rehearsal`: what `evenstep verify --resume` makes a script's own `Checkpointer` do.
 - `tools`: the sub-commands of `evenstep checkpoint` that look at checkpoints; `exchange` and `dcp`: those that exchange
   them with other programs.
 - `save/`: the way of a save: `commit` (all of it), `snapshot` (copies to memory), `writer` (the thread), `stopping`.

@@ -14,7 +14,7 @@ from evenstep.launcher.options.ranks import add_nproc_per_node
 from evenstep.named_files import validate_target, write_report
 from evenstep.tools.doctor.examination import chosen_rules, examine
 from evenstep.tools.doctor.report import explained
-from evenstep.tools.doctor.rules import RULES
+from evenstep.tools.doctor.rules import all_rules
 
 _DESCRIPTION = """\
 Look for the usual mistakes of data-parallel training: every rank trains on the same samples, set_epoch is forgotten,
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         args.script,
         args.arguments,
         runs=args.runs,
+        compares=args.compares,
         num_ranks=args.nproc_per_node,
         num_steps=args.steps,
         select=args.select,
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
 class _Explain(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
         for rule in sorted(chosen_rules([values], [])):
-            sys.stdout.write(explained(RULES[rule]))
+            sys.stdout.write(explained(all_rules()[rule]))
         sys.stdout.flush()
         parser.exit()
 
@@ -81,6 +82,9 @@ def build_parser() -> Parser:
         epilog=_EPILOG,
     )
     parser.add_argument("--no-run", dest="runs", action="store_false", help="only read the script")
+    parser.add_argument(
+        "--no-verify", dest="compares", action="store_false", help="don't compare it with one process at the end"
+    )
     add_nproc_per_node(parser, type=at_least_1, default=2, help="ranks of the run (default: 2)")
     parser.add_argument("--steps", type=at_least_1, default=12, metavar="N", help="steps of the run (default: 12)")
     parser.add_argument(

@@ -10,6 +10,7 @@ from time import perf_counter_ns
 
 import pytest
 import torch
+from evenstep.tools.observing.loaders import LoaderWatch, replace_batch_sizes
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import TensorDataset
@@ -21,7 +22,6 @@ from evenstep.testing import RankPool
 from evenstep.tools.bench.probe import covered, is_of_the_script
 from evenstep.tools.bench.records import COLLECTIVE, RankRecord, sorted_marks, steps_in_parts
 from evenstep.tools.bench.watching import ModelWatch, facts_of
-from evenstep.tools.observing.loaders import LoaderWatch, replace_batch_sizes
 from evenstep.tools.observing.models import num_rows, trained_by
 from evenstep.tools.observing.patching import Patches
 from evenstep.tools.observing.scratch import idle_checkpointers

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from evenstep import world as worlds
 from evenstep.errors import CollectiveTimeoutError
 from evenstep.testing import RankPool
-from evenstep.tools.doctor.evidence.verdict import watched
 from evenstep.tools.doctor.examination import read
 from evenstep.tools.doctor.findings import Watched
 from evenstep.tools.doctor.run.events import EventFile, Evidence, Plan
 from evenstep.tools.doctor.run.runs import watch
+from evenstep.tools.doctor.verdict import watched
 from evenstep.tools.observing.patching import Patches
 from tests.doctor_runs import FOUND, HANGS
 

@@ -22,7 +22,8 @@ from evenstep import world as worlds
 from evenstep.cli.main import main
 from evenstep.testing import RankPool
 from evenstep.tools.observing.patching import Patches
-from evenstep.tools.verify.double import compute_in_double
+from evenstep.tools.observing.record import Recorder
+from evenstep.tools.verify.double import InDouble
 from evenstep.tools.verify.ranks import verify_ranks
 from evenstep.tools.verify.report import Report
 from tests import pages
@@ -44,8 +45,8 @@ Verify = Callable[[str, tuple[int, ...]], Report]
 def run_script(script: str, plan: str, rehearsal: str, port: int) -> str:
     """On each rank of the pool: what `evenstep run` does with a script, in a process that is kept."""
     from evenstep.launcher.spawn.script_runner import _run_as_main
-    from evenstep.tools.observing.rehearsal import rehearsing
-    from evenstep.tools.verify import recorder
+    from evenstep.tools.verify.rank import recording
+    from evenstep.tools.verify.rehearsal import rehearsing
 
     _forget_groups()  # of tests before this one
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
@@ -54,7 +55,7 @@ def run_script(script: str, plan: str, rehearsal: str, port: int) -> str:
         with (
             contextlib.suppress(SystemExit),
             Patches() as patches,
-            recorder.recording(Path(plan), rank=rank),
+            recording(Path(plan), rank=rank),
             rehearsing(Path(rehearsal), rank=rank),
         ):
             _keep_groups(patches)
@@ -153,6 +154,24 @@ def test_correct_scripts_are_let_alone(name: str, numbers: tuple[int, ...], veri
     assert all(run["verdict"] in ("equal", "identical") for run in json.loads(report.as_json())["runs"])
 
 
+# Of each kind of cause, what the line says that is named.
+LINES = {
+    "average": ".backward()",
+    "batch norm": "DistributedDataParallel(",
+    "batch statistics": ".backward()",
+    "branch": ".backward()",
+    "divisor": ".backward()",
+    "drift": "model.module(x)",
+    "no gradient": "optimizer.step()",
+    "not seeded": "DataLoader(",
+    "pairs": ".backward()",
+    "random": "model(",
+    "repeated": "DataLoader(",
+    "settings": "optimizer.step()",
+}
+LOSES_WORK = {"average", "divisor", "drift", "no gradient", "repeated"}
+
+
 @pytest.mark.parametrize(("name", "numbers"), cases(MISTAKES))
 def test_mistakes_are_named(name: str, numbers: tuple[int, ...], verified: Verify):
     """On every number of ranks, and as the first cause of each."""
@@ -164,6 +183,11 @@ def test_mistakes_are_named(name: str, numbers: tuple[int, ...], verified: Verif
     ]
     told = [cause for verdict in report.verdicts for cause in verdict.causes[1:]]
     assert all(cause.text.startswith("besides: ") for cause in told)
+    for verdict in report.verdicts:
+        cause = verdict.causes[0]
+        assert Path(cause.path).name == "script.py"
+        assert LINES[kind] in script.splitlines()[cause.line - 1], cause
+        assert cause.is_note == (kind not in LOSES_WORK)
 
 
 @pytest.mark.parametrize("script", [CORRECT["evenstep_scaler"], FUSED, SKIPS_ON_ALL], ids=["plain", "fused", "skips"])
@@ -189,7 +213,7 @@ def threads_as_a_reducer_ends(directory: str) -> list[tuple[int, ...]]:
     """Of each of two process groups: when the reducer of torch's wrapper has just ended, and after that."""
     _forget_groups()
     patches = Patches()
-    compute_in_double(patches)
+    Recorder(InDouble(patches)).install(patches)
     told: list[tuple[int, ...]] = []
     for number in range(2):
         dist.init_process_group("gloo", init_method=f"file://{directory}/{number}", rank=0, world_size=1)
@@ -334,12 +358,14 @@ def test_the_page_is_true(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     told, shown = json.loads((tmp_path / "verdict.json").read_text()), json.loads(shown)
     assert "differs: step 1: loss is off by" in done.stdout
-    assert "2 ranks: batch norm without synchronisation: '1'" in done.stdout
+    assert "2 ranks: train.py:13: batch norm without synchronisation: '1'" in done.stdout
     assert told.keys() == shown.keys()
     (run,), (example,) = told["runs"], shown["runs"]
     assert run.keys() == example.keys()
     assert run["difference"].keys() == example["difference"].keys()
-    assert (run["verdict"], run["causes"][0]["kind"]) == (example["verdict"], example["causes"][0]["kind"])
+    assert run["verdict"] == example["verdict"]
+    for key in ("kind", "line", "is_note"):
+        assert run["causes"][0][key] == example["causes"][0][key]
 
 
 SET_ORDER = """
@@ -395,3 +421,17 @@ def test_a_save_of_the_scripts_own_before_the_kill_is_resumed(
     arguments = ["verify", "--resume", "--nproc-per-node", "1", "--kill-at", "6", str(tmp_path / "script.py")]
     assert main(arguments) == 0, capsys.readouterr()
     assert "identical: steps 6 to 12" in capsys.readouterr().out
+
+
+@pytest.mark.extended
+def test_a_local_tier_is_the_runs_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """What an earlier training left there isn't resumed from, and stays; of the run its newest step counts."""
+    local = "local=Path(__file__).parent / 'fast', local_every_steps=1, model=model"
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\n" + SAVES_ITSELF.replace("EVERY", "5").replace("model=model", local, 1)
+    )
+    arguments = ["verify", "--resume", "--nproc-per-node", "1", "--kill-at", "9", str(script)]
+    assert main(arguments) == 0, capsys.readouterr()
+    assert "identical: steps 9 to 12" in capsys.readouterr().out
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["script.py"]

@@ -32,6 +32,7 @@ from evenstep.tools.bench.records import read_record, write_record
 from evenstep.tools.bench.runs import Wish
 from evenstep.tools.bench.scaling import Run, Spread
 from evenstep.tools.observing.patching import Patches
+from evenstep.tools.observing.record import Recorder
 from tests.bench_runs import CALM, FACTS, make_run
 
 WISH = Wish("a.py", (), (2,), "weak", None, 2, 20, 3, 1, watches_losses=True)
@@ -176,18 +177,18 @@ def test_a_loss_is_the_mean_over_ranks_by_their_weights(fresh_seed: int) -> None
 
 
 def test_backward_passes_are_seen_by_step(tmp_path: Path) -> None:
-    step = 0
-    watch = LossWatch(lambda: step)
+    watch = LossWatch()
     x = torch.ones(3, requires_grad=True)
     with Patches() as patches:
-        watch.install(patches)
+        recorder = Recorder(watch)
+        recorder.install(patches)
         (2 * x).sum().backward()
         (x * x).sum().backward()  # a second micro-batch: plain passes add up
-        step = 1
+        recorder.num_steps = 1
         torch.autograd.backward(x.mean(), torch.tensor(4.0))
         torch.autograd.backward([3 * x.mean()], [torch.tensor(12.0)])
         torch.autograd.backward(x.mean() / 0, torch.tensor(0.0))  # an empty share
-        step = 2
+        recorder.num_steps = 2
         (2 * x).backward(torch.ones(3))  # no loss
     x.sum().backward()
     assert list(watch.by_step(4)) == [(9.0, 1.0), (40.0, 16.0), (0, 0.0), (0, 0.0)]

@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from evenstep.tools.doctor.evidence.collectives import how_it_hangs
-from evenstep.tools.doctor.evidence.output import name_ranks
-from evenstep.tools.doctor.evidence.scene import Scene, share_of_equal
-from evenstep.tools.doctor.evidence.stepping import _passes, _wrong_factor
-from evenstep.tools.doctor.evidence.verdict import watched
+pytest.importorskip("libcst")
+
+from evenstep.tools.doctor.calls import how_it_hangs
 from evenstep.tools.doctor.findings import Watched
+from evenstep.tools.doctor.rules.EV502 import wrong_factor
 from evenstep.tools.doctor.run.events import Event, EventFile, Evidence, Hang, Plan
 from evenstep.tools.doctor.run.hangs import find_hang, first_apart, open_call
-from evenstep.tools.doctor.run.record_devices import Devices
-from evenstep.tools.doctor.run.recorder import Recorder
-from evenstep.tools.observing.patching import Patches
+from evenstep.tools.doctor.run.probe import Probe
+from evenstep.tools.doctor.scene import Scene, name_ranks, share_of_equal
+from evenstep.tools.doctor.verdict import watched
 from evenstep.tools.reading.looked import Facts
 
 SCRIPT = "/home/a/train.py"
@@ -90,6 +89,13 @@ def test_a_slow_rank_is_awaited_for_a_while():
     assert hang.missing[1].place == (SCRIPT, 7)
 
 
+def test_ranks_are_awaited_as_long_as_one_of_those_that_are_missing_works():
+    quiet = [event("idle", t, line=7) for t in range(1, 40)]
+    works = [event("batch", float(t), line=8) for t in range(1, 40)]
+    assert find_hang([[call(1, time_s=1.0)], quiet, works], 40.0) is None
+    assert find_hang([[call(1, time_s=1.0)], quiet, quiet], 40.0) is not None
+
+
 def test_ranks_in_the_same_call_are_let_alone():
     ranks = [[call(1, time_s=1.0)], [call(1, time_s=2.0)]]
     assert find_hang(ranks, 30.0) is None
@@ -141,18 +147,18 @@ def backward(factor: float, *, is_mean: bool = True) -> Event:
 
 def test_divisors():
     """Divided by the passes of a step and by nothing else; a factor such as 0.3 is the weight of a loss."""
-    assert not _wrong_factor([backward(0.25)], 4, 2, in_all=4)
-    assert not _wrong_factor([backward(0.3)], 1, 2, in_all=1)
-    assert not _wrong_factor([backward(1.0)], 1, 2, in_all=1)
-    assert not _wrong_factor([backward(1.0, is_mean=False)], 4, 2, in_all=4)
-    assert "by nothing" in _wrong_factor([backward(1.0)], 4, 2, in_all=4)
-    assert "divided by 8: by 4 passes and the 2 ranks" in _wrong_factor([backward(0.125)], 4, 2, in_all=4)
-    assert "divided by 2" in _wrong_factor([backward(0.5)], 4, 3, in_all=4)
-    assert "the 2 ranks" in _wrong_factor([backward(0.5)], 1, 2, in_all=1)
+    assert not wrong_factor([backward(0.25)], 4, 2, in_all=4)
+    assert not wrong_factor([backward(0.3)], 1, 2, in_all=1)
+    assert not wrong_factor([backward(1.0)], 1, 2, in_all=1)
+    assert not wrong_factor([backward(1.0, is_mean=False)], 4, 2, in_all=4)
+    assert "by nothing" in wrong_factor([backward(1.0)], 4, 2, in_all=4)
+    assert "divided by 8: by 4 passes and the 2 ranks" in wrong_factor([backward(0.125)], 4, 2, in_all=4)
+    assert "divided by 2" in wrong_factor([backward(0.5)], 4, 3, in_all=4)
+    assert "the 2 ranks" in wrong_factor([backward(0.5)], 1, 2, in_all=1)
     written_out = {"passes": 1, "world_size": 2, "in_all": 2}
-    assert not _wrong_factor([backward(0.5)], **written_out), "two lines of an accumulation, or a loss with a weight"
-    assert not _wrong_factor([backward(1.0)], **written_out), "losses of two kinds"
-    assert "divided by 4: by 2 passes and the 2 ranks" in _wrong_factor([backward(0.25)], **written_out)
+    assert not wrong_factor([backward(0.5)], **written_out), "two lines of an accumulation, or a loss with a weight"
+    assert not wrong_factor([backward(1.0)], **written_out), "losses of two kinds"
+    assert "divided by 4: by 2 passes and the 2 ranks" in wrong_factor([backward(0.25)], **written_out)
 
 
 @pytest.mark.parametrize(("factor", "is_wrong"), [(0.5, False), (1.0, False), (0.25, True)])
@@ -162,7 +168,7 @@ def test_the_passes_of_a_step_may_stand_in_several_lines(factor: float, is_wrong
     for step in range(5):
         events += [event("backward", line=line, step=step, synced=line == 16, **facts) for line in (14, 16)]
         events += [event("stepped", line=17, step=step)]
-    found = _passes(Scene(Evidence([events, events], None), "train.py", "/home/a"))
+    found = judged(events, events).findings
     assert [(each.rule, each.line) for each in found] == [("EV502", 14), ("EV502", 16)] * is_wrong
 
 
@@ -209,14 +215,14 @@ def test_lines_where_the_host_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    recorder = Recorder(Plan(str(tmp_path), 12, 1), 0, __file__)
-    with Patches() as patches:
-        devices = Devices(recorder, patches)
-        for recorder.num_steps in range(8):
-            devices.stepped()
-            if modes == ["warn"]:
-                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-    assert modes == ["warn", "default", "default"]
+    shown = warnings.showwarning
+    probe = Probe(Plan(str(tmp_path), 12, 1), 0, __file__)
+    for probe.writer.num_steps in range(8):
+        probe.stepped()
+        if modes == ["warn"]:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+    assert modes == ["warn", "default"]
+    assert shown is warnings.showwarning
     events = EventFile(Plan(str(tmp_path), 12, 1).file_of(0)).read()
     seen = watched(Evidence([events]), script=__file__, directory="/")
     assert [(each.rule, each.evidence) for each in seen.findings] == [

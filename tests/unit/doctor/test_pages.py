@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -9,16 +10,12 @@ import pytest
 
 pytest.importorskip("libcst")
 
+from evenstep.tools.doctor import rules
 from evenstep.tools.doctor.examination import read
-from evenstep.tools.doctor.rules import GROUPS, RULES, FoundBy
+from evenstep.tools.doctor.rule import GROUPS, Rule, Severity
+from evenstep.tools.doctor.rules import all_rules
 from tests import pages
-
-
-def sections(group: str) -> dict[str, str]:
-    """By rule, its section of a group's page."""
-    text = pages.text(f"reference/doctor/{group}.md")
-    parts = re.split(r"^## (EV\d+)\n", text, flags=re.MULTILINE)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))
+from tests.doctor_pages import page
 
 
 def common_lines() -> str:
@@ -29,32 +26,77 @@ def common_lines() -> str:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_page_has_its_rules_in_order(group: str):
-    assert list(sections(group)) == [rule.id for rule in RULES.values() if rule.group == group]
+def test_a_page_is_made_of_its_rules(group: str):
+    """One text: that of the rules' files. `python -m tests.doctor_pages` writes it."""
+    name = f"reference/doctor/{group}.md"
+    assert pages.text(name) == page(group, pages.text(name))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_rules_section_is_complete(rule: str):
-    section = sections(RULES[rule].group)[rule]
-    assert section.index("Wrong:") < section.index("Right:")
-    assert re.search(r"[Ii]gnore (?:it|the rule)", section), "when to ignore it"
-    bold = re.search(r"\*\*(.+?)\.?\*\*", section)
-    assert bold is not None
-    assert bold[1].replace("`", "").lower() == RULES[rule].name.lower()
+@pytest.mark.parametrize("rule", all_rules().values(), ids=lambda rule: rule.id)
+def test_a_rules_page_says_when_to_ignore_it(rule: Rule):
+    assert re.search(r"[Ii]gnore\s(?:it|the\srule)", rule.text)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_its_wrong_example_is_found_and_its_right_one_is_not(rule: str, tmp_path: Path):
-    section = sections(RULES[rule].group)[rule]
-    wrong, right = re.findall(r"(?:Wrong|Right):\n\n```python\n(.*?)```", section, flags=re.DOTALL)
+@pytest.mark.parametrize("rule", all_rules().values(), ids=lambda rule: rule.id)
+def test_its_wrong_example_is_found_and_its_right_one_is_not(rule: Rule, tmp_path: Path):
     common = common_lines()
-    if RULES[rule].group == "starting":
+    if rule.group == "starting":
         common = "\n".join(line for line in common.split("\n") if line.startswith(("import", "from")))
     found = {}
-    for name, example in (("wrong", wrong), ("right", right)):
+    for name, example in (("wrong", rule.wrong), ("right", rule.right)):
         script = tmp_path / f"{name}.py"
         script.write_text(f"{common}\n{example}")
         found[name] = {each.rule for each in read(script).findings}
-    assert rule not in found["right"]
-    if RULES[rule].found_by is not FoundBy.RUNNING:
-        assert rule in found["wrong"]
+    assert rule.id not in found["right"]
+    assert (rule.id in found["wrong"]) is (rule.read is not None)
+
+
+NEW = '''"""two loops (note).
+
+The script has two loops.
+
+It takes twice as long.
+
+Wrong:
+
+```python
+for x in a: ...
+```
+
+Right:
+
+```python
+x = 1
+```
+
+Ignore it always.
+"""
+
+from evenstep.tools.doctor.asking import Found, Script, found
+
+
+def read(script: Script) -> Found:
+    """All of them."""
+    for loop in script.loops:
+        yield found((loop.frame.file, loop.line), "a loop")
+'''
+
+
+def test_a_new_file_is_a_new_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No list names the rules; a rule that lacks a part is refused."""
+    monkeypatch.setattr(rules, "__path__", [str(tmp_path)])
+    (tmp_path / "EV599.py").write_text(NEW)
+    (rule,) = rules.rules_in(tmp_path).values()
+    assert (rule.id, rule.name, rule.group, rule.severity, rule.found_by) == (
+        "EV599",
+        "two loops",
+        "step",
+        Severity.NOTE,
+        "reading",
+    )
+    assert (rule.what, rule.why, rule.mend) == ("The script has two loops.", "It takes twice as long.", "x = 1")
+    for part, name in (("Wrong", "EV598"), ("(note)", "EV597"), ("def read", "EV596")):
+        (tmp_path / f"{name}.py").write_text(NEW.replace(part, "def other" if part == "def read" else "?"))
+        importlib.invalidate_caches()
+        with pytest.raises(ValueError, match=f"{name} lacks a part"):
+            Rule.of(importlib.import_module(f"{rules.__name__}.{name}"))

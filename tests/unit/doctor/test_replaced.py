@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from evenstep.tools.doctor.run.record_steps import _replaced
+from evenstep.tools.doctor.run.notes import replaced
 
 
 def test_an_optimizer_whose_constructor_raised_is_passed_over() -> None:
@@ -12,5 +12,5 @@ def test_an_optimizer_whose_constructor_raised_is_passed_over() -> None:
     half_made = object.__new__(torch.optim.SGD)
     module = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    assert _replaced(optimizer)["stale"] == 0
+    assert replaced(optimizer)["stale"] == 0
     assert not hasattr(half_made, "param_groups")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Mapping
@@ -11,14 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from evenstep.tools.observing.changes import same_samples, switch_off_dropout
+from evenstep.tools.observing.graphs import node_counts
+from evenstep.tools.observing.models import digest
 from evenstep.tools.observing.patching import Patches
 from evenstep.tools.verify import causes, compare
 from evenstep.tools.verify.causes import find_weights
-from evenstep.tools.verify.double import compute_in_double, widen
-from evenstep.tools.verify.dropout import switch_off
-from evenstep.tools.verify.evidence import NUM_PROBES, Plan, Run, Seen, Writer, digest, probe, read_run, thinned
-from evenstep.tools.verify.loaders import same_global_batches, same_samples, sizes_for
-from evenstep.tools.verify.recorder import node_counts
+from evenstep.tools.verify.double import InDouble, widen
+from evenstep.tools.verify.evidence import NUM_PROBES, Plan, Run, Seen, probe, read_run, thinned, write_step
+from evenstep.tools.verify.rank import Steps
+from evenstep.tools.verify.ranks import sizes_for
 from evenstep.tools.verify.report import Report, Verdict
 
 
@@ -248,6 +251,48 @@ def test_two_runs_on_as_many_ranks_show_whether_a_script_is_seeded():
         assert f"two runs on 1 rank differ in {told}" in found.text
 
 
+def test_in_reproducible_mode_dropout_shows_whether_a_script_is_seeded():
+    """Elsewhere it is off, and its masks may be anything."""
+    base, again = (a_run(seen(dropouts=[state], virtual_ranks_of_run=8)) for state in "ab")
+    (found,) = causes.find_unseeded(base, again)
+    assert "differ in the random numbers of the virtual ranks" in found.text
+    assert causes.find_unseeded(base, base) == []
+    assert causes.find_unseeded(a_run(seen(dropouts=["a"])), a_run(seen(dropouts=["b"]))) == []
+
+
+def test_inputs_that_no_loader_has_given_are_told_as_such():
+    """They may be drawn alike on all ranks, or be read whole."""
+    base = a_run(seen(rows=[["n", "m"]]))
+    run = a_run(seen(rows=[["n"]]), seen(rows=[["n"]]))
+    for found in (causes.find_causes(base, run, 0, rounding=1e-12), causes.find_faults(run)):
+        assert [cause.kind for cause in found] == ["repeated"]
+        assert found[0].text.startswith("the same inputs on several ranks: ")
+        assert "seed the ranks differently" in found[0].text
+
+
+def test_a_cause_names_the_line_and_whether_work_is_lost():
+    lines = {"loader": ("a.py", 3), "loss": ("a.py", 9), "optimizer": ("a.py", 11), "model": ("b.py", 8)}
+    base = a_run(seen(rows=[["a", "b"]], loaded=["a", "b"]))
+    twice = a_run(*(seen(rows=[["a"]], loaded=["a"], lines=lines) for _ in range(2)))
+    (found,) = causes.find_causes(base, twice, 0, rounding=1e-12)
+    assert (found.path, found.line, found.is_note) == ("a.py", 3, False)
+    rates = a_run(seen(settings=[{"lr": 0.1}], lines=lines), seen(settings=[{"lr": 0.2}], lines=lines))
+    (found,) = causes.find_causes(a_run(seen(settings=[{"lr": 0.1}])), rates, 0, rounding=1e-12)
+    assert (found.path, found.line, found.is_note) == ("a.py", 11, True)
+    report = Report("a.py", 1, 1, 0, (Verdict(2, 0.0, None, (found,)), Verdict(4, 0.0, None, (found,))))
+    assert report.causes == [(2, found)]
+    plain = json.loads(report.as_json())["runs"][0]["causes"]
+    assert plain == [{"kind": "settings", "text": found.text, "path": "a.py", "line": 11, "is_note": True}]
+
+
+def test_a_rank_with_one_sample_is_on_no_branch():
+    """A product of one sample with itself is told like any other product."""
+    base = a_run(seen(rows=[["x", "y", "z"]]))
+    graphs = [{"MmBackward0 of pairs": 1}], [{"MmBackward0": 1}]
+    run = a_run(*(seen(rows=[rows], graphs=graph) for rows, graph in zip((["x", "y"], ["z"]), graphs, strict=True)))
+    assert "branch" not in kinds(base, run)
+
+
 def test_a_cause_is_named_alone():
     """Of batch norm's statistics and random numbers nothing is known where the samples are others."""
     base = a_run(seen(rows=[["a", "b"]]))
@@ -277,6 +322,25 @@ def test_a_mean_over_the_batch_is_found_in_a_graph():
     for fine in (batch.square().mean(0).sum(), (batch - batch.mean(-1, keepdim=True)).square().mean()):
         assert not [name for name in node_counts(fine, {4}) if "batch" in name]
     assert not [name for name in node_counts(relative.square().mean(), {5}) if "batch" in name]
+    for spread in (batch / batch.std(0), batch / torch.var(batch), torch.std_mean(batch * 2)[0]):
+        assert [name for name in node_counts(spread.sum(), {4}) if name.endswith("over the batch")]
+    wide = torch.cat([batch, batch.square()], dim=1)
+    assert not [name for name in node_counts((wide / wide.var(1, keepdim=True)).sum(), {4}) if "batch" in name]
+
+
+def test_a_loss_over_pairs_is_found_in_a_graph():
+    batch, weight = torch.randn(4, 3, requires_grad=True) * 2, torch.randn(4, 3, requires_grad=True)
+    pairs = (
+        batch @ batch.t(),
+        torch.cdist(batch, batch),
+        F.cosine_similarity(batch[None], batch[:, None], dim=-1),
+        batch @ batch.detach().t(),
+    )
+    for of_pairs in pairs:
+        assert [name for name in node_counts(of_pairs.exp().mean(), {4}) if name.endswith("of pairs")]
+        assert not [name for name in node_counts(of_pairs.exp().mean(), {5}) if "pairs" in name]
+    for fine in (batch @ weight.t(), F.linear(batch, weight), F.linear(batch, weight, torch.zeros(4))):
+        assert not [name for name in node_counts(fine.exp().mean(), {4}) if "pairs" in name]
 
 
 @pytest.mark.parametrize(("values", "is_fine"), [({"grad/w": 0.0}, False), ({}, False), ({"grad/w": 1.0}, True)])
@@ -356,7 +420,7 @@ def test_nothing_is_dropped_and_states_are_asked_for(patches: Patches):
         asked.append(True)
         return False
 
-    switch_off(patches, about_to_draw)
+    switch_off_dropout(patches, about_to_draw)
     x = torch.randn(2, 3, 4)
     lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
     with torch.no_grad():
@@ -380,7 +444,7 @@ def test_a_recurrent_layer_computes_in_float64(kind: type[nn.RNNBase], patches: 
     torch.manual_seed(fresh_seed)
     model, x = kind(3, 4), torch.randn(5, 2, 3)
     single = model(x)[0]
-    compute_in_double(patches)
+    InDouble(patches)
     widen(model)
     out = model(x)[0]
     assert out.dtype == torch.float64
@@ -393,7 +457,7 @@ def test_a_forward_in_float64_has_the_same_parameters_and_no_float32(patches: Pa
     x, target = torch.randn(5, 2, 8), torch.randn(5, 2)
     single = F.mse_loss(model(x), target)
     parameters = list(model.parameters())
-    compute_in_double(patches)
+    InDouble(patches)
     widen(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = model(x)
@@ -421,8 +485,7 @@ def test_torchs_loaders_load_what_they_are_told(patches: Patches):
     from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
     data_set = TensorDataset(torch.arange(12))
-    passed: list[int] = []
-    same_global_batches(patches, [(2, 4), (3, 6), (2, 4)], passed)
+    steps = Steps(Plan("", 1, 1, batch_sizes=[(2, 4), (3, 6), (2, 4)]), 0, patches)
     assert [len(x) for (x,) in DataLoader(data_set, 2)] == [4, 4, 4]
     assert [len(x) for (x,) in DataLoader(data_set, batch_size=3, shuffle=True)] == [6, 6]
     batches = BatchSampler(SequentialSampler(data_set), 2, drop_last=False)
@@ -430,7 +493,7 @@ def test_torchs_loaders_load_what_they_are_told(patches: Patches):
     assert len(DataLoader(data_set, batch_size=None)) == 12
     assert [len(x) for (x,) in DataLoader(data_set, 4)] == [4, 4, 4], "the script has seen to it"
     assert [len(x) for (x,) in DataLoader(data_set, 6)] == [6, 6], "there was no fourth loader"
-    assert passed == [2, 3, 4, 6]
+    assert steps._batch_sizes == [2, 3, 4, 6]
 
 
 def test_what_a_data_set_draws_depends_on_the_sample_alone(patches: Patches):
@@ -459,9 +522,15 @@ def test_a_run_survives_its_files(tmp_path):
     plan = Plan(str(tmp_path), 2, 2, False, [[8, 16]], skipped=[3])
     plan.write(tmp_path / "plan.json")
     assert Plan.read(tmp_path / "plan.json") == plan
-    told = seen(rows=[["a"]], losses=[(1.0, None), (2.0, 3.0)], virtual_ranks=[{"w": "1"}], unsynced=["bn"])
+    told = seen(
+        rows=[["a"]],
+        losses=[(1.0, None), (2.0, 3.0)],
+        virtual_ranks=[{"w": "1"}],
+        unsynced=["bn"],
+        lines={"loss": ("s.py", 3)},
+    )
     for rank in range(2):
-        Writer(plan, rank).write(0, told, {"grad/w": thinned(torch.ones(2, 3))}, {"0": torch.ones(4)})
+        write_step(plan, rank, 0, told, {"grad/w": thinned(torch.ones(2, 3))}, {"0": torch.ones(4)})
     run = read_run(tmp_path, 2)
     assert run.ranks == [[told], [told]]
     assert run.num_steps == 1

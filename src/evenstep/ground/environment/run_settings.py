@@ -47,8 +47,6 @@ class Settings:
         inject: Faults of `evenstep run --inject`.
         phase_timeouts: What `evenstep run --phase-timeout` said.
         stamps_lines: Whether lines of log files begin with time, rank and step.
-        rehearsal: File that says how a resume is rehearsed (`evenstep verify --resume`).
-        verification: File that says what a rank records of its steps (`evenstep verify`).
         measurement: How the run is measured (`evenstep bench`).
         node_timeout_s: What `evenstep run --node-timeout` said.
     """
@@ -62,8 +60,6 @@ class Settings:
     inject: str = ""
     phase_timeouts: str = ""
     stamps_lines: bool = False
-    rehearsal: str | None = None
-    verification: str | None = None
     measurement: Measurement | None = None
     node_timeout_s: float = NODE_TIMEOUT_S
 

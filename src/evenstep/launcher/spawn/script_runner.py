@@ -68,27 +68,19 @@ def main(arguments: list[str]) -> None:
     if given.inject:
         # By name: nothing of evenstep stands on what is meant for tests.
         importlib.import_module("evenstep.testing.faults").install(given.inject, rank=placement.rank)
-    if kind != "function" and (placement.world_size > 1 or given.verification is not None):
+    if kind != "function" and placement.world_size > 1:
         refuse_own_ranks()
-    with contextlib.ExitStack() as observed:
-        # By name: the launcher stands below the rooms that observe runs.
-        if given.verification is not None:
-            recorder = importlib.import_module("evenstep.tools.verify.recorder")
-            observed.enter_context(recorder.recording(Path(given.verification), rank=placement.rank))
-        if given.rehearsal is not None:
-            rehearsal = importlib.import_module("evenstep.tools.observing.rehearsal")
-            observed.enter_context(rehearsal.rehearsing(Path(given.rehearsal), rank=placement.rank))
-        excepthook.install(placement)
-        # What was imported so far stays to the end, and collections needn't look through it.
-        atexit.register(end_quickly, os.getpid(), has_frozen_types=_reports_leaks())
-        gc.freeze()
-        if kind == "function":
-            # By name: the pool stands above.
-            importlib.import_module("evenstep.launcher.pool.ranks").serve(int(target), placement.rank)
-        elif kind == "module":
-            _become_module(target, rest)
-        else:
-            become_script(target, rest)
+    excepthook.install(placement)
+    # What was imported so far stays to the end, and collections needn't look through it.
+    atexit.register(end_quickly, os.getpid(), has_frozen_types=_reports_leaks())
+    gc.freeze()
+    if kind == "function":
+        # By name: the pool stands above.
+        importlib.import_module("evenstep.launcher.pool.ranks").serve(int(target), placement.rank)
+    elif kind == "module":
+        _become_module(target, rest)
+    else:
+        become_script(target, rest)
 
 
 class _Terminal(io.FileIO):

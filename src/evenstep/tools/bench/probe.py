@@ -12,9 +12,7 @@ import importlib
 import os
 import random
 import sys
-import threading
 import time
-import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -35,16 +33,19 @@ from evenstep.tools.bench.losses import LossWatch
 from evenstep.tools.bench.profile import NUM_STEPS, WINDOW, Profile, read_trace
 from evenstep.tools.bench.records import DATA, DATA_END, Facts, RankRecord, Usage, sorted_marks, write_record
 from evenstep.tools.bench.watching import ModelWatch, facts_of
-from evenstep.tools.observing.loaders import LoaderWatch, replace_batch_sizes
+from evenstep.tools.observing.changes import replace_batch_sizes
+from evenstep.tools.observing.devices import Waits
+from evenstep.tools.observing.launch import leave_together
+from evenstep.tools.observing.models import num_rows
 from evenstep.tools.observing.patching import Patches
+from evenstep.tools.observing.record import Loop, Recorder, Subscriber
 from evenstep.tools.observing.scratch import Scratch, idle_checkpointers
 from evenstep.tools.observing.script import run_observed
-from evenstep.tools.observing.steps import watch_steps
 
 _LONGEST_FAREWELL_S = 60.0
 
 
-class Probe:
+class Probe(Subscriber):
     """Watches this process.
 
     Args:
@@ -59,48 +60,59 @@ class Probe:
         self._rows: list[int] = []
         self._batches: list[int] = []
         self._rows_before = 0
-        self._counts: dict[int, int] = {}
-        self._loaders = LoaderWatch(self._waited_for_data, lambda: len(self._steps_ns))
+        self._num_read = self._last_read = 0  # samples of all batches, and of the newest
+        self._num_workers = 0
         self._models = ModelWatch(self._marks)
-        self._losses = LossWatch(lambda: len(self._steps_ns))
+        self._losses = LossWatch()
         self._scratch = Scratch(Path(asked.directory))
         self._began: _Clock | None = None
         self._usage = Usage()
-        self._is_written = False
+        self._is_written = self._has_loader = False
         self._backend = ""
         self._profiling: Profiling | None = None
 
     def install(self, patches: Patches) -> None:
         """Watch this process until the patches are undone."""
-        self._loaders.install(patches)
         total = self._asked.global_batch_size
         if total is not None:
             rows = max(1, total // self._placement.world_size)
             # 1 is torch's default; evenstep's own loader gives torch's no batch size.
             replace_batch_sizes(patches, lambda size: rows if size > 1 else size)
         idle_checkpointers(patches)
-        self._models.install(patches)
         self._scratch.install(patches)
-        watch_steps(patches, self._optimizer_begins, self._optimizer_ended)
-        if self._asked.watches_losses:
-            self._losses.install(patches)
+        losses = [self._losses] if self._asked.watches_losses else []
+        Recorder(self, self._models, *losses).install(patches)
+        if losses:
             # A script that sets no seed begins with the same weights in every run, and so its losses can be compared.
             random.seed(self._placement.rank)
             torch.manual_seed(self._placement.rank)
 
     # ------------------------------------------------------------------ hooks
 
-    def _waited_for_data(self, began_ns: int, ended_ns: int) -> None:
+    def waited(self, began_ns: int, ended_ns: int) -> None:
+        """See base class."""
         self._marks += (DATA, began_ns, DATA_END, ended_ns)
 
-    def _optimizer_begins(self, optimizer: Any) -> None:
+    def batch(self, loop: Loop, batch: Any) -> None:
+        """See base class."""
+        self._num_workers = loop.loader.num_workers
+        self._last_read = num_rows(batch)
+        self._num_read += self._last_read
+        self._has_loader = True
+
+    def repeats(self, loop: Loop) -> bool:
+        """A loop that trains gets another epoch, until the run is over."""
+        return not self._is_written and self.recorder.num_steps != loop.steps_before
+
+    def step_begins(self, optimizer: Any) -> None:
+        """See base class."""
         self._marks += (OPTIMIZER, perf_counter_ns())
 
-    def _optimizer_ended(self, optimizer: Any) -> None:
+    def step_ended(self, optimizer: Any, *, is_counted: bool) -> None:
+        """See base class."""
         now = perf_counter_ns()
         self._marks += (OPTIMIZER_END, now)
-        self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
-        if max(self._counts.values()) > len(self._steps_ns) and not self._is_written:
+        if is_counted and not self._is_written:
             self._step_ended(optimizer, now)
 
     def _step_ended(self, optimizer: Any, now: int) -> None:
@@ -111,12 +123,10 @@ class Probe:
             now = perf_counter_ns()
         if len(self._steps_ns) < enough:
             self._steps_ns.append(now)
-            rows = self._models.num_rows or self._loaders.num_rows
+            rows = self._models.num_rows or self._num_read
             self._rows.append(rows - self._rows_before)
             self._rows_before = rows
-            self._batches.append(self._loaders.last_rows)
-        else:
-            self._counts = dict.fromkeys(self._counts, enough)  # steps that are looked at, and not counted
+            self._batches.append(self._last_read)
         number = len(self._steps_ns)
         if number == 1 and dist.is_available() and dist.is_initialized():
             self._backend = str(dist.get_backend())
@@ -146,7 +156,7 @@ class Probe:
         """Leave the record, once; also that of a script which ended before it had made enough steps."""
         if self._is_written or not self._steps_ns:
             return
-        self._is_written = self._loaders.is_over = True
+        self._is_written = True
         if self._profiling is None and self._began is not None:
             self._usage = self._began.until_now()
         models = self._models
@@ -156,8 +166,8 @@ class Probe:
             wrapper=models.wrapper,
             num_threads=torch.get_num_threads(),
             num_cores=count_cpus(),
-            num_workers=self._loaders.num_workers,
-            has_loader=self._loaders.was_seen,
+            num_workers=self._num_workers,
+            has_loader=self._has_loader,
             loss_dtype=self._losses.dtype,
             **facts_of(models.models),
         )
@@ -178,18 +188,10 @@ class Probe:
         write_record(record, record_file(self._asked, self._placement.rank))
 
     def _leave(self) -> None:
-        # A rank that leaves first closes connections that others may still read from.
-        files = [record_file(self._asked, rank) for rank in range(self._placement.world_size)]
-        deadline = time.monotonic() + _LONGEST_FAREWELL_S
-        while not all(file.exists() for file in files) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if threading.current_thread() is not threading.main_thread():
-            os._exit(0)
-        # A script that catches this goes on; nothing is counted any more, and its next step ends it.
+        # A script that catches the end goes on; nothing is counted any more, and its next step ends it.
         register_optimizer_step_post_hook(lambda *_: os._exit(0))
-        raise SystemExit(0)
+        rank, world_size = self._placement.rank, self._placement.world_size
+        leave_together(Path(self._asked.directory), rank, world_size, _LONGEST_FAREWELL_S)
 
 
 def record_file(asked: Measurement, rank: int) -> Any:
@@ -216,16 +218,14 @@ class Profiling:
         self._trace, self._is_on_gpu = trace, is_on_gpu
         self._num_steps = 0
         self._lines = Counter[str]()
+        self._waits = Waits(self._hear)
         if self.is_over:
             return
         self._profiler, self._window = profile_all_threads(), torch.profiler.record_function(WINDOW)
         self._profiler.start()
         self._window.__enter__()  # type: ignore[no-untyped-call]
         if is_on_gpu:
-            self._show, self._filters = warnings.showwarning, warnings.filters[:]
-            warnings.filterwarnings("always", message=".*synchroniz")
-            warnings.showwarning = self._hear
-            torch.cuda.set_sync_debug_mode("warn")
+            self._waits.listen()
 
     def step_ended(self) -> None:
         """One of the steps has ended; after the last one the profile is there."""
@@ -234,8 +234,7 @@ class Profiling:
             return
         self.is_over = True
         if self._is_on_gpu:
-            torch.cuda.set_sync_debug_mode("default")
-            warnings.showwarning, warnings.filters[:] = self._show, self._filters  # type: ignore[index]
+            self._waits.stop()
             torch.cuda.synchronize()
         self._window.__exit__(None, None, None)
         self._profiler.stop()
@@ -243,11 +242,9 @@ class Profiling:
         syncs = tuple((line, count / NUM_STEPS) for line, count in self._lines.most_common())
         self.profile = replace(read_trace(self._trace), syncs=syncs)
 
-    def _hear(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any, **named: Any) -> None:
-        if "synchroniz" not in str(message):
-            self._show(message, category, filename, lineno, *rest, **named)
-        elif is_of_the_script(filename):
-            self._lines[f"{os.path.basename(filename)}:{lineno}"] += 1
+    def _hear(self, file: str, line: int) -> None:
+        if is_of_the_script(file):
+            self._lines[f"{os.path.basename(file)}:{line}"] += 1
 
 
 def is_of_the_script(filename: str) -> bool:

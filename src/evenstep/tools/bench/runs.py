@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +19,8 @@ from evenstep.temporary import private_directory
 from evenstep.tools.bench.plan import Setting, plan_settings, too_small
 from evenstep.tools.bench.records import RankRecord, read_record
 from evenstep.tools.bench.scaling import Run
+from evenstep.tools.observing.launch import Observed, launched
 from evenstep.tools.observing.thresholds import MANY_ELSEWHERE
-
-_LONGEST_TAIL = 4000
-_STOPS_WITHIN_S = 30.0
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -235,59 +231,34 @@ def run_once(setting: Setting, wish: Wish, place: Path, traces: Path | None = No
     asked = Measurement(
         str(place), wish.num_warmup, wish.num_steps, setting.global_batch_size, setting.growth, wish.watches_losses
     )
-    command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(setting.num_replicas)]
-    command += ["--threads-per-rank", str(wish.num_threads), "--log-dir", str(place / "logs")]
-    command += [] if wish.device is None else ["--device", wish.device]
-    command += ["-m", "evenstep.tools.bench.probe", wish.script, *wish.arguments]
-    log, who = place / "output.txt", f"{describe(setting)}: {wish.script}"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=with_settings(measurement=asked),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+    observed = Observed(
+        "evenstep.tools.bench.probe", wish.script, wish.arguments, setting.num_replicas, wish.device, wish.num_threads
+    )
+    who = f"{describe(setting)}: {wish.script}"
+    with launched(observed, place, with_settings(measurement=asked)) as made:
         try:
-            status = process.wait(wish.limit_s)
+            status = made.process.wait(wish.limit_s)
         except subprocess.TimeoutExpired:
             raise UsageError(
                 f"{who}: not over after {wish.limit_s:g} s. Does the script step a torch optimizer? Fewer --steps, or "
-                f"a longer --limit, if it does. It said:\n{_tail(log)}"
+                f"a longer --limit, if it does. It said:\n{made.said()}"
             ) from None
-        finally:
-            _stop(process)
     if status != 0:
-        raise UsageError(f"{who} failed with status {status}. It said:\n{_tail(log)}")
+        raise UsageError(f"{who} failed with status {status}. It said:\n{made.said()}")
     try:
         run = Run(setting, tuple(read_record(place / f"rank-{rank}.json") for rank in range(setting.num_replicas)))
     except UsageError as error:
         raise UsageError(f"{who}: {error}") from None
     if min(record.num_steps for record in run.records) < 1:
-        made = min(len(record.steps_ns) for record in run.records)
+        steps = min(len(record.steps_ns) for record in run.records)
         raise UsageError(
-            f"{who} ended after {made} steps, and {wish.num_warmup} are warm-up. Give it more to do, or use a smaller "
+            f"{who} ended after {steps} steps, and {wish.num_warmup} are warm-up. Give it more to do, or use a smaller "
             f"--warmup (at least 2)."
         )
     if traces is not None:
         for trace in place.glob("trace-*"):
             shutil.copy(trace, traces)
     return run
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End it and, with it, its ranks; nothing to do where it has ended."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(_STOPS_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()  # its ranks die with it
-            process.wait()
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-_LONGEST_TAIL:].rstrip()
 
 
 def describe(setting: Setting) -> str:

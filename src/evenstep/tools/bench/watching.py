@@ -18,13 +18,10 @@ A plain module, in a process without a group, has the same marks, without a wait
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
@@ -34,23 +31,10 @@ from evenstep.ground.health.telemetry import BACKWARD, END, FORWARD, FORWARD_END
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 from evenstep.tools.bench.records import COLLECTIVE, COLLECTIVE_END, SYNC
 from evenstep.tools.observing.models import find_models, num_rows, uses_fsdp
-from evenstep.tools.observing.patching import Patches
-
-# Functions of `torch.distributed` that wait for other ranks, FSDP2's of torch 2.11 and since 2.13 among them.
-_COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_object",
-    "barrier",
-    "broadcast",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-)
+from evenstep.tools.observing.record import Ended, Subscriber
 
 
-class ModelWatch:
+class ModelWatch(Subscriber):
     """The models that a script trains.
 
     Args:
@@ -67,29 +51,12 @@ class ModelWatch:
         self.models: list[nn.Module] = []
         self.wrapper = ""
         self._marks = marks
-        self._is_in_backward = self._is_waiting = False
+        self._is_in_backward = False
 
-    def install(self, patches: Patches) -> None:
-        """Time the collectives that are called by name, until the patches are undone. On CPUs such a call returns when
-        all ranks have come and nothing is computed meanwhile: all of it is waiting."""
-        for name in _COLLECTIVES:
-            if hasattr(dist, name):
-                patches.replace(dist, name, self._timed)
-
-    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self._is_waiting:  # one of these may call another one
-                return original(*args, **kwargs)
-            self._is_waiting = True
-            self._marks += (COLLECTIVE, perf_counter_ns())
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._is_waiting = False
-                self._marks += (COLLECTIVE_END, perf_counter_ns())
-
-        return call
+    def collective(self, op: str, args: Any, kwargs: Any) -> Ended:
+        """On CPUs such a call returns when all ranks have come, and nothing is computed meanwhile: all is waiting."""
+        self._marks += (COLLECTIVE, perf_counter_ns())
+        return lambda: self._marks.extend((COLLECTIVE_END, perf_counter_ns()))
 
     def find(self, optimizer: torch.optim.Optimizer) -> None:
         """Look for the models, and attach hooks to those that aren't evenstep's."""

@@ -1,18 +1,20 @@
-"""`evenstep doctor`: a script is read, then run for some steps; what both show becomes one report."""
+"""`evenstep doctor`: a script is read, then run for some steps, then compared; what all show becomes one report."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError
-from evenstep.tools.doctor.findings import Finding, Reading, Watched, merge
+from evenstep.tools.doctor.findings import Reading, Watched, merge, order
 from evenstep.tools.doctor.report import Report
-from evenstep.tools.doctor.rules import GROUPS, RULES
+from evenstep.tools.doctor.rule import GROUPS, Finding, Severity
+from evenstep.tools.doctor.rules import all_rules
 
 DEEPEST_CALLS = 5_000  # LibCST takes some ten calls for a level of nesting
 
@@ -22,6 +24,7 @@ def examine(
     arguments: Sequence[str] = (),
     *,
     runs: bool = True,
+    compares: bool = True,
     num_ranks: int = 2,
     num_steps: int = 12,
     select: Sequence[str] = (),
@@ -34,6 +37,7 @@ def examine(
         script: A python file or a notebook. A notebook is read and never run.
         arguments: The script's own.
         runs: False: only read it.
+        compares: Compare it with one process, as `evenstep verify` does, where nothing was found.
         num_ranks: Ranks of the run.
         num_steps: Optimizer steps of the run.
         select: Rules to look for: ids, beginnings of ids, or groups; empty: all.
@@ -47,7 +51,12 @@ def examine(
     path = Path(script)
     reading = read(path)
     notes = list(reading.notes)
-    seen = Watched()
+    seen, took_s = Watched(), 0.0
+
+    def kept() -> list[Finding]:
+        merged = merge(reading.findings, seen)
+        return [each for each in merged if each.rule in wanted and not _is_ignored(each, reading.ignored)]
+
     if runs and path.suffix == ".ipynb":
         notes.append("A notebook is read, not run.")
     elif runs and not reading.looked.communicates:
@@ -56,14 +65,22 @@ def examine(
             f"data-parallel script of it."
         )
     elif runs:
-        from evenstep.tools.doctor.evidence.verdict import watched
         from evenstep.tools.doctor.run.runs import watch
+        from evenstep.tools.doctor.verdict import watched
 
+        began_s = time.monotonic()
         evidence = watch(script, arguments, ranks=num_ranks, num_steps=num_steps, say=say)
+        took_s = time.monotonic() - began_s
         seen = watched(evidence, script=script, directory=os.getcwd(), facts=reading.facts)
-    merged = merge(reading.findings, seen)
-    kept = [each for each in merged if each.rule in wanted and not _is_ignored(each, reading.ignored)]
-    return Report(script, kept, [*notes, *seen.notes], seen.num_steps, reading.looked)
+    rules = all_rules()
+    is_fine = all(rules[each.rule].severity is Severity.NOTE for each in kept())
+    compared: str | None = None
+    if compares and is_fine and seen.num_steps and num_ranks > 1 and not seen.notes:
+        from evenstep.tools.doctor.comparing import compare
+
+        found, compared = compare(script, arguments, evidence, num_ranks=num_ranks, took_s=took_s, say=say)
+        seen = replace(seen, findings=[*seen.findings, *found])
+    return Report(script, kept(), [*notes, *seen.notes], seen.num_steps, reading.looked, compared)
 
 
 def read(path: Path) -> Reading:
@@ -72,45 +89,35 @@ def read(path: Path) -> Reading:
     Raises:
         ConfigurationError: It can't be read, isn't python, or LibCST is missing.
     """
-    script, checks = _modules()
+    rules = all_rules()
+    from evenstep.tools.reading.contexts import Script
+
     found: dict[tuple[str, str, int, int | None], Finding] = {}
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, DEEPEST_CALLS))
     try:
-        read_script = script.Script(path)
-        unreached = {(str(file.source.path), file.source.place(line)) for file, line in read_script.unreached_lines}
-        for check in checks:
-            for finding in check(read_script):
-                if (finding.path, (finding.line, finding.cell)) in unreached:
-                    continue
-                # One finding of a rule at a line, whichever way it was found.
-                found.setdefault((finding.rule, finding.path, finding.line, finding.cell), finding)
-        looked, facts = read_script.looked, read_script.facts
+        script = Script(path)
+        unreached = {(str(file.source.path), *file.source.place(line)) for file, line in script.unreached_lines}
+        for rule in rules.values():
+            # What is said of training on several ranks is said of scripts that do; of devices, if there may be any.
+            fits = script.is_distributed or rule.group == "starting"
+            if rule.read is None or not fits or (rule.group == "devices" and not script.uses_gpus):
+                continue
+            for each in rule.read(script):
+                if (each.path, each.line, each.cell) not in unreached:
+                    # One finding of a rule at a line, whichever way it was found.
+                    found.setdefault((rule.id, each.path, each.line, each.cell), replace(each, rule=rule.id))
+        looked, facts = script.looked, script.facts
     except RecursionError as error:
         raise ConfigurationError(f"{path}: its expressions or calls are nested too deeply to be followed.") from error
     finally:
         sys.setrecursionlimit(limit)
     ignored = {}
-    for file in read_script.files:
-        for line, rules in file.source.ignored.items():
+    for file in script.files:
+        for line, names in file.source.ignored.items():
             shown, cell = file.source.place(line)
-            ignored[str(file.source.path), cell, shown] = rules
-    return Reading(sorted(found.values(), key=_order), read_script.notes, ignored, looked, facts)
-
-
-def _order(finding: Finding) -> tuple[str, int, int, int, str]:
-    return finding.path, finding.cell or 0, finding.line, finding.column, finding.rule
-
-
-def _modules() -> tuple[ModuleType, list[Callable[..., Iterable[Finding]]]]:
-    try:
-        import libcst  # noqa: F401
-    except ImportError as error:
-        raise ConfigurationError(checks.needs("evenstep doctor", "LibCST", "doctor")) from error
-    from evenstep.tools.doctor.diagnosis import collectives, data, devices, output, starting, step
-    from evenstep.tools.reading import contexts
-
-    return contexts, [each.check for each in (data, output, devices, collectives, step, starting)]
+            ignored[str(file.source.path), cell, shown] = names
+    return Reading(sorted(found.values(), key=order), script.notes, ignored, looked, facts)
 
 
 def _is_ignored(finding: Finding, ignored: Mapping[tuple[str, int | None, int], frozenset[str]]) -> bool:
@@ -124,18 +131,20 @@ def chosen_rules(select: Sequence[str], ignore: Sequence[str]) -> set[str]:
     Raises:
         ConfigurationError: A name fits no rule.
     """
-    chosen = _matching("--select", select) if select else set(RULES)
+    chosen = _matching("--select", select) if select else set(all_rules())
     return chosen - _matching("--ignore", ignore)
 
 
 def _matching(option: str, names: Sequence[str]) -> set[str]:
     matching: set[str] = set()
+    rules = all_rules()
     for name in names:
-        fitting = {key for key, rule in RULES.items() if rule.group == name.lower() or key.startswith(name.upper())}
+        fitting = {key for key, rule in rules.items() if rule.group == name.lower() or key.startswith(name.upper())}
         if not fitting or name.upper() in ("E", "EV", ""):
-            guess = checks.meant(name, [*RULES, *GROUPS])
+            guess = checks.meant(name, [*rules, *GROUPS])
             raise ConfigurationError(
-                f"{option} {name}: there is no such rule.{guess} Rules are EV101 to EV606, groups {', '.join(GROUPS)}."
+                f"{option} {name}: there is no such rule.{guess} Rules are {min(rules)} to {max(rules)}, groups "
+                f"{', '.join(GROUPS)}."
             )
         matching |= fitting
     return matching

@@ -1,52 +1,12 @@
-"""What a finding is, and how those that were read and those that a run has shown become one list. Pure."""
+"""What reading a script has found, what a run has shown, and how both become one list. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from evenstep.tools.doctor.rules import RULES, Rule
+from evenstep.tools.doctor.rule import Finding, Refuted
 from evenstep.tools.reading.looked import Facts, Looked
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One mistake at one place of a script.
-
-    Attributes:
-        rule: Its id, a key of `RULES`: "EV101".
-        path: The file, as the user named it or relative to the current directory.
-        line: Counted from 1. In a notebook, from the first line of its cell.
-        column: Counted from 1.
-        evidence: What was read or seen, with values: "DataLoader(train_set, shuffle=True) has no sampler".
-        cost: What it costs in this script; "" if the rule's `why` says all.
-        mend: A few lines of code for this script; "" if the rule's `mend` says all.
-        confirmed: True if a run has shown it; False if it was only read.
-        cell: Of a notebook, the cell, counted from 1; None elsewhere.
-    """
-
-    rule: str
-    path: str
-    line: int
-    column: int
-    evidence: str
-    cost: str = ""
-    mend: str = ""
-    confirmed: bool = False
-    cell: int | None = None
-
-    def __post_init__(self) -> None:
-        assert self.rule in RULES, self.rule
-
-    @property
-    def about(self) -> Rule:
-        """The rule that this finding breaks."""
-        return RULES[self.rule]
-
-    @property
-    def place(self) -> str:
-        """Where it is: `train.py:12`, or `train.ipynb, cell 3:12`."""
-        return f"{self.path}:{self.line}" if self.cell is None else f"{self.path}, cell {self.cell}:{self.line}"
 
 
 @dataclass(frozen=True)
@@ -66,21 +26,6 @@ class Reading:
     ignored: Mapping[tuple[str, int | None, int], frozenset[str]] = field(default_factory=dict)
     looked: Looked = field(default_factory=Looked)
     facts: Facts = field(default_factory=Facts)
-
-
-@dataclass(frozen=True)
-class Refuted:
-    """A run has shown that a rule holds after all, so that what was read is no finding.
-
-    Attributes:
-        rule: Its id.
-        path: The file; None: wherever it was read.
-        line: The line; None: wherever it was read.
-    """
-
-    rule: str
-    path: str | None = None
-    line: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,25 +51,21 @@ def merge(read: Iterable[Finding], watched: Watched) -> list[Finding]:
     A seen finding confirms the read one of its rule on the same line, else the only one of its rule in the same file.
     Any other seen finding is added.
     """
-    found = [each for each in read if not any(_refutes(it, each) for it in watched.refuted)]
+    refuted = {each.rule for each in watched.refuted}
+    found = [each for each in read if each.rule not in refuted]
     for seen in watched.findings:
         same_rule = [each for each in found if each.rule == seen.rule and each.path == seen.path]
-        matches = [each for each in same_rule if each.line == seen.line] or (same_rule if len(same_rule) == 1 else [])
-        if matches:
-            confirmed = [_confirmed(each, seen) for each in matches]
-            found = [each for each in found if each not in matches] + confirmed
+        matches = [each for each in same_rule if each.line == seen.line] or same_rule
+        if matches and (len(matches) == 1 or matches[0].line == seen.line):
+            found = [_confirmed(each, seen) if each in matches else each for each in found]
         else:
             found.append(seen)
-    return sorted(found, key=lambda each: (each.path, each.cell or 0, each.line, each.column, each.rule))
+    return sorted(found, key=order)
 
 
-def _refutes(refuted: Refuted, finding: Finding) -> bool:
-    return (
-        refuted.rule == finding.rule
-        and refuted.path in (None, finding.path)
-        and refuted.line in (None, finding.line)
-        and not finding.confirmed
-    )
+def order(finding: Finding) -> tuple[str, int, int, int, str]:
+    """By place, then by rule."""
+    return finding.path, finding.cell or 0, finding.line, finding.column, finding.rule
 
 
 def _confirmed(read: Finding, seen: Finding) -> Finding:

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from evenstep.checks import counted
-from evenstep.tools.doctor.findings import Finding
-from evenstep.tools.doctor.rules import RULES, Rule, Severity
+from evenstep.tools.doctor.rule import Finding, Rule, Severity
+from evenstep.tools.doctor.rules import all_rules
 from evenstep.tools.reading.looked import Looked
 
 JSON_VERSION = 1
@@ -32,6 +32,7 @@ class Report:
         notes: Sentences about what couldn't be looked at.
         num_steps: Steps that were watched; None if the script was only read.
         looked: What was looked at.
+        compared: What comparing it with one process has shown; None if it wasn't compared.
     """
 
     script: str
@@ -39,30 +40,31 @@ class Report:
     notes: Sequence[str] = ()
     num_steps: int | None = None
     looked: Looked = field(default_factory=Looked)
+    compared: str | None = None
 
     @property
     def is_fine(self) -> bool:
         """True if there is no finding but notes."""
-        return all(each.about.severity is Severity.NOTE for each in self.findings)
+        return not self._real()
 
     def show(self, console: Console) -> None:
         """Print findings, each with its evidence, its cost and how to mend it."""
         for finding in self.findings:
             _show_finding(console, finding)
-        for note in self.notes:
+        for note in [*self.notes, *([] if self.compared is None else [self.compared])]:
             console.print(Text(note))
         console.print(Text(self.summary()))
 
     def summary(self) -> str:
         """The last line."""
         ran = "" if self.num_steps is None else f", and run for {counted(self.num_steps, 'step')}"
-        looked = f"read{ran}: {self.looked}"
+        looked = f"read{ran}{'' if self.compared is None else ', and compared'}: {self.looked}"
         if not self.findings and not self.num_steps and not self.looked.is_distributed:
             is_unknown = "no call that makes it distributed is known" if self.looked.communicates else "not distributed"
             return f"{self.script}: {is_unknown}: not examined."
         if not self.findings:
             return f"{self.script}: nothing found ({looked})."
-        real = [each for each in self.findings if each.about.severity is not Severity.NOTE]
+        real = self._real()
         parts = [counted(len(real), "finding")]
         confirmed = sum(each.confirmed for each in real)
         if self.num_steps is not None and real:
@@ -72,24 +74,30 @@ class Report:
             parts.append(counted(len(self.findings) - len(real), "note"))
         return f"{self.script}: {', '.join(parts)} ({looked})."
 
+    def _real(self) -> list[Finding]:
+        """The findings but notes."""
+        rules = all_rules()
+        return [each for each in self.findings if rules[each.rule].severity is not Severity.NOTE]
+
     def as_json(self) -> str:
         """The report for programs."""
         found = [
             {
-                "rule": each.rule,
-                "name": each.about.name,
-                "severity": each.about.severity.value,
+                "rule": rule.id,
+                "name": rule.name,
+                "severity": rule.severity.value,
                 "path": each.path,
                 "cell": each.cell,
                 "line": each.line,
                 "column": each.column,
                 "confirmed": each.confirmed,
                 "evidence": each.evidence,
-                "cost": each.cost or each.about.why,
-                "mend": each.mend or each.about.mend,
-                "page": each.about.page,
+                "cost": each.cost or rule.why,
+                "mend": each.mend or rule.mend,
+                "page": rule.page,
             }
             for each in self.findings
+            for rule in [all_rules()[each.rule]]
         ]
         result = {
             "version": JSON_VERSION,
@@ -102,6 +110,7 @@ class Report:
             "not_understood": [{"text": text, "line": line} for text, line in self.looked.unknown],
             "findings": found,
             "notes": list(self.notes),
+            "compared": self.compared,
         }
         return json.dumps(result, indent=2)
 
@@ -117,7 +126,7 @@ class Report:
                 "driver": {
                     "name": "evenstep doctor",
                     "version": version,
-                    "rules": [_sarif_rule(RULES[each]) for each in used],
+                    "rules": [_sarif_rule(all_rules()[each]) for each in used],
                 }
             },
             "columnKind": "unicodeCodePoints",
@@ -128,15 +137,12 @@ class Report:
 
 
 def explained(rule: Rule) -> str:
-    """A rule in words, for `--explain`."""
-    mend = textwrap.indent(rule.mend, "    ")
-    return (
-        f"{rule.id} {rule.name}\n\n{rule.what}\n{rule.why}\n\n{mend}\n\nFound by {rule.found_by.value}. {rule.page}\n"
-    )
+    """A rule's page, for `--explain`."""
+    return f"{rule.id} {rule.name}\n\n{rule.text}\nFound by {rule.found_by}. {rule.page}\n"
 
 
 def _show_finding(console: Console, finding: Finding) -> None:
-    rule = finding.about
+    rule = all_rules()[finding.rule]
     heading = Text()
     heading.append(finding.place, style="bold")
     heading.append(f"  {rule.id} ", style=_STYLES[rule.severity])
@@ -164,17 +170,18 @@ def _sarif_rule(rule: Rule) -> dict[str, Any]:
             "markdown": f"{rule.what} {rule.why}\n\n```python\n{rule.mend}\n```\n\nSee `{rule.page}`",
         },
         "defaultConfiguration": {"level": rule.severity.value},
-        "properties": {"tags": [rule.group], "foundBy": rule.found_by.value},
+        "properties": {"tags": [rule.group], "foundBy": rule.found_by},
     }
 
 
 def _sarif_result(finding: Finding, index: int) -> dict[str, Any]:
+    rule = all_rules()[finding.rule]
     cell = "" if finding.cell is None else f"In cell {finding.cell}: "
-    text = f"{cell}{finding.evidence}. {finding.cost or finding.about.why}"
+    text = f"{cell}{finding.evidence}. {finding.cost or rule.why}"
     return {
         "ruleId": finding.rule,
         "ruleIndex": index,
-        "level": finding.about.severity.value,
+        "level": rule.severity.value,
         "message": {"text": text},
         "locations": [
             {
@@ -184,7 +191,7 @@ def _sarif_result(finding: Finding, index: int) -> dict[str, Any]:
                 }
             }
         ],
-        "properties": {"confirmed": finding.confirmed, "mend": finding.mend or finding.about.mend},
+        "properties": {"confirmed": finding.confirmed, "mend": finding.mend or rule.mend},
     }
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer
 
 from evenstep.errors import UsageError
@@ -25,9 +24,9 @@ from evenstep.replica.gradients.buckets.layout import ParameterSpec
 from evenstep.tools.estimate.footprint import Sizes
 from evenstep.tools.observing.models import num_rows
 from evenstep.tools.observing.patching import Patches
+from evenstep.tools.observing.record import Recorder, Subscriber
 from evenstep.tools.observing.scratch import Scratch, idle_checkpointers
 from evenstep.tools.observing.script import run_observed
-from evenstep.tools.observing.steps import watch_steps
 
 NUM_STEPS = 3  # states exist after the first, parameters are known in the second, all is counted in the third
 
@@ -208,12 +207,12 @@ def _held_by(model: nn.Module, inputs: Sequence[Any]) -> int:
 
 
 @dataclass
-class _Watch:
+class _Watch(Subscriber):
     """What is learned while a script runs.
 
     Attributes:
         out: Where it is written.
-        batch: Rows of the first tensor that the model was called with; 0 if there was none.
+        num_samples: Rows of the first tensor that the model was called with; 0 if there was none.
         model: The module that was called first in a step.
         num_steps: Of the optimizer that stepped first.
         gradient_bytes: Before its newest step.
@@ -223,7 +222,7 @@ class _Watch:
     """
 
     out: Path
-    batch: int = 0
+    num_samples: int = 0
     model: nn.Module | None = None
     num_steps: int = 0
     gradient_bytes: int = 0
@@ -231,12 +230,12 @@ class _Watch:
     optimizers: dict[int, Optimizer] = field(default_factory=dict)
     made: MadeBytes | None = None
 
-    def called(self, module: nn.Module, args: Any) -> None:
+    def module(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         """A module is called. The first one of a step is the whole model's."""
         if self.model is None:
-            self.model, self.batch = module, num_rows(list(args))
+            self.model, self.num_samples = module, num_rows(list(args))
 
-    def stepping(self, optimizer: Optimizer) -> None:
+    def step_begins(self, optimizer: Any) -> None:
         """Gradients are there, and an optimizer is known."""
         self.optimizers.setdefault(id(optimizer), optimizer)
         if self._is_first(optimizer):
@@ -245,7 +244,7 @@ class _Watch:
                 self.activation_bytes = self.made.peak
                 self.made.restart()
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def step_ended(self, optimizer: Any, *, is_counted: bool) -> None:
         """After enough steps of the first optimizer write what there is, and end the script."""
         if not self._is_first(optimizer):
             return
@@ -270,7 +269,7 @@ class _Watch:
             "gradient_bytes": self.gradient_bytes,
             "activation_bytes": self.activation_bytes,
             "stepping_bytes": self.made.peak,
-            "num_samples": self.batch,
+            "num_samples": self.num_samples,
             "peak_bytes": on_gpu or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         self.out.write_text(json.dumps(received))
@@ -303,8 +302,7 @@ def main(out: str, script: str, arguments: Sequence[str]) -> None:
         # Three steps neither resume a training nor replace its files.
         idle_checkpointers(patches)
         Scratch(Path(out).parent).install(patches)
-        watch_steps(patches, watch.stepping, watch.stepped)
-        patches.later(register_module_forward_pre_hook(watch.called).remove)
+        Recorder(watch).install(patches)
         run_observed(script, arguments)
 
 

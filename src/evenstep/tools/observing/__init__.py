@@ -1,13 +1,16 @@
-"""Running somebody's script under observation, once for `bench`, `verify` and rehearsals.
+"""Running somebody's script under observation: one recorder of what it does, for `doctor`, `verify` and `bench`.
 
 Read `patching` first: every change to a class or function of torch's, or of ours, is undone when a `with` ends. Then
-what a script is seen through, each on its own:
+`record`: what a script does is told there to subscribers, and nothing else changes torch's functions to see it.
 
-    script       become the script in this process, observed
-    steps        the outermost optimizer steps
-    models       the modules that an optimizer trains, and who averages their gradients
-    loaders      torch's and evenstep's loaders: waiting for data, batch sizes
+    launch       start a script under observation with `evenstep run`, and leave it on all ranks together
+    script       the script: its own files and lines; become it in this process
+    record       what it does, moment by moment
+    graphs       what the graph behind its loss says
+    models       the modules that an optimizer trains, who averages their gradients, digests and samples
+    devices      lines where the host waits for a GPU
+    changes      dropout off, other batch sizes, keyed samples: so that runs can be compared
     scratch      what the script saves goes into a directory of the run
     thresholds   from when on `bench` and `verify` report something
-    rehearsal    a script's `Checkpointer` saves, dies and resumes as a plan says
+
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from evenstep import world as worlds
+from evenstep.checkpoint.format.payload import bytes_of
 from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.ground.compat.torch_tensors import is_dtensor, split_of
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
@@ -77,6 +79,16 @@ def uses_fsdp(model: nn.Module) -> bool:
     """Whether `fully_shard` has divided a model, or a part of it."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+
+
+def is_trained(module: nn.Module) -> bool:
+    """Whether any of its parameters is."""
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def digest(tensor: Tensor) -> str:
+    """64 bits that two tensors share if their bits are equal, and otherwise don't."""
+    return hashlib.blake2b(bytes_of(tensor.detach().cpu().contiguous()), digest_size=8).hexdigest()
 
 
 def first_samples(inputs: object) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,18 @@ class Patches:
             self.later(lambda: delattr(owner, name))
         else:
             self.later(lambda: setattr(owner, name, before))
+
+    def around(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+        """Have `instead(original, *arguments, **named)` called in the place of a function."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def call(*arguments: Any, **named: Any) -> Any:
+                return instead(original, *arguments, **named)
+
+            return call
+
+        self.replace(owner, name, make)
 
     def later(self, undo: Callable[[], object]) -> None:
         """Call this, too, when everything is restored."""

@@ -20,7 +20,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ from evenstep.tools.observing.patching import Patches
 
 # Modules that write for the run and not for the script: their files stay where they are.
 _OF_THE_RUN = ("evenstep.", "torch._", "torch.distributed.elastic.", "torch.utils.cpp_extension.", "triton.")
-# Modules of the run that wrap a function which the script calls say so, and are passed over: else the script's file
-# would be taken for the run's, and that of an earlier training overwritten.
-_WRAPS = "CALLS_FOR_THE_SCRIPT"
+# These stand between the script and a function that it calls: were they taken for the run's, the script's file would
+# overwrite that of an earlier training.
+_BETWEEN = f"{__name__.rpartition('.')[0]}."
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "safetensors"}  # they write for whoever calls them
 _GONE = ".gone"  # beside a place: the script has removed the file, which is still there
 
@@ -63,152 +63,121 @@ class Scratch:
         # In python 3.10 paths call the functions that were there when pathlib was imported.
         accessor: Any = getattr(pathlib, "_normal_accessor", None)
         for module in (builtins, io, accessor):
-            patches.replace(module, "open", self._opening)
+            # No function: a class that holds `open` as an attribute would make a method of it.
+            patches.replace(module, "open", lambda original: functools.partial(self._open, original))
         for module in (os, accessor):
-            for name in ("stat", "lstat"):
-                patches.replace(module, name, self._looking)
-            for name in ("remove", "unlink"):
-                patches.replace(module, name, self._removing)
-            for name in ("rename", "replace"):
-                patches.replace(module, name, self._renaming)
-            for name in ("chmod", "chown", "utime"):
-                patches.replace(module, name, self._changing)
-            patches.replace(module, "mkdir", self._making)
-        patches.replace(shutil, "rmtree", self._emptying)
-        patches.replace(tempfile, "mkdtemp", self._lending)
-        patches.replace(torch, "save", functools.partial(self._writing, argument=1))
-        patches.replace(torch, "load", self._reading)
-        patches.replace(Logger, "__init__", self._logging)
-        for name in ("safetensors.torch", "safetensors.numpy"):
+            for names, instead in (
+                (("stat", "lstat"), self._look),
+                (("remove", "unlink"), self._remove),
+                (("rename", "replace"), self._rename),
+                (("chmod", "chown", "utime"), self._change),
+                (("mkdir",), self._mkdir),
+            ):
+                for name in names:
+                    patches.around(module, name, instead)
+        patches.around(shutil, "rmtree", self._rmtree)
+        patches.around(tempfile, "mkdtemp", self._mkdtemp)
+        write, read = (
+            functools.partial(self._redirect, *each) for each in ((1, self._for_writing), (0, self._for_reading))
+        )
+        patches.around(torch, "save", write)
+        patches.around(torch, "load", read)
+        patches.around(Logger, "__init__", self._log)
+        for name in ("safetensors", "safetensors.torch", "safetensors.numpy"):
             module = importlib.import_module(name)
-            patches.replace(module, "serialize_file", functools.partial(self._writing, argument=1))
-            patches.replace(module, "safe_open", self._reading)
-        patches.replace(importlib.import_module("safetensors"), "safe_open", self._reading)
+            patches.around(module, "serialize_file", write)
+            patches.around(module, "safe_open", read)
 
     # ------------------------------------------------------------------ what a script calls
 
-    def _opening(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def open_elsewhere(file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
-            if isinstance(file, int) or self._is_own(file):
-                return original(file, mode, *arguments, **named)
-            if set(mode) & set("wax+"):
-                if "x" in mode and self._exists(file):
-                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(file))
-                return original(self._for_writing(file, keeps="w" not in mode), mode, *arguments, **named)
-            return original(self._for_reading(file), mode, *arguments, **named)
+    def _open(self, original: Callable[..., Any], file: Any, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        if isinstance(file, int) or self._is_own(file):
+            return original(file, mode, *arguments, **named)
+        if set(mode) & set("wax+"):
+            if "x" in mode and self._exists(file):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(file))
+            return original(self._for_writing(file, keeps="w" not in mode), mode, *arguments, **named)
+        return original(self._for_reading(file), mode, *arguments, **named)
 
-        # No function: a class that holds `open` as an attribute would make a method of it.
-        return functools.partial(open_elsewhere)
-
-    def _writing(self, original: Callable[..., Any], argument: int) -> Callable[..., Any]:
-        """A function that writes the file which one of its arguments names."""
-
-        def write(*arguments: Any, **named: Any) -> Any:
-            return original(*self._elsewhere(arguments, argument, named, self._for_writing), **named)
-
-        return write
-
-    def _reading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that reads the file which its first argument names."""
-
-        def read(*arguments: Any, **named: Any) -> Any:
-            return original(*self._elsewhere(arguments, 0, named, self._for_reading), **named)
-
-        return read
-
-    def _elsewhere(
-        self, arguments: Sequence[Any], number: int, named: dict[str, Any], place: Callable[[Any], Any]
-    ) -> list[Any]:
-        """The arguments of a call with another path, which is the one with a number or one of those by name."""
+    def _redirect(
+        self, number: int, place: Callable[[Any], Any], original: Callable[..., Any], *arguments: Any, **named: Any
+    ) -> Any:
+        """Call a function with another path, which is the argument with a number or one of those by name."""
         given = list(arguments)
         holder: Any = given if len(given) > number else named
         for key in (number,) if holder is given else named.keys() & {"f", "filename"}:
             if isinstance(holder[key], str | os.PathLike) and not self._is_own(holder[key]):
                 holder[key] = place(holder[key])
-        return given
+        return original(*given, **named)
 
-    def _looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def look(path: Any, *, dir_fd: int | None = None, **named: Any) -> Any:
-            if isinstance(path, int) or self._is_own(path, dir_fd):
-                return original(path, dir_fd=dir_fd, **named)
+    def _look(self, original: Callable[..., Any], path: Any, *, dir_fd: int | None = None, **named: Any) -> Any:
+        if not isinstance(path, int) and not self._is_own(path, dir_fd):
             file = _absolute(path, dir_fd)
             place = self._for_reading(file)
-            return original(path, dir_fd=dir_fd, **named) if place == file else original(place, **named)
+            if place != file:
+                return original(place, **named)
+        return original(path, dir_fd=dir_fd, **named)
 
-        return look
+    def _remove(self, original: Callable[..., Any], path: Any, *, dir_fd: int | None = None) -> None:
+        file = _absolute(path, dir_fd)
+        if self._is_own(path, dir_fd):
+            original(path, dir_fd=dir_fd)
+        elif not self._exists(file):
+            original(self._for_reading(file))  # the error is the system's
+        else:
+            self._note(file)
+            self._forget(file)
 
-    def _removing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def remove(path: Any, *, dir_fd: int | None = None) -> None:
-            file = _absolute(path, dir_fd)
-            if self._is_own(path, dir_fd):
-                original(path, dir_fd=dir_fd)
-            elif not self._exists(file):
-                original(self._for_reading(file))  # the error is the system's
-            else:
-                self._note(file)
-                self._forget(file)
+    def _rename(
+        self,
+        original: Callable[..., Any],
+        src: Any,
+        dst: Any,
+        *,
+        src_dir_fd: int | None = None,
+        dst_dir_fd: int | None = None,
+    ) -> None:
+        source, target = _absolute(src, src_dir_fd), _absolute(dst, dst_dir_fd)
+        if self._is_own(src, src_dir_fd) or not self._is_file(source):
+            original(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+            return
+        original(self._for_writing(source, keeps=True), self._for_writing(target))
+        self._forget(source)
 
-        return remove
+    def _change(
+        self, original: Callable[..., Any], path: Any, *arguments: Any, dir_fd: int | None = None, **named: Any
+    ) -> None:
+        """Change what the system keeps of a file: its mode, its owner, its times."""
+        if isinstance(path, int) or self._is_own(path, dir_fd) or not self._is_file(_absolute(path, dir_fd)):
+            original(path, *arguments, **({} if dir_fd is None else {"dir_fd": dir_fd}), **named)
+        else:
+            original(self._for_writing(_absolute(path, dir_fd), keeps=True), *arguments, **named)
 
-    def _renaming(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def rename(src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
-            source, target = _absolute(src, src_dir_fd), _absolute(dst, dst_dir_fd)
-            if self._is_own(src, src_dir_fd) or not self._is_file(source):
-                original(src, dst, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
-                return
-            original(self._for_writing(source, keeps=True), self._for_writing(target))
-            self._forget(source)
+    def _mkdir(self, original: Callable[..., Any], path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        if _absolute(path, dir_fd) in self._emptied:
+            self._emptied.discard(_absolute(path, dir_fd))
+        else:
+            original(path, mode, dir_fd=dir_fd)
 
-        return rename
+    def _rmtree(self, original: Callable[..., Any], path: Any, *arguments: Any, **named: Any) -> None:
+        directory = _absolute(path)
+        if self._is_own(path) or not os.path.isdir(directory):
+            original(path, *arguments, **named)
+            return
+        self._note(directory)
+        self._emptied.add(directory)
+        for folder, _, files in os.walk(directory):
+            for name in files:
+                os.remove(os.path.join(folder, name))
 
-    def _changing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that changes what the system keeps of a file: its mode, its owner, its times."""
+    def _mkdtemp(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        made = original(*arguments, **named)
+        self._own.add(os.path.abspath(os.fsdecode(made)))
+        return made
 
-        def change(path: Any, *arguments: Any, dir_fd: int | None = None, **named: Any) -> None:
-            if isinstance(path, int) or self._is_own(path, dir_fd) or not self._is_file(_absolute(path, dir_fd)):
-                original(path, *arguments, **({} if dir_fd is None else {"dir_fd": dir_fd}), **named)
-            else:
-                original(self._for_writing(_absolute(path, dir_fd), keeps=True), *arguments, **named)
-
-        return change
-
-    def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def mkdir(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-            if _absolute(path, dir_fd) in self._emptied:
-                self._emptied.discard(_absolute(path, dir_fd))
-            else:
-                original(path, mode, dir_fd=dir_fd)
-
-        return mkdir
-
-    def _emptying(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def rmtree(path: Any, *arguments: Any, **named: Any) -> None:
-            directory = _absolute(path)
-            if self._is_own(path) or not os.path.isdir(directory):
-                original(path, *arguments, **named)
-                return
-            self._note(directory)
-            self._emptied.add(directory)
-            for folder, _, files in os.walk(directory):
-                for name in files:
-                    os.remove(os.path.join(folder, name))
-
-        return rmtree
-
-    def _lending(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def mkdtemp(*arguments: Any, **named: Any) -> Any:
-            made = original(*arguments, **named)
-            self._own.add(os.path.abspath(os.fsdecode(made)))
-            return made
-
-        return mkdtemp
-
-    def _logging(self, make_logger: Callable[..., None]) -> Callable[..., None]:
-        def log_elsewhere(logger: Logger, directory: Any, **named: Any) -> None:
-            self._note(directory)
-            make_logger(logger, self._place(directory), **named)
-
-        return log_elsewhere
+    def _log(self, original: Callable[..., None], logger: Logger, directory: Any, **named: Any) -> None:
+        self._note(directory)
+        original(logger, self._place(directory), **named)
 
     # ------------------------------------------------------------------ where files are
 
@@ -295,8 +264,7 @@ def _caller() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        is_between = name == __name__ or frame.f_globals.get(_WRAPS, False)
-        if not is_between and name.partition(".")[0] not in _LIBRARIES:
+        if not name.startswith(_BETWEEN) and name.partition(".")[0] not in _LIBRARIES:
             return name
         if frame.f_back is None:
             break

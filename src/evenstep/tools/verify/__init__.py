@@ -3,14 +3,13 @@
 In reading order:
 
     ranks       `evenstep verify`: runs a script on several numbers of ranks, in float32 and float64
-    recorder    one rank of such a run: records what each step saw, computed and left behind
-    loaders     there: the same samples and global batches on any number of ranks
-    dropout     there: switched off, as masks would differ
+    rank        one rank of such a run: records what each step saw, computed and left behind
     double      there: the script in float64
     evidence    the record of a run: one line of JSON and two files a step
     compare     where two runs differ by more than rounding                      pure
     causes      what usually causes such a difference                            pure
     report      the result as a table and as JSON
     resume      `evenstep verify --resume`: runs, kills, resumes and compares
+    rehearsal   one rank of such a run: saves and dies as a plan says
     traces      where a resumed run differs from an undisturbed one              pure
 """

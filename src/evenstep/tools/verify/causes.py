@@ -10,7 +10,8 @@ Nothing here is a guess at the script's text. Each cause has evidence of its own
     divisor, average    the reference's gradient is a weighted sum of what the ranks' backward passes added, with other
                         weights than those that were applied: each was right, and only counted wrong
     batch norm          it is no such sum, and layers have normalised over one rank's share
-    batch statistics    it is no such sum, and a loss takes a mean over that share
+    batch statistics    it is no such sum, and a loss takes a mean, or a spread, over that share
+    pairs               it is no such sum, and a loss compares each sample of that share with each
     skipped             calls of a GradScaler's step that made none
     random              the random stream: ranks that share it, or that draw what a single process draws once; inputs
                         that repeat where the samples of the loaders don't
@@ -21,19 +22,33 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from evenstep.checks import counted
+from evenstep.tools.observing.graphs import OF_PAIRS, OVER_BATCH
 from evenstep.tools.observing.thresholds import SAME_WEIGHT
-from evenstep.tools.verify.evidence import OVER_BATCH, Run, Seen, data_ranks
+from evenstep.tools.verify.evidence import Run, Seen, data_ranks
 
 _MOST_PASSES = 64  # backward passes of all ranks in a step, above which their weights are not computed
-
 _SAME_NUMBERS = 1e-5  # relative distance of two sizes that float32 and float64 may compute of the same numbers
+
+# These lose or repeat work on several ranks. With the others a script is as right as torch's DDP is.
+_LOSES_WORK = ("repeated", "average", "divisor", "drift", "no gradient")
+# By kind, whose line of the script is named: see `Seen.lines`.
+_LINES = {
+    "repeated": ("loader", "model"),
+    "samples": ("loader", "model"),
+    "drift": ("model",),
+    "random": ("model",),
+    "batch norm": ("wrapper", "model"),
+    "settings": ("optimizer",),
+    "skipped": ("optimizer",),
+    "no gradient": ("optimizer",),
+}
 
 
 @dataclass(frozen=True)
@@ -43,18 +58,37 @@ class Cause:
     Attributes:
         kind: One word of the list above, for programs.
         text: What is wrong, by which evidence, and what to do.
+        path: The script's file; "" where no line is known.
+        line: The line in it.
     """
 
     kind: str
     text: str
+    path: str = ""
+    line: int = 0
+
+    @property
+    def is_note(self) -> bool:
+        """Whether it loses and repeats no work: right as torch's DDP is, but not what one process computes."""
+        return self.kind not in _LOSES_WORK
 
 
-OTHERS_SKIPPED = Cause(
-    "skipped",
-    "a GradScaler skipped other steps: gradients overflow in float16 on one number of ranks, and not on the other. The "
-    "scale is nearly too large, or the loss has another size. What steps compute can be compared when none is skipped: "
-    "give the scaler a smaller init_scale for that.",
-)
+def _cause(kind: str, text: str, seen: Seen, whose: Sequence[str] = ()) -> Cause:
+    """One with the line of the script, on a rank that shows it."""
+    whose = whose or _LINES.get(kind, ("loss",))
+    path, line = next((seen.lines[what] for what in whose if what in seen.lines), ("", 0))
+    return Cause(kind, text, path, line)
+
+
+def others_skipped(run: Run) -> Cause:
+    """A GradScaler has skipped other steps than in the other run."""
+    return _cause(
+        "skipped",
+        "a GradScaler skipped other steps: gradients overflow in float16 on one number of ranks, and not on the other. "
+        "The scale is nearly too large, or the loss has another size. What steps compute can be compared when none is "
+        "skipped: give the scaler a smaller init_scale for that.",
+        run.ranks[0][0],
+    )
 
 
 def find_causes(base: Run, run: Run, step: int, *, rounding: float) -> list[Cause]:
@@ -68,25 +102,38 @@ def find_causes(base: Run, run: Run, step: int, *, rounding: float) -> list[Caus
         step: The first step that differs, from 0.
         rounding: Relative rounding of both.
     """
+    return list(itertools.islice(_causes(base, run, step, rounding), 1))
+
+
+def _causes(base: Run, run: Run, step: int, rounding: float) -> Iterator[Cause]:
     seen, known = data_ranks(run.at(step)), data_ranks(base.at(step))
+    yield from _data(base, run, step)
+    yield from _drift(run, step)
+    yield from _branch(seen)
     weights = find_weights(base, run, step)
-    found = _data(base, run, step) or _drift(run, step) or _branch(seen)
-    if not found and weights is not None and weights.unexplained <= max(1e3 * rounding, 1e-9):
-        found = _counted_wrong(weights, base.num_ranks, known, seen)
-    elif not found:
+    if weights is not None and weights.unexplained <= max(1e3 * rounding, 1e-9):
+        yield from _counted_wrong(weights, base.num_ranks, known, seen)
+    else:
         has_passes = any(passes for each in seen for passes in each.virtual_ranks)
-        found = _own_statistics(seen, is_sure=weights is not None and has_passes)
-    return found or _settings(known, seen) or _draws(seen)
+        yield from _own_statistics(seen, is_sure=weights is not None and has_passes)
+    yield from _settings(known, seen)
+    if any(each.draws for each in seen):
+        yield _cause(
+            "random",
+            "random numbers in the forward pass, besides dropout: no two numbers of ranks draw the same. (verify "
+            "switches dropout off for the comparison, and can't do that with other draws.)",
+            seen[0],
+        )
 
 
 def find_faults(run: Run) -> list[Cause]:
     """What is wrong with a run on several ranks whether or not its gradients differ from those of another."""
     for step in range(run.num_steps):
         seen = data_ranks(run.at(step))
-        found = _shared_masks(seen) + _same_data(run, step) + _drift(run, step) + _undivided(seen)
+        found = [*_shared_masks(seen), *_same_data(run, step), *_drift(run, step), *_undivided(seen)]
         if found:
             return found
-    return _no_gradient(run)
+    return list(_no_gradient(run))
 
 
 def find_unseeded(base: Run, again: Run) -> list[Cause]:
@@ -94,80 +141,114 @@ def find_unseeded(base: Run, again: Run) -> list[Cause]:
     for ours, theirs in zip(base.at(0), again.at(0), strict=True):
         both = [(name, size, theirs.initial.get(name, size)) for name, size in ours.initial.items()]
         other = next((name for name, size, twin in both if abs(size - twin) > _SAME_NUMBERS * size), "")
-        if other or ours.loaded != theirs.loaded:
-            _, _, parameter = other.partition("param/")
-            what = f"the initial {parameter!r}" if parameter else "the samples of step 1"
+        _, _, parameter = other.partition("param/")
+        # In reproducible mode dropout draws, by streams of the virtual ranks; elsewhere it is off, and may be unseeded.
+        draws_others = ours.virtual_ranks_of_run and ours.dropouts[:1] != theirs.dropouts[:1]
+        if other or ours.loaded != theirs.loaded or draws_others:
+            is_of_data = ours.loaded != theirs.loaded or other == "inputs"
+            what = "the samples of step 1" if is_of_data else "the random numbers of the virtual ranks"
+            what = f"the initial {parameter!r}" if parameter else what
             return [
-                Cause(
+                _cause(
                     "not seeded",
                     f"not seeded: two runs on {counted(base.num_ranks, 'rank')} differ in {what}, so runs on other "
                     f"numbers of ranks can't be compared. Seed before the first random number (a random_split draws "
-                    f"some): torch.manual_seed(0), and random.seed and numpy.random.seed where the script uses them.",
+                    f"some): torch.manual_seed(0), and random.seed and numpy.random.seed where the script uses them; "
+                    f"evenstep.init(seed=0) where virtual ranks draw.",
+                    ours,
+                    whose=("model",) if parameter else ("loader", "model"),
                 )
             ]
     return []
 
 
-def _no_gradient(run: Run) -> list[Cause]:
+def _no_gradient(run: Run) -> Iterator[Cause]:
     steps = range(run.num_steps)
     if len(steps) < 2 or any(seen.has_hidden for seen in run.ranks[0]):  # a first step may have no gradient yet
-        return []
-    if any(bool(value.any()) for step in steps for name, value in run.values(step).items() if name.startswith("grad/")):
-        return []
-    return [
-        Cause(
+        return
+    gradients = (value for step in steps for name, value in run.values(step).items() if name.startswith("grad/"))
+    if not any(bool(value.any()) for value in gradients):
+        yield _cause(
             "no gradient",
             f"every gradient of {len(steps)} steps is zero, or none arrives at the optimizer: nothing is trained, and "
             f"that bits are equal says nothing. Look for zero_grad between backward and step, a loss that was "
             f"multiplied by 0, or one that doesn't depend on the parameters.",
+            run.ranks[0][0],
         )
-    ]
 
 
-def _data(base: Run, run: Run, step: int) -> list[Cause]:
+# ---------------------------------------------------------------------- data
+
+
+def _data(base: Run, run: Run, step: int) -> Iterator[Cause]:
     """The samples of a global batch, as a multiset: other ones, or the same ones more often."""
-    ours, theirs = _samples(data_ranks(base.at(step))), _samples(data_ranks(run.at(step)))
+    seen = data_ranks(run.at(step))
+    ours, theirs = _samples(data_ranks(base.at(step))), _samples(seen)
     if not ours or not theirs or ours == theirs:
-        return []
+        return
     more, fewer = theirs - ours, ours - theirs
     total, expected = sum(theirs.values()), sum(ours.values())
     repeated = sum(min(count, theirs[each] - 1) for each, count in more.items() if theirs[each] > 1)
-    when, received = f"in step {step + 1}, {repeated} of the {total} samples", _by_whom(data_ranks(run.at(step)))
+    when, by_whom = f"in step {step + 1}, {repeated} of the {total} samples", _by_whom(seen)
     if not repeated:
         # Ranks with orders of their own see each other's samples sooner or later.
         steps = range(min(base.num_steps, run.num_steps))
         repeated = max(0, _num_repeated(run, steps) - _num_repeated(base, steps))
-        when, received = f"within {len(steps)} steps, {repeated} of the samples", ""
-    if repeated and _is_drawn(run, step):
-        return _same_numbers(f"{when}{received}")
+        when, by_whom = f"within {len(steps)} steps, {repeated} of the samples", ""
     if repeated:
         left_out = f", and {sum(fewer.values())} of the {expected} of step {step + 1} are left out" if fewer else ""
-        return [
-            Cause(
-                "repeated",
-                f"data seen twice: {when} of {run.num_ranks} ranks are repetitions{received}{left_out}. Divide the "
-                f"data over the ranks: evenstep.DataLoader(global_batch_size=), or a DistributedSampler that knows rank"
-                f" and number of ranks, with one seed. (At an epoch's end torch's sampler repeats samples, too.)",
-            )
-        ]
-    if total != expected:
-        return [
-            Cause(
-                "samples",
-                f"the global batch depends on the number of ranks: {expected} samples on {base.num_ranks}, {total} on "
-                f"{run.num_ranks}. verify sees to the batch sizes of torch's DataLoader alone; divide others by the "
-                f"number of ranks, or use evenstep.DataLoader(global_batch_size=).",
-            )
-        ]
-    return [
-        Cause(
+        yield _repetition(f"{when} of {run.num_ranks} ranks are repetitions{by_whom}{left_out}", seen)
+    elif total != expected:
+        yield _cause(
+            "samples",
+            f"the global batch depends on the number of ranks: {expected} samples on {base.num_ranks}, {total} on "
+            f"{run.num_ranks}. verify sees to the batch sizes of torch's DataLoader alone; divide others by the "
+            f"number of ranks, or use evenstep.DataLoader(global_batch_size=).",
+            seen[0],
+        )
+    else:
+        yield _cause(
             "samples",
             f"other samples: {sum(more.values())} of the {total} of step {step + 1} are not those that "
             f"{counted(base.num_ranks, 'rank')} saw, and none comes twice. The order of the data depends on the number "
             f"of ranks (each reads a part of its own, or a seed differs), or random numbers are added to them in the "
             f"loop.",
+            seen[0],
         )
-    ]
+
+
+def _same_data(run: Run, step: int) -> Iterator[Cause]:
+    seen = data_ranks(run.at(step))
+    if len(seen) > 1 and seen[0].num_rows and all(each.rows == seen[0].rows for each in seen):
+        yield _repetition(f"all {len(seen)} ranks see the same {seen[0].num_rows} samples in step {step + 1}", seen)
+
+
+def _repetition(which: str, seen: Sequence[Seen]) -> Cause:
+    """Inputs that come twice: data, or random numbers where each rank has data of its own."""
+    loaded = [set(each.loaded) for each in seen]
+    if all(loaded) and len(set().union(*loaded)) == sum(map(len, loaded)):
+        return _cause(
+            "random",
+            f"the same random numbers on several ranks: {which}, and the loaders give each rank samples of its own. "
+            f"What the script draws as input must differ between ranks: seed them differently once the model is made "
+            f"(numpy and random, too), or draw for the global batch and take this rank's part.",
+            seen[0],
+        )
+    if not any(loaded):
+        return _cause(
+            "repeated",
+            f"the same inputs on several ranks: {which}, and no loader has given them. Let each rank take a part of "
+            f"its own of the data, or seed the ranks differently if the script draws its inputs, once the model is "
+            f"made: torch.manual_seed(seed + rank).",
+            seen[0],
+        )
+    return _cause(
+        "repeated",
+        f"data seen twice: {which}. Divide the data over the ranks: evenstep.DataLoader(global_batch_size=), or a "
+        f"DistributedSampler that knows rank and number of ranks, with one seed. (At an epoch's end torch's sampler "
+        f"repeats samples, too.)",
+        seen[0],
+    )
 
 
 def _by_whom(seen: Sequence[Seen]) -> str:
@@ -186,95 +267,63 @@ def _samples(ranks: Sequence[Seen]) -> Counter[str]:
     return Counter(row for seen in ranks for rows in seen.rows for row in rows)
 
 
-def _is_drawn(run: Run, step: int) -> bool:
-    """Whether loaders have given each rank samples of its own: inputs that repeat are no data."""
-    loaded = [set(seen.loaded) for seen in data_ranks(run.at(step))]
-    return all(loaded) and len(set().union(*loaded)) == sum(map(len, loaded))
+# ---------------------------------------------------------------------- ranks that differ
 
 
-def _same_numbers(which: str) -> list[Cause]:
-    return [
-        Cause(
-            "random",
-            f"the same random numbers on several ranks: {which} are the same, and the loaders give each rank samples "
-            f"of its own. What the script draws as input must differ between ranks: seed them differently once the "
-            f"model is made (numpy and random, too), or draw for the global batch and take this rank's part.",
-        )
-    ]
-
-
-def _same_data(run: Run, step: int) -> list[Cause]:
-    seen = data_ranks(run.at(step))
-    if len(seen) < 2 or not seen[0].num_rows or any(each.rows != seen[0].rows for each in seen):
-        return []
-    if _is_drawn(run, step):
-        return _same_numbers(f"the {seen[0].num_rows} inputs of each of {len(seen)} ranks in step {step + 1}")
-    return [
-        Cause(
-            "repeated",
-            f"data seen twice: all {len(seen)} ranks see the same {seen[0].num_rows} samples. Divide the data over the "
-            f"ranks: evenstep.DataLoader(global_batch_size=), or a DistributedSampler.",
-        )
-    ]
-
-
-def _drift(run: Run, step: int) -> list[Cause]:
+def _drift(run: Run, step: int) -> Iterator[Cause]:
     seen = run.at(step)
     for kind, what in (("grad/", "gradient"), ("param/", "parameter")):
         for name, digest in seen[0].digests.items():
             other = next((rank for rank, each in enumerate(seen) if each.digests.get(name) != digest), None)
             if name.startswith(kind) and other is not None:
-                return [
-                    Cause(
-                        "drift",
-                        f"replicas drift apart: in step {step + 1} {what} {name.partition('/')[2]!r} of rank {other} "
-                        f"is not rank 0's. Gradients are not exchanged (a model that isn't wrapped, or called by its "
-                        f"`.module`; no_sync around the last pass), or a rank changes its own.",
-                    )
-                ]
-    return []
+                yield _cause(
+                    "drift",
+                    f"replicas drift apart: in step {step + 1} {what} {name.partition('/')[2]!r} of rank {other} "
+                    f"is not rank 0's. Gradients are not exchanged (a model that isn't wrapped, or called by its "
+                    f"`.module`; no_sync around the last pass), or a rank changes its own.",
+                    seen[0],
+                )
+                return
 
 
-def _settings(known: Sequence[Seen], seen: Sequence[Seen]) -> list[Cause]:
-    ours = known[0].settings
+def _settings(known: Sequence[Seen], seen: Sequence[Seen]) -> Iterator[Cause]:
     for rank, each in enumerate(seen):
-        for group, (a, b) in enumerate(zip(ours, each.settings, strict=False)):
-            name = next((key for key in a if a[key] != b.get(key, a[key])), None)
-            if name is not None:
-                return [
-                    Cause(
-                        "settings",
-                        f"the optimizer steps with another {name}: {a[name]:g} on {counted(len(known), 'rank')}, "
-                        f"{b[name]:g} on rank {rank} of {len(seen)} (group {group}). It depends on the rank or on "
-                        f"their number.",
-                    )
-                ]
-    return []
+        for group, (a, b) in enumerate(zip(known[0].settings, each.settings, strict=False)):
+            for name in (key for key in a if a[key] != b.get(key, a[key])):
+                yield _cause(
+                    "settings",
+                    f"the optimizer steps with another {name}: {a[name]:g} on {counted(len(known), 'rank')}, "
+                    f"{b[name]:g} on rank {rank} of {len(seen)} (group {group}). It depends on the rank or on "
+                    f"their number.",
+                    each,
+                )
 
 
-def _branch(seen: Sequence[Seen]) -> list[Cause]:
+def _branch(seen: Sequence[Seen]) -> Iterator[Cause]:
     """Ranks that have samples run the same modules and build the same graphs, unless they look at their rank."""
     working = [(rank, each) for rank, each in enumerate(seen) if each.graphs and each.num_rows]
     for (first, a), (second, b) in itertools.pairwise(working):
+        ours, theirs = _kinds(a), _kinds(b)
         evidence = ""
         if a.modules != b.modules:
             evidence = _module_evidence(first, a.modules, second, b.modules)
-        elif a.graphs[0] != b.graphs[0]:
-            kinds = sorted(set(a.graphs[0]) | set(b.graphs[0]))
-            kind = next(each for each in kinds if a.graphs[0].get(each, 0) != b.graphs[0].get(each, 0))
+        elif ours != theirs:
+            kind = next(each for each in sorted(ours | theirs) if ours[each] != theirs[each])
             evidence = (
-                f"the graph of rank {first}'s loss has {a.graphs[0].get(kind, 0)} nodes {kind}, and that of rank "
-                f"{second} {b.graphs[0].get(kind, 0)}"
+                f"the graph of rank {first}'s loss has {ours[kind]} nodes {kind}, and that of rank {second} "
+                f"{theirs[kind]}"
             )
         if evidence:
-            return [
-                Cause(
-                    "branch",
-                    f"a rank-dependent branch: {evidence}. What is computed for the gradient may not depend on the "
-                    f"rank.",
-                )
-            ]
-    return []
+            text = f"a rank-dependent branch: {evidence}. What is computed for the gradient may not depend on the rank."
+            yield _cause("branch", text, b)
+
+
+def _kinds(seen: Seen) -> Counter[str]:
+    """Nodes of the first graph by kind. What is behind a kind's name depends on the size of a rank's batch."""
+    counts: Counter[str] = Counter()
+    for name, count in seen.graphs[0].items():
+        counts[name.removesuffix(OVER_BATCH).removesuffix(OF_PAIRS)] += count
+    return counts
 
 
 def _module_evidence(first: int, ours: list[str], second: int, theirs: list[str]) -> str:
@@ -285,122 +334,106 @@ def _module_evidence(first: int, ours: list[str], second: int, theirs: list[str]
     return f"ranks {first} and {second} run their modules in another order, or more often"
 
 
-def _counted_wrong(weights: Weights, num_base: int, known: Sequence[Seen], seen: Sequence[Seen]) -> list[Cause]:
-    """Each pass has added the right gradient: only the weights are wrong, all of them or some."""
-    right, applied = torch.tensor(weights.right, device="cpu"), torch.tensor(weights.applied, device="cpu")
-    ratios = applied / right
-    passes = max(len(each.virtual_ranks) for each in seen), max(len(each.virtual_ranks) for each in known)
-    if not bool(ratios.isfinite().all()) or float(ratios.abs().max()) == 0:
-        return []
-    if float((ratios - ratios.mean()).abs().max()) > SAME_WEIGHT * float(ratios.abs().mean()):
-        rank_of = [rank for rank, each in enumerate(seen) for _ in each.virtual_ranks]
-        shares = [
-            (float(sum(part[i] for i, owner in enumerate(rank_of) if owner == rank)), rank)
-            for rank in range(len(seen))
-            for part in (right, applied)
-        ]
-        received = ", ".join(
-            f"rank {rank} by {shares[2 * rank + 1][0]:.4g} instead of {shares[2 * rank][0]:.4g}"
-            for rank in range(min(len(seen), 4))
-        )
-        return [
-            Cause(
-                "average",
-                f"a loss averaged over the wrong number: each rank's gradient is right, and counts by the wrong "
-                f"weight ({received}). Ranks average over different numbers of samples or tokens, and the mean of "
-                f"their means is not the global mean: model.backward(loss, weight=what it was averaged over).",
-            )
-        ]
-    ratio = float(ratios.mean())
-    if abs(ratio - 1) <= SAME_WEIGHT:
-        return []
-    if max(passes) > 1:
-        return [
-            Cause(
-                "divisor",
-                f"a wrong accumulation divisor: the gradient of {len(seen)} ranks is {ratio:.4g} times that of "
-                f"{counted(num_base, 'rank')}, with {passes[0]} backward passes a step on each rank against "
-                f"{passes[1]}. Divide by the passes that a rank makes (gradients are averaged over ranks already), or "
-                f"call model.backward(loss, weight=len(x)) in each.",
-            )
-        ]
-    return [
-        Cause(
-            "average",
-            f"a loss averaged over the wrong number: the gradient of {len(seen)} ranks is {ratio:.4g} times that of "
-            f"{counted(num_base, 'rank')}, in all parameters. Gradients are averaged over ranks: the loss must be the "
-            f"mean over this rank's samples, divided neither by the number of ranks nor by the global batch, and not "
-            f"their sum.",
-        )
-    ]
-
-
-def _own_statistics(seen: Sequence[Seen], *, is_sure: bool) -> list[Cause]:
-    names = seen[0].unsynced
-    means = [name for graph in seen[0].graphs for name in graph if name.endswith(OVER_BATCH)]
-    if len(seen) < 2 or not (names or means):
-        return []
-    if not names:
-        return [
-            Cause(
-                "batch statistics",
-                f"a mean over the batch inside the loss ({means[0]}): each rank takes that of its own share, and no "
-                f"weighting of the ranks' gradients gives that of the whole batch. Average it over the ranks, with its "
-                f"gradient (torch.distributed.nn.functional.all_reduce), or keep to one process's batch.",
-            )
-        ]
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    proof = ", and no weighting of the ranks' gradients gives that of the whole batch" if is_sure else ""
-    return [
-        Cause(
-            "batch norm",
-            f"batch norm without synchronisation: {names[0]!r}{more} normalised by the statistics of each rank's own "
-            f"share{proof}. evenstep.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping it.",
-        )
-    ]
-
-
-def _draws(seen: Sequence[Seen]) -> list[Cause]:
-    if not any(each.draws for each in seen):
-        return []
-    return [
-        Cause(
-            "random",
-            "random numbers in the forward pass, besides dropout: no two numbers of ranks draw the same. (verify "
-            "switches dropout off for the comparison, and can't do that with other draws.)",
-        )
-    ]
-
-
-def _shared_masks(seen: Sequence[Seen]) -> list[Cause]:
+def _shared_masks(seen: Sequence[Seen]) -> Iterator[Cause]:
     states = {rank: each.dropouts[0] for rank, each in enumerate(seen) if each.dropouts}
-    pairs = itertools.combinations(states, 2)
-    return [
-        Cause(
-            "random",
-            f"random state shared between ranks: ranks {first} and {second} draw the same dropout masks, so "
-            f"their shares of the batch lose the same units. Seed the ranks differently once the model is "
-            f"made, torch.manual_seed(seed + rank); evenstep.init(seed=) does.",
-        )
-        for first, second in pairs
-        if states[first] == states[second]
-    ][:1]
+    for first, second in itertools.combinations(states, 2):
+        if states[first] == states[second]:
+            yield _cause(
+                "random",
+                f"random state shared between ranks: ranks {first} and {second} draw the same dropout masks, so "
+                f"their shares of the batch lose the same units. Seed the ranks differently once the model is "
+                f"made, torch.manual_seed(seed + rank); evenstep.init(seed=) does.",
+                seen[second],
+            )
+            return
 
 
-def _undivided(seen: Sequence[Seen]) -> list[Cause]:
+# ---------------------------------------------------------------------- gradients
+
+
+def _undivided(seen: Sequence[Seen]) -> Iterator[Cause]:
     for rank, each in enumerate(seen):
         passes = len(each.losses)
         # Virtual ranks of reproducible mode are averaged over, as ranks are.
         if each.held_back and not each.virtual_ranks_of_run and passes > 1 and each.means == passes:
-            return [
-                Cause(
-                    "divisor",
-                    f"a wrong accumulation divisor: rank {rank} adds up {passes} backward passes, each of a mean over "
-                    f"its own samples and divided by nothing, so the gradient is {passes} times that of their mean. "
-                    f"Divide each loss by {passes}, or call model.backward(loss, weight=len(x)).",
-                )
-            ]
-    return []
+            yield _cause(
+                "divisor",
+                f"a wrong accumulation divisor: rank {rank} adds up {passes} backward passes, each of a mean over "
+                f"its own samples and divided by nothing, so the gradient is {passes} times that of their mean. "
+                f"Divide each loss by {passes}, or call model.backward(loss, weight=len(x)).",
+                each,
+            )
+            return
+
+
+def _counted_wrong(weights: Weights, num_base: int, known: Sequence[Seen], seen: Sequence[Seen]) -> Iterator[Cause]:
+    """Each pass has added the right gradient: only the weights are wrong, all of them or some."""
+    right, applied = torch.tensor(weights.right, device="cpu"), torch.tensor(weights.applied, device="cpu")
+    ratios = applied / right
+    ratio = float(ratios.mean())
+    if not bool(ratios.isfinite().all()) or float(ratios.abs().max()) == 0:
+        return
+    if float((ratios - ratio).abs().max()) > SAME_WEIGHT * float(ratios.abs().mean()):
+        owners = torch.tensor([rank for rank, each in enumerate(seen) for _ in each.virtual_ranks], device="cpu")
+        received = ", ".join(
+            f"rank {rank} by {float(applied[owners == rank].sum()):.4g} instead of "
+            f"{float(right[owners == rank].sum()):.4g}"
+            for rank in range(min(len(seen), 4))
+        )
+        yield _cause(
+            "average",
+            f"a loss averaged over the wrong number: each rank's gradient is right, and counts by the wrong "
+            f"weight ({received}). Ranks average over different numbers of samples or tokens, and the mean of "
+            f"their means is not the global mean: model.backward(loss, weight=what it was averaged over).",
+            seen[0],
+        )
+    elif abs(ratio - 1) > SAME_WEIGHT:
+        times = f"the gradient of {len(seen)} ranks is {ratio:.4g} times that of {counted(num_base, 'rank')}"
+        passes = max(len(each.virtual_ranks) for each in seen), max(len(each.virtual_ranks) for each in known)
+        if max(passes) > 1:
+            yield _cause(
+                "divisor",
+                f"a wrong accumulation divisor: {times}, with {passes[0]} backward passes a step on each rank against "
+                f"{passes[1]}. Divide by the passes that a rank makes (gradients are averaged over ranks already), or "
+                f"call model.backward(loss, weight=len(x)) in each.",
+                seen[0],
+            )
+        else:
+            yield _cause(
+                "average",
+                f"a loss averaged over the wrong number: {times}, in all parameters. Gradients are averaged over "
+                f"ranks: the loss must be the mean over this rank's samples, divided neither by the number of ranks "
+                f"nor by the global batch, and not their sum.",
+                seen[0],
+            )
+
+
+def _own_statistics(seen: Sequence[Seen], *, is_sure: bool) -> Iterator[Cause]:
+    if len(seen) < 2:
+        return
+    names = seen[0].unsynced
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        proof = ", and no weighting of the ranks' gradients gives that of the whole batch" if is_sure else ""
+        yield _cause(
+            "batch norm",
+            f"batch norm without synchronisation: {names[0]!r}{more} normalised by the statistics of each rank's own "
+            f"share{proof}. evenstep.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping it.",
+            seen[0],
+        )
+    for mark, kind, what, mend in (
+        (OVER_BATCH, "batch statistics", "a mean or a spread over the batch inside the loss", "Average it"),
+        (OF_PAIRS, "pairs", "a loss that compares each sample with each", "Gather the samples"),
+    ):
+        nodes = [name for graph in seen[0].graphs for name in graph if name.endswith(mark)]
+        if nodes:
+            yield _cause(
+                kind,
+                f"{what} ({nodes[0]}): each rank takes its own share alone, and no weighting of the ranks' gradients "
+                f"gives that of the whole batch. {mend} over the ranks, with the gradient "
+                f"(torch.distributed.nn.functional), or keep to one process's batch.",
+                seen[0],
+            )
 
 
 @dataclass(frozen=True)

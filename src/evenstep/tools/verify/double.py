@@ -9,7 +9,6 @@ out that a GradScaler has skipped in the run that this one is compared with.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import inspect
 import sys
@@ -23,86 +22,57 @@ from torch.overrides import TorchFunctionMode
 
 from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.ground.compat.torch_autograd import without_torch_function
-from evenstep.replica.wrapper.distributed import DistributedDataParallel
 from evenstep.tools.observing.patching import Patches
+from evenstep.tools.observing.record import Ended, Subscriber
 
 _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 _TO = Tensor.to
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
-def compute_in_double(patches: Patches, *, is_sharded: bool = False) -> None:
+class InDouble(Subscriber):
     """From now on models are converted, and what they compute is float64.
 
     Args:
         patches: Undoes it.
         is_sharded: The script uses `fully_shard`, whose mixed precision is left out.
     """
-    entered = contextlib.ExitStack()
-    entered.enter_context(_Widening())
-    patches.later(entered.close)
 
-    def wrapped(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            original(self, widen(module), *args, **kwargs)
-            _keep_group_longer(self)
+    def __init__(self, patches: Patches, *, is_sharded: bool = False) -> None:
+        entered = contextlib.ExitStack()
+        entered.enter_context(_Widening())
+        patches.later(entered.close)
+        if is_sharded:
+            patches.around(importlib.import_module("torch.distributed.fsdp"), "fully_shard", _divide)
+        patches.around(nn.RNNBase, "check_input", _check_input)
+        patches.around(torch.amp.GradScaler, "__init__", _scale_nothing)
+        for name in ("parallelize", "attach"):
+            patches.around(sys.modules["evenstep"], name, _divide)
 
-        return init
-
-    if is_sharded:
-        patches.replace(importlib.import_module("torch.distributed.fsdp"), "fully_shard", _shards_widened)
-    patches.replace(nn.RNNBase, "check_input", _checks_widened)
-    patches.replace(torch.amp.GradScaler, "__init__", _scales_nothing)
-    # Before it is wrapped: buckets are laid out by the dtype of the parameters.
-    for kind in (nn.parallel.DistributedDataParallel, DistributedDataParallel):
-        patches.replace(kind, "__init__", wrapped)
-    package = sys.modules["evenstep"]
-    for name in ("parallelize", "attach"):
-        patches.replace(package, name, _divides_widened)
+    def wrap(self, wrapper: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Ended:
+        """Before it is wrapped: buckets are laid out by the dtype of the parameters."""
+        widen(module)
+        return lambda: _keep_group_longer(wrapper)
 
 
-def _shards_widened(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def fully_shard(module: Any, *args: Any, mp_policy: Any = None, **kwargs: Any) -> Any:
-        for each in module if isinstance(module, list) else [module]:
-            widen(each)
-        return original(module, *args, **kwargs)
-
-    return fully_shard
+def _divide(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    kwargs.pop("mp_policy", None)
+    for each in module if isinstance(module, list) else [module]:
+        widen(each)
+    return original(module, *args, **kwargs)
 
 
-def _divides_widened(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def divide(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("mp_policy", None)
-        return original(widen(module), *args, **kwargs)
-
-    return divide
-
-
-def _checks_widened(check: Callable[..., None]) -> Callable[..., None]:
+def _check_input(original: Callable[..., None], self: nn.RNNBase, input: Tensor, *arguments: Any) -> None:
     """Recurrent layers compare their input's dtype with their weights' before anything meets a float64 tensor."""
-
-    @functools.wraps(check)
-    def check_input(self: nn.RNNBase, input: Tensor, *arguments: Any) -> None:
-        is_wide = next(self.parameters()).dtype == torch.float64
-        check(self, _widened(input) if is_wide else input, *arguments)
-
-    return check_input
+    is_wide = next(self.parameters()).dtype == torch.float64
+    original(self, _widened(input) if is_wide else input, *arguments)
 
 
-def _scales_nothing(original: Callable[..., None]) -> Callable[..., None]:
+def _scale_nothing(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Float64 has room enough, and a loss of another size could not be compared."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def init(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs)
-        given.arguments["enabled"] = False
-        original(*given.args, **given.kwargs)
-
-    return init
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.arguments["enabled"] = False
+    original(*given.args, **given.kwargs)
 
 
 def _keep_group_longer(replica: Any) -> None:

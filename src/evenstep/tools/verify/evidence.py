@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,45 +12,36 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from evenstep.checkpoint.format.payload import bytes_of
+from evenstep.tools.observing import launch
+from evenstep.tools.observing.script import Place
 
 Values = Mapping[str, Tensor]
 
 MOST_ELEMENTS = 1 << 22  # of a tensor that are compared by value; of larger ones, as many evenly drawn
-OVER_BATCH = " over the batch"  # behind the name of a node that takes a mean over samples inside a loss
 NUM_PROBES = 256  # elements of each gradient, evenly drawn, that every rank keeps of every backward pass
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(launch.Plan):
     """The instructions for a rank that records.
 
     Attributes:
-        directory: Where to.
         num_steps: After so many steps of an optimizer the script ends.
-        world_size: Ranks of this run; the last one to finish lets the others go.
+        world_size: Ranks of this run.
         in_double: Compute in float64.
         batch_sizes: Of torch's loaders in the order in which they are made, (as the script passes it, instead of it).
         is_sharded: An earlier run has seen FSDP2.
         skipped: Calls of a GradScaler's `step`, counted from 0, that make none; in float64, what overflowed without.
+        script: Path of the script, whose lines are named.
     """
 
-    directory: str
     num_steps: int
     world_size: int
     in_double: bool = False
     batch_sizes: Sequence[Sequence[int]] = ()
     is_sharded: bool = False
     skipped: Sequence[int] = ()
-
-    def write(self, path: Path) -> None:
-        """Leave it for the ranks."""
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> Plan:
-        """What `write` left."""
-        return cls(**json.loads(path.read_text()))
+    script: str = ""
 
 
 @dataclass
@@ -82,6 +72,8 @@ class Seen:
             empty: none, or only itself.
         is_sharded: Whether FSDP2 has divided a model.
         skipped: Calls of a GradScaler's `step`, counted from 0, since the step before, that have made none.
+        lines: File and line of the script that made the "loader" and the "wrapper", called the "model", began the
+            backward pass of the "loss", and called the "optimizer"'s step; the newest of each.
     """
 
     rows: list[list[str]] = field(default_factory=list)
@@ -104,6 +96,7 @@ class Seen:
     shares_with: list[int] = field(default_factory=list)
     is_sharded: bool = False
     skipped: list[int] = field(default_factory=list)
+    lines: dict[str, Place] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -161,34 +154,19 @@ def data_ranks(seen: Sequence[Seen]) -> list[Seen]:
     return [each for rank, each in enumerate(seen) if min(each.shares_with, default=rank) == rank]
 
 
-class Writer:
-    """Writes what one rank sees."""
-
-    def __init__(self, plan: Plan, rank: int) -> None:
-        self._directory = Path(plan.directory)
-        self._rank = rank
-
-    def write(self, step: int, seen: Seen, values: Values, probes: Values) -> None:
-        """Add a step. Values (`thinned`) are rank 0's alone: the others' are equal, or their digests say so."""
-        if self._rank == 0:
-            save_file(dict(values), self._directory / _values_name(step))
-        if probes:
-            save_file(dict(probes), self._directory / _probes_name(self._rank, step))
-        with (self._directory / f"rank-{self._rank}.jsonl").open("a") as file:
-            file.write(json.dumps(asdict(seen)) + "\n")
-
-    def finish(self) -> None:
-        """Say that this rank is done."""
-        (self._directory / f"done-{self._rank}").touch()
-
-
-def num_finished(plan: Plan) -> int:
-    """Ranks that are done."""
-    return len(list(Path(plan.directory).glob("done-*")))
+def write_step(plan: Plan, rank: int, step: int, seen: Seen, values: Values, probes: Values) -> None:
+    """Add a step of a rank. Values (`thinned`) are rank 0's alone: the others' are equal, or their digests say so."""
+    directory = Path(plan.directory)
+    if rank == 0:
+        save_file(dict(values), directory / _values_name(step))
+    if probes:
+        save_file(dict(probes), directory / _probes_name(rank, step))
+    with (directory / f"rank-{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(asdict(seen)) + "\n")
 
 
 def read_run(directory: Path, num_ranks: int) -> Run:
-    """Read the files of a run's `Writer`s; tensors are read on access."""
+    """Read what the ranks of a run have written; tensors are read on access."""
 
     def steps_of(rank: int) -> list[Seen]:
         path = directory / f"rank-{rank}.jsonl"
@@ -207,7 +185,8 @@ def read_run(directory: Path, num_ranks: int) -> Run:
 
 def _seen(received: dict[str, Any]) -> Seen:
     losses = [(value, weight) for value, weight in received.pop("losses")]
-    return Seen(**received, losses=losses)
+    lines = {what: (file, line) for what, (file, line) in received.pop("lines").items()}
+    return Seen(**received, losses=losses, lines=lines)
 
 
 def _values_name(step: int) -> str:
@@ -216,11 +195,6 @@ def _values_name(step: int) -> str:
 
 def _probes_name(rank: int, step: int) -> str:
     return f"probes-{rank}-{step}.safetensors"
-
-
-def digest(tensor: Tensor) -> str:
-    """64 bits that two tensors share if their bits are equal, and otherwise don't."""
-    return hashlib.blake2b(bytes_of(tensor.detach().cpu().contiguous()), digest_size=8).hexdigest()
 
 
 def thinned(tensor: Tensor) -> Tensor:

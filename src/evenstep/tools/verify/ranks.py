@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +12,14 @@ from evenstep.ground.environment import openmp_threads, with_settings
 from evenstep.launcher.options.resources import count_cores
 from evenstep.named_files import validate_script
 from evenstep.temporary import private_directory
-from evenstep.tools.observing.rehearsal import RehearsalPlan
+from evenstep.tools.observing.launch import Observed, launched
 from evenstep.tools.observing.thresholds import COARSE
 from evenstep.tools.verify import causes, compare
 from evenstep.tools.verify.evidence import Plan, Run, read_run
-from evenstep.tools.verify.loaders import sizes_for
+from evenstep.tools.verify.rehearsal import RehearsalPlan
 from evenstep.tools.verify.report import Report, Verdict
+
+MODULE = "evenstep.tools.verify.rank"  # what becomes the script in each rank
 
 Start = Callable[[Path, Path, int], "tuple[int, str]"]
 
@@ -59,9 +59,7 @@ def verify_ranks(
     if num_steps < 1:
         raise ConfigurationError(f"--steps {num_steps}: at least 1.")
     with private_directory("verify") as root:
-        launch = start or _launcher(
-            script, arguments, device=device, threads=_threads_for(max(ranks)), most_ranks=max(ranks)
-        )
+        launch = start or _launcher(Observed(MODULE, script, arguments, max(ranks), device, _threads_for(max(ranks))))
         runs = _Runs(root, script, sorted(set(ranks)), num_steps, launch, say)
         runs.make()
         verdicts = [_verdict(runs, number) for number in runs.numbers[1:]]
@@ -118,7 +116,7 @@ class _Runs:
                 f"{number}. Choose numbers of ranks that divide each other."
             )
         skipped = self.of(number).skipped if in_double else ()
-        plan = Plan(str(directory), self._num_steps, number, in_double, sizes, self._is_sharded, skipped)
+        plan = Plan(str(directory), self._num_steps, number, in_double, sizes, self._is_sharded, skipped, self._script)
         plan.write(directory / "plan.json")
         # Its checkpoints, if it has any, go elsewhere, and it finds none.
         (directory / "traces").mkdir()
@@ -160,7 +158,7 @@ def _verdict(runs: _Runs, number: int) -> Verdict:
             return Verdict(number, compare.closeness(base, run), other, (*why, *_others(faults, why)))
     skipped = compare.first_other_skip(base, run)
     if skipped is not None:
-        return Verdict(number, compare.closeness(base, run), skipped, (causes.OTHERS_SKIPPED, *faults))
+        return Verdict(number, compare.closeness(base, run), skipped, (causes.others_skipped(run), *faults))
     difference = compare.first_difference(base, reference, run)
     rounding = compare.coarsest_rounding(base, reference)
     if difference is None and rounding <= COARSE:
@@ -178,27 +176,30 @@ def _others(faults: Sequence[causes.Cause], received: Sequence[causes.Cause]) ->
     return [replace(fault, text=f"{lead}{fault.text}") for fault in faults if fault.kind not in kinds]
 
 
-def _launcher(
-    script: str, arguments: Sequence[str], *, device: str | None, threads: int | None, most_ranks: int
-) -> Start:
+def _launcher(observed: Observed) -> Start:
     def start(plan: Path, rehearsal: Path, number: int) -> tuple[int, str]:
-        command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(number)]
-        command += [] if threads is None else ["--threads-per-rank", str(threads)]
-        command += [] if device is None else ["--device", device]
         # As every launcher of others does, and ours with several nodes: python then draws a seed for hashes on each
         # rank, and a script that depends on the order of a set is seen.
-        command += ["--cold-start"] if number == most_ranks else []
-        done = subprocess.run(
-            [*command, script, *arguments],
-            env=with_settings(verification=str(plan), rehearsal=str(rehearsal)) | {"TORCHDYNAMO_DISABLE": "1"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-        )
-        return done.returncode, done.stderr
+        options = ["--cold-start"] if number == observed.ranks else []
+        env = {**with_settings(), "TORCHDYNAMO_DISABLE": "1"}
+        made = replace(observed, ranks=number, options=options)
+        with launched(made, plan.parent, env, [str(plan), str(rehearsal)]) as run:
+            return run.process.wait(), run.said()
 
     return start
+
+
+def sizes_for(seen: Sequence[int], *, seen_on: int, num_ranks: int) -> list[tuple[int, int]] | None:
+    """`Plan.batch_sizes` for a run on another number of ranks; None if a global batch can't be divided. Pure.
+
+    Args:
+        seen: Batch sizes of one rank in the run on the most ranks.
+        seen_on: How many these were.
+        num_ranks: Of the run to come.
+    """
+    if any(size * seen_on % num_ranks for size in seen):
+        return None
+    return [(size, size * seen_on // num_ranks) for size in seen]
 
 
 def _threads_for(most_ranks: int) -> int | None:

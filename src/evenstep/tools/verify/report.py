@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -84,6 +85,16 @@ class Report:
         """Whether nothing is wrong."""
         return not self.faults and all(verdict.is_fine for verdict in self.verdicts)
 
+    @property
+    def causes(self) -> list[tuple[int, Cause]]:
+        """(ranks of the run that shows it, cause): the first of each kind. `Cause.is_note` says how bad it is."""
+        runs = [(self.base, self.faults), *((verdict.num_ranks, verdict.causes) for verdict in self.verdicts)]
+        found: dict[str, tuple[int, Cause]] = {}
+        for number, causes in runs:
+            for cause in causes:
+                found.setdefault(cause.kind, (number, cause))
+        return list(found.values())
+
     def as_json(self) -> str:
         """For programs: see docs/reference/verify.md."""
         runs = [
@@ -93,7 +104,7 @@ class Report:
                 "apart": verdict.apart if math.isfinite(verdict.apart) else None,
                 "rounding": verdict.rounding,
                 "difference": _plain(verdict.difference),
-                "causes": [asdict(cause) for cause in verdict.causes],
+                "causes": [_plain_cause(cause) for cause in verdict.causes],
             }
             for verdict in self.verdicts
         ]
@@ -103,7 +114,7 @@ class Report:
             "compared_with": self.base,
             "virtual_ranks": self.num_virtual_ranks,
             "fine": self.is_fine,
-            "faults": [asdict(cause) for cause in self.faults],
+            "faults": [_plain_cause(cause) for cause in self.faults],
             "runs": runs,
         }
         return json.dumps(received, indent=2)
@@ -120,14 +131,10 @@ class Report:
         for verdict in self.verdicts:
             table.add_row(str(verdict.num_ranks), verdict.text(is_reproducible=bool(self.num_virtual_ranks)))
         console.print(table)
-        received: set[str] = set()
-        for number, each in [(self.base, self.faults), *((v.num_ranks, v.causes) for v in self.verdicts)]:
-            for cause in each:
-                if cause.kind not in received:
-                    received.add(cause.kind)
-                    console.print(
-                        f"{counted(number, 'rank')}: {cause.text}", markup=False, highlight=False, soft_wrap=True
-                    )
+        for number, cause in self.causes:
+            at = f"{os.path.relpath(cause.path)}:{cause.line}: " if cause.path else ""
+            text = f"{counted(number, 'rank')}: {at}{cause.text}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
         for verdict in self.verdicts:
             if verdict.difference is not None and not verdict.causes:
                 console.print(
@@ -135,6 +142,10 @@ class Report:
                     f"have seen.",
                     soft_wrap=True,
                 )
+
+
+def _plain_cause(cause: Cause) -> dict[str, Any]:
+    return {**asdict(cause), "is_note": cause.is_note}
 
 
 def _plain(difference: Difference | None) -> dict[str, Any] | None:

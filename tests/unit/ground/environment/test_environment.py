@@ -116,8 +116,6 @@ def test_settings_travel_in_one_variable() -> None:
         "kill:rank=1,step=1",
         "step=3",
         True,
-        "plan",
-        "file",
         measured,
     )
     assert Settings.parse(given.variables()) == given
@@ -132,16 +130,16 @@ def test_settings_of_somebody_else_are_refused(text: str) -> None:
 
 
 def test_a_launcher_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`evenstep bench` and `verify` set it for `evenstep run`, which adds its own."""
-    monkeypatch.setenv("EVENSTEP_SETTINGS", Settings(rehearsal="plan", device="cuda").variables()["EVENSTEP_SETTINGS"])
+    """`evenstep bench` sets it for `evenstep run`, which adds its own."""
+    monkeypatch.setenv("EVENSTEP_SETTINGS", Settings(inject="plan", device="cuda").variables()["EVENSTEP_SETTINGS"])
     monkeypatch.setenv("EVENSTEP_SERVERS", "1")
     found = environment.run_variables("run", store="/run", device="cpu", announced=None, servers=0)
     assert Settings.parse({"EVENSTEP_SETTINGS": found["EVENSTEP_SETTINGS"] or ""}) == Settings(
-        launcher="run", store="/run", rehearsal="plan", device="cpu"
+        launcher="run", store="/run", inject="plan", device="cpu"
     )
     assert "EVENSTEP_SERVERS" not in found, "what the user has set stays"
     assert environment.run_variables("run", servers=2)["EVENSTEP_SERVERS"] == "2"
-    assert environment.with_settings(verification="file")["EVENSTEP_SERVERS"] == "1"
+    assert environment.with_settings(inject="file")["EVENSTEP_SERVERS"] == "1"
 
 
 def test_replaced_variables_are_the_only_ones() -> None:

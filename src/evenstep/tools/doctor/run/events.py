@@ -9,7 +9,7 @@ Kinds of events, and their facts beside time, step and place:
     enter      a call that other ranks must make, too, begins: `op`, `call` (its number on this rank), `group`
     leave      it has ended: `call`
     iterate    a loop over a loader begins: `loader`, `iteration`, and facts of the loader
-    batch      a batch was read: `loader`, `iteration`, `rows` (digests), `rng` (digests of the random streams before)
+    batch      a batch was read: `loader`, `iteration`, `rows` (digests of samples)
     iterated   the loop has ended: `loader`, `iteration`, `num_batches`, `cut` (ended by the watch, and not by itself)
     fetch      samples were loaded: `worker` (-1: in the rank), `dataset`, `streams` (those that moved, before)
     forward    an outermost forward pass: `wrapped`, `grad`, `rows`
@@ -19,6 +19,8 @@ Kinds of events, and their facts beside time, step and place:
     scale, unscale, clip       of gradients
     schedule   a learning-rate scheduler has stepped: `scheduler`
     stepped    an optimizer has stepped: `lr`, `stale`, `untrained`
+    parameters what a model trains: `model` (its number), `when` (0: before step 1, 1: after step 2), `digests` by name
+    apart      ranks may hold other parts of a model from here: `what`
     output     a line for the screen: `via` ("print", "log", "bar"), `text`
     tracker    a tracker was opened: `tracker`
     write      a file is written: `path`
@@ -41,6 +43,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from evenstep.tools.observing import launch
 
 Place = tuple[str, int]  # file and line
 
@@ -85,27 +89,16 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The instructions for a rank under watch.
+class Plan(launch.Plan):
+    """The instructions for a rank under watch; `directory` is where events go, and what the script saves.
 
     Attributes:
-        directory: Where events go, and what the script saves.
         num_steps: So many optimizer steps are looked at.
         world_size: Ranks of this run.
     """
 
-    directory: str
     num_steps: int
     world_size: int
-
-    def write(self, path: Path) -> None:
-        """Leave it for the ranks."""
-        path.write_text(json.dumps(vars(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> Plan:
-        """What `write` left."""
-        return cls(**json.loads(path.read_text()))
 
     def file_of(self, rank: int) -> Path:
         """Where a rank writes its events."""

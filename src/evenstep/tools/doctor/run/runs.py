@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,12 +13,11 @@ from evenstep.processes import is_running
 from evenstep.temporary import private_directory
 from evenstep.tools.doctor.run.events import Event, EventFile, Evidence, Hang, Plan
 from evenstep.tools.doctor.run.hangs import find_hang
+from evenstep.tools.observing.launch import Observed, launched
 
 _POLL_S = 0.2
-_STOPS_WITHIN_S = 10.0
 _CLOSED_S = 5.0
 _HURRIED_S = 15.0  # from enough steps to the end of the script
-_LONGEST_TAIL = 4000
 _MOST_RANKS = 8
 
 
@@ -66,25 +63,11 @@ def _run(
         plan = Plan(str(root), num_steps, ranks)
         plan.write(root / "plan.json")
         say(f"{script} on {ranks} ranks, {num_steps} steps under watch")
-        command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(ranks)]
-        command += ["--log-dir", str(root / "logs")]
-        command += [] if device is None else ["--device", device]
-        command += ["-m", "evenstep.tools.doctor.run.probe", str(root / "plan.json"), script, *arguments]
-        on_cpu = device == "cpu" or look_at_host().num_gpus == 0
-        log = root / "output.txt"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                env=under_watch(root, on_cpu=on_cpu),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                evidence = _follow(process, [EventFile(plan.file_of(rank)) for rank in range(ranks)], limit_s)
-            finally:
-                _stop(process)
-        return replace(evidence, said=log.read_text(errors="replace")[-_LONGEST_TAIL:].rstrip())
+        env = under_watch(root, on_cpu=device == "cpu" or look_at_host().num_gpus == 0)
+        observed = Observed("evenstep.tools.doctor.run.probe", script, arguments, ranks, device)
+        with launched(observed, root, env, [str(root / "plan.json")]) as run:
+            evidence = _follow(run.process, [EventFile(plan.file_of(rank)) for rank in range(ranks)], limit_s)
+        return replace(evidence, said=run.said())
 
 
 def _follow(process: subprocess.Popen[bytes], files: Sequence[EventFile], limit_s: float) -> Evidence:
@@ -131,15 +114,3 @@ def _with_end(events: Sequence[Event], now_s: float) -> Sequence[Event]:
     if start is None or events[-1].kind == "end" or is_running(start["pid"]):
         return events
     return [*events, Event("end", now_s, facts={"status": "gone"})]
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End it and, with it, its ranks; nothing to do where it has ended."""
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(_STOPS_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        process.kill()  # its ranks die with it
-        process.wait()

@@ -1,0 +1,623 @@
+"""What rules ask a script that was read."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import libcst as cst
+
+from evenstep.tools.doctor.rule import Edit as Edit
+from evenstep.tools.doctor.rule import Found as Found
+from evenstep.tools.doctor.rule import found as found
+from evenstep.tools.reading.contexts import Script as Script
+from evenstep.tools.reading.program import Assignment as Assignment
+from evenstep.tools.reading.program import Call as Call
+from evenstep.tools.reading.program import Frame as Frame
+from evenstep.tools.reading.program import Function as Function
+from evenstep.tools.reading.program import Loop as Loop
+from evenstep.tools.reading.program import dotted as dotted
+from evenstep.tools.reading.program import leaves as leaves
+from evenstep.tools.reading.program import shortened as shortened
+from evenstep.tools.reading.program import text_of as text_of
+from evenstep.tools.reading.values import Thing as Thing
+
+_RANK_WORDS = re.compile(r"(?i)rank|world|num_replicas|process_index|num_processes|shard|is_main|split_dataset_by_node")
+WORLD = re.compile(r"(?i)world_size|num_replicas|num_processes|n_?gpus|num_gpus|get_world_size|device_count|ngpus")
+RANK_IN_ARGUMENTS = re.compile(
+    r"(?i)rank|is_?main|is_?master|master|process_index|\bgpu\b|gpu_id|primary|chief|node_id"
+)
+
+
+def walk(node: cst.CSTNode | None) -> Iterator[cst.CSTNode]:
+    """A node and all below it."""
+    if node is None:
+        return
+    pending = [node]
+    while pending:
+        each = pending.pop()
+        yield each
+        pending += each.children
+
+
+def names_in(node: cst.CSTNode | None) -> set[str]:
+    """The dotted names that an expression reads, each with those that it begins with: `a.b` is `a`, too."""
+    names: set[str] = set()
+    pending = [] if node is None else [node]
+    while pending:
+        each = pending.pop()
+        name = dotted(each)
+        if name and isinstance(each, cst.Name | cst.Attribute):
+            while name and name != "self":
+                names.add(name)
+                name = name.rpartition(".")[0]
+            continue
+        if isinstance(each, cst.Arg):
+            pending.append(each.value)
+            continue
+        pending += each.children
+    return names
+
+
+def assignments_to(script: Script, name: str, frame: Frame) -> list[Assignment]:
+    """The assignments of a name in its function, else in its class, else at the top level of its file."""
+    of_name = frame.file.assigned.get(name, [])
+    inside = [each for each in of_name if each.frame.function is frame.function]
+    if inside or frame.function is None:
+        return inside
+    if name.startswith("self.") and frame.function.cls is not None:
+        return [
+            each
+            for each in of_name
+            if each.frame.function is not None and each.frame.function.cls is frame.function.cls
+        ]
+    if name.partition(".")[0] in frame.function.parameters and "." not in name:
+        return []
+    return [each for each in of_name if each.frame.function is None]
+
+
+def origins(
+    script: Script, node: cst.CSTNode | None, frame: Frame, depth: int = 4
+) -> Iterator[tuple[cst.CSTNode, Frame]]:
+    """An expression, and those that the names in it were given, also as arguments of the script's own functions."""
+    pending = [(node, frame, depth)] if node is not None else []
+    seen: set[int] = set()
+    while pending:
+        each, where, left = pending.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each, where
+        if left == 0:
+            continue
+        for name in names_in(each):
+            for assignment in assignments_to(script, name, where):
+                pending.append((assignment.value, assignment.frame, left - 1))
+            function = where.function
+            if function is not None and name in function.parameters:
+                for site in script.values.called_from.get(function, []):
+                    value = argument_for(site, function, name)
+                    if value is not None:
+                        pending.append((value, site.frame, left - 1))
+        for inner in walk(each):
+            if isinstance(inner, cst.Call):
+                call = script.values.record(inner)
+                for target in script.values.functions_of(call) if call else []:
+                    for value in target.returns:
+                        pending.append((value, Frame("function", None, target.file, target), left - 1))
+
+
+def argument_for(call: Call, function: Function, parameter: str) -> cst.CSTNode | None:
+    """What a call gives to a parameter."""
+    index = function.parameters.index(parameter)
+    if function.cls is not None and "staticmethod" not in function.decorators:
+        index -= 1
+    return call.argument(parameter, index if index >= 0 else None)
+
+
+def behind(
+    script: Script, node: cst.CSTNode | None, frame: Frame, pattern: str | re.Pattern[str], depth: int = 4
+) -> str:
+    """The first text with a pattern, of an expression and of what its names were given; "" if none has it."""
+    texts = (text_of(each) for each, _ in origins(script, node, frame, depth))
+    return next((text for text in texts if re.search(pattern, text)), "")
+
+
+def words_of(node: cst.CSTNode) -> str:
+    """The names and texts in a piece of code, without comments and docstrings, which decide nothing."""
+    words, pending = list[str](), [node]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, cst.Name | cst.SimpleString):
+            words.append(str(each.value))
+        elif not (isinstance(each, cst.Expr) and isinstance(each.value, cst.SimpleString)):
+            pending += each.children
+    return " ".join(words)
+
+
+def depends_on_ranks(script: Script, node: cst.CSTNode | None, frame: Frame) -> bool:
+    """True if an expression, or what its names were given, or a class that it makes, speaks of ranks."""
+    for each, where in origins(script, node, frame):
+        things = script.things(each, where)
+        nodes = [each, *(one.cls.node for one in things if one.cls), *(one.site.node for one in things if one.site)]
+        if any(_RANK_WORDS.search(words_of(one)) for one in nodes):
+            return True
+    return False
+
+
+_DIVIDERS = ("chunk", "tensor_split", "array_split", "split")
+_SELECTORS = (*_DIVIDERS, "islice", "range", "arange", "Subset", "skip")
+_SHARDERS = ("shard", "scatter", "scatter_object_list", "split_dataset_by_node", "split_between_processes")
+
+
+def is_of_rank(script: Script, node: cst.CSTNode | None, frame: Frame, *others: str) -> bool:
+    """True if an expression is made of a rank, or of `others`: what its names stand for, or what they were given."""
+    return any(
+        script.values.kinds(inner, where) & {"rank", "local rank", *others}
+        for each, where in origins(script, node, frame, depth=3)
+        for inner in walk(each)
+        if isinstance(inner, cst.Name | cst.Attribute | cst.Call | cst.Subscript)
+    )
+
+
+def divides_by_hand(script: Script) -> bool:
+    """True if the script itself divides data among ranks: a slice, a remainder or a range made of the rank."""
+    slices = [(node, frame) for file in script.files for node, frame in file.slices if script.is_reached(frame)]
+    for call in script.calls:
+        if call.last in _SHARDERS:
+            return True
+        others = ("world size",) if call.last in _DIVIDERS else ()
+        if call.last in _SELECTORS and any(is_of_rank(script, each, call.frame, *others) for each in call.arguments):
+            return True
+    return any(is_of_rank(script, node, frame) for node, frame in slices)
+
+
+def number(script: Script, node: cst.CSTNode | None, frame: Frame, depth: int = 4) -> int | None:
+    """The whole number that an expression is, if it is one: a literal, a constant, the default of an option."""
+    if isinstance(node, cst.Integer):
+        return int(text_of(node).replace("_", ""), 0)
+    name = dotted(node)
+    if not name or isinstance(node, cst.Subscript):
+        return None
+    values = assignments_to(script, name, frame)
+    if len(values) == 1 and isinstance(values[0].value, cst.Integer):
+        return int(text_of(values[0].value).replace("_", ""), 0)
+    if name.startswith(("args.", "opt.", "opts.", "cfg.", "self.args.")):
+        option = name.rpartition(".")[2]
+        for call in script.named(".add_argument"):
+            flags = [text_of(each).strip("\"'").lstrip("-").replace("-", "_") for each in call.arguments[:2]]
+            default = call.argument("default")
+            if option in flags and isinstance(default, cst.Integer):
+                return int(text_of(default).replace("_", ""), 0)
+    if depth and frame.function is not None and name in frame.function.parameters:
+        sites = script.values.called_from.get(frame.function, [])
+        given = {number(script, argument_for(site, frame.function, name), site.frame, depth - 1) for site in sites[:4]}
+        return given.pop() if len(given) == 1 else None
+    return None
+
+
+def is_true(node: cst.CSTNode | None) -> bool:
+    """True of the literal True."""
+    return text_of(node) == "True"
+
+
+def is_nothing(node: cst.CSTNode | None) -> bool:
+    """True if an argument isn't given, or is None."""
+    return node is None or text_of(node) == "None"
+
+
+def on_ranks(script: Script, call: Call) -> bool:
+    """False of what surely runs in a process that only starts ranks."""
+    if not script.starts_ranks or not script.values.passed:
+        return True
+    function = call.frame.function
+    seen: set[int] = set()
+    pending = [function] if function is not None else []
+    while pending:
+        each = pending.pop()
+        if each in script.values.passed or each.frame.function in script.values.passed:
+            return True
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        pending += [site.frame.function for site in script.values.called_from.get(each, []) if site.frame.function]
+    return False
+
+
+def on_all_ranks(script: Script, call: Call) -> bool:
+    """True if a call runs on every rank, as far as one can see: no condition around it looks like a rank's."""
+    if script.perhaps_some_ranks_only(call.frame) or not on_ranks(script, call):
+        return False
+    for frame in call.frame.outwards():
+        if frame.kind == "except":
+            return False
+        if frame.kind == "with" and re.search(r"_first|rank_zero|main_process", heading(frame)):
+            return False
+    return True
+
+
+def heading(frame: Frame) -> str:
+    """What stands behind `with`."""
+    return ", ".join(text_of(item.item) for item in frame.node.items) if isinstance(frame.node, cst.With) else ""
+
+
+def has_argument_of_rank(script: Script, call: Call) -> bool:
+    """True if an argument speaks of the rank, so that ranks do it differently or say who they are."""
+    if any(RANK_IN_ARGUMENTS.search(text_of(each)) for each in call.node.args):
+        return True
+    given = [
+        assignment.value
+        for each in call.arguments
+        for name in names_in(each)
+        for assignment in assignments_to(script, name, call.frame)
+    ]
+    prefixes = [
+        each for each in given if isinstance(each, cst.FormattedString | cst.ConcatenatedString | cst.BinaryOperation)
+    ]
+    return any(RANK_IN_ARGUMENTS.search(text_of(each)) for each in prefixes) or any(
+        script.values.kinds(inner, call.frame) & {"rank", "local rank"}
+        for each in call.arguments
+        for inner in walk(each)
+        if isinstance(inner, cst.Name | cst.Attribute)
+    )
+
+
+def in_training_or_evaluation(script: Script, call: Call) -> bool:
+    """True if a call stands in a loop of the training, or in a function that evaluates."""
+    around = [loop for loop in script.loops_around(call.frame) if not loop.is_comprehension]
+    if any(loop in script.training_loops or loop in script.evaluation_loops for loop in around):
+        return True
+    function = call.frame.function
+    return function is not None and any(
+        loop.frame.function is function for loop in [*script.evaluation_loops, *script.step_loops]
+    )
+
+
+def runs(script: Script, calls: Sequence[Call], is_wanted: Callable[[Call], bool], depth: int = 3) -> bool:
+    """True if such a call is among these, or in the script's own functions that they may run.
+
+    A method of an object that isn't known may be any of that name.
+    """
+    if any(map(is_wanted, calls)):
+        return True
+    targets = {target for call in calls for target in script.values.functions_of(call)}
+    unknown = {call.last for call in calls if call.receiver is not None and not script.values.functions_of(call)}
+    targets |= {each for file in script.files for each in file.all_functions if each.cls and each.name in unknown}
+    inside = [call for call in script.calls if call.frame.function in targets]
+    return depth > 0 and bool(inside) and runs(script, inside, is_wanted, depth - 1)
+
+
+def exclude_each_other(one: Frame, other: Frame) -> bool:
+    """True if two frames stand in branches of which never both run: of one `if`, or of two with the same test."""
+    tests = [dict(map(_plain_test, (each for each in frame.outwards() if each.kind == "if"))) for frame in (one, other)]
+    return any(tests[1].get(text, holds) != holds for text, holds in tests[0].items())
+
+
+def _plain_test(frame: Frame) -> tuple[str, bool]:
+    """The text of a test without `not`, and whether that holds."""
+    text = text_of(frame.test)
+    plain = re.sub(r"\bis not None\b", "is None", re.sub(r"^not ", "", text))
+    return plain, frame.holds ^ (plain != text)
+
+
+def per_step(script: Script, call: Call) -> bool:
+    """True if a call runs in every round of a step loop."""
+    return any(script.in_every_round(call.frame, loop) for loop in script.step_loops)
+
+
+def wrappers_at(script: Script, node: cst.CSTNode | None, frame: Frame, line: int, depth: int = 3) -> list[Thing]:
+    """The wrappers that an expression surely stands for at a line; none if it may be the model itself.
+
+    After `model = DDP(model)` the name stands for both, and which it is depends on the line.
+    """
+    things = script.things(node, frame)
+    wrapped = [each for each in things if each.kind in ("wrapped", "data parallel") and each.site is not None]
+    if not wrapped or not any(each.kind in ("model", "instance", "unknown") for each in things):
+        return wrapped
+    name = dotted(node)
+    if not name or not isinstance(node, cst.Name | cst.Attribute):
+        return []
+    for assignment in assignments_to(script, name, frame):
+        made = script.things(assignment.value, assignment.frame)
+        is_wrapping = isinstance(assignment.value, cst.Call) and any(
+            item.kind in ("wrapped", "data parallel") for each in made for item in (each, *_flat(each))
+        )
+        if is_wrapping and (assignment.line < line or assignment.frame.function is not frame.function):
+            return wrapped
+    function = frame.function
+    if depth and function is not None and name in function.parameters:
+        sites = script.values.called_from.get(function, [])
+        given = [(argument_for(site, function, name), site) for site in sites]
+        if given and all(wrappers_at(script, each, site.frame, site.line, depth - 1) for each, site in given):
+            return wrapped
+    return []
+
+
+def models_of(optimizer: Call) -> set[str]:
+    """The names of the models whose parameters an optimizer is given."""
+    calls = [each for each in walk(optimizer.argument("params", 0)) if isinstance(each, cst.Call)]
+    methods = [each.func for each in calls if isinstance(each.func, cst.Attribute)]
+    return {dotted(each.value) for each in methods if each.attr.value in ("parameters", "named_parameters")} - {""}
+
+
+def has_wrapped(script: Script) -> bool:
+    """True if a wrapper for data parallelism is made somewhere."""
+    return any("wrapped" in script.kinds_made(call) for call in script.calls if call.name)
+
+
+def _flat(thing: Thing) -> list[Thing]:
+    return [inner for item in thing.items for inner in item]
+
+
+# ---------------------------------------------------------------------- loaders
+
+
+def training_loaders(script: Script) -> list[Call]:
+    """The calls that make the loaders of the training, evenstep's own left out."""
+    sites = {each.site for each in script.training_loaders if each.kind == "loader"}
+    return [call for call in script.calls if call in sites and not call.name.startswith("evenstep.")]
+
+
+def sampler_of(loader: Call) -> cst.CSTNode | None:
+    """The sampler that a loader is given."""
+    given = [loader.argument("sampler", 3), loader.argument("batch_sampler", 4)]
+    return next((each for each in given if not is_nothing(each)), None)
+
+
+def samplers(script: Script, loader: Call) -> list[Call]:
+    """The calls that make the distributed samplers that a loader may be given."""
+    things = script.things(sampler_of(loader), loader.frame)
+    return [each.site for each in things if each.kind == "sampler" and each.site is not None]
+
+
+def streams(script: Script, loader: Call) -> list[str]:
+    """The names of what a loader reads as a stream."""
+    dataset = loader.argument("dataset", 0)
+    own = [each.cls.name for each in script.things(dataset, loader.frame) if each.kind == "stream" and each.cls]
+    hub = [
+        text_of(dataset)
+        for each, where in origins(script, dataset, loader.frame)
+        for thing in script.things(each, where)
+        if thing.kind == "dataset" and thing.site is not None and is_true(thing.site.argument("streaming"))
+    ]
+    return own + hub[:1]
+
+
+# ---------------------------------------------------------------------- output
+
+BARS = re.compile(r"tqdm(?:\.\w+)*\.(?:tqdm|trange|tqdm_notebook)|rich\.progress\.track")
+_SAVERS = ("torch.save", "safetensors.torch.save_file", "safetensors.torch.save_model", ".save_pretrained")
+_OF_A_RANK = r"(?i)rank|process_index|\bgpu\b|worker|lock|getpid|uuid|tempfile|mkdtemp|devnull|proc_id|BytesIO"
+
+
+def saves(script: Script) -> list[Call]:
+    """The calls that save a checkpoint."""
+    functions = [(call, call.frame.function) for call in script.named(*_SAVERS)]
+    return [call for call, function in functions if function is None or function.name != "state_dict"]
+
+
+def with_what(script: Script, saves: list[Call]) -> Iterator[Call]:
+    """The calls that say what is saved: instead of `torch.save(*args)` in a helper those of the helper."""
+    for save in saves:
+        function = save.frame.function
+        if function is not None and any(each.star == "*" for each in save.node.args):
+            yield from script.values.called_from.get(function, [])
+        else:
+            yield save
+
+
+def is_of_a_rank(script: Script, path: cst.CSTNode | None, call: Call) -> bool:
+    """True if a path is another one on each rank, or a file that nobody else has."""
+    return bool(behind(script, path, call.frame, _OF_A_RANK))
+
+
+# ---------------------------------------------------------------------- collectives
+
+_OF_TORCH = {
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "monitored_barrier",
+    "new_group",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+}
+_METHODS = {
+    "accelerator": {
+        "gather",
+        "gather_for_metrics",
+        "pad_across_processes",
+        "reduce",
+        "save_state",
+        "wait_for_everyone",
+    },
+    "fabric": {"all_gather", "all_reduce", "barrier", "broadcast", "save"},
+    "world": {"barrier", "broadcast_object", "exchange", "gather", "mean"},
+}
+BARRIERS = {"barrier", "monitored_barrier", "wait_for_everyone"}
+
+
+def collectives(script: Script) -> list[Call]:
+    """The collective calls of all ranks."""
+    return [call for call in script.calls if _is_collective(script, call)]
+
+
+def _is_collective(script: Script, call: Call) -> bool:
+    if call.name.startswith("torch.distributed."):
+        return call.last in _OF_TORCH and not _has_group(call)
+    return any(call.last in _METHODS.get(kind, ()) for kind in script.receiver_kinds(call))
+
+
+def _has_group(call: Call) -> bool:
+    """True if a call is one of a sub-group, whose ranks are perhaps those that come by."""
+    first = 0 if call.last in ("barrier", "monitored_barrier") else 2
+    others = [call.positional(index) for index in range(first, 5)]
+    return not is_nothing(call.argument("group")) or any("group" in text_of(each) for each in others)
+
+
+def is_called_elsewhere(script: Script, call: Call, alike: list[Call]) -> bool:
+    """True if the same function has such a call under another condition, or in the other branch of this one."""
+    places = {_condition(script, each) for each in alike if each.frame.function is call.frame.function}
+    return len(places) > 1
+
+
+def _condition(script: Script, call: Call) -> tuple[str, bool]:
+    frame = script.condition_of(call.frame) or next((each for each in call.frame.outwards() if each.kind == "if"), None)
+    return ("", True) if frame is None else (text_of(frame.test), frame.holds)
+
+
+def where(script: Script, call: Call) -> str:
+    """On which ranks a call runs, in words."""
+    frame: Frame | None = script.condition_of(call.frame)
+    if frame is None:
+        function = call.frame.function
+        return f"in {function.name}, which some ranks call only" if function else "on some ranks only"
+    condition = shortened(text_of(frame.test), 60)
+    return f"where `{condition}` {'holds' if frame.holds else 'does not hold'}, on some ranks only"
+
+
+# ---------------------------------------------------------------------- the step
+
+
+def accumulating(script: Script) -> list[tuple[Call, str]]:
+    """(backward call, number of micro-batches) where several passes make a step."""
+    found: dict[Call, str] = {}
+    for step in script.step_calls:
+        around = script.loops_around(step.frame)
+        if not around:
+            continue
+        loop = around[0]
+        if any(script.in_every_round(each.frame, loop) for each in script.step_calls if each is not step):
+            continue  # of a critic, say, whose passes are its own
+        conditions = script.conditions_until(step.frame, loop) or []
+        counts = [count for each in conditions if (count := _every(script, each.test, each, each.holds))]
+        for backward in script.backward_calls:
+            inner = script.loops_around(backward.frame)
+            if counts and inner and inner[0] is loop and script.in_every_round(backward.frame, loop):
+                found.setdefault(backward, counts[0])
+            elif len(inner) > 1 and inner[1] is loop and inner[0].iterates is not None and not counts:
+                count = _round_count(inner[0])
+                if count and script.in_every_round(backward.frame, inner[0]):
+                    found.setdefault(backward, count)
+    return list(found.items())
+
+
+def _every(script: Script, test: cst.CSTNode | None, frame: Frame, holds: bool, depth: int = 2) -> str:
+    """The `n` of a condition that has the value `holds` in every n-th round: of `(i + 1) % n == 0`, or its name."""
+    match test:
+        case cst.UnaryOperation() if isinstance(test.operator, cst.Not):
+            return _every(script, test.expression, frame, not holds, depth)
+        case cst.BooleanOperation():
+            return _every(script, test.left, frame, holds, depth) or _every(script, test.right, frame, holds, depth)
+        case cst.BinaryOperation() if isinstance(test.operator, cst.Modulo) and not holds:
+            return text_of(test.right)
+        case cst.Comparison(left=cst.BinaryOperation() as left) if isinstance(left.operator, cst.Modulo):
+            is_equal = isinstance(test.comparisons[0].operator, cst.Equal)
+            is_other = isinstance(test.comparisons[0].operator, cst.NotEqual)
+            return text_of(left.right) if (is_equal and holds) or (is_other and not holds) else ""
+        case cst.Name() | cst.Attribute() if depth:
+            values = [each for each in assignments_to(script, dotted(test), frame) if each.operator == "="]
+            if len(values) == 1:  # one that is set in several places may mean anything
+                return _every(script, values[0].value, values[0].frame, holds, depth - 1)
+    return ""
+
+
+def _round_count(loop: Loop) -> str:
+    """The `n` of `for _ in range(n)`, unless it is a loop over epochs or steps."""
+    node = loop.iterates
+    if isinstance(node, cst.Call) and dotted(node.func) == "range" and len(node.args) == 1:
+        text = text_of(node.args[0].value)
+        if re.search(r"(?i)accum|micro", text):
+            return text
+    return ""
+
+
+def is_scaling(node: cst.CSTNode | None) -> bool:
+    """True of `scaler.scale(loss)`."""
+    return isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "scale"
+
+
+# ---------------------------------------------------------------------- mends, in the script's own words
+
+_HARMLESS = {"item", "len", "format", "round", "str", "float", "int", "sum", "mean", "max", "min", "time", "keys"}
+_HARMLESS |= {"perf_counter", "strftime", "get_last_lr", "join", "state_dict", "numel", "size", "abs", "sqrt", "now"}
+_SHARDS = ("FullyShardedDataParallel", "fully_shard", "ZeroRedundancyOptimizer", "DTensor", "parallelize_module")
+
+
+@functools.cache
+def _expression(text: str) -> cst.BaseExpression:
+    return cst.parse_expression(text)  # kept: what is known of a node is filed under its identity
+
+
+def own_name(script: Script, kind: str, at: Call) -> str:
+    """A name that surely stands for such a thing where a call stands, as the script itself has it; "" without one."""
+    function = at.frame.function
+    known = [*(function.parameters if function is not None else ())]
+    for name, assignments in at.frame.file.assigned.items():
+        visible = assignments_to(script, name, at.frame) if name else []
+        if any(each.frame.function is not function or each.line < at.line for each in visible) and assignments:
+            known.append(name)
+    return next((name for name in known if script.values.kinds(_expression(name), at.frame) == {kind}), "")
+
+
+def on_main(script: Script, at: Call) -> str:
+    """A condition that holds on one rank, as the script itself would write it there; "" if it has no word for it."""
+    for kind, condition in (
+        ("accelerator", "{}.is_main_process"),
+        ("fabric", "{}.is_global_zero"),
+        ("world", "{}.is_main"),
+        ("main", "{}"),
+        ("rank", "{} == 0"),
+    ):
+        name = own_name(script, kind, at)
+        if name:
+            return condition.format(name)
+    imports = at.frame.file.imports.items()
+    name = next((local for local, whole in imports if whole == "torch.distributed"), "")
+    return f"{name}.get_rank() == 0" if name and not (script.uses_accelerate or script.uses_fabric) else ""
+
+
+def statement_of(call: Call) -> list[str]:
+    """The lines of the statement that a call is, alone on them; [] if there is more in them than the call."""
+    text = text_of(call.node)
+    lines = call.frame.file.source.text.split("\n")[call.line - 1 : call.line + text.count("\n")]
+    rest = "\n".join(lines)[call.column - 1 :].removeprefix(text).strip()
+    is_alone = not lines[0][: call.column - 1].strip() and "\n".join(lines)[call.column - 1 :].startswith(text)
+    return lines if is_alone and (not rest or rest[0] == "#") and '"""' not in text else []
+
+
+def guarded(script: Script, call: Call) -> tuple[str, tuple[Edit, ...]]:
+    """(mend, edits): the call behind a condition that holds on one rank. Its arguments must need no other rank."""
+    condition, lines = on_main(script, call), statement_of(call)
+    mend = f"if {condition or 'rank == 0'}:\n    {call.text}"
+    inner = [each for argument in call.arguments for each in walk(argument) if isinstance(each, cst.Call)]
+    is_certain = not script.uses_evenstep and not script.uses(*_SHARDS) and not script.uses_fabric
+    if not (condition and lines and is_certain and all(last_of(each) in _HARMLESS for each in inner)):
+        return mend, ()
+    indent = lines[0][: call.column - 1]
+    text = "\n".join([f"{indent}if {condition}:", *(f"    {each}" for each in lines)])
+    return mend, (Edit(call.line, call.line + len(lines) - 1, text),)
+
+
+def last_of(call: cst.Call) -> str:
+    """The name behind the last dot of what is called."""
+    return str(call.func.attr.value) if isinstance(call.func, cst.Attribute) else dotted(call.func)
+
+
+def by_library(script: Script, at: Call, *, accelerate: str = "", fabric: str = "") -> str:
+    """The mend for the library that a script uses, with its own name for it; "" for torch's own classes."""
+    text = accelerate if script.uses_accelerate else fabric if script.uses_fabric else ""
+    kind = "accelerator" if script.uses_accelerate else "fabric"
+    return re.sub(rf"\b{kind}\b", own_name(script, kind, at) or kind, text)

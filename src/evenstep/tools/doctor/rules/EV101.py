@@ -1,0 +1,147 @@
+"""no distributed sampler (error).
+
+A loader of training data has no sampler that knows of ranks, or batches are drawn with the same seed on all ranks, so
+every rank trains on the whole data set.
+
+All ranks train on the same samples: an epoch costs as many epochs as there are ranks.
+
+A run confirms it where two ranks see batches of the same content. A sampler that is given the rank within the node,
+`rank=local_rank`, makes the same mistake on several nodes.
+
+Wrong:
+
+```python
+loader = DataLoader(train_set, batch_size=64, shuffle=True)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+```
+
+Right:
+
+```python
+sampler = DistributedSampler(train_set, shuffle=True)
+loader = DataLoader(train_set, batch_size=64, sampler=sampler)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+```
+
+With accelerate: `loader = accelerator.prepare(loader)`. With Fabric: `loader = fabric.setup_dataloaders(loader)`. Or
+take `evenstep.DataLoader`, which divides by itself.
+
+Ignore it if the data set divides itself in a way that can't be read, such as in a compiled extension.
+"""
+
+import re
+
+import libcst as cst
+
+from evenstep.tools.doctor.asking import (
+    RANK_IN_ARGUMENTS,
+    Call,
+    Edit,
+    Found,
+    Script,
+    by_library,
+    depends_on_ranks,
+    divides_by_hand,
+    dotted,
+    found,
+    is_of_rank,
+    on_ranks,
+    sampler_of,
+    samplers,
+    streams,
+    text_of,
+    training_loaders,
+)
+from evenstep.tools.doctor.scene import Scene, Seen, same_samples
+
+COMPARED = ("repeated",)
+_DRAWS = ("randint", "randperm", "integers")
+_SEEDS = (".manual_seed", ".manual_seed_all", ".seed_everything", ".set_seed", "numpy.random.seed", "random.seed")
+
+
+def read(script: Script) -> Found:
+    """Loaders without a sampler of ranks, or with one of the node's; batches that are drawn alike."""
+    by_hand = divides_by_hand(script)
+    for loader in training_loaders(script):
+        sampler, dataset = sampler_of(loader), loader.argument("dataset", 0)
+        if not script.starts_ranks:
+            yield from _of_the_node(script, loader)
+        if sampler is not None and script.values.kinds(sampler, loader.frame) != {"local sampler"}:
+            continue
+        is_divided = loader in script.values.prepared or by_hand or depends_on_ranks(script, dataset, loader.frame)
+        is_of_all = on_ranks(script, loader) and not script.perhaps_some_ranks_only(loader.frame)
+        if is_divided or loader.has_star or streams(script, loader) or not is_of_all:
+            continue
+        has = f"the sampler {text_of(sampler)}, which doesn't know of ranks" if sampler is not None else "no sampler"
+        names = (dotted(each.target) for each in loader.frame.file.assignments if each.value is loader.node)
+        name = next(names, "loader")
+        mend = by_library(
+            script,
+            loader,
+            accelerate=f"{name} = accelerator.prepare({name})",
+            fabric=f"{name} = fabric.setup_dataloaders({name})",
+        )
+        edits = () if mend or sampler is not None else _with_a_sampler(script, loader)
+        mend = edits[-1].text.strip() if edits else mend
+        yield found(loader, f"{loader.text} has {has}", mend=mend, edits=edits)
+    if not by_hand:
+        yield from _same_draws(script)
+
+
+def seen(run: Scene) -> Seen:
+    """Two ranks read the same samples."""
+    return same_samples(run, of_streams=False)
+
+
+def _of_the_node(script: Script, loader: Call) -> Found:
+    for site in samplers(script, loader):
+        rank, num_replicas = site.argument("rank", 2), site.argument("num_replicas", 1)
+        if script.values.kinds(rank, site.frame) == {"local rank"} and "local" not in text_of(num_replicas).lower():
+            evidence = f"rank={text_of(rank)} is the rank within a node: with several nodes their ranks read the same"
+            yield found(site, evidence, mend="sampler = DistributedSampler(train_set)  # asks the process group")
+
+
+def _same_draws(script: Script) -> Found:
+    """Batches that the script draws itself, from generators with the same seed on every rank."""
+    seeds = [call for call in script.named(*_SEEDS) if script.is_reached(call.frame)]
+    given = [(each, call.frame) for call in seeds for each in call.arguments]
+    if not seeds or script.training_loaders or script.looked.unknown:
+        return
+    if any(is_of_rank(script, each, frame) or RANK_IN_ARGUMENTS.search(text_of(each)) for each, frame in given):
+        return
+    for call in script.calls:
+        draws = call.last in _DRAWS and call.name and call.argument("generator") is None
+        if draws and set(script.step_loops) & set(script.loops_around(call.frame)):
+            evidence = f"{call.text} draws the same on every rank, as {seeds[0].text} seeds all of them alike"
+            yield found(call, evidence, mend=f"{dotted(seeds[0].node.func)}(seed + rank)")
+            return
+
+
+def _with_a_sampler(script: Script, loader: Call) -> tuple[Edit, ...]:
+    """The call with a sampler in the place of `shuffle`, where the process group surely exists by then."""
+    dataset, shuffle = loader.argument("dataset", 0), loader.argument("shuffle", 2)
+    groups = script.named("torch.distributed.init_process_group")
+    is_made = any(each.frame.function is loader.frame.function and each.line < loader.line for each in groups)
+    text, lines = text_of(loader.node), loader.frame.file.source.text.split("\n")
+    line = lines[loader.line - 1]
+    prefix, _, kind = dotted(loader.node.func).rpartition(".")
+    imported = rf"from torch\.utils\.data import (?!.*\().*\b{kind}\b"
+    at = next((number for number, each in enumerate(lines, 1) if re.match(imported, each)), 0)
+    if not (is_made and isinstance(dataset, cst.Name | cst.Attribute) and (prefix or at)):
+        return ()
+    if text_of(shuffle) not in ("", "True", "False") or "\n" in text or line.count(text) != 1 or kind != "DataLoader":
+        return ()
+    name = f"{prefix}.DistributedSampler" if prefix else "DistributedSampler"
+    sampler = f"sampler={name}({text_of(dataset)}, shuffle={text_of(shuffle) or 'False'})"
+    plain = re.sub(r",\s*shuffle=(?:True|False)", "", text)
+    if shuffle is not None and plain == text:
+        return ()
+    edit = Edit(loader.line, loader.line, line.replace(text, f"{plain[:-1].rstrip().rstrip(',')}, {sampler})"))
+    is_known = bool(prefix) or name in loader.frame.file.imports
+    return (edit,) if is_known else (Edit(at + 1, at, f"from torch.utils.data import {name}"), edit)

@@ -1,0 +1,91 @@
+"""global and local batch size confused (error).
+
+A batch size meant for all ranks together is used by each of them, or the reverse.
+
+The real batch is larger or smaller than meant by the number of ranks, and the learning rate doesn't fit it.
+
+`DataLoader` takes the batch size of one rank; `evenstep.DataLoader` takes that of all ranks together.
+
+Wrong:
+
+```python
+sampler = DistributedSampler(train_set, shuffle=False)
+loader = DataLoader(train_set, batch_size=args.global_batch_size, sampler=sampler)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+```
+
+Right:
+
+```python
+sampler = DistributedSampler(train_set, shuffle=False)
+loader = DataLoader(train_set, batch_size=args.global_batch_size // world_size, sampler=sampler)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+```
+
+Ignore it if the name is misleading and the number is right; better, rename it.
+"""
+
+import re
+
+import libcst as cst
+
+from evenstep.tools.doctor.asking import (
+    WORLD,
+    Call,
+    Found,
+    Script,
+    found,
+    on_ranks,
+    origins,
+    text_of,
+    training_loaders,
+)
+
+_GLOBAL = re.compile(r"(?i)global|total_batch|effective|overall|full_batch")
+_LOCAL = re.compile(r"(?i)per_?(?:gpu|device|rank|replica|process|worker)|local_batch|micro_?batch")
+_DIVIDED = re.compile(rf"(?i)//\s*[\w.()]*(?:{WORLD.pattern[4:]})")
+_MEND = "loader = DataLoader(train_set, batch_size=batch_per_rank, sampler=sampler)"
+
+
+def read(script: Script) -> Found:
+    """Batch sizes by what their names and sums say."""
+    trained = training_loaders(script)
+    for loader in script.named("torch.utils.data.DataLoader", "evenstep.DataLoader"):
+        ours = loader.name.startswith("evenstep.")
+        size = loader.argument("global_batch_size" if ours else "batch_size", 1)
+        if size is None or script.uses("split_batches") or not on_ranks(script, loader):
+            continue
+        texts = [text_of(each) for each, _ in origins(script, size, loader.frame)]
+        joined = " ".join(texts)
+        if ours:
+            local = any(_LOCAL.search(each) for each in texts) and not WORLD.search(joined)
+            if local or _DIVIDED.search(joined):
+                mend = "loader = evenstep.DataLoader(train_set, global_batch_size=batch_per_rank * world.world_size)"
+                yield found(loader, f"global_batch_size={text_of(size)} is the batch of one rank", mend=mend)
+        elif loader not in trained:
+            continue
+        elif _GLOBAL.search(joined) and not WORLD.search(joined) and "/" not in joined:
+            what = next(each for each in texts if _GLOBAL.search(each))
+            yield found(loader, f"batch_size={text_of(size)} is {what}, and each rank loads as many")
+        elif (product := _times_world(script, size, loader)) is not None:
+            evidence = f"batch_size={product} multiplies by the number of ranks, and each rank loads as many"
+            yield found(loader, evidence, mend=_MEND)
+        elif what := next((each for each in texts if _LOCAL.search(each) and _DIVIDED.search(each)), ""):
+            evidence = f"batch_size={what} divides the batch of one rank by the number of ranks"
+            yield found(loader, evidence, mend=_MEND)
+
+
+def _times_world(script: Script, size: cst.CSTNode, loader: Call) -> str | None:
+    """A product with the number of ranks among what a batch size is made of."""
+    for each, where in origins(script, size, loader.frame):
+        sides = (each.left, each.right) if isinstance(each, cst.BinaryOperation) else ()
+        is_product = isinstance(each, cst.BinaryOperation) and isinstance(each.operator, cst.Multiply)
+        if is_product and any("world size" in script.values.kinds(side, where) for side in sides):
+            return text_of(each)
+    return None

@@ -1,0 +1,112 @@
+"""padded samples counted in validation (error).
+
+Validation is divided by a DistributedSampler, which repeats samples until ranks have the same number.
+
+Repeated samples count twice, so the metric depends on the number of ranks.
+
+In training that does no harm. A run confirms it, or withdraws it if the numbers divide.
+
+Wrong:
+
+```python
+val_sampler = DistributedSampler(val_set, shuffle=False)
+val_loader = DataLoader(val_set, batch_size=64, sampler=val_sampler)
+correct = torch.zeros(())
+for x, y in val_loader:
+    correct += (model.module(x).argmax(1) == y).sum()
+dist.all_reduce(correct)
+accuracy = correct / len(val_set)
+```
+
+Right:
+
+```python
+mine = Subset(val_set, range(rank, len(val_set), world_size))
+val_loader = DataLoader(mine, batch_size=64)
+correct = torch.zeros(())
+for x, y in val_loader:
+    correct += (model.module(x).argmax(1) == y).sum()
+dist.all_reduce(correct)
+accuracy = correct / len(val_set)
+```
+
+With accelerate, `gather_for_metrics` leaves repeated samples out, which `gather` does not.
+
+Ignore it if the data set's length is always a multiple of the number of ranks.
+"""
+
+import re
+
+from evenstep.tools.doctor.asking import (
+    Call,
+    Found,
+    Script,
+    assignments_to,
+    dotted,
+    found,
+    own_name,
+    runs,
+    samplers,
+    text_of,
+)
+from evenstep.tools.doctor.scene import Scene, Seen, made_at
+
+_TRIMS = r"\[\s*:\s*(?:len\(|n\w*_samples|num_|total)|drop_duplicates|gather_for_metrics|\bunique\("
+
+
+def read(script: Script) -> Found:
+    """Evaluations whose sums, or gathered outputs, have the repeated samples in them."""
+    if re.search(_TRIMS, script.code):
+        return
+    for loop in script.evaluation_loops:
+        frame, loaders = loop.frame, [each.site for each in script.loaders_of(loop) if each.site is not None]
+        inside = [
+            each for each in script.calls if each.frame.function is frame.function and each.frame.file is frame.file
+        ]
+        for call in inside if any(each in script.values.prepared for each in loaders) else ():
+            is_gather = call.last == "gather" and "accelerator" in script.receiver_kinds(call)
+            if is_gather and loop in script.loops_around(call.frame):
+                name = own_name(script, "accelerator", call) or "accelerator"
+                yield found(
+                    call,
+                    f"{call.text} gathers the samples that were repeated to fill the last batch, too",
+                    mend=f"{name}.gather_for_metrics({', '.join(text_of(each) for each in call.arguments)})",
+                )
+                break
+        if not runs(script, inside, _sums) or _keeps_elsewhere(script, inside):
+            continue
+        for loader in loaders:
+            if loader in script.values.prepared or loader.name.startswith("evenstep."):
+                continue
+            for site in samplers(script, loader):
+                drops = text_of(site.argument("drop_last", 5)) not in ("", "None", "False")
+                if not drops and not site.name.startswith("evenstep."):
+                    evidence = f"{site.text} repeats samples, and the metric counts them twice"
+                    yield found(site, evidence)
+
+
+def seen(run: Scene) -> Seen:
+    """A sampler of an evaluation that hands out more samples than there are."""
+    told = set()
+    for loop in run.loops[0] if run.loops else []:
+        count, padded = loop.begin["num_samples"], loop.begin["padded_to"]
+        evaluates = loop.num_evaluated and not loop.num_steps and loop.begin["is_distributed"]
+        if evaluates and count and padded and padded > count and loop.begin["loader"] not in told:
+            told.add(loop.begin["loader"])
+            evidence = f"{padded} samples were evaluated by {run.world_size} ranks, where the data set has {count}"
+            yield run.finding(made_at(loop), evidence)
+
+
+def _sums(call: Call) -> bool:
+    return call.name.startswith("torch.distributed.") and "reduce" in call.last
+
+
+def _keeps_elsewhere(script: Script, calls: list[Call]) -> bool:
+    """True if an object that isn't known is given the results, which may count each sample once."""
+    updates = [call for call in calls if call.last in ("update", "add_batch") and call.receiver is not None]
+    roots = [(dotted(call.receiver).partition(".")[0], call) for call in updates]
+    return any(
+        root != "self" and not script.things(each.value, each.frame)
+        for root, call in roots
+        for each in assignments_to(script, root, call.frame)
+    )

@@ -1,0 +1,36 @@
+"""same random augmentation on all ranks (warning).
+
+All ranks have the same random state, so their augmentations and dropout masks are the same.
+
+The gradient averages over fewer random draws than there are samples.
+
+Only a run shows it: `doctor` compares random states where batches are made.
+
+Wrong:
+
+```python
+torch.manual_seed(0)
+model = DDP(nn.Sequential(nn.Linear(8, 8), nn.Dropout()))
+```
+
+Right:
+
+```python
+torch.manual_seed(rank)
+model = DDP(nn.Sequential(nn.Linear(8, 8), nn.Dropout()))
+```
+
+DDP makes replicas equal when it wraps them, so they may be built from different seeds. Ignore it if nothing random
+depends on the sample.
+"""
+
+from evenstep.tools.doctor.scene import Scene, Seen, same_draws
+
+
+def seen(run: Scene) -> Seen:
+    """Two ranks drew from one state while they loaded samples."""
+    of_workers = {place for place, _ in same_draws(run, of_workers=True)}
+    # Workers that all begin alike do so on all ranks: one mistake.
+    for place, evidence in same_draws(run, of_workers=False):
+        if place not in of_workers:
+            yield run.finding(place, evidence)

@@ -1,0 +1,57 @@
+"""data different on each rank (error).
+
+A random split, or the data set itself, is made without a seed, so each rank has one of its own.
+
+Samples that one rank validates on are trained on by others: the validation says too much good. Of data that differ,
+each rank trains on other samples than the sampler meant.
+
+A split is read. Data that differ are shown by a run: three samples are compared where a DistributedSampler divides
+them.
+
+Wrong:
+
+```python
+train_part, val_part = torch.utils.data.random_split(data, [900, 100])
+```
+
+Right:
+
+```python
+generator = torch.Generator().manual_seed(0)
+train_part, val_part = torch.utils.data.random_split(data, [900, 100], generator=generator)
+```
+
+Ignore it if the seed is set in a file that isn't the script's own, or each rank draws its data on purpose.
+"""
+
+from collections.abc import Sequence
+
+from evenstep.tools.doctor.asking import Found, Script, found, on_all_ranks
+from evenstep.tools.doctor.scene import Scene, Seen, made_at, pairs
+
+
+def read(script: Script) -> Found:
+    """`random_split` in a script without a seed."""
+    if any("seed" in call.last.lower() for call in script.calls if script.is_reached(call.frame)):
+        return
+    for call in script.named("torch.utils.data.random_split"):
+        if call.argument("generator", 2) is None and on_all_ranks(script, call):
+            yield found(call, f"{call.text} has no generator, and no seed is set")
+
+
+def seen(run: Scene) -> Seen:
+    """Samples of the same numbers that aren't the same on two ranks, though a sampler divides them."""
+    told = set()
+    for rank, mine, other in pairs(run.loops):
+        ours, theirs = mine.begin["looks"], other.begin["looks"]
+        are_other = bool(ours and theirs) and _are_other(ours, theirs)
+        if are_other and mine.begin["is_distributed"] and mine.begin["loader"] not in told:
+            told.add(mine.begin["loader"])
+            evidence = f"the samples of ranks 0 and {rank} with the same numbers are other ones"
+            yield run.finding(made_at(mine), evidence)
+
+
+def _are_other(ours: Sequence[str], theirs: Sequence[str]) -> bool:
+    """Whether three samples differ in the first thing that each consists of, and not only there: that may be noise."""
+    differs, parts = [a != b for a, b in zip(ours, theirs, strict=False)], max(1, len(ours) // 3)
+    return len(ours) == len(theirs) and all(differs[::parts]) and all(any(differs[k::parts]) for k in range(parts))

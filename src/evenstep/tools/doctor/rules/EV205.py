@@ -1,0 +1,107 @@
+r"""two ranks write one file (error).
+
+Every rank writes the same file.
+
+Lines are lost or mixed, and the last rank decides what the file holds.
+
+Downloading a data set on all ranks at once is the same mistake.
+
+Wrong:
+
+```python
+with open("losses.csv", "a") as file:
+    file.write("0.5\n")
+```
+
+Right:
+
+```python
+if rank == 0:
+    with open("losses.csv", "a") as file:
+        file.write("0.5\n")
+```
+
+A path with the rank in it is no finding, nor is a file that is renamed into place with `os.replace`. Ignore it where
+every rank has a file system of its own.
+"""
+
+import re
+
+import libcst as cst
+
+from evenstep.tools.doctor.asking import (
+    Call,
+    Found,
+    Script,
+    behind,
+    dotted,
+    found,
+    guarded,
+    is_of_a_rank,
+    is_true,
+    on_all_ranks,
+    on_main,
+    text_of,
+)
+from evenstep.tools.doctor.scene import Scene, Seen, same_paths
+
+_WRITERS = (".savefig", ".to_csv", ".write_text", ".write_bytes", "numpy.save", "numpy.savez", ".save_image")
+_WRITING = re.compile(r"[\"'](?:[wax]\+?[bt]?\+?|[wax][bt]\+?)[\"']")
+_WRITTEN_OUT = r"^[rbuRBU]*([\"'])[^\"']*\1$"
+_PACKED = re.compile(r"(?:gzip|lzma|tarfile|zipfile|bz2|wave|Image)\.")
+
+
+def read(script: Script) -> Found:
+    """Files that are opened for writing, calls that write one, downloads."""
+    for call in script.calls:
+        if call.name.startswith("torchvision.datasets.") and is_true(call.argument("download")):
+            if on_all_ranks(script, call) and not _is_done_before(script, call):
+                guard = f"if {on_main(script, call) or 'rank == 0'}:\n    {dotted(call.node.func)}(root, download=True)"
+                evidence = f"{call.text} downloads on every rank at the same time"
+                yield found(call, evidence, mend=f"{guard}\ndist.barrier()")
+            continue
+        path = _path(call)
+        # Written beside and renamed, a file is whole whichever rank comes last.
+        moves = script.named("os.replace", "os.rename", "shutil.move") if path is not None else []
+        if path is None or any(each.frame.function is call.frame.function for each in moves):
+            continue
+        # What else than a path that is written out a module of helpers is given may differ between ranks.
+        is_known = call.frame.file is script.files[0] or behind(script, path, call.frame, _WRITTEN_OUT, 2)
+        if is_known and on_all_ranks(script, call) and not is_of_a_rank(script, path, call):
+            mend, edits = guarded(script, call)
+            is_open = call.last == "open"
+            yield found(
+                call,
+                f"{call.text} writes the same file on every rank",
+                mend=f"{mend.partition(chr(10))[0]}\n    with {call.text} as file: ..." if is_open else mend,
+                edits=edits,
+            )
+
+
+def seen(run: Scene) -> Seen:
+    """One file that several ranks wrote, and not as a checkpoint."""
+    saved = {path for events in run.evidence.of("save", hurried=True) for each in events if (path := each["path"])}
+    told = set()
+    for path, places in same_paths(run, "write").items():
+        if path not in saved and not path.endswith((".pyc", ".lock")) and places[0] not in told:
+            told.add(places[0])
+            yield run.finding(places[0], f"{len(places)} ranks wrote {path.rpartition('/')[2]}")
+
+
+def _path(call: Call) -> cst.CSTNode | None:
+    """The path that a call writes; None of other calls."""
+    if call.name == "open" or (call.last == "open" and call.receiver is not None and call.name != "os.open"):
+        mode = call.argument("mode", 1 if call.name == "open" or _PACKED.match(call.name) else 0)
+        if not _WRITING.fullmatch(text_of(mode)):
+            return None
+        is_method = call.name != "open" and not _PACKED.match(call.name)
+        return call.receiver if is_method else call.argument("file", 0)
+    if f".{call.last}" in _WRITERS or call.name in _WRITERS:
+        return call.receiver if call.last in ("write_text", "write_bytes") else call.positional(0)
+    return None
+
+
+def _is_done_before(script: Script, download: Call) -> bool:
+    """True if another call of the same data set is guarded, so that this one finds the files."""
+    same = [call for call in script.calls if call is not download and call.name == download.name]
+    return any(script.perhaps_some_ranks_only(call.frame) for call in same)

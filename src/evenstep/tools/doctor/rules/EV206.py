@@ -1,0 +1,71 @@
+"""checkpoint of the wrapper (warning).
+
+The state_dict of the wrapper is saved instead of the model's own.
+
+Every name in the file begins with `module.`, and a model without the wrapper can't load it.
+
+Wrong:
+
+```python
+if rank == 0:
+    torch.save(model.state_dict(), "model.pt")
+```
+
+Right:
+
+```python
+if rank == 0:
+    torch.save(model.module.state_dict(), "model.pt")
+```
+
+Ignore it if only this script reads the file, and loads it into the wrapper.
+"""
+
+import re
+
+from evenstep.tools.doctor.asking import (
+    Call,
+    Found,
+    Script,
+    Thing,
+    by_library,
+    found,
+    saves,
+    text_of,
+    with_what,
+    wrappers_at,
+)
+from evenstep.tools.doctor.scene import Scene, Seen, by_place
+
+
+def read(script: Script) -> Found:
+    """States of what surely is the wrapper, where they are saved."""
+    if re.search(r"consume_prefix_in_state_dict|[\"']module\.[\"']", script.code):
+        return
+    told: set[Call] = set()
+    for save in with_what(script, saves(script)):
+        for site in _states(script.things(save.argument("obj", 0), save.frame)):
+            makers = [each.site for each in wrappers_at(script, site.receiver, site.frame, site.line) if each.site]
+            others = [each for each in makers if "fabric" in script.receiver_kinds(each) or "FullySh" in each.name]
+            if makers and not others and site not in told:
+                told.add(site)
+                receiver = text_of(site.receiver)
+                inner = by_library(script, site, accelerate=f"accelerator.unwrap_model({receiver})")
+                yield found(
+                    site,
+                    f"{receiver} is the wrapper, so that every name in the file begins with `module.`",
+                    mend=f"{inner or receiver + '.module'}.state_dict()",
+                )
+
+
+def seen(run: Scene) -> Seen:
+    """A file whose names all began with `module.`."""
+    prefixed = [each for each in run.evidence.all("save", hurried=True) if each["has_prefix"]]
+    for place in by_place(prefixed):
+        yield run.finding(place, "the names in the file began with `module.`")
+
+
+def _states(things: frozenset[Thing]) -> list[Call]:
+    """The calls that make the states among what is saved, alone or in a dictionary."""
+    inside = [call for each in things for item in each.items for call in _states(item)]
+    return inside + [each.site for each in things if each.kind == "state" and each.site is not None and each.inner]

@@ -1,0 +1,82 @@
+"""checkpoint lacks what resuming needs (warning).
+
+A checkpoint that is resumed from has the model and the optimizer, but not all that a step depends on.
+
+A resumed run has another learning rate, loss scale or position than the one that was interrupted.
+
+Wrong:
+
+```python
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+optimizer.load_state_dict(torch.load("last.pt")["optimizer"])
+state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+if rank == 0:
+    torch.save(state, "last.pt")
+```
+
+Right:
+
+```python
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+optimizer.load_state_dict(torch.load("last.pt")["optimizer"])
+state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+state["scheduler"] = scheduler.state_dict()
+if rank == 0:
+    torch.save(state, "last.pt")
+```
+
+For an exact resume random states and the position in the epoch belong to it: `evenstep.Checkpointer` saves them. Ignore
+it if a resumed run is meant to begin a new schedule.
+"""
+
+import re
+
+import libcst as cst
+
+from evenstep.tools.doctor.asking import (
+    Call,
+    Found,
+    Script,
+    assignments_to,
+    dotted,
+    found,
+    names_in,
+    origins,
+    text_of,
+    with_what,
+)
+
+_OPTIMIZER = r"(?i)optim\w*[^,]*state_dict|opt\w*\.state_dict"
+
+
+def read(script: Script) -> Found:
+    """Dictionaries with an optimizer's state, in a script that loads one."""
+    if not script.named(".load_state_dict"):
+        return
+    schedules = [call for call in script.calls if "." in call.name and "scheduler" in script.kinds_made(call)]
+    scalers = script.named(".GradScaler") if script.named(".scale") else []  # made, and used
+    parts = [("the scheduler", r"(?i)sched")] if schedules else []
+    parts += [("the gradient scaler", r"(?i)scaler")] if scalers else []
+    parts += [("the epoch or step", r"(?i)epoch|step|iter|position|progress")]
+    told: set[int] = set()  # one state may be saved in two places
+    for save in with_what(script, script.named("torch.save")):
+        state = save.argument("obj", 0)
+        made = [each for each, _ in origins(script, state, save.frame, depth=2) if isinstance(each, cst.Dict)]
+        text = " ".join([*map(text_of, made), *_added(script, state, save)])
+        if not made or not re.search(_OPTIMIZER, text) or "**" in text or told & set(map(id, made)):
+            continue
+        missing = [name for name, words in parts if not re.search(words, text)]
+        told |= set(map(id, made)) if missing else set()
+        if missing:
+            yield found(save, f"the checkpoint has the optimizer, and lacks {' and '.join(missing)}")
+
+
+def _added(script: Script, state: cst.CSTNode | None, save: Call) -> list[str]:
+    """What is put into a dictionary after it was made."""
+    names = names_in(state) if isinstance(state, cst.Name | cst.Attribute) else set()
+    return [
+        text_of(each.target) + text_of(each.value)
+        for each in save.frame.file.assignments
+        if isinstance(each.target, cst.Subscript) and dotted(each.target) in names
+        if assignments_to(script, dotted(each.target), save.frame)
+    ]

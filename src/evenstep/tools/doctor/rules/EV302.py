@@ -1,0 +1,59 @@
+"""cuda:0 on all ranks (error).
+
+A fixed GPU is named, which every rank then uses.
+
+All ranks of a host share one GPU, or tensors of a rank lie on two devices.
+
+Wrong:
+
+```python
+weights = torch.load("model.pt", map_location="cuda:0")
+```
+
+Right:
+
+```python
+weights = torch.load("model.pt", map_location="cpu")
+```
+
+Ignore it if every rank sees one GPU only, which is then number 0.
+"""
+
+import re
+
+from evenstep.tools.doctor.asking import Call, Found, Script, found, on_all_ranks, text_of, walk
+from evenstep.tools.doctor.scene import Scene, Seen, one_device
+
+_NUMBERED = re.compile(r"[\"']cuda:\d+[\"']")
+
+
+def read(script: Script) -> Found:
+    """Calls with the number of a GPU in them, unless there are several: each rank then drives several GPUs."""
+    if len(set(re.findall(r"(?:[\"']cuda:|\.cuda\(|\.to\()(\d+)", script.code))) > 1:
+        return
+    told: set[int] = set()
+    for call in script.calls:
+        inside = {id(each) for each in walk(call.node)}
+        if _is_fixed(call) and on_all_ranks(script, call) and not inside & told:
+            told |= inside
+            yield found(call, f"{call.text} is the same GPU on every rank")
+
+
+def seen(run: Scene) -> Seen:
+    """All models on one GPU, which ranks have chosen."""
+    if run.evidence.all("device"):
+        yield from one_device(run)
+
+
+def _is_fixed(call: Call) -> bool:
+    first, second = text_of(call.positional(0)), text_of(call.positional(1))
+    if any(_NUMBERED.fullmatch(text_of(call.argument(each))) for each in ("device", "map_location")):
+        return True
+    if "DistributedDataParallel" in call.name:
+        return bool(re.fullmatch(r"\[\d+\]", text_of(call.argument("device_ids", 1))))
+    if call.name == "torch.device" and first in ("'cuda'", '"cuda"'):
+        return second.isdecimal()
+    if call.last in ("device", "to", "set_device", "set_default_device") and _NUMBERED.match(first):
+        return True
+    is_number = first.isdecimal() and (call.receiver is not None or call.last == "to")
+    return is_number and call.last in ("cuda", "set_device", "to")

@@ -1,0 +1,183 @@
+"""different numbers of collectives (error).
+
+A condition on data, or a loop over a rank's own batches, leads ranks to different numbers of collectives, or to another
+order.
+
+A rank waits for a call that never comes, or ranks combine tensors that have nothing to do with each other.
+
+Two kinds are read: a step that a rank leaves out because its own loss is NaN, and a stop that rests on a rank's own
+part of the validation data. Only a run shows the others.
+
+Wrong:
+
+```python
+for x, y in loader:
+    loss = loss_fn(model(x), y)
+    if torch.isnan(loss):
+        continue
+    loss.backward()
+    optimizer.step()
+```
+
+Right:
+
+```python
+for x, y in loader:
+    loss = loss_fn(model(x), y)
+    is_bad = torch.isnan(loss).float()
+    dist.all_reduce(is_bad)
+    if is_bad > 0:
+        continue  # on every rank
+    loss.backward()
+    optimizer.step()
+```
+
+Never ignore it.
+"""
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from evenstep.tools.doctor.asking import (
+    Call,
+    Found,
+    Frame,
+    Loop,
+    Script,
+    Thing,
+    assignments_to,
+    collectives,
+    found,
+    has_wrapped,
+    last_of,
+    leaves,
+    names_in,
+    runs,
+    shortened,
+    text_of,
+    walk,
+)
+from evenstep.tools.doctor.calls import (
+    ENDED,
+    calls_of,
+    calls_on_some,
+    ended_apart,
+    first_apart,
+    how_it_hangs,
+    is_guarded,
+    models_on_some,
+    told_call,
+)
+from evenstep.tools.doctor.scene import Scene, Seen, different_lengths
+
+_SHARES = re.compile(r"(?i)reduce|gather|sync|broadcast|average")
+
+
+def read(script: Script) -> Found:
+    """Steps and epochs that a rank leaves by a condition on its own numbers."""
+    shared = collectives(script)
+    yield from _steps_left_out(script, shared)
+    yield from _stops_alone(script, shared)
+
+
+def seen(run: Scene) -> Seen:
+    """Calls of some ranks by a condition on data; or calls that differ, where no line explains it."""
+    on_some = calls_on_some(run)
+    for call, evidence, cost in on_some:
+        if not is_guarded(run, call):
+            yield run.finding(call.place, evidence, cost=cost)
+    if on_some or run.error is not None or models_on_some(run) or different_lengths(run):
+        return
+    hang, apart = run.evidence.hang, first_apart(run.evidence.ranks)
+    if apart is not None:
+        here, there, rank = apart
+        evidence = f"where rank 0 called {told_call(run, here)}, rank {rank} called {told_call(run, there)}"
+        yield run.finding(here.place, evidence, cost=ENDED if hang is None else "")
+    elif hang is not None and hang.waiting and hang.missing:  # else all are in one call: a machine that is busy
+        yield run.finding(hang.waiting[min(hang.waiting)].place, how_it_hangs(run))
+    elif ended_apart(run):
+        counts = [len(calls_of(events)) for events in run.evidence.ranks]
+        yield run.finding(("", 1), f"ranks have made {counts} calls", cost=ENDED)
+
+
+def _ifs_that_leave(script: Script, loop: Loop) -> Iterator[tuple[Frame, str]]:
+    """The `if`s of a loop's own body that go to its next round or out of it, with the texts of their bodies."""
+    for file in script.files:
+        for each in file.ifs:
+            if isinstance(each.node, cst.If) and leaves(each.node.body) and loop.frame in each.outwards():
+                text = text_of(each.node.body)
+                if not re.search(r"\braise\b|exit\(", text):
+                    yield each, text
+
+
+def _steps_left_out(script: Script, shared: list[Call]) -> Found:
+    """`if torch.isnan(loss): continue` before the backward pass, which the other ranks make."""
+    for loop in script.step_loops if has_wrapped(script) else ():
+        passes = [each for each in script.backward_calls if loop in script.loops_around(each.frame)]
+        for each, _ in _ifs_that_leave(script, loop):
+            tested = {last_of(inner) for inner in walk(each.test) if isinstance(inner, cst.Call)}
+            is_before = any(one.frame.function is each.function and one.line > each.line for one in passes)
+            if tested & {"isnan", "isinf", "isfinite"} and is_before and not _is_shared(script, each, shared):
+                yield found(
+                    (each.file, each.line),
+                    f"a rank where `{shortened(text_of(each.test), 60)}` holds leaves the backward pass out, and the "
+                    f"others wait in theirs",
+                )
+
+
+def _stops_alone(script: Script, shared: list[Call]) -> Found:
+    """A `break` for what a rank has measured on its own part of the validation data."""
+    if any(map(script.imports, ("torchmetrics", "ignite", "evaluate"))):
+        return  # whose numbers are those of all ranks
+    evaluations = [(loop.frame.function, script.loaders_of(loop)) for loop in script.evaluation_loops]
+    measures = {each for each, loaders in evaluations if each and any(_is_divided(script, one) for one in loaders)}
+    for loop in script.training_loops:
+        for each, body in _ifs_that_leave(script, loop) if loop not in script.step_loops else ():
+            targets = {target for call in _calls_behind(script, each) for target in script.values.functions_of(call)}
+            if "continue" not in body and targets & measures and not _is_shared(script, each, shared):
+                yield found(
+                    (each.file, each.line),
+                    f"`{shortened(text_of(each.test), 60)}` rests on this rank's part of the validation data, so that "
+                    f"one rank may stop while others go on",
+                    mend="dist.all_reduce(val_loss)  # before it is compared: ranks then decide alike",
+                )
+                return
+
+
+def _is_divided(script: Script, loader: Thing) -> bool:
+    site = loader.site
+    if site is None or site in script.values.prepared:
+        return site is not None
+    sampler = site.argument("sampler", 3) or site.argument("batch_sampler", 4)
+    return "sampler" in script.values.kinds(sampler, site.frame)
+
+
+def _behind(script: Script, test: Frame) -> Iterator[cst.CSTNode]:
+    """A condition, what its names are given, and the conditions under which they are given it."""
+    pending: list[tuple[cst.CSTNode | None, Frame, int]] = [(test.test, test, 4)]
+    seen: set[int] = set()
+    while pending:
+        node, frame, left = pending.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        for name in names_in(node) if left else ():
+            for each in assignments_to(script, name, frame):
+                pending.append((each.value, each.frame, left - 1))
+                pending += [(around.test, around, left - 1) for around in each.frame.outwards() if around.kind == "if"]
+
+
+def _calls_behind(script: Script, test: Frame) -> list[Call]:
+    inside = [inner for node in _behind(script, test) for inner in walk(node) if isinstance(inner, cst.Call)]
+    return [call for inner in inside if (call := script.values.record(inner)) is not None]
+
+
+def _is_shared(script: Script, test: Frame, shared: list[Call]) -> bool:
+    """True if ranks have exchanged what a condition rests on, as far as names and the calls behind them tell."""
+    names = {name for call in shared for argument in call.arguments for name in names_in(argument)}
+    if any(names_in(node) & names for node in _behind(script, test)):
+        return True
+    return runs(script, _calls_behind(script, test), lambda call: call in shared or bool(_SHARES.search(call.last)))

@@ -1,0 +1,144 @@
+"""scheduler of another number of steps (error).
+
+The scheduler is made for the number of batches of all ranks together, and stepped once per local batch.
+
+The schedule ends at a fraction of its way: the learning rate never comes down.
+
+Wrong:
+
+```python
+loader = DataLoader(train_set, batch_size=64, sampler=sampler)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(train_set) // 64)
+for x, y in loader:
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+    scheduler.step()
+```
+
+Right:
+
+```python
+loader = DataLoader(train_set, batch_size=64, sampler=sampler)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(loader))
+for x, y in loader:
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+    scheduler.step()
+```
+
+With accelerate: a scheduler that `accelerator.prepare` was given steps once for each rank. Ignore it if the schedule is
+meant to end early.
+"""
+
+import re
+
+import libcst as cst
+
+from evenstep.tools.doctor.asking import (
+    WORLD,
+    Call,
+    Found,
+    Frame,
+    Script,
+    behind,
+    by_library,
+    dotted,
+    found,
+    is_nothing,
+    origins,
+    shortened,
+    text_of,
+    walk,
+)
+from evenstep.tools.doctor.scene import Scene, Seen
+
+_LENGTHS = ("total_steps", "T_max", "num_training_steps", "steps_per_epoch", "T_0", "total_iters")
+_DATA = re.compile(r"(?:\w+\.)*\w*(?:data_?set|_set|_ds|_data)")
+
+
+def read(script: Script) -> Found:
+    """Schedulers that are stepped in a step loop, by what their lengths are made of."""
+    for call in script.calls:
+        if not call.name.startswith(("torch.optim.lr_scheduler.", "transformers.get_")) or not _is_stepped(
+            script, call
+        ):
+            continue
+        for keyword in _LENGTHS:
+            length = call.argument(keyword)
+            if length is None or behind(script, length, call.frame, WORLD):
+                continue
+            made = origins(script, length, call.frame)
+            whole = next((text_of(each) for each, where in made if _divides_all(script, each, where)), "")
+            early = _counted_before_prepare(script, call, length)
+            if whole and _divides_loaders(script):
+                yield found(call, f"{keyword}={shortened(whole, 60)} counts the batches of all ranks together")
+                break
+            if early:
+                prepared = "loader, optimizer, scheduler = accelerator.prepare(loader, optimizer, scheduler)"
+                evidence = f"{keyword} uses {early} of before accelerator.prepare, and the scheduler isn't prepared"
+                yield found(call, evidence, mend=by_library(script, call, accelerate=prepared))
+                break
+
+
+def seen(run: Scene) -> Seen:
+    """Learning rates that differ between ranks in a step."""
+    ranks = [{each.step: each["lr"] for each in events} for events in run.evidence.of("stepped")]
+    for rank, rates in enumerate(ranks[1:], 1):
+        step = min((each for each in rates if ranks[0].get(each, rates[each]) != rates[each]), default=None)
+        if step is not None:
+            place = next((each.place for each in run.evidence.all("schedule")), ("", 1))
+            rate = f"{ranks[0][step][0]:g} on rank 0 and {rates[step][0]:g} on rank {rank}"
+            yield run.finding(place, f"in step {step + 1} the learning rate was {rate}")
+            return
+
+
+def _is_stepped(script: Script, scheduler: Call) -> bool:
+    """True if a step loop steps it."""
+    if "scheduler" not in script.kinds_made(scheduler):
+        return False
+    steps = [each for each in script.calls if each.last == "step" and scheduler in _sites(script, each)]
+    return any(set(script.step_loops) & set(script.loops_around(each.frame)) for each in steps)
+
+
+def _sites(script: Script, call: Call) -> list[Call | None]:
+    return [each.site for each in script.things(call.receiver, call.frame)]
+
+
+def _divides_all(script: Script, node: cst.CSTNode, frame: Frame) -> bool:
+    """True if `len(dataset)` is divided in it; the length of a loader is that of one rank's batches."""
+    for each in walk(node):
+        if isinstance(each, cst.BinaryOperation) and isinstance(each.operator, cst.Divide | cst.FloorDivide):
+            counted = _counted(each.left)
+            kinds = script.values.kinds(counted, frame)
+            is_data = bool(kinds & {"dataset", "subset"}) or bool(_DATA.fullmatch(dotted(counted)))
+            if "loader" not in kinds and is_data:
+                return True
+    return False
+
+
+def _counted(node: cst.CSTNode) -> cst.CSTNode | None:
+    """What `len()` is called of."""
+    is_length = isinstance(node, cst.Call) and dotted(node.func) == "len" and bool(node.args)
+    return node.args[0].value if isinstance(node, cst.Call) and is_length else None
+
+
+def _divides_loaders(script: Script) -> bool:
+    sites = [each.site for each in script.training_loaders if each.site is not None]
+    ours = [each for each in sites if not each.name.startswith("evenstep.")]
+    return any(each in script.values.prepared or not is_nothing(each.argument("sampler", 3)) for each in ours)
+
+
+def _counted_before_prepare(script: Script, scheduler: Call, length: cst.CSTNode) -> str:
+    """`len(loader)` where it was read before the loader was divided, of a scheduler that accelerate doesn't step."""
+    prepares = [call for call in script.named(".prepare") if "accelerator" in script.receiver_kinds(call)]
+    given = {one.site for call in prepares for each in call.arguments for one in script.things(each, call.frame)}
+    for inner in (inner for each, _ in origins(script, length, scheduler.frame) for inner in walk(each)):
+        counted = _counted(inner)
+        record = script.values.record(inner) if isinstance(inner, cst.Call) and counted is not None else None
+        if record is None or scheduler in given:
+            continue
+        divided = [one.site for one in script.things(counted, record.frame) if one.kind == "loader"]
+        before = [call for call in prepares if call.frame.function is record.frame.function and record.line < call.line]
+        if divided and before and all(one in script.values.prepared for one in divided):
+            return text_of(inner)
+    return ""

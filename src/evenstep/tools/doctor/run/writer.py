@@ -1,0 +1,93 @@
+"""Where a rank under watch writes its events, with the lines of the script that led to them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from evenstep.tools.doctor.run.events import Event, Place, Plan
+from evenstep.tools.observing.patching import Patches
+from evenstep.tools.observing.script import Script
+
+_QUIET_S = 1.5  # without an event, before the place of the script is noted
+_MOST_OF_A_PLACE = 300  # events of a kind at one line; a script may print in every sample
+_FREQUENT = ("output", "write", "fetch", "norm", "sync")
+
+
+class Writer:
+    """Writes events of this process.
+
+    Args:
+        plan: Where to, and how many steps are looked at.
+        rank: This rank.
+        script: Path of the script.
+
+    Attributes:
+        plan: See above.
+        rank: See above.
+        script: Its files.
+        num_steps: Optimizer steps so far.
+        is_over: Whether enough were made.
+    """
+
+    def __init__(self, plan: Plan, rank: int, script: str) -> None:
+        self.plan, self.rank, self.script = plan, rank, Script(script)
+        self.num_steps = 0
+        self.is_over = False
+        self._counts: Counter[tuple[str, Place]] = Counter()
+        self._calls = 0
+        self._pid = os.getpid()
+        self._last = time.monotonic()
+        # Lines of forked workers and of the rank go to one file; the kernel keeps lines whole.
+        self._file = os.open(plan.file_of(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def note(self, kind: str, **facts: Any) -> None:
+        """Write an event down, with the lines of the script that led to it."""
+        self.write(kind, self.script.places(), facts)
+
+    def write(self, kind: str, places: list[Place], facts: dict[str, Any]) -> None:
+        """Write an event down."""
+        if os.getpid() != self._pid and kind != "fetch":
+            return  # of a loader's worker, where no step is known
+        key = kind, places[0] if places else ("", 0)
+        self._counts[key] += 1
+        if kind in _FREQUENT and self._counts[key] > _MOST_OF_A_PLACE:
+            return
+        now = time.monotonic()
+        if kind != "idle":
+            self._last = now
+        event = Event(kind, now, self.num_steps, places, facts)
+        os.write(self._file, f"{event.as_line()}\n".encode())
+
+    def enter(self, op: str, *, group: str = "") -> Callable[[], None]:
+        """A call begins that other ranks have to make, too; returns what notes its end."""
+        self._calls += 1
+        self.note("enter", op=op, call=self._calls, group=group)
+        return functools.partial(self.write, "leave", [], {"call": self._calls})
+
+    def watch_idleness(self, patches: Patches) -> None:
+        """Note where the script is whenever it is quiet, until the patches are undone."""
+        ended = threading.Event()
+
+        def look() -> None:
+            while not ended.wait(_QUIET_S / 2):
+                if time.monotonic() - self._last > _QUIET_S:
+                    self._note_idleness()
+
+        thread = threading.Thread(target=look, name="evenstep doctor", daemon=True)
+        thread.start()
+        patches.later(thread.join)
+        patches.later(ended.set)
+
+    def _note_idleness(self) -> None:
+        # In a function: a frame that this thread kept would keep the script's model, which then ended here, in a thread
+        # in which torch's wrapper and process group may wait for each other.
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        if frame is not None:
+            self.write("idle", self.script.places(frame), {"function": frame.f_code.co_name})

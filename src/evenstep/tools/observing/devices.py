@@ -1,0 +1,47 @@
+"""Where the host waits for a GPU: torch says so itself (`set_sync_debug_mode`), by warnings."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from evenstep.tools.observing.patching import Patches
+
+
+class Waits:
+    """Listens to the waits of this process for its GPU, from `listen` to `stop`.
+
+    Args:
+        heard: Called at each of them, with the file and the line that torch names.
+    """
+
+    def __init__(self, heard: Callable[[str, int], object]) -> None:
+        self._heard = heard
+        self._patches = Patches()
+        self.is_listening = False
+
+    def listen(self) -> None:
+        """From now on."""
+        filters = list(warnings.filters)
+        warnings.filterwarnings("always", message=".*synchroniz.*")
+        self._patches.later(lambda: setattr(warnings, "filters", filters))
+        self._patches.around(warnings, "showwarning", self._shown)
+        torch.cuda.set_sync_debug_mode("warn")
+        self._patches.later(lambda: torch.cuda.set_sync_debug_mode("default"))
+        self.is_listening = True
+
+    def stop(self) -> None:
+        """No longer; nothing to do where nobody listens."""
+        self._patches.restore()
+        self.is_listening = False
+
+    def _shown(
+        self, original: Callable[..., None], message: Any, category: Any, file: str, line: int, *rest: Any
+    ) -> None:
+        if "synchroniz" in str(message):
+            self._heard(file, line)
+        else:
+            original(message, category, file, line, *rest)

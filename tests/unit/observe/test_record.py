@@ -1,0 +1,332 @@
+"""The one recorder: what subscribers are told, and what holds for all moments."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import TensorDataset
+
+import evenstep
+from evenstep.tools.observing.changes import replace_batch_sizes
+from evenstep.tools.observing.patching import Patches
+from evenstep.tools.observing.record import NO_CALL, Ended, Instead, Loop, Recorder, Subscriber
+
+
+@pytest.fixture
+def patches() -> Iterator[Patches]:
+    with Patches() as made:
+        yield made
+
+
+class Watch(Subscriber):
+    """Writes down what it is told of a step, in words."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def module(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> Ended:
+        self.told.append(("module", type(module).__name__, depth))
+        return lambda: self.told.append("module ended")
+
+    def backward(self, root: Any, weight: Any, scale: float) -> Ended:
+        self.told.append(("backward", root, weight, scale))
+        return lambda: self.told.append("backward ended")
+
+
+def test_what_nobody_wants_to_know_stays_as_it_is(patches: Patches) -> None:
+    places = [
+        (nn.Module, "__call__"),
+        (torch.autograd, "backward"),
+        (dist, "all_reduce"),
+        (TorchDataLoader, "__iter__"),
+        (TorchDataLoader, "__init__"),
+        (functional, "cross_entropy"),
+        (torch, "save"),
+    ]
+    before = [getattr(owner, name) for owner, name in places]
+    Recorder(Subscriber()).install(patches)
+    assert [getattr(owner, name) for owner, name in places] == before
+    Recorder(Watch()).install(patches)
+    changed = [getattr(owner, name) is not it for (owner, name), it in zip(places, before, strict=True)]
+    assert changed == [True, True, False, False, False, False, False]
+    patches.restore()
+    assert [getattr(owner, name) for owner, name in places] == before
+
+
+def test_calls_inside_calls_have_a_depth(patches: Patches) -> None:
+    watch, model = Watch(), nn.Sequential(nn.Linear(2, 2))
+    Recorder(watch).install(patches)
+    model(torch.ones(1, 2))
+    assert watch.told == [("module", "Sequential", 0), ("module", "Linear", 1), "module ended", "module ended"]
+    watch.told.clear()
+
+    class Forces(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                return model[0](x)  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        Forces()(torch.ones(1, 2))
+    assert [told for told in watch.told if told != "module ended"] == [("module", "Forces", 0), ("module", "Linear", 0)]
+    watch.told.clear()
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 3))
+    assert watch.told.count("module ended") == 2, "also of a call that raises"
+    model(torch.ones(1, 2))
+    assert watch.told[4] == ("module", "Sequential", 0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_pass_that_is_computed_again_is_told_once(reentrant: bool, patches: Patches) -> None:
+    watch, layer = Watch(), nn.Linear(2, 2)
+    Recorder(watch).install(patches)
+    x = torch.ones(1, 2, requires_grad=True)
+    loss = checkpoint(layer, x, use_reentrant=reentrant).sum()
+    loss.backward()
+    assert [told[0] for told in watch.told if isinstance(told, tuple)] == ["module", "backward"]
+    assert watch.told.count("backward ended") == 1
+    layer(x).sum().backward()
+    assert [told[0] for told in watch.told if isinstance(told, tuple)] == ["module", "backward"] * 2
+
+
+def test_a_backward_pass_is_told_with_its_root_its_weight_and_the_scale_of_its_loss(patches: Patches) -> None:
+    watch, scaler = Watch(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    Recorder(watch).install(patches)
+    x = torch.ones(3, requires_grad=True)
+    loss = (2 * x).sum()
+    scaled = scaler.scale(loss)
+    scaled.backward(retain_graph=True)
+    weight = torch.tensor(0.5)
+    torch.autograd.backward([loss], [weight], retain_graph=True)
+    passes = [told for told in watch.told if isinstance(told, tuple)]
+    assert [(root is each, scale) for (_, root, _, scale), each in zip(passes, (scaled, loss), strict=True)] == [
+        (True, 8.0),
+        (True, 1.0),
+    ]
+    assert [told[2] for told in passes] == [None, weight]
+    with pytest.raises(RuntimeError):
+        (2 * x).backward()  # no scalar
+    assert watch.told[-1] == "backward ended"
+    watch.told.clear()
+    loss.backward()
+    assert watch.told[0][0] == "backward"
+
+
+class Steps(Subscriber):
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def step_begins(self, optimizer: Any) -> None:
+        self.told.append((type(optimizer).__name__, "begins"))
+
+    def step_ended(self, optimizer: Any, *, is_counted: bool) -> None:
+        self.told.append((type(optimizer).__name__, self.recorder.num_steps, is_counted))
+
+
+def test_steps_of_the_busiest_optimizer_count(patches: Patches) -> None:
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    first, other = torch.optim.SGD([p], lr=0.1), torch.optim.Adam([p])
+    steps = Steps()
+    Recorder(steps).install(patches)
+    for optimizer in (first, other, other, first):
+        optimizer.step()
+    ended = [told for told in steps.told if len(told) == 3]
+    assert ended == [("SGD", 1, True), ("Adam", 1, False), ("Adam", 2, True), ("SGD", 2, False)]
+    assert steps.told[0] == ("SGD", "begins")
+    patches.restore()
+    first.step()
+    assert len(steps.told) == 8
+
+
+def test_a_step_inside_a_step_is_a_part_of_it(patches: Patches) -> None:
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+
+    class Outer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return torch.optim.Adam(self.param_groups[0]["params"]).step()
+
+    steps = Steps()
+    Recorder(steps).install(patches)
+    Outer([p], lr=0.1).step()
+    assert steps.told == [("Outer", "begins"), ("Outer", 1, True)]
+
+
+class Calls(Subscriber):
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.instead: Ended = None
+
+    def collective(self, op: str, args: Any, kwargs: Any) -> Ended:
+        self.told.append((op, args, kwargs))
+        return lambda: self.told.append(f"{op} ended")
+
+    def clip(self, *args: Any, **kwargs: Any) -> Ended:
+        self.told.append("clip")
+        return self.instead
+
+
+def test_a_collective_inside_another_one_is_not_told(patches: Patches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "broadcast", lambda *args, **kwargs: "sent")
+    monkeypatch.setattr(dist, "all_gather_object", lambda *args, **kwargs: dist.broadcast(1))
+    calls = Calls()
+    Recorder(calls).install(patches)
+    assert dist.all_gather_object([], 3, group=None) == "sent"
+    assert calls.told == [("all_gather_object", ([], 3), {"group": None}), "all_gather_object ended"]
+    assert dist.broadcast(2) == "sent"
+    assert calls.told[2:] == [("broadcast", (2,), {}), "broadcast ended"]
+
+
+def test_a_call_may_be_replaced(patches: Patches) -> None:
+    calls, p = Calls(), nn.Parameter(torch.ones(2))
+    p.grad = torch.full((2,), 5.0)
+    Recorder(calls).install(patches)
+    calls.instead = NO_CALL
+    assert nn.utils.clip_grad_norm_([p], 1.0) is None  # type: ignore[comparison-overlap]
+    assert p.grad.tolist() == [5.0, 5.0]
+    calls.instead = Instead(lambda parameters, max_norm: max_norm)
+    assert nn.utils.clip_grad_norm_([p], 1.0) == 1.0
+    calls.instead = None
+    nn.utils.clip_grad_value_([p], 1.0)
+    assert p.grad.tolist() == [1.0, 1.0]
+    assert calls.told == ["clip"] * 3
+
+
+class Counting(TorchFunctionMode):
+    num_calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Looks(Subscriber):
+    """Computes with what it is told."""
+
+    def module(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> Ended:
+        args[0].sum()
+        return lambda: args[0].sum()
+
+    def batch(self, loop: Loop, batch: Any) -> None:
+        batch[0].sum()
+
+    def step_ended(self, optimizer: Any, *, is_counted: bool) -> None:
+        optimizer.param_groups[0]["params"][0].sum()
+
+
+def test_subscribers_are_outside_of_the_scripts_modes(patches: Patches) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = TorchDataLoader(TensorDataset(torch.ones(2, 2)))
+
+    def train() -> int:
+        with Counting() as mode:
+            for (x,) in loader:
+                model(x).sum().backward()
+                optimizer.step()
+        return mode.num_calls
+
+    alone = train()
+    Recorder(Looks()).install(patches)
+    assert train() == alone
+
+
+# ---------------------------------------------------------------------- loops over loaders
+
+
+class Reader(Subscriber):
+    """Counts what is read; loops end and go on as it is told."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.waits: list[tuple[int, int]] = []
+        self.ended: list[tuple[int, bool]] = []
+        self.cut: Callable[[Loop], bool] = lambda loop: False
+        self.repeat: Callable[[Loop], bool] = lambda loop: False
+
+    def cuts(self, loop: Loop) -> bool:
+        return self.cut(loop)
+
+    def repeats(self, loop: Loop) -> bool:
+        return self.repeat(loop)
+
+    def batch(self, loop: Loop, batch: Any) -> None:
+        self.batches.append(batch)
+
+    def loop_ended(self, loop: Loop, *, is_cut: bool) -> None:
+        self.ended.append((loop.num_batches, is_cut))
+
+    def waited(self, began_ns: int, ended_ns: int) -> None:
+        self.waits.append((began_ns, ended_ns))
+
+
+@pytest.fixture
+def reader(patches: Patches) -> Reader:
+    made = Reader()
+    Recorder(made).install(patches)
+    return made
+
+
+def test_loaders_of_both_kinds_are_seen_once(reader: Reader, patches: Patches) -> None:
+    """evenstep's loader with workers stands on torch's, which nobody waits for a second time."""
+    replace_batch_sizes(patches, lambda size: 4 if size > 1 else size)
+    data = TensorDataset(torch.arange(20.0), torch.arange(20))
+    world = evenstep.World.alone()
+    for loader in (
+        TorchDataLoader(data, batch_size=10, shuffle=True),
+        TorchDataLoader(data, 10),
+        evenstep.DataLoader(data, global_batch_size=4, world=world),
+        evenstep.DataLoader(data, global_batch_size=4, num_workers=1, world=world),
+    ):
+        reader.waits.clear()
+        reader.batches.clear()
+        sizes = [len(x) for x, _ in loader]
+        assert sizes == [4] * 5, "torch's loaders have the batch that was asked for"
+        assert [len(x) for x, _ in reader.batches] == sizes
+        assert len(reader.waits) == 1 + 5 + 1, "making the iterator, five batches, and the end"
+        assert all(began <= ended for began, ended in reader.waits)
+    assert reader.ended == [(5, False)] * 4
+
+
+def test_a_loop_may_be_given_another_epoch(reader: Reader) -> None:
+    loader = TorchDataLoader(TensorDataset(torch.arange(20.0)), batch_size=4)
+    reader.repeat = lambda loop: len(reader.batches) < 13
+    assert sum(1 for _ in loader) == 15, "three epochs; the third one ends the loop"
+    assert reader.ended == [(15, False)]
+
+
+def test_a_loop_may_be_cut(reader: Reader) -> None:
+    loader = TorchDataLoader(TensorDataset(torch.arange(20.0)), batch_size=4)
+    reader.cut = lambda loop: loop.num_batches >= 2
+    assert sum(1 for _ in loader) == 2
+    assert reader.ended == [(2, True)]
+
+
+def test_a_loader_that_another_thread_reads_is_left_alone(reader: Reader) -> None:
+    loader = TorchDataLoader(TensorDataset(torch.arange(20.0)), batch_size=4)
+    begun = iter(loader)
+    counts: list[int] = []
+    for read in (lambda: counts.append(sum(1 for _ in loader)), lambda: counts.append(sum(1 for _ in begun))):
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+    assert counts == [5, 5]
+    assert (reader.batches, reader.ended) == ([], [])
+
+
+def test_loaders_that_choose_their_batches_keep_them(reader: Reader, patches: Patches) -> None:
+    replace_batch_sizes(patches, lambda size: 4 if size > 1 else size)
+    data = TensorDataset(torch.arange(6.0))
+    assert [len(x) for (x,) in TorchDataLoader(data, batch_sampler=[[0, 1], [2, 3, 4]])] == [2, 3]
+    assert [len(x) for (x,) in TorchDataLoader(data)] == [1] * 6

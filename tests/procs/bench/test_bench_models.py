@@ -179,11 +179,15 @@ def test_a_rank_leaves_what_it_has_seen(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = TorchDataLoader(TensorDataset(torch.arange(36.0).view(9, 4)), batch_size=4)
     probe.install(patches)
-    with pytest.raises(SystemExit):
+
+    def run() -> None:
         for (x,) in loader:
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+
+    with pytest.raises(SystemExit):
+        run()
     record = read_record(record_file(asked, 0))
     assert record.rows == (4, 4, 1, 4, 4, 1, 4)
     assert record.batches == record.rows

@@ -69,13 +69,11 @@ ORDER: dict[str, list[str]] = {
     "tools.bench": [
         "command",
         "compare",
-        "plots",
         "report",
         "findings",
         "runs",
         "probe",
         "watching",
-        "losses",
         "scaling",
         "decompose",
         "records",

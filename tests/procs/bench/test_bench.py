@@ -230,6 +230,45 @@ def test_a_divided_model_is_seen_block_by_block(tmp_path: Path) -> None:
     assert "most of its time goes to blocks.1" in findings["exposed communication"], report
 
 
+LATE = """
+import sys, time
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import evenstep
+from torch.nn.parallel import DistributedDataParallel
+
+late_s, backend = float(sys.argv[1]), sys.argv[2]
+if backend == "evenstep":
+    model = evenstep.DistributedDataParallel(torch.nn.Linear(256, 256), world=evenstep.init(seed=0))
+else:
+    dist.init_process_group(backend)
+    model = DistributedDataParallel(torch.nn.Linear(256, 256))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+for step in range(1000):
+    time.sleep(0.05)
+    loss = model(torch.randn(8, 256)).square().mean()
+    time.sleep(late_s * dist.get_rank())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("backend", ["evenstep", "gloo"])
+def test_a_rank_that_sleeps_before_its_backward_pass_is_late_and_communication_is_as_before(
+    backend: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(LATE)
+    usual = ["--replicas", "2", "--mode", "weak", "--steps", "15", "--repeats", "1", "--device", "cpu", "train.py"]
+    on_time, late = (bench(tmp_path, *usual, seconds, backend)["curves"]["weak"][0] for seconds in ("0", "0.02"))
+    assert late["parts"]["imbalance"] > on_time["parts"]["imbalance"] + 0.012
+    assert late["parts"]["exposed"] < on_time["parts"]["exposed"] + 0.008
+    assert (late["late"]["rank"], late["late"]["phase"]) == (1, "script"), late["late"]
+    assert late["late"]["share_of_steps"] > 0.8
+
+
 # ---------------------------------------------------------------------- what goes wrong
 
 

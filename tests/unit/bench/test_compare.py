@@ -26,11 +26,11 @@ from evenstep.tools.bench.compare import (
     validate_scripts,
     verdicts,
 )
-from evenstep.tools.bench.losses import LossWatch
 from evenstep.tools.bench.plan import Setting
 from evenstep.tools.bench.records import read_record, write_record
 from evenstep.tools.bench.runs import Wish
 from evenstep.tools.bench.scaling import Run, Spread
+from evenstep.tools.bench.watching import LossWatch
 from evenstep.tools.observing.patching import Patches
 from evenstep.tools.observing.record import Recorder
 from tests.bench_runs import CALM, FACTS, make_run

@@ -40,11 +40,11 @@ from tests.live_bytes import LiveBytes
 GIB = 1 << 30
 
 
-def random_mlp(draw: random.Random, device: str = "cpu") -> nn.Sequential:
+def random_mlp(draw: random.Random) -> nn.Sequential:
     widths = [draw.randint(1, 200) for _ in range(draw.randint(2, 6))]
     layers: list[nn.Module] = []
     for wide, narrow in pairwise(widths):
-        layers += [nn.Linear(wide, narrow, device=device), nn.BatchNorm1d(narrow, device=device), nn.GELU()]
+        layers += [nn.Linear(wide, narrow), nn.BatchNorm1d(narrow), nn.GELU()]
     return nn.Sequential(*layers)
 
 
@@ -59,7 +59,7 @@ def random_mlp(draw: random.Random, device: str = "cpu") -> nn.Sequential:
         (torch.optim.Adagrad, {"lr": 0.1}),
     ],
 )
-def test_sizes_on_meta_are_those_of_real_tensors(
+def test_sizes_of_fake_tensors_are_those_of_real_ones(
     kind: type[torch.optim.Optimizer], settings: dict[str, object], fresh_seed: int
 ) -> None:
     """Parameters, buffers, optimizer state and activations of a model that was allocated and trained."""
@@ -68,20 +68,22 @@ def test_sizes_on_meta_are_those_of_real_tensors(
         state = draw.getstate()
         real = random_mlp(draw)
         draw.setstate(state)
-        ghost = random_mlp(draw, "meta")
+        mode = FakeTensorMode()
+        with mode:
+            ghost = random_mlp(draw)
         batch = draw.randint(2, 40)
         real[0].weight.requires_grad_(False)
         ghost[0].weight.requires_grad_(False)
         width = real[0].in_features
-        found = sizes_of(
-            ghost, lambda p: kind(p, foreach=False, **settings), [torch.zeros(batch, width, device="meta")]
-        )
+        with mode:
+            found = sizes_of(ghost, lambda p: kind(p, foreach=False, **settings), [torch.zeros(batch, width)])
 
         trained = [p for p in real.parameters() if p.requires_grad]
         optimizer = kind(trained, foreach=False, **settings)
         x = torch.randn(batch, width)
         with MadeBytes(real.parameters()) as made:
-            real(x).log_softmax(-1).mean().backward()
+            logits = real(x)
+            logits.log_softmax(-1).mean().backward()
         held = made.peak + storage_bytes([x])
         optimizer.step()
         with MadeBytes([]) as made:
@@ -97,14 +99,17 @@ def test_sizes_on_meta_are_those_of_real_tensors(
 def test_activations_grow_with_the_batch(fresh_seed: int) -> None:
     """Measured at one size, computed at others."""
     draw = random.Random(fresh_seed)
-    model = random_mlp(draw, "meta")
+    mode = FakeTensorMode()
+    with mode:
+        model = random_mlp(draw)
     width = model[0].in_features
 
     def measured(batch: int) -> Sizes:
-        return sizes_of(model, lambda p: torch.optim.SGD(p, lr=0.1), [torch.zeros(batch, width, device="meta")])
+        with mode:
+            return sizes_of(model, lambda p: torch.optim.SGD(p, lr=0.1), [torch.zeros(batch, width)])
 
     for batch in (8, 64, 500):
-        assert measured(32).at(batch).activation_bytes == pytest.approx(measured(batch).activation_bytes, rel=0.03)
+        assert measured(32).at(batch).activation_bytes == pytest.approx(measured(batch).activation_bytes, rel=0.1)
 
 
 def test_what_operations_make_counts_once_and_for_as_long_as_it_lives() -> None:

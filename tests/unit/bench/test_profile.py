@@ -14,7 +14,7 @@ import pytest
 from evenstep.tools.bench.plan import Setting
 from evenstep.tools.bench.profile import NUM_STEPS, WINDOW, Profile, device_steps, read_trace, union
 from evenstep.tools.bench.records import PHASES, Facts, RankRecord
-from evenstep.tools.bench.scaling import Run
+from evenstep.tools.bench.scaling import Run, curve
 from tests.bench_runs import CALM, calm, make_run
 
 FORWARD, BACKWARD, TRANSFER, OPTIMIZER = 10.0, 20.0, 6.0, 4.0  # milliseconds
@@ -151,6 +151,9 @@ def test_ranks_that_exchange_through_their_hosts_are_seen_there(tmp_path: Path) 
     assert alone.is_seen_on_device, "one rank exchanges nothing"
     assert alone.decompose().parts.compute_s > 0
     assert not make_run(Setting(1, 32), calm).is_seen_on_device
+    # Its kernels take 34 of 95 ms, and that isn't what two computed less.
+    _, two = curve([alone.setting, run.setting], [{alone.setting: alone, run.setting: run}])
+    assert two.decomposition.parts.contention_s < 0.001
 
 
 def test_collectives_of_several_groups_are_matched_by_their_own_numbers(tmp_path: Path) -> None:

@@ -16,10 +16,17 @@ from rich.console import Console
 
 from evenstep.cli.bench import build_parser
 from evenstep.errors import ConfigurationError
-from evenstep.tools.bench import plots
 from evenstep.tools.bench.command import scaling
 from evenstep.tools.bench.plan import Setting
-from evenstep.tools.bench.report import PART_NAMES, build_report, nothing_found, print_report
+from evenstep.tools.bench.report import (
+    MISSING,
+    PART_NAMES,
+    build_report,
+    can_draw,
+    draw_efficiency,
+    nothing_found,
+    print_report,
+)
 from evenstep.tools.bench.runs import Wish, remarks
 from tests.bench_runs import CALM, calm, make_run, measured, weak_pair
 
@@ -124,7 +131,7 @@ def test_both_curves_in_one_report_and_one_plot(tmp_path: Path) -> None:
     runs = {one: make_run(one, calm), two: make_run(two, calm), half: make_run(half, lambda r, s: halved, rows=16)}
     found = build_report(measured([runs], weak=(one, two), strong=(one, half)), version="1", began_at="now")
     assert set(found["curves"]) == {"weak", "strong"}
-    plots.draw_efficiency(found["curves"], tmp_path / "efficiency.png")
+    draw_efficiency(found["curves"], tmp_path / "efficiency.png")
     content = (tmp_path / "efficiency.png").read_bytes()
     assert content.startswith(b"\x89PNG")
     assert len(content) > 8000
@@ -194,5 +201,5 @@ def test_flags_that_are_no_numbers(arguments: list[str]) -> None:
 
 def test_without_matplotlib_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not plots.is_available()
-    assert "pip install 'evenstep[bench]'" in plots.MISSING
+    assert not can_draw()
+    assert "pip install 'evenstep[bench]'" in MISSING

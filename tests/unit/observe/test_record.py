@@ -210,6 +210,9 @@ def test_a_collective_inside_another_one_is_not_told(patches: Patches, monkeypat
     assert calls.told == [("all_gather_object", ([], 3), {"group": None}), "all_gather_object ended"]
     assert dist.broadcast(2) == "sent"
     assert calls.told[2:] == [("broadcast", (2,), {}), "broadcast ended"]
+    named = {"op": "max", "original": 1, "moment": 2, "module": 3}
+    assert dist.broadcast(3, **named) == "sent", "names of a call's own arguments are the script's"
+    assert calls.told[4:] == [("broadcast", (3,), named), "broadcast ended"]
 
 
 def test_a_call_may_be_replaced(patches: Patches) -> None:

@@ -29,8 +29,7 @@ def scaling(args: Namespace) -> int:
         UsageError: The script fails, or makes no steps.
     """
     from evenstep.launcher.options.resources import look_at_host
-    from evenstep.tools.bench import plots
-    from evenstep.tools.bench.report import build_report, print_report
+    from evenstep.tools.bench.report import MISSING, build_report, can_draw, draw_efficiency, print_report
     from evenstep.tools.bench.runs import Wish, measure
 
     _validate_steps(args)
@@ -42,8 +41,8 @@ def scaling(args: Namespace) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"--out {args.out}: {error.strerror}.") from None
-    if not plots.is_available():
-        say(f"evenstep: {plots.MISSING}")
+    if not can_draw():
+        say(f"evenstep: {MISSING}")
     wish = Wish(
         args.script, tuple(args.arguments), replicas, args.mode, args.batch, args.warmup, args.steps, args.repeats,
         threads, args.device, float(args.limit),
@@ -55,8 +54,8 @@ def scaling(args: Namespace) -> int:
     report = build_report(measured, version=sys.modules["evenstep"].__version__, began_at=began_at)
     write_report(args.out / "report.json", json.dumps(report, indent=1))
     print_report(report, on_stdout())
-    if plots.is_available():
-        plots.draw_efficiency(report["curves"], args.out / "efficiency.png")
+    if can_draw():
+        draw_efficiency(report["curves"], args.out / "efficiency.png")
     print(f"{args.out}/report.json", flush=True)  # noqa: T201
     return 0
 

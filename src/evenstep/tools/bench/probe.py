@@ -29,10 +29,9 @@ from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_profiler import is_profiled, profile_all_threads
 from evenstep.ground.environment import Measurement, Placement, current_placement, settings
 from evenstep.ground.health.telemetry import OPTIMIZER, OPTIMIZER_END
-from evenstep.tools.bench.losses import LossWatch
 from evenstep.tools.bench.profile import NUM_STEPS, WINDOW, Profile, read_trace
 from evenstep.tools.bench.records import DATA, DATA_END, Facts, RankRecord, Usage, sorted_marks, write_record
-from evenstep.tools.bench.watching import ModelWatch, facts_of
+from evenstep.tools.bench.watching import LossWatch, ModelWatch, facts_of
 from evenstep.tools.observing.changes import replace_batch_sizes
 from evenstep.tools.observing.devices import Waits
 from evenstep.tools.observing.launch import leave_together

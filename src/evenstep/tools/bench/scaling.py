@@ -81,10 +81,14 @@ class Run:
             len(self.records) == 1 or all(each.profile and each.profile.collectives for each in self.records)
         )
 
-    def steps(self) -> Steps:
-        """By rank, by step: seconds by phase. Of GPUs, shares of the profiled steps, of the time that a step took."""
+    def steps(self, *, on_device: bool = True) -> Steps:
+        """By rank, by step: seconds by phase. Of GPUs, shares of the profiled steps, of the time that a step took.
+
+        Args:
+            on_device: Else those of the host, as they are where GPUs weren't seen.
+        """
         hosts = [steps_in_parts(record) for record in self.records]
-        if not self.is_seen_on_device:
+        if not (on_device and self.is_seen_on_device):
             return hosts
         found = device_steps([record.profile for record in self.records if record.profile])
         for record, its_steps, host in zip(self.records, found, hosts, strict=True):
@@ -96,9 +100,9 @@ class Run:
                 step["idle"] -= step["data"]
         return found
 
-    def decompose(self, *, compute_alone_s: float | None = None) -> Decomposition:
+    def decompose(self, *, compute_alone_s: float | None = None, on_device: bool = True) -> Decomposition:
         """The average step in parts."""
-        return decompose(self.steps(), compute_alone_s=compute_alone_s)
+        return decompose(self.steps(on_device=on_device), compute_alone_s=compute_alone_s)
 
     def blocks(self) -> list[tuple[str, float, float]]:
         """Of FSDP2's blocks (name, all-gathers, reduce-scatters): seconds of a step that the rank waits which waits
@@ -165,7 +169,11 @@ def curve(settings: Sequence[Setting], rounds: Sequence[Mapping[Setting, Run]]) 
     """
     base = settings[0]
     alone = median_run([each[base] for each in rounds])
-    compute_per_row_s = alone.decompose().parts.compute_s / max(alone.rows_per_step / base.num_replicas, 1e-12)
+    # One rank is always seen on its GPU: its kernels aren't what others compute as their hosts see it.
+    on_device = all(each[setting].is_seen_on_device for each in rounds for setting in settings)
+    compute_per_row_s = alone.decompose(on_device=on_device).parts.compute_s / max(
+        alone.rows_per_step / base.num_replicas, 1e-12
+    )
     points = []
     for setting in settings:
         runs = [each[setting] for each in rounds]
@@ -182,7 +190,7 @@ def curve(settings: Sequence[Setting], rounds: Sequence[Mapping[Setting, Run]]) 
                 Spread.of([each.samples_per_s for each in runs], run.samples_per_s),
                 Spread.of(speedups),
                 Spread.of([speedup / times for speedup in speedups]),
-                run.decompose(compute_alone_s=alone_s),
+                run.decompose(compute_alone_s=alone_s, on_device=on_device),
                 run,
             )
         )

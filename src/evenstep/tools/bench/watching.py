@@ -1,4 +1,4 @@
-"""When forward and backward passes begin and end: from evenstep's own telemetry, or by hooks for torch's wrapper.
+"""Passes of a script: when they begin and end, by evenstep's own telemetry or by hooks of torch's, and with which loss.
 
 [Note: torch's wrapper]
 
@@ -8,7 +8,7 @@ a communication hook of the script's stays in its place.
     before the wrapper's forward     SYNC: module buffers are sent
     before the module's forward      FORWARD
     after the wrapper's forward      FORWARD_END
-    gradient at the outputs          BACKWARD
+    gradient of the loss             BACKWARD
     first callback of the pass       WAITING: all gradients of this rank are there. The wrapper queues its own callback,
                                      which waits for the buckets, when the last bucket is on its way: later than ours
     callback queued by that          REDUCED, END: the wrapper's has run
@@ -18,6 +18,7 @@ A plain module, in a process without a group, has the same marks, without a wait
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from time import perf_counter_ns
 from typing import Any
 
@@ -25,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.ground.compat.torch_autograd import at_end_of_backward
 from evenstep.ground.health.telemetry import BACKWARD, END, FORWARD, FORWARD_END, REDUCED, WAITING
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
@@ -51,7 +51,6 @@ class ModelWatch(Subscriber):
         self.models: list[nn.Module] = []
         self.wrapper = ""
         self._marks = marks
-        self._is_in_backward = False
 
     def collective(self, op: str, args: Any, kwargs: Any) -> Ended:
         """On CPUs such a call returns when all ranks have come, and nothing is computed meanwhile: all is waiting."""
@@ -82,37 +81,31 @@ class ModelWatch(Subscriber):
 
     def _attach(self, model: nn.Module) -> None:
         if isinstance(model, TorchDistributedDataParallel):
-            inner: nn.Module = model.module
             model.register_forward_pre_hook(lambda *_: self._mark(SYNC))
-            inner.register_forward_pre_hook(lambda *_: self._mark(FORWARD))
+            inner: nn.Module = model.module
         else:
-            model.register_forward_pre_hook(lambda *_: self._mark(FORWARD))
-        model.register_forward_hook(self._forward_ended)
+            inner = model
+        inner.register_forward_pre_hook(lambda *_: self._mark(FORWARD))
+        model.register_forward_hook(lambda *_: self._mark(FORWARD_END))
 
     def _mark(self, what: int) -> None:
         if torch.is_grad_enabled():
             self._marks += (what, perf_counter_ns())
 
-    def _forward_ended(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        for leaf in (outputs,) if isinstance(outputs, Tensor) else pytree.tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
-        self._marks += (FORWARD_END, perf_counter_ns())
+    def backward(self, root: Any, weight: Any, scale: float) -> None:
+        """A pass begins; one of evenstep's wrapper has marks of its own."""
+        if self.models and self.wrapper != "evenstep" and isinstance(root, Tensor) and root.requires_grad:
+            root.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
     def _backward_begins(self, grad: Tensor) -> None:
-        if not self._is_in_backward:
-            self._is_in_backward = True
-            self._marks += (BACKWARD, perf_counter_ns())
-            at_end_of_backward(self._gradients_are_there)
+        self._marks += (BACKWARD, perf_counter_ns())
+        at_end_of_backward(self._gradients_are_there)
 
     def _gradients_are_there(self) -> None:
         self._marks += (WAITING, perf_counter_ns())
         at_end_of_backward(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        self._is_in_backward = False
         self._marks += (REDUCED, perf_counter_ns(), END, perf_counter_ns())
 
 
@@ -124,3 +117,35 @@ def facts_of(models: list[nn.Module]) -> dict[str, Any]:
         "gradient_bytes": sum(size for _, size in sizes),
         "largest": max(sizes, key=lambda each: each[1], default=("", 0)),
     }
+
+
+class LossWatch(Subscriber):
+    """Keeps the losses of this rank. Nothing waits for a GPU before `by_step`.
+
+    Attributes:
+        dtype: Of the losses, such as "float32"; "" until one was seen.
+    """
+
+    def __init__(self) -> None:
+        self.dtype = ""
+        self._seen: dict[int, list[tuple[Tensor, Any]]] = {}  # by step: the loss and its weight; None: a plain pass
+
+    def backward(self, root: Any, weight: Any, scale: float) -> None:
+        """See base class."""
+        if isinstance(root, Tensor) and root.numel() == 1:
+            self.dtype = self.dtype or str(root.dtype).removeprefix("torch.")
+            its_weight = weight.detach().clone() if isinstance(weight, Tensor) else weight
+            self._seen.setdefault(self.recorder.num_steps, []).append((root.detach().clone(), its_weight))
+
+    def by_step(self, num_steps: int) -> Iterator[tuple[float, float]]:
+        """Of each of the first steps (losses times their weights, weights), as `RankRecord.losses`."""
+        for step in range(num_steps):
+            passes = [
+                (float(loss), None if weight is None else float(weight)) for loss, weight in self._seen.get(step, [])
+            ]
+            if any(weight is not None for _, weight in passes):
+                # An empty share has a weight of 0, and a mean over nothing for its loss.
+                weighted = [(loss, weight) for loss, weight in passes if weight]
+                yield sum(loss * weight for loss, weight in weighted), sum(weight for _, weight in weighted)
+            else:
+                yield sum(loss for loss, _ in passes), float(bool(passes))

@@ -57,7 +57,8 @@ class Sizes:
         stepping_bytes: What the optimizer's step needs for a moment.
         activation_bytes: What the passes hold at most beside gradients, for `num_samples`.
         num_samples: Of a rank's batch; 0 if unknown.
-        activation_fixed_bytes: The part of `activation_bytes` that doesn't depend on the batch.
+        activation_lines: (bytes, bytes a sample) of straight lines, of which the highest tells what other batches take:
+            in a small batch gradients of weights are the most, in a large one activations. (): in proportion.
         largest_unit_bytes: Parameters of the largest part that FSDP2 gathers at once; 0: all of them.
     """
 
@@ -66,7 +67,7 @@ class Sizes:
     state_bytes: int
     activation_bytes: int = 0
     num_samples: int = 0
-    activation_fixed_bytes: int = 0
+    activation_lines: tuple[tuple[float, float], ...] = ()
     largest_unit_bytes: int = 0
     stepping_bytes: int = 0
 
@@ -79,9 +80,9 @@ class Sizes:
         """The same with another batch."""
         if self.num_samples == 0 or num_samples == self.num_samples:
             return self
-        per_sample = (self.activation_bytes - self.activation_fixed_bytes) / self.num_samples
-        scaled = self.activation_fixed_bytes + math.ceil(per_sample * num_samples)
-        return replace(self, activation_bytes=scaled, num_samples=num_samples)
+        lines = self.activation_lines or ((0.0, self.activation_bytes / self.num_samples),)
+        taken = max(fixed + per_sample * num_samples for fixed, per_sample in lines)
+        return replace(self, activation_bytes=math.ceil(taken), num_samples=num_samples, activation_lines=lines)
 
 
 @dataclass(frozen=True)
@@ -300,7 +301,7 @@ def verdict(sizes: Sizes, num_ranks: int, memory_bytes: int) -> list[str]:
 
 def largest_batch(sizes: Sizes, way: str, num_ranks: int, memory_bytes: int) -> int | None:
     """Samples of a rank that fit; 0 if not even one does, None if activations weren't measured."""
-    if sizes.num_samples == 0 or sizes.activation_bytes <= sizes.activation_fixed_bytes:
+    if sizes.num_samples == 0 or sizes.at(1 << 40).activation_bytes <= sizes.activation_bytes:
         return None
     low, high = 0, 1 << 40
     while low < high:

@@ -146,20 +146,21 @@ def sizes_of(
     except (RuntimeError, NotImplementedError) as error:
         raise UsageError(f"the optimizer can't step tensors that have no values: {error}") from error
     optimizer.zero_grad()
-    batch, whole, fixed = num_rows(list(inputs)), 0, 0
-    if batch:
-        whole = _held_by(model, inputs)
-        part = max(2, batch // 2)  # batch normalisation refuses to train on one sample
-        if batch > part:
-            per_sample = (whole - _held_by(model, _cut(inputs, batch, part))) / (batch - part)
-            fixed = max(0, round(whole - per_sample * batch))
+    batch = num_rows(list(inputs))
+    # Small and large batches, neither of one sample, on which batch normalisation refuses to train.
+    pairs = [(max(2, batch // 2), max(4, batch)), (max(8, 4 * batch), max(16, 8 * batch))] if batch else []
+    lines = []
+    for few, many in pairs:
+        held = [_held_by(model, _resized(inputs, batch, size)) for size in (few, many)]
+        per_sample = (held[1] - held[0]) / (many - few)
+        lines.append((held[0] - per_sample * few, per_sample))
     return Sizes(
         parameters=specs_of(named),
         fixed_bytes=storage_bytes([*frozen, *model.buffers()]),
         state_bytes=storage_bytes(state_tensors(optimizer)),
-        activation_bytes=whole,
+        activation_bytes=_held_by(model, inputs) if batch else 0,
         num_samples=batch,
-        activation_fixed_bytes=fixed,
+        activation_lines=tuple(lines),
         largest_unit_bytes=largest_unit_bytes(model),
         stepping_bytes=made.peak,
     )
@@ -177,12 +178,13 @@ def largest_unit_bytes(model: nn.Module) -> int:
     return max([*sizes, storage_bytes(model.parameters()) - sum(sizes)])
 
 
-def _cut(inputs: Sequence[Any], batch: int, length: int) -> Any:
-    def cut(leaf: Any) -> Any:
-        is_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
-        return leaf[:length].clone() if is_batch else leaf
+def _resized(inputs: Sequence[Any], batch: int, size: int) -> Any:
+    """The arguments of a batch of another size."""
 
-    return pytree.tree_map(cut, list(inputs))
+    def resized(leaf: Tensor) -> Tensor:
+        return leaf.new_empty((size, *leaf.shape[1:])) if leaf.dim() > 0 and leaf.shape[0] == batch else leaf
+
+    return pytree.tree_map_only(Tensor, resized, list(inputs))
 
 
 def _held_by(model: nn.Module, inputs: Sequence[Any]) -> int:

@@ -262,7 +262,7 @@ class Recorder:
             for owner, name in functions:
                 patches.around(owner, name, instead)
 
-    def _call(self, moment: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(self, moment: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The call of a function, told with its arguments."""
         return self._told(moment, args, kwargs, functools.partial(original, *args, **kwargs))
 
@@ -283,7 +283,7 @@ class Recorder:
 
     # ------------------------------------------------------------------ a step
 
-    def _module(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def _module(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if self._is_back or torch.compiler.is_compiling():  # the compiler follows what is called, and would follow us
             return original(module, *args, **kwargs)
         trains = torch.is_grad_enabled()
@@ -347,18 +347,18 @@ class Recorder:
         finally:
             self._is_together = False
 
-    def _collective(self, op: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _collective(self, op: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return self._together("collective", (op, args, kwargs), functools.partial(original, *args, **kwargs))
 
-    def _wrap(self, original: Callable[..., None], wrapper: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    def _wrap(self, original: Callable[..., None], wrapper: Any, /, module: Any, *args: Any, **kwargs: Any) -> None:
         self._together("wrap", (wrapper, module), functools.partial(original, wrapper, module, *args, **kwargs))
 
-    def _making_group(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _making_group(self, original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(original).bind(*args, **kwargs)
         call = functools.partial(lambda: original(*given.args, **given.kwargs))
         self._together("makes_group", (given.arguments,), call)
 
-    def _ending_group(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _ending_group(self, original: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         if not self._is_together:
             for tell in self.listeners["ends_group"]:
                 tell()

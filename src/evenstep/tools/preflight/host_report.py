@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.metadata
 import os
 import resource
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils import collect_env
 
+from evenstep.checks import counted
 from evenstep.control_groups import memory_limit_bytes
 from evenstep.errors import ConfigurationError
 from evenstep.ground import environment
 from evenstep.ground.environment import Placement
-from evenstep.launcher.options.resources import Host, look_at_host, plan_ranks
+from evenstep.launcher.options.resources import look_at_host, plan_ranks
 from evenstep.network import addresses
 from evenstep.transport.shm.segment import available_bytes, host_memory_bytes
 
@@ -40,15 +43,29 @@ def collect_torchs() -> tuple[str, dict[str, Any]]:
 
 def collect() -> Report:
     """What torch doesn't say, by section. Each line stands alone: what can't be found out says why."""
+    host, missing = look_at_host(), [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
+    plan = plan_ranks("auto", host, openmp_threads=environment.openmp_threads())
+    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else host.num_cpus
     return {
         "versions": _versions(),
-        "processors": _processors(look_at_host()),
-        "memory": _memory(),
+        "processors": {
+            "cores": f"{host.num_cores} physical that this process may use; {allowed} of {host.num_cpus} logical",
+            "torch's threads": str(torch.get_num_threads()),
+            "evenstep run": f"starts {counted(plan.num_ranks, 'rank')} of {counted(plan.num_threads, 'thread')} here",
+        },
+        "memory": {
+            "memory": _or_why(_memory),
+            **{path: _or_why(functools.partial(_disk, path)) for path in ("/dev/shm", "/tmp")},
+        },
         "limits": {what: _limit(name) for what, name in _LIMITS.items()},
         "launcher": _launcher(),
-        "transports": _transports(),
+        "transports": {
+            "shared memory": f"no: this python has no os.{missing[0]}" if missing else "yes",
+            "torch's backends": ", ".join(name for name, there in backends.items() if there) or "none",
+        },
         "network": {
-            "host name": f"{socket.gethostname()}, which means {_resolved(socket.gethostname())}",
+            "host name": f"{socket.gethostname()}, which means {_or_why(_resolved)}",
             **{name: ", ".join(found) for name, found in addresses().items()},
         },
         "variables": environment.telling_variables() or {"none": "no variable that torch or evenstep listen to is set"},
@@ -82,49 +99,39 @@ def describe_placement(placement: Placement) -> dict[str, str]:
     return found
 
 
+def _or_why(look: Callable[[], str]) -> str:
+    """What is found, or the reason why nothing is."""
+    try:
+        return look()
+    except OSError as error:
+        return f"unknown: {error.strerror or error}"
+
+
 def _versions() -> dict[str, str]:
     found = {}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
-def _processors(host: Host) -> dict[str, str]:
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else host.num_cpus
-    plan = plan_ranks("auto", host, openmp_threads=environment.openmp_threads())
-    return {
-        "cores": f"{host.num_cores} physical that this process may use; {allowed} of {host.num_cpus} logical",
-        "torch's threads": str(torch.get_num_threads()),
-        "evenstep run": f"starts {plan.num_ranks} {'rank' if plan.num_ranks == 1 else 'ranks'} of {plan.num_threads} "
-        f"{'thread' if plan.num_threads == 1 else 'threads'} here",
-    }
+def _memory() -> str:
+    limit = memory_limit_bytes()
+    allowed = "" if limit is None else f"; control groups allow {_gib(limit)}"
+    return f"{_gib(available_bytes())} available of {_gib(host_memory_bytes())}{allowed}"
 
 
-def _memory() -> dict[str, str]:
-    try:
-        limit = memory_limit_bytes()
-        allowed = "" if limit is None else f"; control groups allow {_gib(limit)}"
-        found = {"memory": f"{_gib(available_bytes())} available of {_gib(host_memory_bytes())}{allowed}"}
-    except OSError as error:
-        found = {"memory": str(error)}
-    for path in ("/dev/shm", "/tmp"):
-        try:
-            usage = shutil.disk_usage(path)
-            found[path] = f"{_gib(usage.free)} free of {_gib(usage.total)}"
-        except OSError as error:
-            found[path] = str(error)
-    return found
+def _disk(path: str) -> str:
+    usage = shutil.disk_usage(path)
+    return f"{_gib(usage.free)} free of {_gib(usage.total)}"
 
 
 def _limit(name: str) -> str:
-    def shown(value: int) -> str:
-        return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
-
-    soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
-    return shown(soft) + ("" if soft == hard else f" (may be raised to {shown(hard)})")
+    soft, hard = (
+        "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+        for value in resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))
+    )
+    return soft + ("" if soft == hard else f" (may be raised to {hard})")
 
 
 def _launcher() -> dict[str, str]:
@@ -134,20 +141,8 @@ def _launcher() -> dict[str, str]:
         return {"error": str(error)}
 
 
-def _transports() -> dict[str, str]:
-    missing = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
-    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    return {
-        "shared memory": f"no: this python has no os.{missing[0]}" if missing else "yes",
-        "torch's backends": ", ".join(name for name, there in backends.items() if there) or "none",
-    }
-
-
-def _resolved(name: str) -> str:
-    try:
-        return ", ".join(sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None)}))
-    except OSError as error:
-        return f"nothing ({error.strerror})"
+def _resolved() -> str:
+    return ", ".join(sorted({str(found[4][0]) for found in socket.getaddrinfo(socket.gethostname(), None)}))
 
 
 def _gib(num_bytes: int) -> str:

@@ -115,7 +115,17 @@ def test_its_time_is_said_first_and_a_failure_is_no_finding(monkeypatch: pytest.
     report = examine(str(SCRIPT), say=said.append)
     assert report.is_fine
     assert said == [f"{SCRIPT} is compared with one process: about 1 s (--no-verify leaves it out)"]
-    assert (
-        report.compared
-        == "It couldn't be compared with one process: train.py on 1 rank, failed with status 1. It said:"
-    )
+    assert report.notes == [
+        "It couldn't be compared with one process: train.py on 1 rank, failed with status 1. It said:"
+    ]
+    assert (report.compared, "compared" in report.summary()) == (None, False)
+
+
+def test_a_script_that_starts_its_own_ranks_is_not_compared(monkeypatch: pytest.MonkeyPatch):
+    events = [Event("spawns", facts={"num_ranks": 2}), *evidence().ranks[0]]
+    monkeypatch.setattr(runs, "watch", lambda *args, **kwargs: Evidence([events, events]))
+    monkeypatch.setattr(comparing, "verify_ranks", lambda *args, **kwargs: pytest.fail("it was started"))
+    report = examine(str(SCRIPT))
+    assert (report.is_fine, report.compared) == (True, None)
+    assert report.notes == ["It starts its own ranks, so it was not compared with one process."]
+    assert "compared" not in report.summary()

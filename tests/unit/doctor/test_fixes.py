@@ -192,3 +192,11 @@ def test_mends_have_the_scripts_own_names(rule: str, changes: tuple[str, str], m
     mends = [each.mend for each in read(path).findings if each.rule == rule]
     assert mends
     assert all(mend in each for each in mends), mends
+
+
+def test_a_name_that_is_given_later_is_no_condition(tmp_path: Path):
+    path = tmp_path / "train.py"
+    later = SCRIPT.replace(f"{RANK}\n", "").replace("dist.destroy", f"{RANK}\ndist.destroy")
+    mended = fixed(path, later)
+    assert "if dist.get_rank() == 0:\n        print(" in mended
+    assert "my_rank == 0" not in mended

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evenstep.tools.doctor.run.events import Event, Place
+from evenstep.tools.doctor.run.events import Event
 from evenstep.tools.doctor.run.hangs import calls_of, first_apart
 from evenstep.tools.doctor.scene import Scene, by_place
 
@@ -54,7 +54,7 @@ def ended_apart(scene: Scene) -> bool:
 
 
 def on_some(scene: Scene, ranks: list[list[Event]], what: str) -> list[tuple[Event, str, str]]:
-    """(the first of them, what was seen, its cost) at each place where only some ranks have been.
+    """(the first of them, what was seen, its cost) at each place where only some ranks have been, and others went on.
 
     Args:
         scene: The run.
@@ -62,10 +62,14 @@ def on_some(scene: Scene, ranks: list[list[Event]], what: str) -> list[tuple[Eve
         what: They did there, as "called the wrapped model"; "{op}" stands for the call's name.
     """
     hangs, found = how_it_hangs(scene), []
-    for there, first in _on_some(scene, ranks).values():
-        others = _others(scene, there)
-        seen = f"{_ranks(there)} {what.format(op=first['op'])} here, {_ranks(others)} never did"
-        found.append((first, f"{seen}; {hangs}" if hangs else seen, "" if hangs else ENDED))
+    places = [by_place(events) for events in ranks]
+    for place in {place for each in places for place in each}:
+        there = [rank for rank, each in enumerate(places) if place in each]
+        others = [rank for rank in range(scene.world_size) if rank not in there]
+        first = places[there[0]][place][0]
+        if others and all(_went_on(scene, rank, there[0], first) for rank in others):
+            seen = f"{_ranks(there)} {what.format(op=first['op'])} here, {_ranks(others)} never did"
+            found.append((first, f"{seen}; {hangs}" if hangs else seen, "" if hangs else ENDED))
     return found
 
 
@@ -90,19 +94,6 @@ def models_on_some(scene: Scene) -> list[tuple[Event, str, str]]:
     return [each for each in seen if each[0].place in sent or each[0]["grad"]]
 
 
-def _on_some(scene: Scene, ranks: list[list[Event]]) -> dict[Place, tuple[list[int], Event]]:
-    """Places where some ranks have been, and others not, though these have gone on."""
-    found: dict[Place, tuple[list[int], Event]] = {}
-    places = [by_place(events) for events in ranks]
-    for place in {place for each in places for place in each}:
-        there = [rank for rank, each in enumerate(places) if place in each]
-        first = places[there[0]][place][0]
-        others = _others(scene, there)
-        if others and all(_went_on(scene, rank, there[0], first) for rank in others):
-            found[place] = there, first
-    return found
-
-
 def _went_on(scene: Scene, rank: int, there: int, event: Event) -> bool:
     """Whether a rank has come past the moment of another rank's event, as far as loops and passes tell."""
     events = scene.evidence.ranks[rank]
@@ -115,10 +106,6 @@ def _went_on(scene: Scene, rank: int, there: int, event: Event) -> bool:
         if mine != theirs:
             return mine > theirs
     return False
-
-
-def _others(scene: Scene, ranks: list[int]) -> list[int]:
-    return [rank for rank in range(scene.world_size) if rank not in ranks]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -29,7 +29,7 @@ def compare(
     num_ranks: int,
     took_s: float,
     say: Callable[[str], None],
-) -> tuple[list[Finding], str]:
+) -> tuple[list[Finding], str, bool]:
     """Compare a script with itself on one rank.
 
     Args:
@@ -41,14 +41,16 @@ def compare(
         say: Told beforehand how long it will take.
 
     Returns:
-        (findings, a note on the result).
+        (findings, a note on the result, whether there is one).
     """
+    if evidence.all("spawns"):
+        return [], "It starts its own ranks, so it was not compared with one process.", False
     about_s = max(1.0, _MOST_RUNS * took_s)
     say(f"{script} is compared with one process: about {about_s:.0f} s (--no-verify leaves it out)")
     try:
         report = verify_ranks(script, arguments, ranks=(1, num_ranks), num_steps=_NUM_STEPS, say=say)
     except EvenstepError as error:
-        return [], f"It couldn't be compared with one process: {str(error).splitlines()[0]}"
+        return [], f"It couldn't be compared with one process: {str(error).splitlines()[0]}", False
     (verdict,) = report.verdicts
     causes = [*report.faults, *verdict.causes]
     owners = {kind: rule.id for rule in all_rules().values() for kind in rule.compared}
@@ -57,13 +59,13 @@ def compare(
         replace(_finding(scene, each.kind, each.text), rule=owners[each.kind]) for each in causes if each.kind in owners
     ]
     if found:
-        return found, f"Compared with one process over {report.num_steps} steps: it differs."
+        return found, f"Compared with one process over {report.num_steps} steps: it differs.", True
     if causes:
-        return [], _AS_DDP.format(report.num_steps, "; ".join(dict.fromkeys(each.text for each in causes)))
+        return [], _AS_DDP.format(report.num_steps, "; ".join(dict.fromkeys(each.text for each in causes))), True
     if verdict.difference is not None:
         reason = f"{verdict.difference}, and none of the usual causes shows in what the ranks have seen."
-        return [], _AS_DDP.format(report.num_steps, reason)
-    return [], f"Compared with one process over {report.num_steps} steps: the same but for rounding."
+        return [], _AS_DDP.format(report.num_steps, reason), True
+    return [], f"Compared with one process over {report.num_steps} steps: the same but for rounding.", True
 
 
 def _finding(scene: Scene, kind: str, text: str) -> Finding:

@@ -78,8 +78,9 @@ def examine(
     if compares and is_fine and seen.num_steps and num_ranks > 1 and not seen.notes:
         from evenstep.tools.doctor.comparing import compare
 
-        found, compared = compare(script, arguments, evidence, num_ranks=num_ranks, took_s=took_s, say=say)
-        seen = replace(seen, findings=[*seen.findings, *found])
+        found, note, is_done = compare(script, arguments, evidence, num_ranks=num_ranks, took_s=took_s, say=say)
+        compared = note if is_done else None
+        seen = replace(seen, findings=[*seen.findings, *found], notes=[] if is_done else [note])
     return Report(script, kept(), [*notes, *seen.notes], seen.num_steps, reading.looked, compared)
 
 

@@ -77,9 +77,8 @@ def _notes(scene: Scene) -> list[str]:
     words = "\n".join(f"{last}\n{message}".splitlines()[-4:]) if left else message
     if scene.facts.uses_gpus and (_IN_WANT_OF_GPUS.search(words) or (left and _ABOUT_GPUS.search(words))):
         first = message if message and not message.isdecimal() else last.strip().rpartition("\n")[2]
-        return [
-            f"It needs GPUs, and this machine has none that it could use, so it was only read: {_first_line(first)}"
-        ]
+        first = first.partition("\n")[0]
+        return [f"It needs GPUs, and this machine has none that it could use, so it was only read: {first}"]
     if raised is not None:
         return [_told_error(scene, raised, steps, evidence.said)]
     if evidence.hang is not None:
@@ -115,13 +114,9 @@ def _told_error(scene: Scene, raised: Event, steps: str, said: str) -> str:
         return (
             f"The script ended{place} with status {raised['message']} {steps}, so that it was only read.{needs}{usage}"
         )
-    message = str(raised["message"]).strip().splitlines()
-    first = f": {message[0]}" if message else ""
+    message = str(raised["message"]).strip().partition("\n")[0]
+    first = f": {message}" if message else ""
     return f"The script raised {raised['type']}{place} {steps}, so what follows was only read{first}"
-
-
-def _first_line(text: str) -> str:
-    return text.splitlines()[0] if text else ""
 
 
 def _last_seen(scene: Scene) -> str:

@@ -69,13 +69,10 @@ def read(script: Script) -> Found:
         is_known = call.frame.file is script.files[0] or behind(script, path, call.frame, _WRITTEN_OUT, 2)
         if is_known and on_all_ranks(script, call) and not is_of_a_rank(script, path, call):
             mend, edits = guarded(script, call)
-            is_open = call.last == "open"
-            yield found(
-                call,
-                f"{call.text} writes the same file on every rank",
-                mend=f"{mend.partition(chr(10))[0]}\n    with {call.text} as file: ..." if is_open else mend,
-                edits=edits,
+            mend = (
+                mend.replace(f"    {call.text}", f"    with {call.text} as file: ...") if call.last == "open" else mend
             )
+            yield found(call, f"{call.text} writes the same file on every rank", mend=mend, edits=edits)
 
 
 def seen(run: Scene) -> Seen:

@@ -77,6 +77,7 @@ class World:
         is_closed: `close` has been called: of what ranks have in common only the store is left.
         ended_at: The line of the user's that has called it, or whose `with` block has; "" until then.
         channels: Transports beside the first two; closed with the world.
+        num_orders: Loaders with a random order that took their seed from this world; each has an order of its own.
         has_diverged: Random numbers are as they stay: every rank draws its own, or an adopted script what it wants.
         virtual_ranks: In reproducible mode, the virtual ranks of the run; else None.
         stop_reason: Why this rank is to stop: "SIGTERM", "request_stop()"; None until then.
@@ -113,6 +114,7 @@ class World:
         self._num_main_first = 0
         self.is_closed, self.ended_at = False, ""
         self.channels: list[Transport] = []
+        self.num_orders = 0
         # Weak, so that the group ends when the script destroys it: see the import of torch.distributed.nn above.
         self._adopted_group: weakref.ref[dist.ProcessGroup] | None = None
         self.telemetry = Telemetry()
@@ -340,6 +342,11 @@ class World:
             # On a mesh also ranks draw otherwise that aren't in one part of it, as replicas that step each for itself.
             whole = self if self._part_of is None or self._part_of.mesh is None else self._part_of
             randomness.diverge(whole.data_rank)
+
+    @property
+    def draws_alike(self) -> bool:
+        """Whether all ranks still draw the same random numbers: no model has been trained yet."""
+        return self.is_initialised and self.data_size > 1 and self.virtual_ranks is None and not self.draws_its_own
 
     @property
     def draws_its_own(self) -> bool:

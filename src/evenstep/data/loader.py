@@ -31,6 +31,7 @@ from evenstep.randomness import LARGEST_SEED, mix
 from evenstep.world import World
 
 _WORKERS_TAG = 0x776F726B6572  # "worker": other streams from the same seed stay unrelated
+_LOADER_TAG = 0x6C6F61646572  # "loader"
 _STATE_VERSION = 1
 _ADVICE = "Every rank makes its loaders in the same order, from the same data set and with the same arguments."
 
@@ -81,7 +82,9 @@ class DataLoader:
         lengths: With `max_tokens`: tokens of each sample.
         sample_seed: Key python's, torch's and numpy's random numbers in `__getitem__` by (seed, epoch, sample), so that
             augmentation is the same for any number of ranks and workers. None: in reproducible mode.
-        seed: Of the order and of random numbers; None: the world's, or 0.
+        seed: Of the order and of random numbers; None: the world's, or 0. The second and later loaders with a random
+            order and no seed take one made of it and their number, so that no two have the same order; a resumed run
+            makes its loaders in the same order.
         world: The ranks that share the data; None: the current world.
         sampler: Instead of `shuffle`: gives the indices of an epoch, for all ranks together. One that has `state_dict`
             and `load_state_dict` is saved with each global batch, and isn't drawn anew by a resume. Refused:
@@ -162,7 +165,7 @@ class DataLoader:
                     raise ConfigurationError("there is nothing to load: dataset is None.")
                 self.dataset, self.sampler, self.batch_sampler = dataset, sampler, batch_sampler
                 self.drop_last, self.shuffle = bool(drop_last), bool(shuffle)
-                own_seed = (self.world.seed or 0) if seed is None else seed
+                own_seed = self._seed_of_world() if seed is None else seed
                 self.seed = checks.whole("seed", own_seed, least=0, most=LARGEST_SEED, otherwise="None for the world's")
                 self.num_workers = workers.choose_workers(num_workers, self.world)
                 _validate_queue(queue, self.dataset, world)
@@ -192,8 +195,25 @@ class DataLoader:
             return in_words(self._source.facts()) | own
 
         validate_on_all_ranks(everybody, "DataLoader", prepare, advice=_ADVICE)
+        if seed is None and self._is_drawn:
+            self.world.num_orders += 1  # here, where all ranks have agreed that the loader exists
         self._source.connect()
         self._users_epochs = Epochs(self.dataset, sampler, batch_sampler, listener=self)
+
+    @property
+    def _is_drawn(self) -> bool:
+        """Whether its order takes random numbers."""
+        has_sampler = self.sampler is not None or self.batch_sampler is not None
+        return self.shuffle or has_sampler or isinstance(self.dataset, IterableDataset)
+
+    def _seed_of_world(self) -> int:
+        """The world's seed; the second and later loaders with a random order take one that is made of it.
+
+        With the same seed, two loaders over as many samples each would give them in the same order: always the same
+        pairs of `zip(photos, paintings)`, and the same epoch again from a loader that is made anew in each.
+        """
+        seed, before = self.world.seed or 0, self.world.num_orders
+        return mix(_LOADER_TAG, seed, before) >> 1 if before and self._is_drawn else seed
 
     def _choose_source(
         self,

@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from torch.utils.data import IterableDataset, TensorDataset, WeightedRandomSampler
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import evenstep
 from evenstep import DataLoader, DistributedSampler
@@ -387,3 +389,40 @@ def test_ranks_that_differ_later_are_told_too(ranks: RankPool, nproc: int) -> No
         assert len(set(errors)) == 1
         assert errors[0][0] == "MismatchError"
         assert told in errors[0][1]
+
+
+class Draws(Dataset[tuple[Tensor, Tensor]]):
+    """Draws a number of each stream for a sample."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        drawn = [random.random(), float(torch.rand(())), float(numpy.random.rand())]
+        return torch.tensor([float(number)]), torch.tensor(drawn, dtype=torch.float64)
+
+
+def first_draws(seed: int) -> tuple[list[list[list[float]]], list[float]]:
+    """(of two batches before and one behind the first training forward, what the samples drew; the script's own)."""
+    evenstep.init(quiet=True).close()  # what an earlier test has left in this process of the pool
+    with evenstep.init(seed=seed, quiet=True) as world:
+        loader = DataLoader(Draws(), 8, shuffle=True)
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(1, 1).double().to(world.device))
+        batches = []
+        for step, (x, drawn) in enumerate(loader):
+            batches.append(drawn.tolist())
+            if step == 1:
+                own = [random.random(), float(torch.rand(()))]
+                model.backward(model(x.double()).sum(), weight=len(x))
+        return batches, own
+
+
+@SIZES
+def test_samples_of_no_two_ranks_draw_the_same(ranks: RankPool, nproc: int, fresh_seed: int) -> None:
+    """From the first batch on; and until a model is trained the script's own numbers are the same on all ranks."""
+    results = ranks.run(first_draws, nproc, fresh_seed)
+    for batch in range(3):
+        drawn = [row for batches, _ in results for row in batches[batch]]
+        for stream in range(3):
+            assert len({row[stream] for row in drawn}) == len(drawn) == 8
+    assert all(own == results[0][1] for _, own in results)

@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, combinations
 from typing import Any
 
 import numpy
@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
+import evenstep
 from evenstep import DataLoader, DistributedSampler
 from evenstep.data.loading.nested import emptied, move
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
@@ -666,3 +667,25 @@ def test_workers_survive_the_signals_that_ask_a_run_to_stop_and_what_they_start_
     # Multiprocessing would wait for a worker that survives.
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=80)
     assert (done.returncode, done.stdout) == (0, "came\n"), done.stderr
+
+
+def test_no_two_loaders_have_the_same_order(fresh_seed: int) -> None:
+    """Pairs of `zip(photos, paintings)` differ, and so do epochs of a loader that is made anew in each."""
+
+    def order(**settings: Any) -> list[int]:
+        return [int(number) for batch in DataLoader(range(1000), 10, **settings) for number in batch]
+
+    def orders() -> list[list[int]]:
+        with evenstep.init(seed=fresh_seed, quiet=True):
+            return [order(shuffle=True), order(shuffle=True), order(sampler=RandomSampler(range(1000))), order()]
+
+    first, second, drawn, plain = found = orders()
+    assert plain == list(range(1000))
+    for one, two in combinations([first, second, drawn], 2):
+        assert sum(a == b for a, b in zip(one, two, strict=True)) < 30
+    assert orders() == found  # a run that is begun again has the same
+    with evenstep.init(seed=fresh_seed, quiet=True):
+        order()  # takes none of the numbers
+        assert order(shuffle=True) == first
+        assert order(shuffle=True, seed=fresh_seed) == first  # its own seed is its order
+        assert order(shuffle=True) == second

@@ -68,7 +68,7 @@ class Fetcher(ABC):
         dataset: The script's.
         collate_fn: Makes a batch of a list of samples; None: torch's.
         seed: With epoch, step and rank the key of a worker's random streams: a resume draws what would have been drawn.
-            In the rank's own process they are left alone.
+            The streams of the rank's own process are left alone; see `SampleSource.load_with`.
         num_workers: Of this rank, as of every other.
         world: The ranks.
 
@@ -113,13 +113,17 @@ class Fetcher(ABC):
             return self.load(request)
         self._note(request, 0)
         if not self.wants_tensors:
-            seed_streams(mix(_BATCH_TAG, mix(self.seed, self._rank), request.epoch, request.step))
+            seed_streams(self.key_of(request))
         try:
             loaded = packed(self.load(request)) if self._packs else self.load(request)
         except DataError as error:
             return failed(error)
         self._is_small = loaded.packed is not None
         return loaded
+
+    def key_of(self, request: Request) -> int:
+        """Seeds the random numbers of this rank's part of a batch."""
+        return mix(_BATCH_TAG, mix(self.seed, self._rank), request.epoch, request.step)
 
     def _note(self, request: Request, number: int) -> None:
         worker = get_worker_info()

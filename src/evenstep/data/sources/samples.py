@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from evenstep.data.loading.fetch import Loaded, SampleFetcher
+from evenstep.data.loading.fetch import Fetcher, Loaded, SampleFetcher
 from evenstep.data.order.batch_plan import BatchPlan, ComputedEpoch, Epoch, Request
 from evenstep.data.order.drawn import Drawing
 from evenstep.data.position import Mark
@@ -20,6 +20,7 @@ from evenstep.data.sources.same_data import SameData
 from evenstep.data.sources.same_stream import ENDED, Agreement, who_differs
 from evenstep.data.sources.source import Source
 from evenstep.errors import MismatchError, UsageError
+from evenstep.randomness import OwnStreams
 from evenstep.transport.local import LocalTransport
 from evenstep.world import World
 
@@ -64,6 +65,20 @@ class SampleSource(Source):
         self.plan, self._queue = plan, queue
         self._newest: tuple[int, Epoch | None] = 0, None  # number and epoch of the iteration begun last
         self._same_data = SameData()
+
+    def load_with(self, fetcher: Fetcher) -> Callable[[Request], Loaded]:
+        """See `Source.load_with`. Samples of different ranks draw different numbers, also before a model is trained.
+
+        Every rank's first batch would be augmented alike otherwise. The script's own streams stay equal until then.
+        """
+
+        def load(request: Request) -> Loaded:
+            if fetcher.wants_tensors or not self.world.draws_alike:
+                return fetcher[request]
+            with OwnStreams(fetcher.key_of(request)).in_use():
+                return fetcher[request]
+
+        return load
 
     def facts(self) -> dict[str, Any]:
         """See `Source.facts`."""

@@ -105,7 +105,11 @@ class Source(ABC):
         if torch_loader is not None:
             return workers.working(torch_loader, wanted, doing)
         # A copy, because it may hold a place in a stream: two iterations at once have two places.
-        return contextlib.nullcontext(map(copy.copy(self.fetcher).__getitem__, wanted))
+        return contextlib.nullcontext(map(self.load_with(copy.copy(self.fetcher)), wanted))
+
+    def load_with(self, fetcher: Fetcher) -> Callable[[Request], Loaded]:
+        """What loads a batch in this process."""
+        return fetcher.__getitem__
 
 
 def gather_in_order(world: World, rows: Tensor, own: Tensor) -> Tensor:

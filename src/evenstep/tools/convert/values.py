@@ -20,8 +20,8 @@ class Flow(values.Flow):
 
     def of(self, node: Node, kind: str | None = None) -> Values:
         """What an expression may be; a part of a model is the model."""
-        found = super().of(node)
-        found |= objects_among(found)
+        held = super().of(node)
+        found = frozenset(each for each in held if each.kind not in ("part", *values.WRAPPERS)) | objects_among(held)
         return found if kind is None else values.of_kind(found, kind)
 
     def is_a(self, node: Node, kind: str) -> bool:
@@ -73,7 +73,7 @@ class Flow(values.Flow):
             for scope in scopes
         )
         definition = script.class_of(scopes[0]) if scopes[0] is not None else None
-        related = self._related[definition] if definition is not None else ()
-        attributes = [name for owner, name in self._attributes if owner in related]
-        own += [f"self.{name}" for name in dict.fromkeys(attributes) if holds(self._attribute_of(definition, name))]
+        if definition is not None:
+            named = dict.fromkeys(name for owner, name in self._attributes if owner in self._related[definition])
+            own += [f"self.{name}" for name in named if holds(self._attribute_of(definition, name))]
         return next(iter([*own, *(name for names in outer for name in names)]), None)

@@ -78,7 +78,7 @@ class Script:
 
     def things(self, node: cst.CSTNode | None, frame: Frame) -> frozenset[Thing]:
         """What an expression may stand for."""
-        if node is None:
+        if node is None or text_of(node) == "self":
             return frozenset()
         if node not in self._things:
             self._things[node] = self._as_things(self.flow.of(node))
@@ -106,7 +106,9 @@ class Script:
 
     def _as_things(self, values: Values) -> frozenset[Thing]:
         every = values.union(*(each.inner for each in values if each.kind == "passed"))
-        return frozenset(thing for each in every if (thing := self._as_thing(each)) is not None)
+        found = frozenset(thing for each in every if (thing := self._as_thing(each)) is not None)
+        is_unsure = found and any(each.kind == "object" and self._as_thing(each) is None for each in every)
+        return found | {Thing("unknown")} if is_unsure else found
 
     def _as_thing(self, value: Value) -> Thing | None:
         if value not in self._shown:
@@ -383,6 +385,8 @@ class Script:
     def _is_over_objects(self, loop: Loop) -> bool:
         """True of `for optimizer in optimizers`."""
         text = text_of(loop.iterates)
+        if self.kinds(loop.iterates, loop.frame) & {"tuple", "dict"}:
+            return True
         return "optimizers" in text or "schedulers" in text or "parameters" in text
 
     @functools.cached_property

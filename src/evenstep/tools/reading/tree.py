@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import libcst as cst
 from libcst._nodes.internal import CodegenState
@@ -40,11 +40,12 @@ _PARTS: dict[type[Node], tuple[str, ...]] = {
     cst.Import: (),
     cst.ImportFrom: (),
 }
+_ASSIGNING = {cst.Assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.With, cst.For, cst.CompFor}
+_BINDING = {cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.WithItem, cst.For, cst.CompFor}
+_BINDING |= {cst.Param, cst.FunctionDef, cst.ClassDef}
 _WITH_FRAMES = {cst.If, cst.IfExp, cst.BooleanOperation, cst.For, cst.While, cst.With, cst.Try, cst.TryStar, cst.Lambda}
-_WITH_FRAMES |= {cst.Param, cst.ClassDef, cst.FunctionDef, cst.ListComp, cst.GeneratorExp, cst.SetComp, cst.DictComp}
-_WITH_FRAMES |= {cst.CompFor}
-_BINDING = {cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.For, cst.CompFor, cst.NamedExpr}
-_ASSIGNING = {cst.Assign, cst.With, *_BINDING} - {cst.AssignTarget}
+_WITH_FRAMES |= {cst.ListComp, cst.GeneratorExp, cst.SetComp, cst.DictComp, cst.CompFor}
+_WITH_FRAMES |= {cst.Param, cst.FunctionDef, cst.ClassDef}
 _NO_PARTS = {"lpar", "rpar", "comma", "semicolon", "equal", "operator", "dot", "header", "footer", "leading_lines"}
 _NO_PARTS |= {"lines_after_decorators", "trailing_whitespace", "lbracket", "rbracket", "lbrace", "rbrace", "indent"}
 _NO_PARTS |= {"first_colon", "second_colon", "asynchronous", "star", "colon", "separator"}
@@ -518,7 +519,7 @@ class File:
             self.nodes.append(node)
             self.frames[node] = frame
             if type(node) in (cst.Import, cst.ImportFrom):
-                self._read_import(node)
+                self._read_import(node)  # type: ignore[arg-type]
             # By `type`, as `isinstance` of LibCST's abstract classes takes longer than all the rest of this.
             inside = self._frames_inside(node, frame) if type(node) in _WITH_FRAMES else {}
             children = list[tuple[Node, Frame]]()
@@ -571,7 +572,7 @@ class File:
                 own = Frame("function", frame, self, self._function(node, frame), node)
                 return {"params": own, "body": own}
             case cst.ListComp() | cst.GeneratorExp() | cst.SetComp() | cst.DictComp():
-                innermost, part = frame, node.for_in
+                innermost, part = frame, cast(cst.CompFor | None, node.for_in)
                 while part is not None:
                     innermost = self._rounds[part] = Frame("loop", innermost, self, frame.function, node)
                     part = part.inner_for_in
@@ -632,20 +633,23 @@ class File:
             if type(node) is cst.Global
             for item in node.names
         }
-        for node in self.nodes:
-            kind, bound = type(node), list[tuple[cst.Name, Node]]()
-            if kind in (cst.FunctionDef, cst.ClassDef) and self.frames[node].kind != "class":
-                bound = [(node.name, node)]
-            elif kind is cst.Param and self.frames[node].kind == "function":
-                bound = [(node.name, node)]
-            elif kind in _BINDING:
-                bound = [(each, each) for each in target_names(node.target)]
-            elif kind is cst.WithItem and node.asname is not None:
-                bound = [(each, each) for each in target_names(node.asname.name)]
+        for node in (each for each in self.nodes if type(each) in _BINDING):
+            bound = list[tuple[str, Node]]()
+            match node:
+                case cst.FunctionDef() | cst.ClassDef() if self.frames[node].kind != "class":
+                    bound = [(node.name.value, node)]
+                case cst.Param() if self.frames[node].kind == "function":
+                    bound = [(node.name.value, node)]
+                case cst.WithItem() if node.asname is not None:
+                    bound = [(each.value, each) for each in target_names(node.asname.name)]
+                case (
+                    cst.AssignTarget() | cst.AnnAssign() | cst.AugAssign() | cst.For() | cst.CompFor() | cst.NamedExpr()
+                ):
+                    bound = [(each.value, each) for each in target_names(node.target)]
             for name, by in bound:
                 function = self.function(node)
-                owner = None if (function, name.value) in elsewhere else function
-                self.bindings.setdefault(owner, {}).setdefault(name.value, []).append(by)
+                owner = None if (function, name) in elsewhere else function
+                self.bindings.setdefault(owner, {}).setdefault(name, []).append(by)
 
 
 @functools.cache
@@ -655,7 +659,7 @@ def _parts_of(kind: type[Node]) -> tuple[str, ...]:
     return _PARTS.get(kind, tuple(name for name in names if not name.startswith("whitespace")))
 
 
-class _Places(CodegenState):  # type: ignore[misc]
+class _Places(CodegenState):
     """Where the nodes of a tree begin: line and column.
 
     LibCST's own provider of positions does the same in five times the time, as it looks for the ends, too.
@@ -679,7 +683,7 @@ class _Places(CodegenState):  # type: ignore[misc]
     def before_codegen(self, node: Node) -> None:
         self.found[node] = self.line, self.column
 
-    def record_syntactic_position(self, node: Node, **_: Any) -> contextlib.AbstractContextManager[None]:
+    def record_syntactic_position(self, node: Node, **_: Any) -> Any:
         self.found[node] = self.line, self.column
         return _NOTHING
 

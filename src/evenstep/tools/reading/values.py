@@ -42,6 +42,7 @@ _MADE = (
     (r"torch\.utils\.data\.(?:\w+\.)*\w*Sampler", "local sampler"),
 )
 _MADE_NAME = re.compile("|".join(f"({pattern})" for pattern, _ in _MADE))
+WRAPPERS = ("wrapped", "data parallel")
 LAYERS = ("torch.nn.", "torchvision.models", "torch.hub.", "torchvision.ops")
 _RANKS = {"RANK": "rank", "LOCAL_RANK": "local rank", "WORLD_SIZE": "world size", "SLURM_PROCID": "rank"}
 _RANKS |= {"SLURM_LOCALID": "local rank", "SLURM_NTASKS": "world size", "OMPI_COMM_WORLD_RANK": "rank"}
@@ -55,9 +56,10 @@ _SAME_BATCH |= {"view", "reshape", "flatten", "squeeze", "pin_memory", "numpy", 
 _NO_BATCH = {"shape", "dtype", "device", "ndim", "is_cuda"}
 # Functions that give what they are given, of a loader its batches one by one.
 PASSING = {"iter", "tqdm", "trange", "track", "islice", "compile", "auto"}
+_SYNCED = "convert_sync_batchnorm"
 # Those that go through a loader in another way, or keep its batches; ranks pass through all of them.
 _GOING_THROUGH = PASSING | {"enumerate", "cycle", "int", "list", "prefetch", "progress", "float", "bool"}
-_GOING_THROUGH |= {"notebook_tqdm", "epochs", "zip", "chain", "map", "CombinedLoader", "convert_sync_batchnorm"}
+_GOING_THROUGH |= {"notebook_tqdm", "epochs", "zip", "chain", "map", "CombinedLoader", _SYNCED}
 _PREPARES = {"prepare", "prepare_data_loader", "prepare_model", "prepare_optimizer", "prepare_scheduler"}
 _PREPARES |= {"setup", "setup_dataloaders", "setup_module", "setup_optimizers"}
 _OWN_ATTRIBUTES = {
@@ -86,6 +88,9 @@ MAIN_NAME = re.compile(
 BUILTINS = set(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
 
 
+_NOWHERE = cst.Pass()
+
+
 @dataclass(frozen=True)
 class Value:
     """Something that a script makes, known by where it is made.
@@ -103,13 +108,13 @@ class Value:
             node), "others" (false on one rank);
             "unknown": perhaps something else.
         site: The call that makes it; of an iterator and of parameters that of its loader or object, of a batch what it
-            is taken from, of items their expression, of a function or class its definition; None of what is no object.
+            is taken from, of items their expression, of a function or class its definition; else nothing of the script.
         definition: The class of an object, if it is the script's own.
         inner: What it is made of.
     """
 
     kind: str
-    site: Node | None = None
+    site: Node = _NOWHERE
     definition: cst.ClassDef | None = None
     inner: frozenset[Value] = frozenset()
 
@@ -171,10 +176,7 @@ def loaders_among(values: Values) -> Values:
 
 def objects_among(values: Values) -> Values:
     """The objects that values are, are parts of, or are wrapped around."""
-    return of_kind(values, "object").union(*(each.inner for each in of_kind(values, "part", *_WRAPPERS)))
-
-
-_WRAPPERS = ("wrapped", "data parallel")
+    return of_kind(values, "object").union(*(each.inner for each in of_kind(values, "part", *WRAPPERS)))
 
 
 class Flow:
@@ -353,7 +355,7 @@ class Flow:
                 self._add(self._names, (self._owner(target), target.value), values)
             case cst.Attribute():
                 bases = self._of(target.value)
-                for definition in {each.definition for each in bases} - {None}:
+                for definition in (each.definition for each in bases if each.definition is not None):
                     self._add(self._attributes, (definition, target.attr.value), values)
                 if dotted(target) and all(each.definition is None for each in bases):
                     # A part of a library's model is the model, whatever it is replaced by.
@@ -425,7 +427,7 @@ class Flow:
     def _callees(self, call: cst.Call) -> list[tuple[cst.FunctionDef, int]]:
         """The script's own functions that a call runs, and how many parameters it doesn't give."""
         found, values = list[tuple[cst.FunctionDef | None, int]](), self._of(call.func)
-        for value in values.union(*(each.inner for each in of_kind(values, *_WRAPPERS))):
+        for value in values.union(*(each.inner for each in of_kind(values, *WRAPPERS))):
             function, definition = value.site, value.definition
             if value.kind == "class" and isinstance(function, cst.ClassDef):
                 self._add(self._instances, function, frozenset({Value("object", call, function)}))
@@ -554,7 +556,7 @@ class Flow:
         return found
 
     def _attribute(self, base: Value, name: str, *, is_self: bool) -> Values:
-        definition, found = base.definition, NOTHING
+        definition = base.definition
         match base.kind:
             case "batch":
                 return frozenset({base}) if name not in _NO_BATCH else NOTHING
@@ -566,21 +568,19 @@ class Flow:
                 kind = _OWN_ATTRIBUTES.get((base.kind, name))
                 kinds = ("main", "local main") if kind == "local main" else (kind,)
                 return frozenset(map(Value, filter(None, kinds)))
-            case "loader" if name in ("sampler", "batch_sampler", "dataset"):
+            case "loader" if name in ("sampler", "batch_sampler", "dataset") and isinstance(base.site, cst.Call):
                 given = self.records[base.site].argument(name)
                 return self._of(given) if given is not None else NOTHING
-            case "object" if definition is None:
-                return frozenset({base if name == "module" else Value("part", inner=frozenset({base}))})
-            case "object":
-                if name == "module":
-                    found |= {base}
-                method, is_module = self._method(definition, name), self.is_module_class(definition)
-                if method is not None:
-                    return found | {Value("function", method)}
-                if is_module and not is_self:
-                    return found | {Value("part", inner=frozenset({base}))}
-                found |= self._attribute_of(definition, name)
-        return found
+        if base.kind != "object":
+            return NOTHING
+        if definition is None:
+            return frozenset({base if name == "module" else Value("part", inner=frozenset({base}))})
+        found, method = frozenset({base}) if name == "module" else NOTHING, self._method(definition, name)
+        if method is not None:
+            return found | {Value("function", method)}
+        if self.is_module_class(definition) and not is_self:
+            return found | {Value("part", inner=frozenset({base}))}
+        return found | self._attribute_of(definition, name)
 
     def _of_subscript(self, node: cst.Subscript) -> Values:
         index = node.slice[0].slice
@@ -629,20 +629,19 @@ class Flow:
             known = self._of_method(call, self._of(call.receiver))
         if known is not None:
             return known
-        callees = self._of(node.func)
-        own = of_kind(callees, "function", "class")
+        is_through = call.last in _GOING_THROUGH
+        callees, qualified, first = self._of(node.func), self._file(node).qualified(node.func), call.positional(0)
+        if call.last in PASSING and isinstance(node.func, cst.Name):  # perhaps the script's own, where there is no tqdm
+            return self._through(call, is_passing=True)
         found = NOTHING.union(*(self._result(each, node) for each in callees))
-        if found or (own and call.last not in _GOING_THROUGH):
+        if found or (of_kind(callees, "function", "class") and not is_through):
             return found
-        qualified = self._file(node).qualified(node.func)
-        first = call.positional(0)
         if call.last == "next" and first is not None and loaders_among(self._of(first)):
             return frozenset({Value("batch", first)})
         if call.last in ("map", "filter") and len(node.args) > 1:
             return _one_by_one(self._of(node.args[1].value))
-        if call.last in _GOING_THROUGH:
-            is_passing = call.last in PASSING and (call.receiver is None or qualified is not None)
-            return self._through(call, is_passing=is_passing or call.last == "convert_sync_batchnorm")
+        if is_through:
+            return self._through(call, is_passing=qualified is not None and call.last in (*PASSING, _SYNCED))
         return NOTHING if callees or not self._makes_object(node, qualified) else frozenset({Value("object", node)})
 
     def _makes_object(self, node: cst.Call, qualified: str | None) -> bool:
@@ -666,7 +665,7 @@ class Flow:
     def _of_known_call(self, call: Call) -> Values | None:
         """What a call of a library makes; None if it isn't known."""
         kind, first = _kind_made(call.name), call.positional(0)
-        if kind in _WRAPPERS:
+        if kind in WRAPPERS:
             given = call.argument("module", 0)
             return frozenset(
                 {Value(kind, call.node, inner=_unwrapped(self._of(given)) if given is not None else NOTHING)}
@@ -710,7 +709,7 @@ class Flow:
 
     def _prepared(self, values: Values, site: Node) -> Values:
         """What accelerate or Fabric make of values: models are wrapped, loaders divided among ranks."""
-        self.prepared |= {each.site for each in of_kind(values, "loader") if each.site is not None}
+        self.prepared |= {each.site for each in of_kind(values, "loader")}
         return frozenset(
             Value("wrapped", site, inner=frozenset({each})) if each.kind == "object" else each for each in values
         )
@@ -779,8 +778,8 @@ def _one_by_one(values: Values) -> Values:
 
 def _unwrapped(values: Values) -> Values:
     """Values, with models in the place of their wrappers."""
-    plain = frozenset(each for each in values if each.kind not in _WRAPPERS)
-    return plain.union(*(each.inner for each in of_kind(values, *_WRAPPERS)))
+    plain = frozenset(each for each in values if each.kind not in WRAPPERS)
+    return plain.union(*(each.inner for each in of_kind(values, *WRAPPERS)))
 
 
 def _of_variable(name: Node | None) -> Values:

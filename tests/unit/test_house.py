@@ -155,7 +155,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "tools.doctor.diagnosis": ["data", "output", "devices", "collectives", "step", "starting", "asking"],
     "tools.doctor.evidence": ["verdict", "data", "output", "collectives", "stepping", "starting", "scene"],
-    "tools.reading": ["contexts", "values", "program", "source", "looked"],
+    "tools.reading": ["contexts", "values", "program", "tree", "source", "looked"],
     "tools.doctor.run": [
         "runs",
         "probe",

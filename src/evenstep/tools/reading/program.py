@@ -98,10 +98,15 @@ def read_program(path: Path) -> tuple[list[File], dict[str, File], list[str]]:
     files, modules, notes = [script], {}, []
     read = {path.resolve(): script}
     num_lines = script.source.text.count("\n")
+    asked: set[str] = set()  # what is taken from modules, which may pass it on from others
     for file in files:  # which grows
+        asked |= {file.imports[local] for local in file.used & file.imports.keys()}
+        asked |= {file.qualified(node) or "" for node in file.nodes if type(node) is cst.Attribute}
+        itself = file.module_name.removesuffix(".__init__")
         for name, local in file.taken:
             target = next((found for each in folders if (found := _module_file(each, name))), None)
-            if not name or target is None or name in modules or (local not in file.used and local != "*"):
+            is_asked = local == "*" or local in file.used or f"{itself}.{local}" in asked
+            if not name or target is None or name in modules or not is_asked:
                 continue
             key = target.resolve()
             if key not in read:

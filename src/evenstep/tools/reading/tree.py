@@ -43,11 +43,12 @@ _PARTS: dict[type[Node], tuple[str, ...]] = {
 _ASSIGNING = {cst.Assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.With, cst.For, cst.CompFor}
 _BINDING = {cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.WithItem, cst.For, cst.CompFor}
 _BINDING |= {cst.Param, cst.FunctionDef, cst.ClassDef}
+_ELSEWHERE = {cst.Global, cst.Nonlocal}
 _WITH_FRAMES = {cst.If, cst.IfExp, cst.BooleanOperation, cst.For, cst.While, cst.With, cst.Try, cst.TryStar, cst.Lambda}
 _WITH_FRAMES |= {cst.ListComp, cst.GeneratorExp, cst.SetComp, cst.DictComp, cst.CompFor}
 _WITH_FRAMES |= {cst.Param, cst.FunctionDef, cst.ClassDef}
 _NO_PARTS = {"lpar", "rpar", "comma", "semicolon", "equal", "operator", "dot", "header", "footer", "leading_lines"}
-_NO_PARTS |= {"lines_after_decorators", "trailing_whitespace", "lbracket", "rbracket", "lbrace", "rbrace", "indent"}
+_NO_PARTS |= {"lines_after_decorators", "lbracket", "rbracket", "lbrace", "rbrace", "indent"}
 _NO_PARTS |= {"first_colon", "second_colon", "asynchronous", "star", "colon", "separator"}
 
 
@@ -591,7 +592,7 @@ class File:
         return frame
 
     def _function(self, node: cst.FunctionDef, frame: Frame) -> Function:
-        around = next((each.node for each in frame.outwards() if isinstance(each.node, cst.ClassDef)), None)
+        around = self.class_of(node)
         cls = self.class_records[around] if around is not None else None
         function = Function(node, self, frame, cls)
         self.all_functions.append(function)
@@ -627,12 +628,12 @@ class File:
             self.taken += [(self.imports[given], given), (module, given)]
 
     def _bind_names(self) -> None:
-        elsewhere = {
-            (self.function(node), item.name.value)
-            for node in self.nodes
-            if type(node) is cst.Global
-            for item in node.names
-        }
+        elsewhere: dict[tuple[cst.FunctionDef | None, str], cst.FunctionDef | None] = {}
+        for node in self.nodes:
+            if type(node) in _ELSEWHERE and isinstance(node, cst.Global | cst.Nonlocal):
+                function = self.function(node)
+                around = self.function(function) if function is not None and type(node) is cst.Nonlocal else None
+                elsewhere |= {(function, item.name.value): around for item in node.names}
         for node in (each for each in self.nodes if type(each) in _BINDING):
             bound = list[tuple[str, Node]]()
             match node:
@@ -648,7 +649,7 @@ class File:
                     bound = [(each.value, each) for each in target_names(node.target)]
             for name, by in bound:
                 function = self.function(node)
-                owner = None if (function, name) in elsewhere else function
+                owner = elsewhere.get((function, name), function)
                 self.bindings.setdefault(owner, {}).setdefault(name, []).append(by)
 
 
@@ -656,7 +657,7 @@ class File:
 def _parts_of(kind: type[Node]) -> tuple[str, ...]:
     """The fields of a kind of nodes that hold other nodes, in the order of the text."""
     names = [each.name for each in dataclasses.fields(kind) if each.name not in _NO_PARTS]
-    return _PARTS.get(kind, tuple(name for name in names if not name.startswith("whitespace")))
+    return _PARTS.get(kind, tuple(name for name in names if "whitespace" not in name))
 
 
 class _Places(CodegenState):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import libcst as cst
 
-from evenstep.tools.reading.tree import Call, Class, File, Node, dotted, target_names, text_of
+from evenstep.tools.reading.tree import Call, Class, File, Node, dotted, text_of
 
 # By the full name of what is called, the first that fits; patterns have no groups of their own.
 _MADE = (
@@ -292,13 +292,13 @@ class Flow:
         match node:
             case cst.Assign():
                 for target in node.targets:
-                    self._bind(target.target, node.value)
+                    self._bind(target.target, self._of(node.value))
             case cst.AnnAssign() | cst.NamedExpr() if node.value is not None:
-                self._bind(node.target, node.value)
+                self._bind(node.target, self._of(node.value))
             case cst.WithItem() if node.asname is not None:
-                self._bind(node.asname.name, node.item)
+                self._bind(node.asname.name, self._of(node.item))
             case cst.For() | cst.CompFor():
-                self._bind_loop(node.target, node.iter)
+                self._bind(node.target, self._each(node.iter))
             case cst.Return() if node.value is not None:
                 function = self._file(node).function(node)
                 if function is not None:
@@ -322,7 +322,10 @@ class Flow:
             held = [by for name in file.inside(node.value) for by in file.bound(getattr(name, "value", ""), name)]
             # A batch that was kept: the loader has given another since.
             is_kept = any(file.order(by) > file.order(node) for by in held if isinstance(by, cst.Name))
-            for value in () if is_kept else of_kind(self._of(node.value), "batch"):
+            is_tuple = isinstance(node.value, cst.Tuple)
+            each_part = self.parts(Value("items", node.value)) if is_tuple else [self._of(node.value)]
+            parts = [of_kind(values, "batch") for values in each_part]
+            for value in () if is_kept or not all(parts) else NOTHING.union(*parts):
                 if any(file.is_inside(value.site, loop) for loop in file.loops(node)):
                     found |= _one_by_one(loaders_among(self._of(value.site)))
         loops = [each.iter for each in file.loops(node) if isinstance(each, cst.For)]
@@ -330,29 +333,17 @@ class Flow:
         passed = frozenset({Value("passed", inner=inner)}) if inner and not found else NOTHING
         self._add(self._returns, function, found | passed)
 
-    def _bind(self, target: Node, value: Node) -> None:
-        if not isinstance(target, cst.Tuple | cst.List):
-            self._bind_values(target, self._of(value))
-        elif isinstance(value, cst.Tuple | cst.List) and len(value.elements) == len(target.elements):
-            for each, part in zip(target.elements, value.elements, strict=True):
-                self._bind(each.value, part.value)
-        else:
-            self._bind_parts(target, self._of(value))
-
-    def _bind_parts(self, target: cst.Tuple | cst.List, values: Values) -> None:
-        for index, each in enumerate(target.elements):
-            parts = frozenset[Value]().union(*(self.part(value, index) for value in values))
-            if isinstance(each.value, cst.Tuple | cst.List):
-                self._bind_parts(each.value, parts)
-            else:
-                self._bind_values(each.value, parts)
-
-    def _bind_values(self, target: Node, values: Values) -> None:
+    def _bind(self, target: Node, values: Values) -> None:
         if not values:
             return
         match target:
             case cst.Name():
                 self._add(self._names, (self._owner(target), target.value), values)
+            case cst.Tuple() | cst.List():
+                for index, each in enumerate(target.elements):
+                    self._bind(each.value, NOTHING.union(*(self.part(value, index) for value in values)))
+            case cst.StarredElement():
+                self._bind(target.value, values)
             case cst.Attribute():
                 bases = self._of(target.value)
                 for definition in (each.definition for each in bases if each.definition is not None):
@@ -361,59 +352,46 @@ class Flow:
                     # A part of a library's model is the model, whatever it is replaced by.
                     given = frozenset(each for each in values if each.kind != "object") if bases else values
                     self._add(self._names, (self._owner(target), dotted(target)), given)
-            case cst.StarredElement():
-                self._bind_values(target.value, values)
             case cst.Subscript():  # models["G"] = ...
                 for base in of_kind(self._of(target.value), "items"):
                     self._add(self._stored, base.site, values)
 
-    def _bind_loop(self, target: Node, source: Node) -> None:
-        if isinstance(source, cst.Call):
-            last, given = self.records[source].last, [each.value for each in source.args]
-            pair = target.elements if isinstance(target, cst.Tuple) else ()
-            if last == "enumerate" and given:
-                if len(pair) == 2:
-                    self._bind_loop(pair[1].value, given[0])
-                return
-            if last == "zip" and pair and len(pair) == len(given):
-                for element, argument in zip(pair, given, strict=True):
-                    self._bind_loop(element.value, argument)
-                return
-            if last in ("tqdm", "track", "progress") and given:
-                self._bind_loop(target, given[0])
-                return
-            if last == "items" and isinstance(source.func, cst.Attribute) and not given and len(pair) == 2:
-                held = of_kind(self._of(source.func.value), "items")
-                if held:
-                    self._bind_values(pair[1].value, frozenset[Value]().union(*map(self.part, held)))
-                    return
+    def _each(self, source: Node) -> Values:
+        """What a loop over an expression is given in each round."""
+        call = self.records[source] if isinstance(source, cst.Call) else None
+        if call is not None and call.arguments and call.last in ("tqdm", "track", "progress"):
+            return self._each(call.arguments[0])
+        is_method = call is not None and call.last == "items" and call.receiver is not None
+        if call is not None and (call.last in ("enumerate", "zip") or is_method):
+            return frozenset({Value("items", call.node)})
+        found = NOTHING
         for value in self._of(source):
-            if value.kind in ("loader", "iterator", "batch"):
-                batch = value if value.kind == "batch" else Value("batch", source)
-                for name in target_names(target):
-                    self._bind_values(name, frozenset({batch}))
-            elif value.kind == "items" and isinstance(target, cst.Tuple):
-                for each in self.part(value):
-                    self._bind_parts(target, frozenset({each}))
-            elif value.kind == "items":
-                self._bind_values(target, self.part(value))
+            is_loader = value.kind in ("loader", "iterator")
+            found |= {Value("batch", source)} if is_loader else self.part(value)
+        return found
 
     def parts(self, value: Value) -> list[Values]:
-        """What each element of items is."""
-        parts: list[Node] = []
+        """What each element of items is; of what a loop over `enumerate`, `zip` or `items` is given, too."""
         match value.site:
             case cst.Tuple() | cst.List() | cst.Dict():
-                parts = [each.value for each in value.site.elements]
+                return [self._of(each.value) for each in value.site.elements]
             case cst.DictComp():
-                parts = [value.site.value]
+                return [self._of(value.site.value)]
             case cst.ListComp() | cst.GeneratorExp():
-                parts = [value.site.elt]
+                return [self._of(value.site.elt)]
             case cst.Call():
                 call = self.records[value.site]
-                if call.last not in _PREPARES:  # data sets that one was split into
-                    return [frozenset({Value("dataset", value.site)})] * 3
-                return [self._prepared(self._of(each), value.site) for each in call.arguments]
-        return list(map(self._of, parts))
+                given = call.arguments
+                if call.last == "items" and call.receiver is not None:
+                    return [NOTHING, NOTHING.union(*map(self.part, self._of(call.receiver)))]
+                if call.last == "zip":
+                    return list(map(self._each, given))
+                if call.last == "enumerate":
+                    return [NOTHING, self._each(given[0])] if given else []
+                if call.last in _PREPARES:
+                    return [self._prepared(self._of(each), call.node) for each in given]
+                return [frozenset({Value("dataset", call.node)})] * 3  # data sets that one was split into
+        return []
 
     def part(self, value: Value, index: int | None = None) -> Values:
         """What items hold, or their element at an index."""
@@ -649,7 +627,9 @@ class Flow:
         if qualified is not None:
             is_layer = qualified.startswith(LAYERS) and not qualified.startswith("torch.nn.functional")
             return is_layer or not qualified.startswith("torch")
-        if not isinstance(node.func, cst.Name) or node.func.value in BUILTINS:
+        if not isinstance(node.func, cst.Name):  # `models["net"]()`
+            return not isinstance(node.func, cst.Attribute)
+        if node.func.value in BUILTINS:
             return False
         by = self._file(node).bound(node.func.value, node)
         return not all(isinstance(each, cst.Param) for each in by) if by else self._file(node).has_stars
@@ -761,12 +741,13 @@ _READERS: dict[type[Node], Callable[[Flow, Any], Values]] = {
 
 def arguments(call: cst.Call, names: Iterable[str]) -> dict[str, cst.Arg]:
     """The arguments of a call by name, given the names of positional ones."""
-    positional = list(names)
+    positional, is_known = list(names), True
     found: dict[str, cst.Arg] = {}
     for index, argument in enumerate(call.args):
+        is_known = is_known and argument.star != "*"  # which may be any number of them
         if argument.keyword is not None:
             found[argument.keyword.value] = argument
-        elif not argument.star and index < len(positional):
+        elif is_known and not argument.star and index < len(positional):
             found[positional[index]] = argument
     return found
 

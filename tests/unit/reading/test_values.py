@@ -268,6 +268,7 @@ def test_a_part_of_a_model_is_the_model_for_convert():
         ("from parts.data import Holder\nHolder().held", {"loader"}),
         ("from parts.data import Holder\nclass H(Holder): pass\nH().held", {"loader"}),
         ("from parts.data import build\nbuild()", {"model"}),
+        ("import torch\ndef build(): return torch.nn.Linear(1, 1)\nbuild()", {"model"}),
         ("from parts.data import absent\nabsent()", set()),
     ],
 )

@@ -30,8 +30,7 @@ class Flow(values.Flow):
 
     def is_module(self, value: Value) -> bool:
         """Whether an object is a module of torch's, or of a class of the script that derives from one."""
-        made = self.script.qualified(value.site.func) if isinstance(value.site, cst.Call) else None
-        return self.is_module_class(value.definition) or (made or "").startswith(LAYERS)
+        return self.is_module_class(value.definition) or value.made_by.startswith(LAYERS)
 
     def functions(self, call: cst.Call) -> list[cst.FunctionDef]:
         """The functions of the script that a call may call."""

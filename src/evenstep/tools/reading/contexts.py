@@ -51,7 +51,7 @@ class Script:
         self.calls = [call for file in self.files for call in file.calls]
         self.loops = [loop for file in self.files for loop in file.all_loops]
         self._functions = {each.node: each for file in self.files for each in file.all_functions}
-        self._loop_of = {id(loop.frame): loop for loop in self.loops}
+        self._loop_of = {loop.frame: loop for loop in self.loops}
         self._partial: dict[tuple[int, bool], bool] = {}
         self._reached: dict[int, bool] = {}
         self._around: dict[Frame, list[Loop]] = {}
@@ -132,8 +132,7 @@ class Script:
             names = {each.rpartition(".")[2] for each in self.flow.base_names(value.definition)}
             otherwise = "model" if self.flow.is_module_class(value.definition) else "instance"
             return next((kind for kind, bases in _CLASSES.items() if names & bases), otherwise)
-        is_model = isinstance(value.site, cst.Call) and _MODEL.fullmatch(self.flow.records[value.site].name)
-        return "model" if is_model else ""
+        return "model" if _MODEL.fullmatch(value.made_by) else ""
 
     # --- what kind of script ---
 
@@ -306,21 +305,14 @@ class Script:
     def loops_around(self, frame: Frame) -> list[Loop]:
         """The loops that a frame lies in, innermost first; those of its function's callers, too."""
         if frame not in self._around:
-            self._around[frame] = []
-            self._collect_loops(frame, self._around[frame], set())
+            found, functions, pending = dict[Loop, None](), set[Function](), [frame]
+            for each in pending:  # which grows
+                found |= {self._loop_of[around]: None for around in each.outwards() if around in self._loop_of}
+                if each.function is not None and each.function not in functions:
+                    functions.add(each.function)
+                    pending += [site.frame for site in self.called_from.get(each.function, ())]
+            self._around[frame] = list(found)
         return self._around[frame]
-
-    def _collect_loops(self, frame: Frame, found: list[Loop], seen: set[int]) -> None:
-        for each in frame.outwards():
-            loop = self._loop_of.get(id(each))
-            if loop is not None and loop not in found:
-                found.append(loop)
-        function = frame.function
-        if function is None or id(function) in seen:
-            return
-        seen.add(id(function))
-        for site in self.called_from.get(function, []):
-            self._collect_loops(site.frame, found, seen)
 
     def conditions_until(self, frame: Frame, loop: Loop) -> list[Frame] | None:
         """The `if` frames between a frame and a loop around it, on the way with the fewest; None if there is no way."""
@@ -401,27 +393,20 @@ class Script:
 
     def loaders_of(self, loop: Loop) -> frozenset[Thing]:
         """The loaders that a loop reads: those it iterates, or takes the next batch of."""
-        outside = loop.frame.parent or loop.frame
-        found = {each for each in self._deep(loop.iterates, outside) if each.kind in ("loader", "own loader")}
+        found = set(self._iterated(loop.iterates, loop.frame))
         for call in self.calls:
             if call.last == "next" and call.node.args and loop in self.loops_around(call.frame)[:1]:
                 found |= {each for each in self.things(call.node.args[0].value, call.frame) if each.kind == "loader"}
         return frozenset(found)
 
-    def _deep(self, node: cst.CSTNode | None, frame: Frame) -> set[Thing]:
-        """What an iterated expression stands for, also inside `zip(...)` and the like.
+    def _iterated(self, node: cst.CSTNode | None, frame: Frame) -> frozenset[Thing]:
+        """The loaders behind an iterated expression, also inside `zip(...)` and the like.
 
         Of `log.every(loader)` the loader that it is given here: what it yields is that of all its callers.
         """
-        if node is None:
-            return set()
-        given = set()
-        if isinstance(node, cst.Call):
-            for each in node.args:
-                given |= self._deep(each.value, frame)
-        if any(each.kind in ("loader", "own loader") for each in given):
-            return given
-        return set(self.things(node, frame)) or given
+        arguments = [each.value for each in node.args] if isinstance(node, cst.Call) else []
+        given = frozenset[Thing]().union(*(self._iterated(each, frame) for each in arguments))
+        return given or frozenset(each for each in self.things(node, frame) if each.kind in ("loader", "own loader"))
 
     @functools.cached_property
     def training_loaders(self) -> frozenset[Thing]:

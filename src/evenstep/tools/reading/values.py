@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import libcst as cst
@@ -111,12 +111,14 @@ class Value:
             is taken from, of items their expression, of a function or class its definition; else nothing of the script.
         definition: The class of an object, if it is the script's own.
         inner: What it is made of.
+        made_by: The full name of what a library made an object with, wherever it was called.
     """
 
     kind: str
     site: Node = _NOWHERE
     definition: cst.ClassDef | None = None
     inner: frozenset[Value] = frozenset()
+    made_by: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -620,7 +622,9 @@ class Flow:
             return _one_by_one(self._of(node.args[1].value))
         if is_through:
             return self._through(call, is_passing=qualified is not None and call.last in (*PASSING, _SYNCED))
-        return NOTHING if callees or not self._makes_object(node, qualified) else frozenset({Value("object", node)})
+        if callees or not self._makes_object(node, qualified):
+            return NOTHING
+        return frozenset({Value("object", node, made_by=qualified or "")})
 
     def _makes_object(self, node: cst.Call, qualified: str | None) -> bool:
         """Whether what is called may make an object of its own: a library does, or a name of the script."""

@@ -181,7 +181,7 @@ def test_functions_and_classes():
         ["4"],
         ["3"],
     ]
-    assert [each.yields for each in (plain["g"], plain["h"])] == [False, True]
+    assert [len(each.yields) for each in (plain["g"], plain["h"])] == [0, 1]
     assert [each.line for each in file.all_functions] == [5, 6, 7]
 
 

@@ -41,8 +41,6 @@ _PARTS: dict[type[Node], tuple[str, ...]] = {
     cst.ImportFrom: (),
 }
 _ASSIGNING = {cst.Assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.With, cst.For, cst.CompFor}
-_BINDING = {cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.WithItem, cst.For, cst.CompFor}
-_BINDING |= {cst.Param, cst.FunctionDef, cst.ClassDef}
 _ELSEWHERE = {cst.Global, cst.Nonlocal}
 _WITH_FRAMES = {cst.If, cst.IfExp, cst.BooleanOperation, cst.For, cst.While, cst.With, cst.Try, cst.TryStar, cst.Lambda}
 _WITH_FRAMES |= {cst.ListComp, cst.GeneratorExp, cst.SetComp, cst.DictComp, cst.CompFor}
@@ -205,20 +203,41 @@ class Assignment:
     target: Node
     value: Node
     frame: Frame
-    line: int
+    statement: Node
     operator: str = "="
-    each: bool = False
+
+    @property
+    def line(self) -> int:
+        """Where it begins, from 1."""
+        return self.frame.file.line(self.statement)
+
+    @property
+    def each(self) -> bool:
+        """True of a loop, which assigns each of the values."""
+        return isinstance(self.statement, cst.For | cst.CompFor)
 
 
 @dataclass(eq=False)
 class Loop:
-    """A `for` or `while`; a comprehension's too."""
+    """A `for` or `while`; a comprehension's too. `frame` is that of its body."""
 
-    frame: Frame  # that of its body
-    line: int
-    column: int
-    iterates: Node | None  # None for a `while`
-    is_comprehension: bool = False
+    node: cst.For | cst.While | cst.CompFor
+    frame: Frame
+
+    @property
+    def line(self) -> int:
+        """Where it, or its comprehension, begins, from 1."""
+        return self.frame.file.line(self.frame.node or self.node)
+
+    @property
+    def iterates(self) -> Node | None:
+        """What it goes through; None of a `while`."""
+        return None if isinstance(self.node, cst.While) else self.node.iter
+
+    @property
+    def is_comprehension(self) -> bool:
+        """True of one that is an expression."""
+        return isinstance(self.node, cst.CompFor)
 
 
 @dataclass(eq=False)
@@ -259,10 +278,10 @@ class Function:
         return [each.value for each in inside if each.value is not None and self.file.function(each) is self.node]
 
     @functools.cached_property
-    def yields(self) -> bool:
-        """True of a generator."""
+    def yields(self) -> list[cst.Yield]:
+        """Where a generator yields."""
         inside = [each for each in self.file.inside(self.node.body) if isinstance(each, cst.Yield)]
-        return any(self.file.function(each) is self.node for each in inside)
+        return [each for each in inside if self.file.function(each) is self.node]
 
     @functools.cached_property
     def decorators(self) -> tuple[str, ...]:
@@ -459,10 +478,9 @@ class File:
                 case cst.For() | cst.CompFor():
                     pairs = [(node.target, node.iter)]
             operator = text_of(node.operator) if isinstance(node, cst.AugAssign) else "="
-            is_each = isinstance(node, cst.For | cst.CompFor)
             for target, value in pairs:
                 if value is not None:
-                    found.append(Assignment(target, value, self.frames[target], self.line(node), operator, is_each))
+                    found.append(Assignment(target, value, self.frames[target], node, operator))
         return found
 
     @functools.cached_property
@@ -480,18 +498,8 @@ class File:
     @functools.cached_property
     def all_loops(self) -> list[Loop]:
         """The loops, outer ones first."""
-        found = []
-        for node in self.nodes:
-            match node:
-                case cst.For() | cst.While():
-                    iterates = node.iter if isinstance(node, cst.For) else None
-                    found.append(Loop(self.frames[node.body], self.line(node), self.column(node), iterates))
-                case cst.CompFor():
-                    whole = self.frames[node].node
-                    assert whole is not None
-                    line, column = self.line(whole), self.column(whole)
-                    found.append(Loop(self.frames[node], line, column, node.iter, is_comprehension=True))
-        return found
+        found = [each for each in self.nodes if isinstance(each, cst.For | cst.While | cst.CompFor)]
+        return [Loop(each, self.frames[each if isinstance(each, cst.CompFor) else each.body]) for each in found]
 
     @property
     def ifs(self) -> list[Frame]:
@@ -634,23 +642,23 @@ class File:
                 function = self.function(node)
                 around = self.function(function) if function is not None and type(node) is cst.Nonlocal else None
                 elsewhere |= {(function, item.name.value): around for item in node.names}
-        for node in (each for each in self.nodes if type(each) in _BINDING):
-            bound = list[tuple[str, Node]]()
-            match node:
-                case cst.FunctionDef() | cst.ClassDef() if self.frames[node].kind != "class":
-                    bound = [(node.name.value, node)]
-                case cst.Param() if self.frames[node].kind == "function":
-                    bound = [(node.name.value, node)]
-                case cst.WithItem() if node.asname is not None:
-                    bound = [(each.value, each) for each in target_names(node.asname.name)]
-                case (
-                    cst.AssignTarget() | cst.AnnAssign() | cst.AugAssign() | cst.For() | cst.CompFor() | cst.NamedExpr()
-                ):
-                    bound = [(each.value, each) for each in target_names(node.target)]
-            for name, by in bound:
-                function = self.function(node)
-                owner = elsewhere.get((function, name), function)
-                self.bindings.setdefault(owner, {}).setdefault(name, []).append(by)
+        bound: list[tuple[str, Node]] = [
+            (node.name.value, node)
+            for node in self.nodes
+            if self._defines(node) and isinstance(node, cst.FunctionDef | cst.ClassDef | cst.Param)
+        ]
+        for each in self.assignments:
+            bound += [(name.value, name) for name in target_names(each.target)]
+        for name, by in bound:
+            function = self.function(by)
+            owner = elsewhere.get((function, name), function)
+            self.bindings.setdefault(owner, {}).setdefault(name, []).append(by)
+
+    def _defines(self, node: Node) -> bool:
+        """Whether a node is a function, a class or a parameter that its scope has a name for."""
+        kind = self.frames[node].kind
+        is_plain = type(node) in (cst.FunctionDef, cst.ClassDef) and kind != "class"
+        return is_plain or (type(node) is cst.Param and kind == "function")
 
 
 @functools.cache

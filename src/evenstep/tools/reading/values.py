@@ -144,17 +144,6 @@ class Thing:
 
 Values = frozenset[Value]
 NOTHING: Values = frozenset()
-_FOLLOWED = {
-    cst.Assign,
-    cst.AnnAssign,
-    cst.NamedExpr,
-    cst.For,
-    cst.CompFor,
-    cst.WithItem,
-    cst.Return,
-    cst.Yield,
-    cst.Call,
-}
 _Key = TypeVar("_Key")
 _Owner = cst.FunctionDef | File
 
@@ -191,7 +180,7 @@ class Flow:
         passed: Functions that are given to somebody else to call: on a rank of its own, in a thread.
     """
 
-    def __init__(self, files: Iterable[File], modules: dict[str, File]) -> None:
+    def __init__(self, files: list[File], modules: dict[str, File]) -> None:
         self._modules = modules
         self._frames = {node: frame for file in files for node, frame in file.frames.items()}
         self._names: dict[tuple[_Owner, str], Values] = {}
@@ -225,7 +214,6 @@ class Flow:
             for node, call in self.records.items()
             if _kind_made(call.name) == "optimizer"
         }
-        statements = [node for node in self._frames if type(node) in _FOLLOWED]
         self._known: dict[Node, Values] = {}
         self._busy: set[Node] = set()  # expressions that are being read: `kept = [kept[k] for k in some]`
         self._open: set[Node] = set()  # those of them that were asked for meanwhile
@@ -233,8 +221,8 @@ class Flow:
         while self._changed:  # which ends: each round adds values, and there are only so many
             self._changed = False
             self._known.clear()
-            for node in statements:
-                self._follow(node)
+            for file in files:
+                self._follow(file)
 
     # ------------------------------------------------------------------ classes
 
@@ -290,26 +278,18 @@ class Flow:
             table[key] = known | values
             self._changed = True
 
-    def _follow(self, node: Node) -> None:
-        match node:
-            case cst.Assign():
-                for target in node.targets:
-                    self._bind(target.target, self._of(node.value))
-            case cst.AnnAssign() | cst.NamedExpr() if node.value is not None:
-                self._bind(node.target, self._of(node.value))
-            case cst.WithItem() if node.asname is not None:
-                self._bind(node.asname.name, self._of(node.item))
-            case cst.For() | cst.CompFor():
-                self._bind(node.target, self._each(node.iter))
-            case cst.Return() if node.value is not None:
-                function = self._file(node).function(node)
-                if function is not None:
-                    self._add(self._returns, function, self._of(node.value))
-            case cst.Yield():
-                self._follow_yield(node)
-            case cst.Call():
-                self._link(node)
-                self._pass(node)
+    def _follow(self, file: File) -> None:
+        for each in file.assignments:
+            if each.operator == "=":
+                self._bind(each.target, self._each(each.value) if each.each else self._of(each.value))
+        for function in file.all_functions:
+            for value in function.returns:
+                self._add(self._returns, function.node, self._of(value))
+            for each_yield in function.yields:
+                self._follow_yield(each_yield)
+        for call in file.calls:
+            self._link(call)
+            self._pass(call)
 
     def _follow_yield(self, node: cst.Yield) -> None:
         """A function that yields a loader's batches is as good as the loader."""
@@ -421,28 +401,27 @@ class Flow:
                 found.append((function, int(is_method and not is_static)))
         return [(function, skipped) for function, skipped in found if function is not None]
 
-    def _link(self, call: cst.Call) -> None:
+    def _link(self, call: Call) -> None:
         """Arguments become parameters."""
-        for function, skipped in self._callees(call):
+        for function, skipped in self._callees(call.node):
             known = self.calls.setdefault(function, [])
-            if call not in known:
-                known.append(call)
+            if call.node not in known:
+                known.append(call.node)
                 self._changed = True
             names = [each.name.value for each in (*function.params.posonly_params, *function.params.params)][skipped:]
             every = {*names, *(each.name.value for each in function.params.kwonly_params)}
-            for name, argument in arguments(call, names).items():
+            for name, argument in arguments(call.node, names).items():
                 if name in every:
                     self._add(self._names, (function, name), self._of(argument.value))
 
-    def _pass(self, call: cst.Call) -> None:
+    def _pass(self, call: Call) -> None:
         """A function that is an argument is called by somebody else."""
-        record = self.records[call]
-        named = [each for each in record.arguments if isinstance(each, cst.Name | cst.Attribute)]
+        named = [each for each in call.arguments if isinstance(each, cst.Name | cst.Attribute)]
         for function in {each.site for argument in named for each in self.of(argument, "function")}:
             assert isinstance(function, cst.FunctionDef)
             self.passed.add(function)
-            given, names = record.argument("args"), [each.name.value for each in function.params.params]
-            if record.last == "spawn" and names:
+            given, names = call.argument("args"), [each.name.value for each in function.params.params]
+            if call.last == "spawn" and names:
                 self._add(self._names, (function, names[0]), frozenset({Value("rank")}))
                 parts = [each.value for each in given.elements] if isinstance(given, cst.Tuple) else []
                 for name, part in zip(names[1:], parts, strict=False):

@@ -21,20 +21,7 @@ _RANKISH = re.compile(
 _RANK_ZERO_DECORATORS = ("rank_zero_only", "on_main_process", "main_process_only", "master_only", "rank0_only")
 _LIBRARIES = ("evenstep", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "deepspeed", "horovod")
 _OF_TORCH = ("torch.distributed", "torch.nn.parallel.Distributed", "torch.nn.parallel.distributed")
-# By kind, the last names of classes that one of the script's own derives from.
-_CLASSES = {
-    "stream": {"IterableDataset", "IterDataPipe"},
-    "dataset": {"Dataset"},
-    "own sampler": {"Sampler", "BatchSampler"},
-    "sampler": {"DistributedSampler"},
-    "own loader": {"DataLoader"},
-    "model": {"Module", "Sequential", "PreTrainedModel"},
-}
-_MODEL = re.compile(
-    r"(?:torchvision\.models|transformers\.Auto|timm\.create_model).*"
-    r"|torch\.nn\.(?:\w+\.)*(?!SyncBatchNorm)[A-Z]\w*(?<!Loss)"
-)
-_UNSEEN = ("batch", "parameters", "part", "function", "class")  # kinds that no rule asks for
+_UNSEEN = ("batch", "parameters", "part", "passed", "function", "class")  # kinds that no rule asks for
 _SEEN_AS = {"iterator": "loader", "writer": "tracker", "items": "tuple"}
 _SINGLE = re.compile(r"not (?:\w+\.)*(?:is_)?(?:distributed|ddp|is_initialized\(\))|world_size *== *1|world_size *< *2")
 _LOADER_NAME = re.compile(r"(?i)(?:\w+\.)*\w*(?:loader|dataloader|_dl|batches|_iter)\w*")
@@ -50,7 +37,6 @@ class Script:
         self.flow = Flow(self.files, modules)
         self.calls = [call for file in self.files for call in file.calls]
         self.loops = [loop for file in self.files for loop in file.all_loops]
-        self._functions = {each.node: each for file in self.files for each in file.all_functions}
         self._loop_of = {loop.frame: loop for loop in self.loops}
         self._partial: dict[tuple[int, bool], bool] = {}
         self._reached: dict[int, bool] = {}
@@ -59,11 +45,11 @@ class Script:
         self._things: dict[cst.CSTNode, frozenset[Thing]] = {}
         self._shown: dict[Value, Thing | None] = {}
         self.prepared = {self.flow.records[each] for each in self.flow.prepared if isinstance(each, cst.Call)}
-        self.passed = {self._functions[each] for each in self.flow.passed}
+        self.passed = self.flow.passed
         self.called_from: dict[Function, list[Call]] = {}
         self._targets: dict[Call, list[Function]] = {}
         for node, calls in self.flow.calls.items():
-            function = self._functions[node]
+            function = self.flow.own_functions[node]
             for call in (self.flow.records[each] for each in calls):
                 if function.name != "forward" or call.last == "forward":  # which the model calls
                     self.called_from.setdefault(function, []).append(call)
@@ -122,17 +108,11 @@ class Script:
         return self._shown[value]
 
     def _kind(self, value: Value) -> str:
-        if value.kind in (*_UNSEEN, "passed") or isinstance(value.site, cst.ClassDef):
-            return ""
+        if value.kind == "object":
+            return self.flow.kind_of_object(value)
         if value.kind == "items" and isinstance(value.site, cst.Dict | cst.DictComp):
             return "dict"
-        if value.kind != "object":
-            return _SEEN_AS.get(value.kind, value.kind)
-        if value.definition is not None:
-            names = {each.rpartition(".")[2] for each in self.flow.base_names(value.definition)}
-            otherwise = "model" if self.flow.is_module_class(value.definition) else "instance"
-            return next((kind for kind, bases in _CLASSES.items() if names & bases), otherwise)
-        return "model" if _MODEL.fullmatch(value.made_by) else ""
+        return "" if value.kind in _UNSEEN else _SEEN_AS.get(value.kind, value.kind)
 
     # --- what kind of script ---
 

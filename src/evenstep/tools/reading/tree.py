@@ -272,6 +272,11 @@ class Function:
         return self.file.line(self.node.name)
 
     @functools.cached_property
+    def is_bound(self) -> bool:
+        """True of a method whose first parameter is its object."""
+        return self.cls is not None and "staticmethod" not in self.decorators
+
+    @functools.cached_property
     def returns(self) -> list[Node]:
         """The expressions that it returns."""
         inside = [each for each in self.file.inside(self.node.body) if isinstance(each, cst.Return)]

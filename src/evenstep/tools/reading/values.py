@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import libcst as cst
 
-from evenstep.tools.reading.tree import Call, Class, File, Node, dotted, text_of
+from evenstep.tools.reading.tree import Call, Class, File, Function, Node, dotted, text_of
 
 # By the full name of what is called, the first that fits; patterns have no groups of their own.
 _MADE = (
@@ -43,6 +43,19 @@ _MADE = (
 )
 _MADE_NAME = re.compile("|".join(f"({pattern})" for pattern, _ in _MADE))
 WRAPPERS = ("wrapped", "data parallel")
+# By kind, the last names of classes that one of the script's own derives from.
+_CLASSES = {
+    "stream": {"IterableDataset", "IterDataPipe"},
+    "dataset": {"Dataset"},
+    "own sampler": {"Sampler", "BatchSampler"},
+    "sampler": {"DistributedSampler"},
+    "own loader": {"DataLoader"},
+    "model": {"Module", "Sequential", "PreTrainedModel"},
+}
+_MODEL = re.compile(
+    r"(?:torchvision\.models|transformers\.Auto|timm\.create_model).*"
+    r"|torch\.nn\.(?:\w+\.)*(?!SyncBatchNorm)[A-Z]\w*(?<!Loss)"
+)
 LAYERS = ("torch.nn.", "torchvision.models", "torch.hub.", "torchvision.ops")
 _RANKS = {"RANK": "rank", "LOCAL_RANK": "local rank", "WORLD_SIZE": "world size", "SLURM_PROCID": "rank"}
 _RANKS |= {"SLURM_LOCALID": "local rank", "SLURM_NTASKS": "world size", "OMPI_COMM_WORLD_RANK": "rank"}
@@ -175,7 +188,7 @@ class Flow:
 
     Attributes:
         calls: By function of the script, the calls of it.
-        records: By node, the records of calls.
+        records, own_functions: By node, the records of calls and functions.
         prepared: Calls that make loaders which accelerate or Fabric divide among ranks.
         passed: Functions that are given to somebody else to call: on a rank of its own, in a thread.
     """
@@ -191,19 +204,21 @@ class Flow:
         self._lineages: dict[cst.ClassDef, list[cst.ClassDef]] = {}
         self.calls: dict[cst.FunctionDef, list[cst.Call]] = {}
         self.prepared: set[Node] = set()
-        self.passed: set[cst.FunctionDef] = set()
+        self.passed: set[Function] = set()
         self.records = {each.node: each for file in files for each in file.calls}
-        for owner, name, by in (
-            (scope or file, name, by)
-            for file in files
-            for scope, bound in file.bindings.items()
-            for name, bys in bound.items()
-            for by in bys
-        ):
-            if type(by) in (cst.FunctionDef, cst.ClassDef):
-                self._names[owner, name] = self._names.get((owner, name), NOTHING) | {
-                    Value("function" if type(by) is cst.FunctionDef else "class", by)
-                }
+        self.own_functions = {each.node: each for file in files for each in file.all_functions}
+        self._selves: dict[tuple[_Owner, str], cst.ClassDef] = {
+            (each.node, name): each.cls.node
+            for each in self.own_functions.values()
+            for name in each.parameters[:1]
+            if each.cls is not None and each.is_bound
+        }
+        for file in files:
+            for scope, bound in file.bindings.items():
+                for name, every in bound.items():
+                    own = {Value("function", by) for by in every if type(by) is cst.FunctionDef}
+                    own |= {Value("class", by) for by in every if type(by) is cst.ClassDef}
+                    self._names[scope or file, name] = frozenset(own)
         classes = [node for node in self._frames if type(node) is cst.ClassDef]
         self._related = {
             each: [other for other in classes if other in self.lineage(each) or each in self.lineage(other)]
@@ -256,12 +271,23 @@ class Flow:
         found = frozenset(Value("class", each) for each in own) or self._imported(file.qualified(node))
         return [each.site for each in found if isinstance(each.site, cst.ClassDef)]
 
-    def _method(self, definition: cst.ClassDef, name: str) -> cst.FunctionDef | None:
-        for each in self.lineage(definition):
-            for node in each.body.body:
-                if isinstance(node, cst.FunctionDef) and node.name.value == name:
-                    return node
-        return None
+    def kind_of_class(self, definition: cst.ClassDef) -> str:
+        """What objects of a class are to doctor: "model", "dataset" and so on, or "instance"."""
+        names = {each.rpartition(".")[2] for each in self.base_names(definition)}
+        otherwise = "model" if self.is_module_class(definition) else "instance"
+        return next((kind for kind, bases in _CLASSES.items() if names & bases), otherwise)
+
+    def kind_of_object(self, value: Value) -> str:
+        """What an object is to doctor; "" of what a library made that isn't known, and of other values."""
+        if value.kind != "object" or isinstance(value.site, cst.ClassDef):
+            return ""
+        if value.definition is not None:
+            return self.kind_of_class(value.definition)
+        return "model" if _MODEL.fullmatch(value.made_by) else ""
+
+    def _method(self, definition: cst.ClassDef, name: str) -> Function | None:
+        every = [self.class_record(each).methods for each in self.lineage(definition)]
+        return next((methods[name] for methods in every if name in methods), None)
 
     def _attribute_of(self, definition: cst.ClassDef, name: str) -> Values:
         """What objects of a class are given by this name: there, in classes above it and in those below it."""
@@ -283,37 +309,28 @@ class Flow:
             if each.operator == "=":
                 self._bind(each.target, self._each(each.value) if each.each else self._of(each.value))
         for function in file.all_functions:
-            for value in function.returns:
-                self._add(self._returns, function.node, self._of(value))
-            for each_yield in function.yields:
-                self._follow_yield(each_yield)
+            returned = [self._of(each) for each in function.returns] + [self._yielded(each) for each in function.yields]
+            self._add(self._returns, function.node, NOTHING.union(*returned))
         for call in file.calls:
             self._link(call)
             self._pass(call)
 
-    def _follow_yield(self, node: cst.Yield) -> None:
-        """A function that yields a loader's batches is as good as the loader."""
-        file = self._file(node)
-        function = file.function(node)
-        if function is None or node.value is None:
-            return
-        found = NOTHING
-        if isinstance(node.value, cst.From):
-            found = _one_by_one(loaders_among(self._of(node.value.item)))
-        else:
-            held = [by for name in file.inside(node.value) for by in file.bound(getattr(name, "value", ""), name)]
-            # A batch that was kept: the loader has given another since.
-            is_kept = any(file.order(by) > file.order(node) for by in held if isinstance(by, cst.Name))
-            is_tuple = isinstance(node.value, cst.Tuple)
-            each_part = self.parts(Value("items", node.value)) if is_tuple else [self._of(node.value)]
-            parts = [of_kind(values, "batch") for values in each_part]
-            for value in () if is_kept or not all(parts) else NOTHING.union(*parts):
-                if any(file.is_inside(value.site, loop) for loop in file.loops(node)):
-                    found |= _one_by_one(loaders_among(self._of(value.site)))
+    def _yielded(self, node: cst.Yield) -> Values:
+        """What a generator is as good as: a loader, if it yields its batches."""
+        file, value = self._file(node), node.value
+        if isinstance(value, cst.From):
+            return _one_by_one(loaders_among(self._of(value.item)))
+        held = [by for name in file.inside(node) for by in file.bound(getattr(name, "value", ""), name)]
+        # A batch that was kept: the loader has given another since.
+        is_kept = any(file.order(by) > file.order(node) for by in held if isinstance(by, cst.Name))
+        every = self.parts(Value("items", value)) if isinstance(value, cst.Tuple) else [self._of(value or node)]
+        parts = [of_kind(each, "batch") for each in every]
+        sites = [each.site for each in NOTHING.union(*parts) if all(parts) and not is_kept]
+        sites = [each for each in sites if any(file.is_inside(each, loop) for loop in file.loops(node))]
+        found = _one_by_one(NOTHING.union(*(loaders_among(self._of(each)) for each in sites)))
         loops = [each.iter for each in file.loops(node) if isinstance(each, cst.For)]
-        inner = frozenset[Value]().union(*(loaders_among(self._of(each)) for each in loops))
-        passed = frozenset({Value("passed", inner=inner)}) if inner and not found else NOTHING
-        self._add(self._returns, function, found | passed)
+        inner = NOTHING.union(*(loaders_among(self._of(each)) for each in loops))
+        return found or frozenset({Value("passed", inner=inner)} if inner else ())
 
     def _bind(self, target: Node, values: Values) -> None:
         if not values:
@@ -384,48 +401,43 @@ class Flow:
             return parts[index]
         return NOTHING.union(self._stored.get(value.site, NOTHING), *parts)
 
-    def _callees(self, call: cst.Call) -> list[tuple[cst.FunctionDef, int]]:
-        """The script's own functions that a call runs, and how many parameters it doesn't give."""
-        found, values = list[tuple[cst.FunctionDef | None, int]](), self._of(call.func)
+    def _callees(self, call: cst.Call) -> list[Function]:
+        """The script's own functions that a call runs."""
+        found, values = list[Function | None](), self._of(call.func)
         for value in values.union(*(each.inner for each in of_kind(values, *WRAPPERS))):
-            function, definition = value.site, value.definition
-            if value.kind == "class" and isinstance(function, cst.ClassDef):
-                self._add(self._instances, function, frozenset({Value("object", call, function)}))
-                found.append((self._method(function, "__init__"), 1))
+            site, definition = value.site, value.definition
+            if value.kind == "class" and isinstance(site, cst.ClassDef):
+                self._add(self._instances, site, frozenset({Value("object", call, site)}))
+                found.append(self._method(site, "__init__"))
             elif value.kind == "object" and definition is not None:
-                name = "forward" if self.is_module_class(definition) else "__call__"
-                found.append((self._method(definition, name), 1))
-            elif isinstance(function, cst.FunctionDef):
-                is_static = any(text_of(each.decorator) == "staticmethod" for each in function.decorators)
-                is_method = self._file(function).class_of(function) is not None
-                found.append((function, int(is_method and not is_static)))
-        return [(function, skipped) for function, skipped in found if function is not None]
+                found.append(self._method(definition, "forward" if self.is_module_class(definition) else "__call__"))
+            elif isinstance(site, cst.FunctionDef):
+                found.append(self.own_functions[site])
+        return [each for each in found if each is not None]
 
     def _link(self, call: Call) -> None:
         """Arguments become parameters."""
-        for function, skipped in self._callees(call.node):
-            known = self.calls.setdefault(function, [])
+        for function in self._callees(call.node):
+            known = self.calls.setdefault(function.node, [])
             if call.node not in known:
                 known.append(call.node)
                 self._changed = True
-            names = [each.name.value for each in (*function.params.posonly_params, *function.params.params)][skipped:]
-            every = {*names, *(each.name.value for each in function.params.kwonly_params)}
+            names = function.parameters[function.is_bound :]
             for name, argument in arguments(call.node, names).items():
-                if name in every:
-                    self._add(self._names, (function, name), self._of(argument.value))
+                if name in names:
+                    self._add(self._names, (function.node, name), self._of(argument.value))
 
     def _pass(self, call: Call) -> None:
         """A function that is an argument is called by somebody else."""
         named = [each for each in call.arguments if isinstance(each, cst.Name | cst.Attribute)]
-        for function in {each.site for argument in named for each in self.of(argument, "function")}:
-            assert isinstance(function, cst.FunctionDef)
+        given = call.argument("args")
+        for node in {each.site for argument in named for each in self.of(argument, "function")}:
+            function = self.own_functions[node]  # type: ignore[index]
             self.passed.add(function)
-            given, names = call.argument("args"), [each.name.value for each in function.params.params]
-            if call.last == "spawn" and names:
-                self._add(self._names, (function, names[0]), frozenset({Value("rank")}))
-                parts = [each.value for each in given.elements] if isinstance(given, cst.Tuple) else []
-                for name, part in zip(names[1:], parts, strict=False):
-                    self._add(self._names, (function, name), self._of(part))
+            if call.last == "spawn":
+                parts = [self._of(each.value) for each in given.elements] if isinstance(given, cst.Tuple) else []
+                for name, values in zip(function.parameters, [frozenset({Value("rank")}), *parts], strict=False):
+                    self._add(self._names, (function.node, name), values)
 
     # ------------------------------------------------------------------ expressions
 
@@ -453,11 +465,8 @@ class Flow:
         return reader(self, node) if reader is not None else NOTHING
 
     def _of_comprehension(self, node: cst.ListComp | cst.GeneratorExp | cst.DictComp) -> Values:
-        if isinstance(node, cst.DictComp):
-            return self.of(node.value, "batch") or frozenset({Value("items", node)})
-        return (
-            self.of(node.elt, "batch") or self.of(node.for_in.iter, "parameters") or frozenset({Value("items", node)})
-        )
+        batches = self.of(node.value if isinstance(node, cst.DictComp) else node.elt, "batch")
+        return batches or self.of(node.for_in.iter, "parameters") or frozenset({Value("items", node)})
 
     def _of_choice(self, node: cst.IfExp) -> Values:
         parts = [(self._of(each), text_of(each)) for each in (node.body, node.orelse)]
@@ -483,15 +492,12 @@ class Flow:
         return file.scope(dotted(node).partition(".")[0], node) or file
 
     def _of_name(self, node: cst.Name) -> Values:
-        owner, file = self._owner(node), self._file(node)
-        found = self._names.get((owner, node.value), NOTHING)
-        bound = file.bound(node.value, node)
-        if isinstance(owner, cst.FunctionDef) and any(isinstance(each, cst.Param) for each in bound):
-            definition, first = file.class_of(owner), next(iter(owner.params.params), None)
-            if definition is not None and first is bound[0]:
-                below = [held for made, held in self._instances.items() if definition in self.lineage(made)]
-                found |= frozenset({Value("object", definition, definition)}).union(*below)
-        return found or self._imported(file.qualified(node)) or _of_rank_name(node.value)
+        owner = self._owner(node)
+        found, definition = self._names.get((owner, node.value), NOTHING), self._selves.get((owner, node.value))
+        if definition is not None:
+            below = [held for made, held in self._instances.items() if definition in self.lineage(made)]
+            found |= frozenset({Value("object", definition, definition)}).union(*below)
+        return found or self._imported(self._file(node).qualified(node)) or _of_rank_name(node.value)
 
     def _imported(self, name: str | None, depth: int = 8) -> Values:
         """What a full name stands for in the module that has it, also by way of modules that import it."""
@@ -536,7 +542,7 @@ class Flow:
             return frozenset({base if name == "module" else Value("part", inner=frozenset({base}))})
         found, method = frozenset({base}) if name == "module" else NOTHING, self._method(definition, name)
         if method is not None:
-            return found | {Value("function", method)}
+            return found | {Value("function", method.node)}
         if self.is_module_class(definition) and not is_self:
             return found | {Value("part", inner=frozenset({base}))}
         return found | self._attribute_of(definition, name)
@@ -667,14 +673,18 @@ class Flow:
             return frozenset({Value("state", call.node, inner=inner)})
         if of_kind(receiver, "items") and last in ("values", "items"):
             return receiver
-        is_known = objects and all(each.definition is None for each in objects)
-        return NOTHING if is_known or (last == "epochs" and of_kind(receiver, "loader")) else None
+        if last in _GOING_THROUGH:  # `bar.track(loader)`; but `loader.epochs(3)` are numbers
+            return NOTHING if of_kind(receiver, "loader") else None
+        return NOTHING if objects and all(each.definition is None for each in objects) else None
 
     def _prepared(self, values: Values, site: Node) -> Values:
         """What accelerate or Fabric make of values: models are wrapped, loaders divided among ranks."""
         self.prepared |= {each.site for each in of_kind(values, "loader")}
         return frozenset(
-            Value("wrapped", site, inner=frozenset({each})) if each.kind == "object" else each for each in values
+            Value("wrapped", site, inner=frozenset({each}))
+            if self.kind_of_object(each) in ("model", "instance")
+            else each
+            for each in values
         )
 
     def _result(self, value: Value, call: cst.Call) -> Values:
@@ -688,7 +698,7 @@ class Flow:
                 return frozenset(self._made_for(each, function, call) for each in returned)
             case "object", _ if value.definition is not None and not self.is_module_class(value.definition):
                 method = self._method(value.definition, "__call__")
-                return self._result(Value("function", method), call) if method is not None else NOTHING
+                return self._result(Value("function", method.node), call) if method is not None else NOTHING
         return NOTHING
 
     def _made_for(self, value: Value, function: cst.FunctionDef, call: cst.Call) -> Value:

@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("libcst")
 
+import libcst as cst
+
 from evenstep.tools.reading.contexts import Script
 from evenstep.tools.reading.tree import Call, text_of
 
@@ -126,6 +128,15 @@ def test_gpus_are_used_where_a_value_says_so(read, text: str, expected: bool):
     """A comment or another word does not."""
     script, _ = read(text)
     assert script.uses_gpus == expected
+
+
+def test_an_expression_of_a_rules_own_is_read_where_it_is_asked_about(read):
+    text = "x = DataLoader(d)\ndef f():\n    x = torch.optim.Adam(p)\n    at()\n"
+    script, call = read(text)
+    for expression, inside, outside in (("x", "optimizer", "loader"), ("iter(x)", "optimizer", "loader")):
+        node = cst.parse_expression(expression)
+        for frame, expected in ((call.frame, inside), (script.files[0].frames[script.files[0].module], outside)) * 2:
+            assert script.kinds(node, frame) == {expected}
 
 
 def test_a_module_that_is_too_long_is_not_read(tmp_path: Path):

@@ -66,6 +66,8 @@ class Script:
         """What an expression may stand for."""
         if node is None or text_of(node) == "self":
             return frozenset()
+        if self.flow.adopt(node, frame):  # a rule's own expression, which another frame may be asked about next
+            return self._as_things(self.flow.of(node))
         if node not in self._things:
             self._things[node] = self._as_things(self.flow.of(node))
         return self._things[node]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import libcst as cst
 
-from evenstep.tools.reading.tree import Call, Class, File, Function, Node, dotted, text_of
+from evenstep.tools.reading.tree import Call, Class, File, Frame, Function, Node, dotted, text_of
 
 # By the full name of what is called, the first that fits; patterns have no groups of their own.
 _MADE = (
@@ -196,6 +196,7 @@ class Flow:
     def __init__(self, files: list[File], modules: dict[str, File]) -> None:
         self._modules = modules
         self._frames = {node: frame for file in files for node, frame in file.frames.items()}
+        self._adopted: set[Node] = set()
         self._names: dict[tuple[_Owner, str], Values] = {}
         self._attributes: dict[tuple[cst.ClassDef, str], Values] = {}
         self._returns: dict[cst.FunctionDef, Values] = {}
@@ -440,6 +441,20 @@ class Flow:
                     self._add(self._names, (function.node, name), values)
 
     # ------------------------------------------------------------------ expressions
+
+    def adopt(self, node: Node, frame: Frame) -> bool:
+        """Have an expression that isn't in the text read as if it stood in a frame; False of one that is."""
+        if node in self._frames and node not in self._adopted:
+            return False
+        pending = [node]
+        for each in pending:  # which grows
+            self._frames[each] = frame.file.frames[each] = frame
+            self._known.pop(each, None)
+            if isinstance(each, cst.Call):
+                self.records[each] = Call(each, frame)
+            pending += each.children
+        self._adopted |= {*pending}
+        return True
 
     def of(self, node: Node, kind: str | None = None) -> Values:
         """What an expression may be."""

@@ -64,7 +64,7 @@ class Script:
 
     def things(self, node: cst.CSTNode | None, frame: Frame) -> frozenset[Thing]:
         """What an expression may stand for."""
-        if node is None or text_of(node) == "self":
+        if node is None or (isinstance(node, cst.Name) and node.value == "self"):
             return frozenset()
         if self.flow.adopt(node, frame):  # a rule's own expression, which another frame may be asked about next
             return self._as_things(self.flow.of(node))

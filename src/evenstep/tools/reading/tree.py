@@ -121,7 +121,7 @@ class Frame:
     test: Node | None = None
     holds: bool = True
 
-    @property
+    @functools.cached_property
     def line(self) -> int:
         """Of an `if`, counted from 1; else 0."""
         return self.file.line(self.node) if isinstance(self.node, cst.If) else 0
@@ -153,7 +153,7 @@ class Call:
             return self.name.rpartition(".")[2]
         return str(self.node.func.attr.value) if isinstance(self.node.func, cst.Attribute) else ""
 
-    @property
+    @functools.cached_property
     def line(self) -> int:
         """Where it begins, from 1."""
         return self.frame.file.line(self.node)
@@ -206,7 +206,7 @@ class Assignment:
     statement: Node
     operator: str = "="
 
-    @property
+    @functools.cached_property
     def line(self) -> int:
         """Where it begins, from 1."""
         return self.frame.file.line(self.statement)
@@ -224,7 +224,7 @@ class Loop:
     node: cst.For | cst.While | cst.CompFor
     frame: Frame
 
-    @property
+    @functools.cached_property
     def line(self) -> int:
         """Where it, or its comprehension, begins, from 1."""
         return self.frame.file.line(self.frame.node or self.node)
@@ -266,7 +266,7 @@ class Function:
         given = (*params.posonly_params, *params.params, *params.kwonly_params)
         self.parameters = tuple(str(each.name.value) for each in given)
 
-    @property
+    @functools.cached_property
     def line(self) -> int:
         """The line of its name."""
         return self.file.line(self.node.name)
@@ -506,12 +506,12 @@ class File:
         found = [each for each in self.nodes if isinstance(each, cst.For | cst.While | cst.CompFor)]
         return [Loop(each, self.frames[each if isinstance(each, cst.CompFor) else each.body]) for each in found]
 
-    @property
+    @functools.cached_property
     def ifs(self) -> list[Frame]:
         """The branches in which the conditions of `if` statements hold."""
         return [self.frames[node.body] for node in self.nodes if isinstance(node, cst.If)]
 
-    @property
+    @functools.cached_property
     def slices(self) -> list[tuple[Node, Frame]]:
         """Slices, and what remainders are compared with: they may divide data."""
         found: list[Node] = []

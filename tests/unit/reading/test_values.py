@@ -71,6 +71,10 @@ def shown(value: Value) -> str:
             "optimizer(Adam)",
         ),
         ("def f(a, *, b): return b\nf(DataLoader(d), b=Adam(p))", "optimizer(Adam)"),
+        (
+            "def f():\n    def g(): return Adam(p)\ndef h():\n    def g(): return DataLoader(d)\n    return g()\nh()",
+            "loader(DataLoader)",
+        ),
         ("def f(a, b): return b\nf(*c, DataLoader(d))", ""),
         ("DataLoader(d) or None", "loader(DataLoader)"),
         ("DataLoader(d) if a else None", "loader(DataLoader)"),

@@ -158,7 +158,7 @@ ORDER: dict[str, list[str]] = {
         "rule",
         "run",
     ],
-    "tools.reading": ["contexts", "values", "program", "source", "looked"],
+    "tools.reading": ["contexts", "values", "program", "tree", "source", "looked"],
     "tools.doctor.run": ["runs", "probe", "notes", "output", "samples", "writer", "hangs", "events"],
     "ground.environment": ["detect", "inheritance", "placement", "launchers", "hosts", "values", "run_settings"],
     "ground.health": [

@@ -61,7 +61,11 @@ class Loops:
         self.evaluating = [
             node
             for node in self._script.nodes
-            if isinstance(node, cst.For | cst.CompFor) and node not in self.training and self._in_head(node)
+            if isinstance(node, cst.For | cst.CompFor)
+            and node not in self.training
+            and self._in_head(node)
+            # What a generator passes on is judged where it arrives.
+            and not any(isinstance(each, cst.Yield) for each in self._script.inside(node))
         ]
         self.whole: set[Node] = set()
         self._added: set[tuple[Node | None, str]] = set()  # sums that are those of all ranks

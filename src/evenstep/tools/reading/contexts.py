@@ -9,18 +9,9 @@ from pathlib import Path
 import libcst as cst
 
 from evenstep.tools.reading.looked import Facts, Looked
-from evenstep.tools.reading.program import (
-    Call,
-    File,
-    Frame,
-    Function,
-    Loop,
-    dotted,
-    read_program,
-    shortened,
-    text_of,
-)
-from evenstep.tools.reading.values import Thing, Values
+from evenstep.tools.reading.program import read_program
+from evenstep.tools.reading.tree import Call, File, Frame, Function, Loop, dotted, shortened, text_of
+from evenstep.tools.reading.values import Flow, Thing, Value, Values
 
 # Words of a condition that may well depend on the rank, though what it compares isn't known.
 _RANKISH = re.compile(
@@ -30,6 +21,8 @@ _RANKISH = re.compile(
 _RANK_ZERO_DECORATORS = ("rank_zero_only", "on_main_process", "main_process_only", "master_only", "rank0_only")
 _LIBRARIES = ("evenstep", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "deepspeed", "horovod")
 _OF_TORCH = ("torch.distributed", "torch.nn.parallel.Distributed", "torch.nn.parallel.distributed")
+_UNSEEN = ("batch", "parameters", "part", "passed", "function", "class")  # kinds that no rule asks for
+_SEEN_AS = {"iterator": "loader", "writer": "tracker", "items": "tuple"}
 _SINGLE = re.compile(r"not (?:\w+\.)*(?:is_)?(?:distributed|ddp|is_initialized\(\))|world_size *== *1|world_size *< *2")
 _LOADER_NAME = re.compile(r"(?i)(?:\w+\.)*\w*(?:loader|dataloader|_dl|batches|_iter)\w*")
 _MOST_UNKNOWN = 4  # pieces of code that the answer names
@@ -41,14 +34,87 @@ class Script:
 
     def __init__(self, path: Path) -> None:
         self.files, modules, self.notes = read_program(path)
-        self.values = Values(self.files, modules)
+        self.flow = Flow(self.files, modules)
         self.calls = [call for file in self.files for call in file.calls]
-        self.loops = [loop for file in self.files for loop in file.loops]
-        self._loop_of = {id(loop.frame): loop for loop in self.loops}
+        self.loops = [loop for file in self.files for loop in file.all_loops]
+        self._loop_of = {loop.frame: loop for loop in self.loops}
         self._partial: dict[tuple[int, bool], bool] = {}
         self._reached: dict[int, bool] = {}
         self._around: dict[Frame, list[Loop]] = {}
         self._ways: dict[tuple[Function, Loop], list[Frame] | None] = {}
+        self._things: dict[cst.CSTNode, frozenset[Thing]] = {}
+        self._shown: dict[Value, Thing | None] = {}
+        self.prepared = {self.flow.records[each] for each in self.flow.prepared if isinstance(each, cst.Call)}
+        self.passed = self.flow.passed
+        self.called_from: dict[Function, list[Call]] = {}
+        self._targets: dict[Call, list[Function]] = {}
+        for node, calls in self.flow.calls.items():
+            function = self.flow.own_functions[node]
+            for call in (self.flow.records[each] for each in calls):
+                if function.name != "forward" or call.last == "forward":  # which the model calls
+                    self.called_from.setdefault(function, []).append(call)
+                    self._targets.setdefault(call, []).append(function)
+
+    # --- what names stand for ---
+
+    @property
+    def values(self) -> Script:
+        """The script itself: what is asked about names was another object's once."""
+        return self
+
+    def things(self, node: cst.CSTNode | None, frame: Frame) -> frozenset[Thing]:
+        """What an expression may stand for."""
+        if node is None or (isinstance(node, cst.Name) and node.value == "self"):
+            return frozenset()
+        if self.flow.adopt(node, frame):  # a rule's own expression, which another frame may be asked about next
+            return self._as_things(self.flow.of(node))
+        if node not in self._things:
+            self._things[node] = self._as_things(self.flow.of(node))
+        return self._things[node]
+
+    def kinds(self, node: cst.CSTNode | None, frame: Frame) -> set[str]:
+        """The kinds of what an expression may stand for."""
+        return {each.kind for each in self.things(node, frame)}
+
+    def kinds_made(self, call: Call) -> set[str]:
+        """The kinds of what a call returns."""
+        return self.kinds(call.node, call.frame)
+
+    def receiver_kinds(self, call: Call) -> set[str]:
+        """The kinds of what a method is called on."""
+        return self.kinds(call.receiver, call.frame)
+
+    def record(self, node: cst.Call) -> Call | None:
+        """The record of a call node."""
+        return self.flow.records.get(node)
+
+    def functions_of(self, call: Call) -> list[Function]:
+        """The script's own functions and methods that a call may run."""
+        return self._targets.get(call, [])
+
+    def _as_things(self, values: Values) -> frozenset[Thing]:
+        every = values.union(*(each.inner for each in values if each.kind == "passed"))
+        found = frozenset(thing for each in every if (thing := self._as_thing(each)) is not None)
+        is_unsure = found and any(each.kind == "object" and self._as_thing(each) is None for each in every)
+        return found | {Thing("unknown")} if is_unsure else found
+
+    def _as_thing(self, value: Value) -> Thing | None:
+        if value not in self._shown:
+            self._shown[value] = None  # while it is being read: a list may hold itself
+            kind, site, definition = self._kind(value), value.site, value.definition
+            call = self.flow.records[site] if isinstance(site, cst.Call) else None
+            own = self.flow.class_record(definition) if definition is not None else None
+            items = tuple(map(self._as_things, self.flow.parts(value))) if value.kind == "items" else ()
+            if kind and (value.kind != "items" or any(items)):
+                self._shown[value] = Thing(kind, call, self._as_things(value.inner), own, items)
+        return self._shown[value]
+
+    def _kind(self, value: Value) -> str:
+        if value.kind == "object":
+            return self.flow.kind_of_object(value)
+        if value.kind == "items" and isinstance(value.site, cst.Dict | cst.DictComp):
+            return "dict"
+        return "" if value.kind in _UNSEEN else _SEEN_AS.get(value.kind, value.kind)
 
     # --- what kind of script ---
 
@@ -59,7 +125,7 @@ class Script:
 
     def uses(self, *names: str) -> bool:
         """True if the code has such a name or attribute."""
-        return any(not file.names.isdisjoint(names) for file in self.files)
+        return any(not file.used.isdisjoint(names) for file in self.files)
 
     def named(self, *names: str) -> list[Call]:
         """Calls of such resolved names, or of such last parts when a name begins with a dot."""
@@ -116,21 +182,9 @@ class Script:
             return not any(each in ("True", "'cpu'", '"cpu"') for each in chosen)
         if any(call.last == "cuda" and call.receiver is not None for call in self.calls):
             return True
-        return bool(
-            re.search(r"""["']cuda(?::|["'])|f["']cuda:|torch\.cuda\.(?:set_device|device|current_device)""", self.code)
-        )
-
-    def kinds_made(self, call: Call) -> set[str]:
-        """The kinds of what a call returns."""
-        return self.values.kinds(call.node, call.frame)
-
-    def receiver_kinds(self, call: Call) -> set[str]:
-        """The kinds of what a method is called on."""
-        return self.values.kinds(call.receiver, call.frame) if call.receiver is not None else set()
-
-    def things(self, node: cst.CSTNode | None, frame: Frame) -> frozenset[Thing]:
-        """What an expression may stand for."""
-        return self.values.of(node, frame)
+        texts = [text_of(node) for file in self.files for node in file.nodes if isinstance(node, cst.BaseString)]
+        names = ("torch.cuda.set_device", "torch.cuda.device", "torch.cuda.current_device")
+        return bool(self.named(*names)) or any(re.match(r"""\w?["']cuda[:"']""", each) for each in texts)
 
     # --- whether it runs at all ---
 
@@ -145,7 +199,7 @@ class Script:
         if any(each.kind == "if" and "__name__" in text_of(each.test) for each in frame.outwards()):
             return False
         function = frame.function
-        if function is None or function in self.values.passed:
+        if function is None or function in self.passed:
             return True
         if function.cls is not None and (function.name.startswith("__") or function.name == "forward"):
             maker = function.cls.methods.get("__init__")
@@ -153,7 +207,7 @@ class Script:
                 return maker is None or self.is_reached(Frame("function", None, frame.file, maker))
         if id(function) not in self._reached:
             self._reached[id(function)] = False  # while it is being decided: a function doesn't reach itself
-            sites = self.values.called_from.get(function, [])
+            sites = self.called_from.get(function, [])
             is_nested = function.frame.kind not in ("module", "class")
             self._reached[id(function)] = any(self.is_reached(each.frame) for each in sites) or (
                 is_nested and self.is_reached(function.frame)
@@ -188,7 +242,7 @@ class Script:
     def _on_some(self, test: cst.CSTNode | None, frame: Frame, holds: bool) -> bool:
         """True if `test` has the value `holds` on some ranks only, never on all."""
         match test:
-            case cst.UnaryOperation() if isinstance(test.operator, cst.Not) and not self.values.kinds(
+            case cst.UnaryOperation() if isinstance(test.operator, cst.Not) and not self.kinds(
                 test.expression, frame
             ) & {"rank", "local rank"}:
                 return self._on_some(test.expression, frame, not holds)
@@ -199,7 +253,7 @@ class Script:
                 # `not distributed or rank == 0`: with several ranks the first is false.
                 alone = [bool(_SINGLE.search(text_of(each))) for each in (test.left, test.right)]
                 return all(is_partial or one for is_partial, one in zip(both, alone, strict=True)) and any(both)
-        kinds = self.values.kinds(test, frame)
+        kinds = self.kinds(test, frame)
         if kinds & {"main", "others"}:
             return True
         # `if rank:` and `if not rank:`
@@ -220,8 +274,8 @@ class Script:
             self._partial[key] = False  # while it is being decided: recursion says nothing
             if any(each.rpartition(".")[2] in _RANK_ZERO_DECORATORS for each in function.decorators):
                 self._partial[key] = True
-            elif function not in self.values.passed:
-                sites = [each for each in self.values.called_from.get(function, []) if self.is_reached(each.frame)]
+            elif function not in self.passed:
+                sites = [each for each in self.called_from.get(function, []) if self.is_reached(each.frame)]
                 is_nested = function.frame.kind not in ("module", "class")
                 self._partial[key] = (bool(sites) and all(self._is_partial(s.frame, surely=surely) for s in sites)) or (
                     is_nested and self._is_partial(function.frame, surely=surely)
@@ -233,21 +287,14 @@ class Script:
     def loops_around(self, frame: Frame) -> list[Loop]:
         """The loops that a frame lies in, innermost first; those of its function's callers, too."""
         if frame not in self._around:
-            self._around[frame] = []
-            self._collect_loops(frame, self._around[frame], set())
+            found, functions, pending = dict[Loop, None](), set[Function](), [frame]
+            for each in pending:  # which grows
+                found |= {self._loop_of[around]: None for around in each.outwards() if around in self._loop_of}
+                if each.function is not None and each.function not in functions:
+                    functions.add(each.function)
+                    pending += [site.frame for site in self.called_from.get(each.function, ())]
+            self._around[frame] = list(found)
         return self._around[frame]
-
-    def _collect_loops(self, frame: Frame, found: list[Loop], seen: set[int]) -> None:
-        for each in frame.outwards():
-            loop = self._loop_of.get(id(each))
-            if loop is not None and loop not in found:
-                found.append(loop)
-        function = frame.function
-        if function is None or id(function) in seen:
-            return
-        seen.add(id(function))
-        for site in self.values.called_from.get(function, []):
-            self._collect_loops(site.frame, found, seen)
 
     def conditions_until(self, frame: Frame, loop: Loop) -> list[Frame] | None:
         """The `if` frames between a frame and a loop around it, on the way with the fewest; None if there is no way."""
@@ -262,7 +309,7 @@ class Script:
         key = frame.function, loop
         if key not in self._ways:
             self._ways[key] = None  # while it is being decided: recursion is no way
-            sites = self.values.called_from.get(frame.function, [])
+            sites = self.called_from.get(frame.function, [])
             ways = [way for site in sites if (way := self.conditions_until(site.frame, loop)) is not None]
             self._ways[key] = min(ways, key=len) if ways else None
         way = self._ways[key]
@@ -312,6 +359,8 @@ class Script:
     def _is_over_objects(self, loop: Loop) -> bool:
         """True of `for optimizer in optimizers`."""
         text = text_of(loop.iterates)
+        if self.kinds(loop.iterates, loop.frame) & {"tuple", "dict"}:
+            return True
         return "optimizers" in text or "schedulers" in text or "parameters" in text
 
     @functools.cached_property
@@ -326,27 +375,20 @@ class Script:
 
     def loaders_of(self, loop: Loop) -> frozenset[Thing]:
         """The loaders that a loop reads: those it iterates, or takes the next batch of."""
-        outside = loop.frame.parent or loop.frame
-        found = {each for each in self._deep(loop.iterates, outside) if each.kind in ("loader", "own loader")}
+        found = set(self._iterated(loop.iterates, loop.frame))
         for call in self.calls:
             if call.last == "next" and call.node.args and loop in self.loops_around(call.frame)[:1]:
                 found |= {each for each in self.things(call.node.args[0].value, call.frame) if each.kind == "loader"}
         return frozenset(found)
 
-    def _deep(self, node: cst.CSTNode | None, frame: Frame) -> set[Thing]:
-        """What an iterated expression stands for, also inside `zip(...)` and the like.
+    def _iterated(self, node: cst.CSTNode | None, frame: Frame) -> frozenset[Thing]:
+        """The loaders behind an iterated expression, also inside `zip(...)` and the like.
 
         Of `log.every(loader)` the loader that it is given here: what it yields is that of all its callers.
         """
-        if node is None:
-            return set()
-        given = set()
-        if isinstance(node, cst.Call):
-            for each in node.args:
-                given |= self._deep(each.value, frame)
-        if any(each.kind in ("loader", "own loader") for each in given):
-            return given
-        return set(self.things(node, frame)) or given
+        arguments = [each.value for each in node.args] if isinstance(node, cst.Call) else []
+        given = frozenset[Thing]().union(*(self._iterated(each, frame) for each in arguments))
+        return given or frozenset(each for each in self.things(node, frame) if each.kind in ("loader", "own loader"))
 
     @functools.cached_property
     def training_loaders(self) -> frozenset[Thing]:

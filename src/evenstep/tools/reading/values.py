@@ -1,66 +1,78 @@
-"""What the names of a script stand for: loaders, samplers, models, optimizers, ranks.
+"""What the names of a script stand for: loaders, batches, models, optimizers, functions, ranks.
 
-Every assignment, parameter and attribute is followed until nothing changes, without regard to order: a name stands for
-all that it is ever given. What isn't known stands for nothing, and rules keep silent about it.
+Values flow along assignments, arguments, returns, attributes and loops until nothing changes, without regard to order:
+a name stands for all that it is ever given. That is coarse, and right for training scripts, where a name hardly ever
+means two things. What isn't known has no value; where an expression is one known thing or one that isn't known,
+"unknown" stands beside it.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import libcst as cst
 
-from evenstep.tools.reading.program import Assignment, Call, Class, File, Frame, Function, dotted, text_of
+from evenstep.tools.reading.tree import Call, Class, File, Frame, Function, Node, dotted, text_of
 
-MOST_ROUNDS = 8
-
-_EXACT = {
-    "accelerate.Accelerator": "accelerator",
-    "evenstep.init": "world",
-    "evenstep.World": "world",
-    "evenstep.DataLoader": "loader",
-    "evenstep.DistributedSampler": "sampler",
-    "evenstep.DistributedDataParallel": "wrapped",
-    "evenstep.DataParallel": "data parallel",
-    "evenstep.ShardedOptimizer": "optimizer",
-    "evenstep.LocalSGD": "optimizer",
-    "wandb.init": "tracker",
-    "mlflow.start_run": "tracker",
-    "tensorboardX.SummaryWriter": "tracker",
-    "torch.utils.data.DataLoader": "loader",
-    "torch.utils.data.random_split": "datasets",
-    "torch.utils.data.distributed.DistributedSampler": "sampler",
-    "torch.utils.data.DistributedSampler": "sampler",
-    "torch.nn.parallel.DistributedDataParallel": "wrapped",
-    "torch.nn.parallel.distributed.DistributedDataParallel": "wrapped",
-    "torch.distributed.fsdp.FullyShardedDataParallel": "wrapped",
-    "torch.nn.DataParallel": "data parallel",
-    "torch.nn.parallel.DataParallel": "data parallel",
-    "torch.utils.tensorboard.SummaryWriter": "tracker",
-    "torch.device": "device",
-    "torch.distributed.optim.ZeroRedundancyOptimizer": "optimizer",
-    "datasets.load_dataset": "dataset",
+# By the full name of what is called, the first that fits; patterns have no groups of their own.
+_MADE = (
+    (r"accelerate\.Accelerator", "accelerator"),
+    (r"(?:lightning|lightning_fabric|pytorch_lightning)\.(?:\w+\.)*Fabric", "fabric"),
+    (r"evenstep\.(?:init|World)", "world"),
+    (r"torch\.(?:\w+\.)*DataLoader|evenstep\.DataLoader", "loader"),
+    (r"evenstep\.DistributedSampler|torch\.utils\.data\.(?:distributed\.)?DistributedSampler", "sampler"),
+    (r"(?:evenstep|torch\.nn\.parallel(?:\.distributed)?)\.DistributedDataParallel", "wrapped"),
+    (r"torch\.distributed\.fsdp\.FullyShardedDataParallel", "wrapped"),
+    (r"(?:evenstep|torch\.nn(?:\.parallel)?)\.DataParallel", "data parallel"),
+    (r"evenstep\.(?:ShardedOptimizer|LocalSGD)|torch\.distributed\.optim\.ZeroRedundancyOptimizer", "optimizer"),
+    (r"torch\.optim\.lr_scheduler\..*|transformers\.get_\w*schedule\w*", "scheduler"),
+    (r"torch\.optim\.(?!swa_utils)(?:\w+\.)*[A-Z]\w*|.*\.(?:AdamW|Lion|Adafactor|LAMB)", "optimizer"),
+    (r"(?:\w+\.)+(?:Sharded)?GradScaler", "scaler"),
+    (r"(?:\w+\.)+SummaryWriter", "writer"),
+    (r"wandb\.init|mlflow\.start_run", "tracker"),
+    (r"torch\.device", "device"),
+    (r"torch\.utils\.data\.random_split", "items"),
+    (r"torchvision\.datasets\..*|torch\.utils\.data\.(?:Tensor|Concat)Dataset|datasets\.load_dataset", "dataset"),
+    (r"torch\.utils\.data\.Subset", "subset"),
+    (r"torch\.utils\.data\.(?:\w+\.)*BatchSampler", "batches of a sampler"),
+    (r"torch\.utils\.data\.(?:\w+\.)*\w*Sampler", "local sampler"),
+)
+_MADE_NAME = re.compile("|".join(f"({pattern})" for pattern, _ in _MADE))
+WRAPPERS = ("wrapped", "data parallel")
+# By kind, the last names of classes that one of the script's own derives from.
+_CLASSES = {
+    "stream": {"IterableDataset", "IterDataPipe"},
+    "dataset": {"Dataset"},
+    "own sampler": {"Sampler", "BatchSampler"},
+    "sampler": {"DistributedSampler"},
+    "own loader": {"DataLoader"},
+    "model": {"Module", "Sequential", "PreTrainedModel"},
 }
-_MADE = [
-    (re.compile(pattern), kind)
-    for pattern, kind in (
-        (r"(?:lightning|lightning_fabric|pytorch_lightning)\.(?:\w+\.)*Fabric", "fabric"),
-        (r"torch\.optim\.(?:\w+\.)*[A-Z]\w*", "optimizer"),
-        (r"torch\.(?:\w+\.)*(?:Sharded)?GradScaler", "scaler"),
-        (r"(?:torchvision\.models|transformers\.Auto|timm\.create_model).*", "model"),
-        (r"torchvision\.datasets\..*|torch\.utils\.data\.(?:Tensor|Concat)Dataset", "dataset"),
-        (r"torch\.utils\.data\.Subset", "subset"),
-        (r"torch\.nn\.(?:\w+\.)*(?!SyncBatchNorm)[A-Z]\w*(?<!Loss)", "model"),
-        (r"torch\.utils\.data\.(?:\w+\.)*\w*Sampler", "local sampler"),
-    )
-]
+_MODEL = re.compile(
+    r"(?:torchvision\.models|transformers\.Auto|timm\.create_model).*"
+    r"|torch\.nn\.(?:\w+\.)*(?!SyncBatchNorm)[A-Z]\w*(?<!Loss)"
+)
+LAYERS = ("torch.nn.", "torchvision.models", "torch.hub.", "torchvision.ops")
 _RANKS = {"RANK": "rank", "LOCAL_RANK": "local rank", "WORLD_SIZE": "world size", "SLURM_PROCID": "rank"}
 _RANKS |= {"SLURM_LOCALID": "local rank", "SLURM_NTASKS": "world size", "OMPI_COMM_WORLD_RANK": "rank"}
 _RANKS |= {"OMPI_COMM_WORLD_LOCAL_RANK": "local rank", "OMPI_COMM_WORLD_SIZE": "world size"}
-_SAME = {"to", "cuda", "cpu", "train", "eval", "half", "float", "double", "bfloat16", "share_memory", "requires_grad_"}
-_THROUGH = {"tqdm", "trange", "enumerate", "iter", "islice", "cycle", "int", "track", "compile", "list", "prefetch"}
-_THROUGH |= {"convert_sync_batchnorm", "progress", "float", "bool", "notebook_tqdm", "epochs"}
+_RANK_CALLS = {"get_rank": "rank", "get_world_size": "world size", "get_node_local_rank": "local rank"}
+_OF_RANKS = {"rank", "local rank", "world size", "main", "local main", "others"}
+_SAME = {"to", "cuda", "cpu", "train", "eval", "float", "double", "half", "bfloat16", "apply", "requires_grad_"}
+_SAME |= {"share_memory"}
+_SAME_BATCH = _SAME | {"long", "int", "bool", "contiguous", "detach", "clone", "values", "items", "type", "unsqueeze"}
+_SAME_BATCH |= {"view", "reshape", "flatten", "squeeze", "pin_memory", "numpy", "reshape_as", "view_as"}
+_NO_BATCH = {"shape", "dtype", "device", "ndim", "is_cuda"}
+# Functions that give what they are given, of a loader its batches one by one.
+PASSING = {"iter", "tqdm", "trange", "track", "islice", "compile", "auto"}
+_SYNCED = "convert_sync_batchnorm"
+# Those that go through a loader in another way, or keep its batches; ranks pass through all of them.
+_GOING_THROUGH = PASSING | {"enumerate", "cycle", "int", "list", "prefetch", "progress", "float", "bool"}
+_GOING_THROUGH |= {"notebook_tqdm", "epochs", "zip", "chain", "map", "CombinedLoader", _SYNCED}
 _PREPARES = {"prepare", "prepare_data_loader", "prepare_model", "prepare_optimizer", "prepare_scheduler"}
 _PREPARES |= {"setup", "setup_dataloaders", "setup_module", "setup_optimizers"}
 _OWN_ATTRIBUTES = {
@@ -82,33 +94,57 @@ _OWN_ATTRIBUTES = {
     ("world", "world_size"): "world size",
     ("world", "device"): "device of this rank",
 }
-_CLASSES = {  # by kind, the last names of classes that one of the script's own derives from
-    "stream": {"IterableDataset", "IterDataPipe"},
-    "dataset": {"Dataset"},
-    "own sampler": {"Sampler", "BatchSampler"},
-    "sampler": {"DistributedSampler"},
-    "own loader": {"DataLoader"},
-    "model": {"Module", "Sequential", "PreTrainedModel"},
-}
-_RANK_CALLS = {"get_rank": "rank", "get_world_size": "world size", "get_node_local_rank": "local rank"}
 RANK_NAME = re.compile(r"(?:\w*\.)*(?:global_|local_|world_|node_|proc_|dist_|ddp_|my_)?(?:rank|RANK)")
 MAIN_NAME = re.compile(
     r"(?:\w*\.)*_?(?:is_)?(?:main|master|chief|primary|rank_?zero|rank_?0|global_zero)(?:_?process|_?rank|_?node)?(?:_only)?"
 )
+BUILTINS = set(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
+
+
+_NOWHERE = cst.Pass()
+
+
+@dataclass(frozen=True)
+class Value:
+    """Something that a script makes, known by where it is made.
+
+    Attributes:
+        kind: One of
+            "loader", "iterator" (what gives a loader's batches one by one), "passed" (what goes through `inner`
+            loaders in another way), "batch";
+            "object" (of a class of the script, or made by a library), "part" (of the objects `inner`), "wrapped" and
+            "data parallel" (around `inner` models), "parameters" (of an object), "state" (dictionary of `inner`);
+            "optimizer", "scheduler", "scaler", "writer" (of TensorBoard), "tracker", "dataset", "subset", "sampler",
+            "local sampler", "device", "device of this rank", "accelerator", "fabric", "world";
+            "items" (tuple, list or dictionary), "function", "class" (of the script);
+            "rank", "local rank", "world size", "main" (true on one rank), "local main" (beside it: true on one of each
+            node), "others" (false on one rank);
+            "unknown": perhaps something else.
+        site: The call that makes it; of an iterator and of parameters that of its loader or object, of a batch what it
+            is taken from, of items their expression, of a function or class its definition; else nothing of the script.
+        definition: The class of an object, if it is the script's own.
+        inner: What it is made of.
+        made_by: The full name of what a library made an object with, wherever it was called.
+    """
+
+    kind: str
+    site: Node = _NOWHERE
+    definition: cst.ClassDef | None = None
+    inner: frozenset[Value] = frozenset()
+    made_by: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
 class Thing:
-    """What a name may stand for.
+    """A value as doctor's rules see it: with the records of calls and classes in the place of nodes.
 
     Attributes:
-        kind: "loader", "sampler", "dataset", "stream", "model", "wrapped", "data parallel", "optimizer", "scheduler",
-            "scaler", "tracker", "rank", "local rank", "world size", "main" (true on one rank), "local main" (beside it:
-            true on one of each node), "others" (false on one rank), "device", "accelerator", "fabric", "world",
-            "state", "instance", "tuple", "unknown" (perhaps something else).
+        kind: As a value's, but "loader" also of what passes its batches on, "tracker" of all that writes, "model" and
+            "instance" of objects, "stream", "dataset", "own sampler", "sampler" or "own loader" of those whose class
+            derives from one, "tuple" and "dict" of items.
         site: The call that made it.
         inner: What it was made of: the model in a wrapper, the objects of a state dictionary.
-        cls: Of an instance or a model, its class, if it is the script's own.
+        cls: Its class, if it is the script's own.
         items: Of a tuple, what each of its elements stands for.
     """
 
@@ -119,462 +155,629 @@ class Thing:
     items: tuple[frozenset[Thing], ...] = ()
 
 
-Things = frozenset[Thing]
-NOTHING: Things = frozenset()
+Values = frozenset[Value]
+NOTHING: Values = frozenset()
+_Key = TypeVar("_Key")
+_Owner = cst.FunctionDef | File
 
 
-class Values:
-    """What all names of a program stand for."""
+@functools.cache
+def _kind_made(name: str) -> str | None:
+    """The kind of what a library's function or class of this name makes."""
+    match = _MADE_NAME.fullmatch(name)
+    return _MADE[match.lastindex - 1][1] if match and match.lastindex else None
+
+
+def of_kind(values: Values, *kinds: str) -> Values:
+    """Those of some kinds."""
+    return frozenset(each for each in values if each.kind in kinds)
+
+
+def loaders_among(values: Values) -> Values:
+    """The loaders that values are, or give the batches of, one by one."""
+    return frozenset(replace(each, kind="loader") for each in of_kind(values, "loader", "iterator"))
+
+
+def objects_among(values: Values) -> Values:
+    """The objects that values are, are parts of, or are wrapped around."""
+    return of_kind(values, "object").union(*(each.inner for each in of_kind(values, "part", *WRAPPERS)))
+
+
+class Flow:
+    """Follows values through files.
+
+    Attributes:
+        calls: By function of the script, the calls of it.
+        records, own_functions: By node, the records of calls and functions.
+        prepared: Calls that make loaders which accelerate or Fabric divide among ranks.
+        passed: Functions that are given to somebody else to call: on a rank of its own, in a thread.
+    """
 
     def __init__(self, files: list[File], modules: dict[str, File]) -> None:
-        self.files = files
         self._modules = modules
-        self._records = {id(each.node): each for file in files for each in file.calls}
-        self._known: dict[tuple[int, str], set[Thing]] = {}
-        self._bound: dict[int, set[str]] = {}
-        self._asked: dict[tuple[int, int], Things] = {}
-        self._assignments: list[tuple[Assignment, str]] = []
-        self.prepared: set[Call] = set()  # loaders that accelerate or Fabric divide among ranks
-        self.called_from: dict[Function, list[Call]] = {}
-        self.passed: set[Function] = set()  # given to somebody else to call: on a rank of its own, in a thread
-        self._targets: dict[Call, list[Function]] = {}
+        self._frames = {node: frame for file in files for node, frame in file.frames.items()}
+        self._adopted: set[Node] = set()
+        self._names: dict[tuple[_Owner, str], Values] = {}
+        self._attributes: dict[tuple[cst.ClassDef, str], Values] = {}
+        self._returns: dict[cst.FunctionDef, Values] = {}
+        self._stored: dict[Node, Values] = {}
+        self._instances: dict[cst.ClassDef, Values] = {}
+        self._lineages: dict[cst.ClassDef, list[cst.ClassDef]] = {}
+        self.calls: dict[cst.FunctionDef, list[cst.Call]] = {}
+        self.prepared: set[Node] = set()
+        self.passed: set[Function] = set()
+        self.records = {each.node: each for file in files for each in file.calls}
+        self.own_functions = {each.node: each for file in files for each in file.all_functions}
+        self._selves: dict[tuple[_Owner, str], cst.ClassDef] = {
+            (each.node, name): each.cls.node
+            for each in self.own_functions.values()
+            for name in each.parameters[:1]
+            if each.cls is not None and each.is_bound
+        }
         for file in files:
-            for assignment in file.assignments:
-                for name in _names_of(assignment.target):
-                    owner = assignment.frame.function or file
-                    if "." not in name:
-                        self._bound.setdefault(id(owner), set()).add(name)
-            for function in file.all_functions:
-                self._bound.setdefault(id(function), set()).update(function.parameters)
-        self._settle()
+            for scope, bound in file.bindings.items():
+                for name, every in bound.items():
+                    own = {Value("function", by) for by in every if type(by) is cst.FunctionDef}
+                    own |= {Value("class", by) for by in every if type(by) is cst.ClassDef}
+                    self._names[scope or file, name] = frozenset(own)
+        classes = [node for node in self._frames if type(node) is cst.ClassDef]
+        self._related = {
+            each: [other for other in classes if other in self.lineage(each) or each in self.lineage(other)]
+            for each in classes
+        }
+        self._make_optimizers = {
+            self._file(node).function(node)
+            for node, call in self.records.items()
+            if _kind_made(call.name) == "optimizer"
+        }
+        self._known: dict[Node, Values] = {}
+        self._busy: set[Node] = set()  # expressions that are being read: `kept = [kept[k] for k in some]`
+        self._open: set[Node] = set()  # those of them that were asked for meanwhile
+        self._changed = True
+        while self._changed:  # which ends: each round adds values, and there are only so many
+            self._changed = False
+            self._known.clear()
+            for file in files:
+                self._follow(file)
 
-    # --- asking ---
+    # ------------------------------------------------------------------ classes
 
-    def of(self, node: cst.CSTNode | None, frame: Frame) -> Things:
-        """What an expression may stand for."""
-        # Each part of `a.b().c()` is asked for by all that it is a part of: without this twice as often a level deeper.
-        key = id(node), id(frame.function or frame.file)
-        if key not in self._asked:
-            self._asked[key] = self._of(node, frame)
-        return self._asked[key]
+    def lineage(self, definition: cst.ClassDef) -> list[cst.ClassDef]:
+        """A class and those of the script that it derives from."""
+        if definition not in self._lineages:
+            found = self._lineages[definition] = [definition]
+            for each in found:
+                for base in each.bases:
+                    found += [own for own in self._classes_at(base.value) if own not in found]
+        return self._lineages[definition]
 
-    def _of(self, node: cst.CSTNode | None, frame: Frame) -> Things:
-        match node:
-            case cst.Name() | cst.Attribute():
-                return self._of_name(node, frame)
-            case cst.Call():
-                return self._of_call(node, frame)
-            case cst.Tuple() | cst.List():
-                items = tuple(self.of(each.value, frame) for each in node.elements)
-                return frozenset({Thing("tuple", items=items)}) if any(items) else NOTHING
-            case cst.Dict():
-                values = tuple(self.of(each.value, frame) for each in node.elements)
-                return frozenset({Thing("dict", items=values)}) if any(values) else NOTHING
-            case cst.IfExp():
-                branches = [self.of(each, frame) for each in (node.body, node.orelse)]
-                known = [each for each in (node.body, node.orelse) if text_of(each) in ("None", "True", "False")]
-                # Of `model.module if ddp else model` one may be known, and it may be the other.
-                is_unsure = any(branches) and not all(branches) and not known
-                return branches[0] | branches[1] | ({Thing("unknown")} if is_unsure else NOTHING)
-            case cst.BooleanOperation():
-                left, right = self.of(node.left, frame), self.of(node.right, frame)
-                if isinstance(node.operator, cst.And) and _kinds(left | right) & {"main", "others"}:
-                    return frozenset(each for each in left | right if each.kind in ("main", "local main", "others"))
-                return left | right
-            case cst.UnaryOperation() if isinstance(node.operator, cst.Not):
-                kinds = _kinds(self.of(node.expression, frame))
-                return frozenset(
-                    Thing(flipped)
-                    for kind, flipped in (
-                        ("main", "others"),
-                        ("others", "main"),
-                        ("rank", "main"),
-                        ("local rank", "main"),
-                    )
-                    if kind in kinds
-                )
-            case cst.Comparison() if len(node.comparisons) == 1:
-                return self._of_comparison(node, frame)
-            case cst.Subscript():
-                name = dotted(node.value)
-                if name and frame.file.resolve(name) == "os.environ":
-                    return _of_variable(text_of(node.slice[0].slice))
-                found = self.of(node.value, frame)
-                index = text_of(node.slice[0].slice)
-                picked: set[Thing] = set()
-                for each in found:
-                    if each.kind == "tuple" and index.isdecimal() and int(index) < len(each.items):
-                        picked |= each.items[int(index)]
-                    elif each.kind == "tuple":
-                        picked |= frozenset().union(*each.items)
-                return frozenset(picked)
-            case cst.NamedExpr():
-                return self.of(node.value, frame)
-            case cst.Await():
-                return self.of(node.expression, frame)
-        return NOTHING
+    def base_names(self, definition: cst.ClassDef) -> set[str]:
+        """The full names of all classes that one derives from, by way of the script's own, too."""
+        bases = [base.value for each in self.lineage(definition) for base in each.bases]
+        return {self._file(each).full_name(each) for each in bases}
 
-    def kinds(self, node: cst.CSTNode | None, frame: Frame) -> set[str]:
-        """The kinds of what an expression may stand for."""
-        return _kinds(self.of(node, frame))
+    def class_record(self, definition: cst.ClassDef) -> Class:
+        """The record of a class."""
+        return self._file(definition).class_records[definition]
 
-    def record(self, node: cst.Call) -> Call | None:
-        """The record of a call node."""
-        return self._records.get(id(node))
+    def is_module_class(self, definition: cst.ClassDef | None) -> bool:
+        """Whether a class of the script derives from `nn.Module`."""
+        names = self.base_names(definition) if definition is not None else ()
+        return any(name.startswith("torch.nn.") or name.endswith("Module") for name in names)
 
-    def functions_of(self, call: Call) -> list[Function]:
-        """The script's own functions and methods that a call may run."""
-        return self._targets.get(call, [])
+    def _classes_at(self, node: Node) -> list[cst.ClassDef]:
+        file, own = self._file(node), list[Node]()
+        if isinstance(node, cst.Name):
+            own = file.bound(node.value, node)
+        found = frozenset(Value("class", each) for each in own) or self._imported(file.qualified(node))
+        return [each.site for each in found if isinstance(each.site, cst.ClassDef)]
 
-    def class_named(self, name: str, file: File) -> Class | None:
-        """The script's own class of a resolved name."""
-        owner, last = self._owner(name, file)
-        return owner.classes.get(last) if owner is not None else None
+    def kind_of_class(self, definition: cst.ClassDef) -> str:
+        """What objects of a class are to doctor: "model", "dataset" and so on, or "instance"."""
+        names = {each.rpartition(".")[2] for each in self.base_names(definition)}
+        otherwise = "model" if self.is_module_class(definition) else "instance"
+        return next((kind for kind, bases in _CLASSES.items() if names & bases), otherwise)
 
-    def _owner(self, name: str, file: File) -> tuple[File | None, str]:
-        """The file that has what a resolved name stands for, and its name there, by way of files that import it."""
-        for _ in range(MOST_ROUNDS):
-            module, _, last = name.rpartition(".")
-            owner = self._modules.get(module) if module else file
-            if owner is None or last not in owner.imports or last in owner.functions or last in owner.classes:
-                return owner, last
-            name, file = owner.imports[last], owner
-        return None, ""
+    def kind_of_object(self, value: Value) -> str:
+        """What an object is to doctor; "" of what a library made that isn't known, and of other values."""
+        if value.kind != "object" or isinstance(value.site, cst.ClassDef):
+            return ""
+        if value.definition is not None:
+            return self.kind_of_class(value.definition)
+        return "model" if _MODEL.fullmatch(value.made_by) else ""
 
-    def _function_named(self, name: str, file: File) -> Function | None:
-        owner, last = self._owner(name, file) if name else (None, "")
-        return owner.functions.get(last) if owner is not None else None
+    def _method(self, definition: cst.ClassDef, name: str) -> Function | None:
+        every = [self.class_record(each).methods for each in self.lineage(definition)]
+        return next((methods[name] for methods in every if name in methods), None)
 
-    def is_kind_of(self, cls: Class, bases: set[str]) -> bool:
-        """True if a class derives from one with such a last name, perhaps by way of another class of the script."""
-        seen: set[int] = set()
-        pending = [cls]
-        while pending:
-            each = pending.pop()
-            if id(each) in seen:
-                continue
-            seen.add(id(each))
-            for base in each.bases:
-                if base.rpartition(".")[2] in bases:
-                    return True
-                own = self.class_named(base, each.file)
-                if own is not None:
-                    pending.append(own)
-        return False
+    def _attribute_of(self, definition: cst.ClassDef, name: str) -> Values:
+        """What objects of a class are given by this name: there, in classes above it and in those below it."""
+        return NOTHING.union(*(self._attributes.get((each, name), NOTHING) for each in self._related[definition]))
 
-    # --- following ---
+    # ------------------------------------------------------------------ following
 
-    def _settle(self) -> None:
-        known = -1
-        for _ in range(MOST_ROUNDS):
-            before, known = known, sum(map(len, (*self._known.values(), *self._targets.values()))) + len(self.prepared)
-            if known == before:
-                break
-            self._asked.clear()
-            for file in self.files:
-                for assignment in file.assignments:
-                    self._assign(assignment)
-                for function in file.all_functions:
-                    self._return(function)
-                for call in file.calls:
-                    self._bind(call)
-        self._asked.clear()
-        for call, functions in self._targets.items():
-            for function in functions:
-                self.called_from.setdefault(function, []).append(call)
+    def _file(self, node: Node) -> File:
+        return self._frames[node].file
 
-    def _return(self, function: Function) -> None:
-        """What a function returns, as far as is known; of a generator, the loader that it goes through."""
-        inside = Frame("function", None, function.file, function)
-        returned = {each for value in function.returns for each in self.of(value, inside)}
-        if function.yields:
-            loops = [loop for loop in function.file.loops if loop.frame.function is function]
-            iterated = {each for loop in loops for each in self.of(loop.iterates, loop.frame)}
-            returned |= {each for each in iterated if each.kind == "loader"}
-        if returned:
-            self._known.setdefault((id(function), "return"), set()).update(returned)
+    def _add(self, table: dict[_Key, Values], key: _Key, values: Values) -> None:
+        known = table.get(key, NOTHING)
+        if not values <= known:
+            table[key] = known | values
+            self._changed = True
 
-    def _assign(self, assignment: Assignment) -> None:
-        if assignment.operator != "=":
-            return
-        values = self.of(assignment.value, assignment.frame)
-        if assignment.each:
-            # Of a loop over a loader nothing is known but of loops over tuples of objects.
-            values = frozenset().union(*[item for each in values if each.kind == "tuple" for item in each.items])
-        self._store(assignment.target, values, assignment.frame)
+    def _follow(self, file: File) -> None:
+        for each in file.assignments:
+            if each.operator == "=":
+                self._bind(each.target, self._each(each.value) if each.each else self._of(each.value))
+        for function in file.all_functions:
+            returned = [self._of(each) for each in function.returns] + [self._yielded(each) for each in function.yields]
+            self._add(self._returns, function.node, NOTHING.union(*returned))
+        for call in file.calls:
+            self._link(call)
+            self._pass(call)
 
-    def _store(self, target: cst.CSTNode, values: Things, frame: Frame) -> None:
+    def _yielded(self, node: cst.Yield) -> Values:
+        """What a generator is as good as: a loader, if it yields its batches."""
+        file, value = self._file(node), node.value
+        if isinstance(value, cst.From):
+            return _one_by_one(loaders_among(self._of(value.item)))
+        held = [by for name in file.inside(node) for by in file.bound(getattr(name, "value", ""), name)]
+        # A batch that was kept: the loader has given another since.
+        is_kept = any(file.order(by) > file.order(node) for by in held if isinstance(by, cst.Name))
+        every = self.parts(Value("items", value)) if isinstance(value, cst.Tuple) else [self._of(value or node)]
+        parts = [of_kind(each, "batch") for each in every]
+        sites = [each.site for each in NOTHING.union(*parts) if all(parts) and not is_kept]
+        sites = [each for each in sites if any(file.is_inside(each, loop) for loop in file.loops(node))]
+        found = _one_by_one(NOTHING.union(*(loaders_among(self._of(each)) for each in sites)))
+        loops = [each.iter for each in file.loops(node) if isinstance(each, cst.For)]
+        inner = NOTHING.union(*(loaders_among(self._of(each)) for each in loops))
+        return found or frozenset({Value("passed", inner=inner)} if inner else ())
+
+    def _bind(self, target: Node, values: Values) -> None:
         if not values:
             return
-        if isinstance(target, cst.Tuple | cst.List):
-            for position, element in enumerate(target.elements):
-                for each in values:
-                    if each.kind == "tuple" and position < len(each.items):
-                        self._store(element.value, each.items[position], frame)
-            return
-        if isinstance(target, cst.Subscript):
-            return
-        name = dotted(target)
-        if name:
-            for key in self._keys(name, frame):
-                self._known.setdefault(key, set()).update(values)
-                break
+        match target:
+            case cst.Name():
+                self._add(self._names, (self._owner(target), target.value), values)
+            case cst.Tuple() | cst.List():
+                for index, each in enumerate(target.elements):
+                    self._bind(each.value, NOTHING.union(*(self.part(value, index) for value in values)))
+            case cst.StarredElement():
+                self._bind(target.value, values)
+            case cst.Attribute():
+                bases = self._of(target.value)
+                for definition in (each.definition for each in bases if each.definition is not None):
+                    self._add(self._attributes, (definition, target.attr.value), values)
+                if dotted(target) and all(each.definition is None for each in bases):
+                    # A part of a library's model is the model, whatever it is replaced by.
+                    given = frozenset(each for each in values if each.kind != "object") if bases else values
+                    self._add(self._names, (self._owner(target), dotted(target)), given)
+            case cst.Subscript():  # models["G"] = ...
+                for base in of_kind(self._of(target.value), "items"):
+                    self._add(self._stored, base.site, values)
 
-    def _keys(self, name: str, frame: Frame) -> list[tuple[int, str]]:
-        """Where a name may be kept: the class for `self.x`, else the scope of its first part."""
-        first, _, rest = name.partition(".")
-        function = frame.function
-        while function is not None:
-            if first == "self" and function.cls is not None and rest:
-                classes, keys = [function.cls], []
-                while classes:
-                    cls = classes.pop(0)
-                    keys.append((id(cls), rest))
-                    for base in cls.bases:
-                        own = self.class_named(base, cls.file)
-                        if own is not None and (id(own), rest) not in keys:
-                            classes.append(own)
-                return keys
-            if first in self._bound.get(id(function), ()):
-                return [(id(function), name)]
-            function = function.frame.function
-        return [(id(frame.file), name)]
+    def _each(self, source: Node) -> Values:
+        """What a loop over an expression is given in each round."""
+        call = self.records[source] if isinstance(source, cst.Call) else None
+        if call is not None and call.arguments and call.last in ("tqdm", "track", "progress"):
+            return self._each(call.arguments[0])
+        is_method = call is not None and call.last == "items" and call.receiver is not None
+        if call is not None and (call.last in ("enumerate", "zip") or is_method):
+            return frozenset({Value("items", call.node)})
+        found = NOTHING
+        for value in self._of(source):
+            is_loader = value.kind in ("loader", "iterator")
+            found |= {Value("batch", source)} if is_loader else self.part(value)
+        return found
 
-    def _of_name(self, node: cst.CSTNode, frame: Frame) -> Things:
+    def parts(self, value: Value) -> list[Values]:
+        """What each element of items is; of what a loop over `enumerate`, `zip` or `items` is given, too."""
+        match value.site:
+            case cst.Tuple() | cst.List() | cst.Dict():
+                return [self._of(each.value) for each in value.site.elements]
+            case cst.DictComp():
+                return [self._of(value.site.value)]
+            case cst.ListComp() | cst.GeneratorExp():
+                return [self._of(value.site.elt)]
+            case cst.Call():
+                call = self.records[value.site]
+                given = call.arguments
+                if call.last == "items" and call.receiver is not None:
+                    return [NOTHING, NOTHING.union(*map(self.part, self._of(call.receiver)))]
+                if call.last == "zip":
+                    return list(map(self._each, given))
+                if call.last == "enumerate":
+                    return [NOTHING, self._each(given[0])] if given else []
+                if call.last in _PREPARES:
+                    return [self._prepared(self._of(each), call.node) for each in given]
+                return [frozenset({Value("dataset", call.node)})] * 3  # data sets that one was split into
+        return []
+
+    def part(self, value: Value, index: int | None = None) -> Values:
+        """What items hold, or their element at an index."""
+        if value.kind != "items":
+            return of_kind(frozenset({value}), "batch")
+        parts = self.parts(value)
+        if index is not None and index < len(parts) and isinstance(value.site, cst.Tuple | cst.List | cst.Call):
+            return parts[index]
+        return NOTHING.union(self._stored.get(value.site, NOTHING), *parts)
+
+    def _callees(self, call: cst.Call) -> list[Function]:
+        """The script's own functions that a call runs."""
+        found, values = list[Function | None](), self._of(call.func)
+        for value in values.union(*(each.inner for each in of_kind(values, *WRAPPERS))):
+            site, definition = value.site, value.definition
+            if value.kind == "class" and isinstance(site, cst.ClassDef):
+                self._add(self._instances, site, frozenset({Value("object", call, site)}))
+                found.append(self._method(site, "__init__"))
+            elif value.kind == "object" and definition is not None:
+                found.append(self._method(definition, "forward" if self.is_module_class(definition) else "__call__"))
+            elif isinstance(site, cst.FunctionDef):
+                found.append(self.own_functions[site])
+        return [each for each in found if each is not None]
+
+    def _link(self, call: Call) -> None:
+        """Arguments become parameters."""
+        for function in self._callees(call.node):
+            known = self.calls.setdefault(function.node, [])
+            if call.node not in known:
+                known.append(call.node)
+                self._changed = True
+            names = function.parameters[function.is_bound :]
+            for name, argument in arguments(call.node, names).items():
+                if name in names:
+                    self._add(self._names, (function.node, name), self._of(argument.value))
+
+    def _pass(self, call: Call) -> None:
+        """A function that is an argument is called by somebody else."""
+        named = [each for each in call.arguments if isinstance(each, cst.Name | cst.Attribute)]
+        given = call.argument("args")
+        for node in {each.site for argument in named for each in self.of(argument, "function")}:
+            function = self.own_functions[node]  # type: ignore[index]
+            self.passed.add(function)
+            if call.last == "spawn":
+                parts = [self._of(each.value) for each in given.elements] if isinstance(given, cst.Tuple) else []
+                for name, values in zip(function.parameters, [frozenset({Value("rank")}), *parts], strict=False):
+                    self._add(self._names, (function.node, name), values)
+
+    # ------------------------------------------------------------------ expressions
+
+    def adopt(self, node: Node, frame: Frame) -> bool:
+        """Have an expression that isn't in the text read as if it stood in a frame; False of one that is."""
+        if node in self._frames and node not in self._adopted:
+            return False
+        pending = [node]
+        for each in pending:  # which grows
+            self._frames[each] = frame.file.frames[each] = frame
+            self._known.pop(each, None)
+            if isinstance(each, cst.Call):
+                self.records[each] = Call(each, frame)
+            pending += each.children
+        self._adopted |= {*pending}
+        return True
+
+    def of(self, node: Node, kind: str | None = None) -> Values:
+        """What an expression may be."""
+        found = self._of(node)
+        return found if kind is None else of_kind(found, kind)
+
+    def _of(self, node: Node) -> Values:
+        if node in self._known:
+            return self._known[node]
+        if node in self._busy:
+            self._open.add(node)
+            return NOTHING
+        self._busy.add(node)
+        found = self._read(node)
+        self._busy.discard(node)
+        self._open.discard(node)
+        if not self._open:  # else it hangs on what isn't read to its end
+            self._known[node] = found
+        return found
+
+    def _read(self, node: Node) -> Values:
+        reader = _READERS.get(type(node))
+        return reader(self, node) if reader is not None else NOTHING
+
+    def _of_comprehension(self, node: cst.ListComp | cst.GeneratorExp | cst.DictComp) -> Values:
+        batches = self.of(node.value if isinstance(node, cst.DictComp) else node.elt, "batch")
+        return batches or self.of(node.for_in.iter, "parameters") or frozenset({Value("items", node)})
+
+    def _of_choice(self, node: cst.IfExp) -> Values:
+        parts = [(self._of(each), text_of(each)) for each in (node.body, node.orelse)]
+        found = parts[0][0] | parts[1][0]
+        # Of `model.module if ddp else model` one may be known, and it may be the other.
+        is_unsure = found and any(not held and text not in ("None", "True", "False") for held, text in parts)
+        return found | (frozenset({Value("unknown")}) if is_unsure else NOTHING)
+
+    def _of_and_or(self, node: cst.BooleanOperation) -> Values:
+        both = self._of(node.left) | self._of(node.right)
+        if isinstance(node.operator, cst.And) and of_kind(both, "main", "others"):
+            return of_kind(both, "main", "local main", "others")
+        return both
+
+    def _of_not(self, node: cst.UnaryOperation) -> Values:
+        flipped = {"main": "others", "others": "main", "rank": "main", "local rank": "main"}
+        kinds = {each.kind for each in self._of(node.expression)} if isinstance(node.operator, cst.Not) else set()
+        return frozenset(Value(flipped[kind]) for kind in kinds & flipped.keys())
+
+    def _owner(self, node: Node) -> _Owner:
+        """Whose name, or dotted name, it is: a function's, or else its file's."""
+        file = self._file(node)
+        return file.scope(dotted(node).partition(".")[0], node) or file
+
+    def _of_name(self, node: cst.Name) -> Values:
+        owner = self._owner(node)
+        found, definition = self._names.get((owner, node.value), NOTHING), self._selves.get((owner, node.value))
+        if definition is not None:
+            below = [held for made, held in self._instances.items() if definition in self.lineage(made)]
+            found |= frozenset({Value("object", definition, definition)}).union(*below)
+        return found or self._imported(self._file(node).qualified(node)) or _of_rank_name(node.value)
+
+    def _imported(self, name: str | None, depth: int = 8) -> Values:
+        """What a full name stands for in the module that has it, also by way of modules that import it."""
+        module, _, last = (name or "").rpartition(".")
+        owner = self._modules.get(module)
+        if owner is None or depth == 0:
+            return NOTHING
+        found = self._names.get((owner, last), NOTHING)
+        return found or (self._imported(owner.imports[last], depth - 1) if last in owner.imports else NOTHING)
+
+    def _of_attribute(self, node: cst.Attribute) -> Values:
+        found = self._imported(self._file(node).qualified(node))
+        if found:
+            return found
+        is_self, bases = isinstance(node.value, cst.Name) and node.value.value == "self", self._of(node.value)
+        found = found.union(*(self._attribute(base, node.attr.value, is_self=is_self) for base in bases))
         name = dotted(node)
         if name:
-            for key in self._keys(name, frame):
-                if key in self._known:
-                    return frozenset(self._known[key])
-            owner, last = self._owner(frame.file.resolve(name), frame.file)
-            if owner is not None and owner is not frame.file:
-                return frozenset(self._known.get((id(owner), last), ()))
-        if isinstance(node, cst.Attribute):
-            attribute = str(node.attr.value)
-            found: set[Thing] = set()
-            for each in self.of(node.value, frame):
-                kind = _OWN_ATTRIBUTES.get((each.kind, attribute))
-                if kind is not None:
-                    found |= {Thing(kind), Thing(kind.removeprefix("local ") if kind == "local main" else kind)}
-                elif attribute == "module" and each.kind in ("wrapped", "data parallel"):
-                    found |= each.inner
-                elif attribute in ("sampler", "batch_sampler", "dataset") and each.kind == "loader" and each.site:
-                    found |= self.of(each.site.argument(attribute), each.site.frame)
-                elif each.kind == "instance" and each.cls is not None:
-                    found |= self._known.get((id(each.cls), attribute), set())
-            if found:
-                return frozenset(found)
-        if name:
-            if RANK_NAME.fullmatch(name):
-                return frozenset({Thing("local rank" if "local" in name.lower() else "rank")})
-            if MAIN_NAME.fullmatch(name) and name != "main":
-                return frozenset({Thing("main")})
-        return NOTHING
+            found |= self._names.get((self._owner(node), name), NOTHING)
+            found = found if any(each.kind != "part" for each in found) else found | _of_rank_name(name)
+        return found
 
-    def _of_comparison(self, node: cst.Comparison, frame: Frame) -> Things:
-        left, comparison = node.left, node.comparisons[0]
+    def _attribute(self, base: Value, name: str, *, is_self: bool) -> Values:
+        definition = base.definition
+        match base.kind:
+            case "batch":
+                return frozenset({base}) if name not in _NO_BATCH else NOTHING
+            case "part":
+                return frozenset({base})
+            case "wrapped" | "data parallel":
+                return base.inner if name == "module" else NOTHING
+            case "accelerator" | "fabric" | "world":
+                kind = _OWN_ATTRIBUTES.get((base.kind, name))
+                kinds = ("main", "local main") if kind == "local main" else (kind,)
+                return frozenset(map(Value, filter(None, kinds)))
+            case "loader" if name in ("sampler", "batch_sampler", "dataset") and isinstance(base.site, cst.Call):
+                given = self.records[base.site].argument(name)
+                return self._of(given) if given is not None else NOTHING
+        if base.kind != "object":
+            return NOTHING
+        if definition is None:
+            return frozenset({base if name == "module" else Value("part", inner=frozenset({base}))})
+        found, method = frozenset({base}) if name == "module" else NOTHING, self._method(definition, name)
+        if method is not None:
+            return found | {Value("function", method.node)}
+        if self.is_module_class(definition) and not is_self:
+            return found | {Value("part", inner=frozenset({base}))}
+        return found | self._attribute_of(definition, name)
+
+    def _of_subscript(self, node: cst.Subscript) -> Values:
+        index = node.slice[0].slice
+        key = index.value if isinstance(index, cst.Index) else None
+        if self._file(node).full_name(node.value) == "os.environ":
+            return _of_variable(key)
+        found = NOTHING
+        for base in self._of(node.value):
+            if isinstance(base.site, cst.Dict) and base.kind == "items" and isinstance(key, cst.SimpleString):
+                pairs = [each for each in base.site.elements if isinstance(each, cst.DictElement)]
+                named = [each.value for each in pairs if text_of(each.key) == key.value]
+                found |= self._of(named[0]) if named else self.part(base)
+            else:
+                number = int(key.value) if isinstance(key, cst.Integer) and key.value.isdecimal() else None
+                found |= self.part(base, number)
+        return found
+
+    def _of_comparison(self, node: cst.Comparison) -> Values:
+        """Where a comparison of a rank holds: on one rank, or on all others."""
+        left, (comparison, *others) = node.left, node.comparisons
+        if others:
+            return NOTHING
         right, operator = comparison.comparator, comparison.operator
         if isinstance(left, cst.Integer | cst.UnaryOperation) and not isinstance(right, cst.Integer):
             left, right = right, left
-        kinds = self.kinds(left, frame)
+        kinds = {each.kind for each in self._of(left)}
         if not kinds & {"rank", "local rank"}:
             return NOTHING
-        on_main = frozenset({Thing("main")} | ({Thing("local main")} if kinds == {"local rank"} else set()))
+        on_main = frozenset({Value("main")} | ({Value("local main")} if kinds == {"local rank"} else set()))
         text = text_of(right)
         if isinstance(operator, cst.In | cst.Is):
             return on_main if re.fullmatch(r"[\[({](?:-1, ?)?0(?:, ?-1)?,?[\])}]|0", text) else NOTHING
         if re.fullmatch(r"\d+", text) or re.search(r"world_size|num_ranks|get_world_size", text):
-            if isinstance(operator, cst.Equal):
+            if isinstance(operator, cst.Equal) or (isinstance(operator, cst.LessThan) and text == "1"):
                 return on_main
             if isinstance(operator, cst.NotEqual) or (isinstance(operator, cst.GreaterThan) and text == "0"):
-                return frozenset({Thing("others")})
-            if isinstance(operator, cst.LessThan) and text == "1":
-                return on_main
-        if text == "0" and isinstance(operator, cst.LessThanEqual):
-            return on_main
-        return NOTHING
+                return frozenset({Value("others")})
+        return on_main if text == "0" and isinstance(operator, cst.LessThanEqual) else NOTHING
 
-    def _of_call(self, node: cst.Call, frame: Frame) -> Things:
-        call = self._call_of(node, frame)
-        name, last = call.name, call.last
+    # ------------------------------------------------------------------ calls
+
+    def _of_call(self, node: cst.Call) -> Values:
+        call = self.records[node]
         known = self._of_known_call(call)
+        if known is None and call.receiver is not None:
+            known = self._of_method(call, self._of(call.receiver))
         if known is not None:
             return known
-        if isinstance(node.func, cst.Attribute):
-            found = self._of_method(call, self.of(node.func.value, frame))
-            if found is not None:
-                return found
-        cls = self.class_named(name, frame.file) if name else None
-        if cls is not None:
-            return frozenset({Thing(self._kind_of_class(cls), call, cls=cls)})
-        if last in _THROUGH and node.args:
-            return self.of(node.args[0].value, frame)
-        if last in ("zip", "chain", "map", "CombinedLoader"):
-            found_inside = [each for argument in call.arguments for each in self.of(argument, frame)]
-            return frozenset(each for each in found_inside if each.kind == "loader")
-        returned: set[Thing] = set()
-        for function in self._functions(call):
-            returned |= self._known.get((id(function), "return"), set())
-        return frozenset(returned)
-
-    def _of_known_call(self, call: Call) -> Things | None:
-        """What a call of a library makes; None if it isn't known."""
-        name, last = call.name, call.last
-        kind = _EXACT.get(name)
-        if kind in ("wrapped", "data parallel", "optimizer", "datasets"):
-            inner = self.of(call.positional(0) or call.argument("module"), call.frame)
-            if kind == "datasets":
-                part = frozenset({Thing("dataset", call)})
-                return frozenset({Thing("tuple", items=(part, part, part))})
-            return frozenset({Thing(kind, call, inner)})
-        if kind is not None:
-            return frozenset({Thing(kind, call)})
-        if name in ("os.environ.get", "os.getenv") and call.node.args:
-            return _of_variable(text_of(call.node.args[0].value))
-        if last in _RANK_CALLS and not self._functions(call):
-            return frozenset({Thing(_RANK_CALLS[last])})
-        if name.startswith("torch.optim.lr_scheduler.") or (
-            name.startswith("transformers.get_") and "schedule" in name
-        ):
-            return frozenset({Thing("scheduler", call, self.of(call.positional(0), call.frame))})
-        if name.startswith("torch.utils.data.") and last == "BatchSampler":
-            drawn = self.of(call.argument("sampler", 0), call.frame)
-            return frozenset(each for each in drawn if each.kind.endswith("sampler"))
-        kind = next((kind for pattern, kind in _MADE if pattern.fullmatch(name)), None)
-        return None if kind is None else frozenset({Thing(kind, call)})
-
-    def _of_method(self, call: Call, receiver: Things) -> Things | None:
-        """What a method of a known object returns; None if it isn't known."""
-        kinds, last, arguments = _kinds(receiver), call.last, call.arguments
-        makers = kinds & {"accelerator", "fabric"}
-        if makers and last in _PREPARES:
-            items = tuple(self._prepared(self.of(each, call.frame), call) for each in arguments)
-            return items[0] if len(items) == 1 else frozenset({Thing("tuple", items=items)})
-        if makers and last == "unwrap_model":
-            found = self.of(call.positional(0), call.frame)
-            return frozenset(inner for each in found for inner in (each.inner if each.kind == "wrapped" else [each]))
-        if last in _SAME and kinds & {"model", "wrapped", "data parallel", "instance"}:
-            own = [each for each in receiver if each.kind == "instance" and each.cls and last in each.cls.methods]
-            return None if own else receiver
-        if last == "state_dict" and receiver:
-            return frozenset({Thing("state", call, receiver)})
-        if kinds & {"loader"} and last in ("epochs",):
-            return NOTHING
-        return None
-
-    def _prepared(self, found: Things, call: Call) -> Things:
-        prepared: set[Thing] = set()
-        for each in found:
-            if each.kind in ("model", "instance"):
-                prepared.add(Thing("wrapped", call, frozenset({each})))
-            else:
-                if each.kind == "loader" and each.site is not None:
-                    self.prepared.add(each.site)
-                prepared.add(each)
-        return frozenset(prepared)
-
-    def _kind_of_class(self, cls: Class) -> str:
-        return next((kind for kind, bases in _CLASSES.items() if self.is_kind_of(cls, bases)), "instance")
-
-    def _call_of(self, node: cst.Call, frame: Frame) -> Call:
-        """The record of a call node."""
-        return self._records.get(id(node)) or Call(node, frame.file.resolve(dotted(node.func)), frame, 0, 0)
-
-    def _functions(self, call: Call) -> list[Function]:
-        """The script's own functions that a call names, or that are methods of what it is called on."""
-        name, file = call.name, call.frame.file
-        found: list[Function] = []
-        own = self._function_named(name, file)
-        if own is not None:
-            return [own]
-        cls = self.class_named(name, file) if name else None
-        if cls is not None:
-            method = self._method(cls, "__init__")
-            return [method] if method else []
-        receiver = call.receiver
-        if receiver is None:
-            for each in self.of(call.node.func, call.frame):  # an object that is called
-                if each.kind == "instance" and each.cls is not None and (method := self._method(each.cls, "__call__")):
-                    found.append(method)
+        is_through = call.last in _GOING_THROUGH
+        callees, qualified, first = self._of(node.func), self._file(node).qualified(node.func), call.positional(0)
+        if call.last in PASSING and isinstance(node.func, cst.Name):  # perhaps the script's own, where there is no tqdm
+            return self._through(call, is_passing=True)
+        found = NOTHING.union(*(self._result(each, node) for each in callees))
+        if found or (of_kind(callees, "function", "class") and not is_through):
             return found
-        text, function = dotted(receiver), call.frame.function
-        while function is not None and function.cls is None:
-            function = function.frame.function
-        if text == "self" and function is not None and function.cls is not None:
-            method = self._method(function.cls, call.last)
-            return [method] if method else []
-        for each in self.of(receiver, call.frame):
-            # A wrapped model's own methods are reached through the wrapper, too; so far as they are ours.
-            if each.cls is not None and (method := self._method(each.cls, call.last)):
-                found.append(method)
-        return found
+        if call.last == "next" and first is not None and loaders_among(self._of(first)):
+            return frozenset({Value("batch", first)})
+        if call.last in ("map", "filter") and len(node.args) > 1:
+            return _one_by_one(self._of(node.args[1].value))
+        if is_through:
+            return self._through(call, is_passing=qualified is not None and call.last in (*PASSING, _SYNCED))
+        if callees or not self._makes_object(node, qualified):
+            return NOTHING
+        return frozenset({Value("object", node, made_by=qualified or "")})
 
-    def _method(self, cls: Class, name: str) -> Function | None:
-        pending, seen = [cls], set[int]()
-        while pending:
-            each = pending.pop(0)
-            if id(each) in seen:
-                continue
-            seen.add(id(each))
-            if name in each.methods:
-                return each.methods[name]
-            pending += [own for base in each.bases if (own := self.class_named(base, each.file)) is not None]
+    def _makes_object(self, node: cst.Call, qualified: str | None) -> bool:
+        """Whether what is called may make an object of its own: a library does, or a name of the script."""
+        if qualified is not None:
+            is_layer = qualified.startswith(LAYERS) and not qualified.startswith("torch.nn.functional")
+            return is_layer or not qualified.startswith("torch")
+        if not isinstance(node.func, cst.Name):  # `models["net"]()`
+            return not isinstance(node.func, cst.Attribute)
+        if node.func.value in BUILTINS:
+            return False
+        by = self._file(node).bound(node.func.value, node)
+        return not all(isinstance(each, cst.Param) for each in by) if by else self._file(node).has_stars
+
+    def _through(self, call: Call, *, is_passing: bool) -> Values:
+        values = NOTHING.union(*map(self._of, call.arguments))
+        inner = loaders_among(values).union(*(each.inner for each in of_kind(values, "passed")))
+        if is_passing:
+            return _one_by_one(values)
+        kept = of_kind(values, *_OF_RANKS) if len(call.arguments) == 1 else NOTHING
+        return kept | (frozenset({Value("passed", inner=inner)}) if inner else NOTHING)
+
+    def _of_known_call(self, call: Call) -> Values | None:
+        """What a call of a library makes; None if it isn't known."""
+        kind, first = _kind_made(call.name), call.positional(0)
+        if kind in WRAPPERS:
+            given = call.argument("module", 0)
+            return frozenset(
+                {Value(kind, call.node, inner=_unwrapped(self._of(given)) if given is not None else NOTHING)}
+            )
+        if kind == "batches of a sampler":
+            drawn = call.argument("sampler", 0)
+            return NOTHING if drawn is None else of_kind(self._of(drawn), "sampler", "local sampler", "object")
+        if kind is not None:
+            return frozenset({Value(kind, call.node)})
+        if call.name in ("os.environ.get", "os.getenv") and first is not None:
+            return _of_variable(first)
+        if call.last in _RANK_CALLS and not of_kind(self._of(call.node.func), "function"):
+            return frozenset({Value(_RANK_CALLS[call.last])})
         return None
 
-    def _bind(self, call: Call) -> None:
-        """Give the parameters of the functions that a call runs what its arguments stand for."""
-        functions = self._functions(call)
-        if functions:
-            self._targets[call] = functions
-        for function in functions:
-            parameters = list(function.parameters)
-            if function.cls is not None and parameters and "staticmethod" not in function.decorators:
-                parameters = parameters[1:]
-            position = 0
-            for each in call.node.args:
-                if each.star:
-                    break
-                if each.keyword is not None:
-                    parameter: str | None = str(each.keyword.value)
-                else:
-                    parameter = parameters[position] if position < len(parameters) else None
-                    position += 1
-                if parameter in function.parameters:
-                    self._known.setdefault((id(function), str(parameter)), set()).update(
-                        self.of(each.value, call.frame)
-                    )
-        for each in call.node.args:
-            if isinstance(each.value, cst.Name | cst.Attribute):
-                self._pass(call, each)
+    def _of_method(self, call: Call, receiver: Values) -> Values | None:
+        """What a method of a known object returns; None if it isn't known."""
+        last, objects = call.last, objects_among(receiver)
+        batches = of_kind(receiver, "batch")
+        if batches:
+            return batches if last in _SAME_BATCH else NOTHING
+        if of_kind(receiver, "accelerator", "fabric"):
+            if last in _PREPARES and len(call.arguments) == 1:
+                return self._prepared(self._of(call.arguments[0]), call.node)
+            if last in _PREPARES:
+                return frozenset({Value("items", call.node)})
+            if last == "unwrap_model" and call.arguments:
+                return _unwrapped(self._of(call.arguments[0]))
+        if objects and last in ("parameters", "named_parameters"):
+            return frozenset(replace(each, kind="parameters") for each in objects)
+        own = any(each.definition is not None and self._method(each.definition, last) for each in objects)
+        if objects and last in _SAME and not own:
+            return receiver
+        if last == "state_dict" and receiver:
+            inner = frozenset(each for each in receiver if each.kind != "state")
+            return frozenset({Value("state", call.node, inner=inner)})
+        if of_kind(receiver, "items") and last in ("values", "items"):
+            return receiver
+        if last in _GOING_THROUGH:  # `bar.track(loader)`; but `loader.epochs(3)` are numbers
+            return NOTHING if of_kind(receiver, "loader") else None
+        return NOTHING if objects and all(each.definition is None for each in objects) else None
 
-    def _pass(self, call: Call, argument: cst.Arg) -> None:
-        name = call.frame.file.resolve(dotted(argument.value))
-        function = self._function_named(name, call.frame.file)
-        if function is None:
-            return
-        if isinstance(argument.value, cst.Name) and argument.value.value in self._bound.get(
-            id(call.frame.function), ()
-        ):
-            return
-        self.passed.add(function)
-        if call.last == "spawn" and function.parameters:
-            self._known.setdefault((id(function), function.parameters[0]), set()).add(Thing("rank"))
-            given = call.argument("args")
-            if isinstance(given, cst.Tuple):
-                for parameter, element in zip(function.parameters[1:], given.elements, strict=False):
-                    self._known.setdefault((id(function), parameter), set()).update(self.of(element.value, call.frame))
+    def _prepared(self, values: Values, site: Node) -> Values:
+        """What accelerate or Fabric make of values: models are wrapped, loaders divided among ranks."""
+        self.prepared |= {each.site for each in of_kind(values, "loader")}
+        return frozenset(
+            Value("wrapped", site, inner=frozenset({each}))
+            if self.kind_of_object(each) in ("model", "instance")
+            else each
+            for each in values
+        )
+
+    def _result(self, value: Value, call: cst.Call) -> Values:
+        """What calling a value of the script's own gives."""
+        match value.kind, value.site:
+            case "class", cst.ClassDef() as definition:
+                is_writer = any(name.endswith("SummaryWriter") for name in self.base_names(definition))
+                return frozenset({Value("writer" if is_writer else "object", call, definition)})
+            case "function", cst.FunctionDef() as function:
+                returned = self._returns.get(function, NOTHING)
+                return frozenset(self._made_for(each, function, call) for each in returned)
+            case "object", _ if value.definition is not None and not self.is_module_class(value.definition):
+                method = self._method(value.definition, "__call__")
+                return self._result(Value("function", method.node), call) if method is not None else NOTHING
+        return NOTHING
+
+    def _made_for(self, value: Value, function: cst.FunctionDef, call: cst.Call) -> Value:
+        """What a function returns; what it makes for its caller counts as made by the call."""
+        inner = frozenset(self._made_for(each, function, call) for each in value.inner)
+        is_made_there = (
+            value.kind == "object"
+            and self._file(value.site) is self._file(function)
+            and self._file(function).is_inside(value.site, function)
+            and function not in self._make_optimizers
+        )
+        return replace(value, inner=inner, site=call if is_made_there else value.site)
 
 
-def _kinds(things: Things) -> set[str]:
-    return {each.kind for each in things}
+_READERS: dict[type[Node], Callable[[Flow, Any], Values]] = {
+    cst.Name: Flow._of_name,
+    cst.Attribute: Flow._of_attribute,
+    cst.Call: Flow._of_call,
+    cst.Subscript: Flow._of_subscript,
+    cst.Comparison: Flow._of_comparison,
+    cst.IfExp: Flow._of_choice,
+    cst.BooleanOperation: Flow._of_and_or,
+    cst.UnaryOperation: Flow._of_not,
+    cst.BinaryOperation: lambda flow, node: flow.of(node.left, "parameters") | flow.of(node.right, "parameters"),
+    cst.NamedExpr: lambda flow, node: flow._of(node.value),
+    cst.Await: lambda flow, node: flow._of(node.expression),
+    cst.DictComp: Flow._of_comprehension,
+    cst.ListComp: Flow._of_comprehension,
+    cst.GeneratorExp: Flow._of_comprehension,
+    **dict.fromkeys((cst.Tuple, cst.List, cst.Dict), lambda flow, node: frozenset({Value("items", node)})),
+}
 
 
-def _of_variable(text: str) -> Things:
-    kind = _RANKS.get(text.strip("\"'"))
-    return frozenset({Thing(kind)}) if kind else NOTHING
+def arguments(call: cst.Call, names: Iterable[str]) -> dict[str, cst.Arg]:
+    """The arguments of a call by name, given the names of positional ones."""
+    positional, is_known = list(names), True
+    found: dict[str, cst.Arg] = {}
+    for index, argument in enumerate(call.args):
+        is_known = is_known and argument.star != "*"  # which may be any number of them
+        if argument.keyword is not None:
+            found[argument.keyword.value] = argument
+        elif is_known and not argument.star and index < len(positional):
+            found[positional[index]] = argument
+    return found
 
 
-def _names_of(target: cst.CSTNode) -> list[str]:
-    if isinstance(target, cst.Tuple | cst.List):
-        return [name for element in target.elements for name in _names_of(element.value)]
-    return [dotted(target)] if isinstance(target, cst.Name | cst.Attribute) else []
+def _one_by_one(values: Values) -> Values:
+    """Values, with what gives a loader's batches one by one in the place of the loader."""
+    return frozenset(replace(each, kind="iterator") if each.kind == "loader" else each for each in values)
+
+
+def _unwrapped(values: Values) -> Values:
+    """Values, with models in the place of their wrappers."""
+    plain = frozenset(each for each in values if each.kind not in WRAPPERS)
+    return plain.union(*(each.inner for each in of_kind(values, *WRAPPERS)))
+
+
+def _of_variable(name: Node | None) -> Values:
+    kind = _RANKS.get(text_of(name).strip("\"'"))
+    return frozenset({Value(kind)}) if kind else NOTHING
+
+
+def _of_rank_name(name: str) -> Values:
+    """What a name says that nothing else is known of."""
+    if RANK_NAME.fullmatch(name):
+        return frozenset({Value("local rank" if "local" in name.lower() else "rank")})
+    return frozenset({Value("main")}) if name != "main" and MAIN_NAME.fullmatch(name) else NOTHING

@@ -25,8 +25,8 @@ makes of P. What a plan really divides is the user's choice. Activations are cou
 between divided layers are on every tensor rank.
 
 Activations are all that the passes have made and still hold when that is most: what autograd has saved, its gradients,
-and results of single operations. On one rank they go while gradients come, so only the larger of both counts; buckets
-and shards of gradients are there all the time. Libraries (a GPU's context takes about half a gigabyte) and the
+and results of single operations. On one rank and with FSDP2 they go while gradients come, so only the larger of both
+counts; buckets are there all the time. Libraries (a GPU's context takes about half a gigabyte) and the
 allocator's reserve come on top.
 """
 
@@ -144,8 +144,10 @@ class Footprint:
     @property
     def total(self) -> int:
         """The most at once."""
-        if self.num_ranks == 1:
-            return self.parameters + self.optimizer + max(self.activations, self.gradients + self.stepping)
+        if self.num_ranks == 1 or self.mesh:
+            # Shards of gradients come while activations go; buckets are there all the time.
+            passes = self.passing + max(self.activations, self.gradients)
+            return self.parameters + self.optimizer + max(passes, self.gradients + self.stepping)
         return self.parameters + self.optimizer + self.gradients + max(self.passing + self.activations, self.stepping)
 
     def to_json(self) -> dict[str, object]:

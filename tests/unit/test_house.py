@@ -136,6 +136,7 @@ ORDER: dict[str, list[str]] = {
         "plan",
         "data",
         "models",
+        "metrics",
         "output",
         "loops",
         "work",

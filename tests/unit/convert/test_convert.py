@@ -362,8 +362,7 @@ def test_an_evaluation_that_counts_on_its_batch_size_is_whole_on_every_rank(tmp_
         (("batch_size=16, ", ""), "a batch of one sample can't be divided"),
         (
             ("batch_size=16", "**options"),
-            "**options passes arguments to DataLoader that convert doesn't see: "
-            "write them out there (batch_size=..., shuffle=...)",
+            "**options passes arguments to DataLoader that convert doesn't see: write them out there (batch_size=...)",
         ),
         (("DataLoader(data, batch_size=16, shuffle=True)", "DataLoader(*options)"), "*options passes arguments to"),
         (("in loader:", "in batches:"), "no torch DataLoader of this file"),

@@ -133,7 +133,6 @@ if __name__ == "__main__":
     [
         (("x, y in loader:", "(x, y), (z, _) in zip(loader, other):"), "the loader of this batch has no name here"),
         (("in loader:", "in list(loader):"), "no torch DataLoader of this file"),
-        (("in loader:", "in DataLoader(data, batch_size=8):"), "the loader of this batch has no name here"),
         (("model(x)", "model(x.view(size, -1))"), "x.view(size, -1) counts on whole batches"),
         (("model(x)", "model(x + torch.randn(16, 4))"), "torch.randn(16, 4) counts on whole batches"),
     ],

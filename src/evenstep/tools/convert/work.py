@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 
 import libcst as cst
 
@@ -72,13 +73,14 @@ class Work:
 
         Args:
             call: Whose arguments have to be changed.
-            by_hand: The arguments that matter, as one writes them.
+            by_hand: The arguments that matter, as one writes them, if they are known.
         """
         hidden = next((argument for argument in call.args if argument.star), None)
         if hidden is None:
             return None
         unpacked, function = f"{hidden.star}{self.script.code(hidden.value)}", self.script.code(call.func)
-        return f"{unpacked} passes arguments to {function} that convert doesn't see: write them out there ({by_hand})"
+        text = f"{unpacked} passes arguments to {function} that convert doesn't see: write them out there"
+        return f"{text} ({by_hand})" if by_hand else text
 
     def average(self, node: Node, weight: str) -> None:
         """Have an expression be its mean over ranks."""
@@ -99,13 +101,14 @@ class Work:
         """All calls of the script, in order."""
         return [node for node in self.script.nodes if isinstance(node, cst.Call)]
 
+    def short(self, call: cst.Call) -> str:
+        """The last part of what is called: "step" of `optimizer.step()`."""
+        return self.script.code(call.func).rsplit(".", 1)[-1]
+
     def unused(self, name: str) -> str:
         """A name that the script doesn't use yet; it is taken from now on."""
         taken = self.script.names() | self._given
-        number, found = 1, name
-        while found in taken:
-            number += 1
-            found = f"{name}_{number}"
+        found = next(each for number in count(1) if (each := f"{name}_{number}".removesuffix("_1")) not in taken)
         self._given.add(found)
         return found
 

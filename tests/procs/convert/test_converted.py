@@ -13,7 +13,7 @@ from evenstep.tools.verify.report import Report
 from tests.procs.verify.test_verify_ranks import OnPool
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "single"
-REFUSED = {"contrastive", "keyword_dictionaries", "sliced_tensors"}
+REFUSED = {"contrastive", "keyword_dictionaries", "sliced_tensors", "triplets"}
 CONVERTED = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem not in REFUSED)
 QUICK = {"gan", "class_weights"}
 # The ranks of the pool are another program's, with its arguments.

@@ -191,7 +191,7 @@ class Models:
     def _is_use(self, node: Node, statement: Statement) -> bool:
         """Whether a model is called, kept, trained or given to the script's own: else it is being set up."""
         script, parent = self._script, self._script.parent(node)
-        if not isinstance(parent, cst.Attribute | cst.Arg | cst.AssignTarget):
+        if not isinstance(parent, cst.Attribute | cst.Subscript | cst.Arg | cst.AssignTarget):
             return True
         for each in script.ancestors(node):
             match each:

@@ -133,6 +133,7 @@ ORDER: dict[str, list[str]] = {
     "data.sources": ["samples", "streams", "same_data", "same_stream", "source", "webdataset", "tokens"],
     "tools.convert": [
         "convert",
+        "replay",
         "plan",
         "data",
         "models",

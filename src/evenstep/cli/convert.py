@@ -92,10 +92,16 @@ def build_parser() -> Parser:
 
 
 def _verify(args: Namespace, found: Conversion) -> bool:
-    report = found.verify(args.arguments, say=console.say)
+    shown, report = found.verify(args.arguments, say=console.say)
+    for difference in shown.differences:
+        console.say(f"{args.script}: {difference}")
+    if report is None:
+        console.say(f"{args.script}: converted, it doesn't compute what it did, so nothing was written")
+        return False
     report.show(console.on_stdout())
     if report.is_fine:
-        console.say(f"{args.script}: converted, it computes the same on one rank and on three")
+        text = f"on one rank what the script did ({shown.num_steps} steps, with its batches), and on three the same"
+        console.say(f"{args.script}: converted, it computes {text}")
     else:
         console.say(f"{args.script}: converted, it doesn't compute the same on three ranks, so nothing was written")
     return report.is_fine

@@ -94,7 +94,8 @@ class Data:
                 return script.code(node)
             for call in self._work.calls():
                 names = [script.code(each.value).strip("'\"-").replace("-", "_") for each in call.args]
-                is_one = any(script.code(each).replace(" ", "") == "default=1" for each in call.args)
+                default = arguments(call, ()).get("default")
+                is_one = default is not None and script.code(default.value) == "1"
                 if self._work.short(call) == "add_argument" and is_one and script.code(node).split(".")[-1] in names:
                     return script.code(node)
         return None

@@ -103,7 +103,7 @@ class _Applying(cst.CSTTransformer):
             updated = change(updated)
         if original in self._moved:
             text = self._edits.script.module.code_for_node(updated)
-            self._done[original] = f"({text})" if "\n" in text else text
+            self._done[original] = f"({text})" if _breaks(text) else text
             return cst.Name(self._moved[original])
         return updated
 
@@ -173,6 +173,15 @@ class _Applying(cst.CSTTransformer):
                 single = single.with_changes(trailing_whitespace=line.trailing_whitespace)
             parts.append((single, small in self._edits.guarded))
         return parts
+
+
+def _breaks(text: str) -> bool:
+    """Whether an expression has lines that end outside of parentheses of its own."""
+    try:
+        cst.parse_expression(text)
+    except cst.ParserSyntaxError:
+        return True
+    return False
 
 
 def with_argument(name: str, value: str) -> Change:

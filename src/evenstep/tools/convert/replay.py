@@ -92,6 +92,16 @@ def replay(script: str, converted: str, arguments: Sequence[str], *, say: Callab
 
 
 def _differences(root: Path, numbers: Sequence[int]) -> Iterator[str]:
+    loops = [torch.load(root / mode, weights_only=True) for mode in ("record", "replay")]
+    for number, (was, now) in enumerate(zip(*loops, strict=False)):
+        if was["is_whole"] and now["is_whole"] and was["sizes"] != now["sizes"]:
+            sizes = [f"{len(each['sizes'])} batches, {sum(each['sizes'])} samples" for each in (was, now)]
+            yield f"loop {number + 1} over a loader has {sizes[1]}; as the script was, {sizes[0]}"
+            return
+        shared = (Counter(was["samples"]) & Counter(now["samples"])).total()
+        # Samples that are drawn anew each time, as augmented ones are, have nothing in common.
+        if was["is_whole"] and now["is_whole"] and len(was["samples"]) // 2 < shared < len(was["samples"]):
+            yield f"loop {number + 1} over a loader: {len(was['samples']) - shared} samples are missing or other ones"
     if numbers[0] != numbers[1]:
         yield f"the script makes {numbers[0]} steps with these batches, the converted one {numbers[1]}"
     for step in range(min(numbers)):
@@ -103,15 +113,6 @@ def _differences(root: Path, numbers: Sequence[int]) -> Iterator[str]:
                 name = "the gradient" if what == "grads" else "what the steps have changed of the weights"
                 yield f"step {step + 1}: {name} is another one, by {apart:.1e} of it, with the same weights and batches"
                 return
-    loops = [torch.load(root / mode, weights_only=True) for mode in ("record", "replay")]
-    for number, (was, now) in enumerate(zip(*loops, strict=False)):
-        if was["is_whole"] and now["is_whole"] and was["sizes"] != now["sizes"]:
-            sizes = [f"{len(each['sizes'])} batches, {sum(each['sizes'])} samples" for each in (was, now)]
-            yield f"loop {number + 1} over a loader has {sizes[1]}; as the script was, {sizes[0]}"
-        shared = (Counter(was["samples"]) & Counter(now["samples"])).total()
-        # Samples that are drawn anew each time, as augmented ones are, have nothing in common.
-        if was["is_whole"] and now["is_whole"] and len(was["samples"]) // 2 < shared < len(was["samples"]):
-            yield f"loop {number + 1} over a loader: {len(was['samples']) - shared} samples are missing or other ones"
 
 
 def _apart(was: Sequence[Tensor | None], now: Sequence[Tensor | None], by: Sequence[Tensor | None]) -> float:

@@ -86,9 +86,9 @@ def replay(script: str, converted: str, arguments: Sequence[str], *, say: Callab
         numbers = [len(list(root.glob(f"{mode}-step-*"))) for mode in ("record", "replay")]
         if not numbers[0]:
             raise UsageError(f"{script} has made no step that could be seen: a call of a torch optimizer's step().")
-        (*_, last) = torch.load(root / "record", weights_only=True)
-        share = len(last["sizes"]) / max(1, last["given"])  # of the batches that reached the loop
-        return Replay(min(numbers), tuple(_differences(root, numbers)), round(last["steps"] * share) or numbers[0])
+        loop = max(torch.load(root / "record", weights_only=True), key=lambda each: each["steps"])
+        epoch = round(loop["steps"] * len(loop["sizes"]) / max(1, loop["given"]))  # some batches didn't reach the loop
+        return Replay(min(numbers), tuple(_differences(root, numbers)), epoch)
 
 
 def _differences(root: Path, numbers: Sequence[int]) -> Iterator[str]:
@@ -99,8 +99,7 @@ def _differences(root: Path, numbers: Sequence[int]) -> Iterator[str]:
             yield f"loop {number + 1} over a loader has {sizes[1]}; as the script was, {sizes[0]}"
             return
         shared = (Counter(was["samples"]) & Counter(now["samples"])).total()
-        # Samples that are drawn anew each time, as augmented ones are, have nothing in common.
-        if was["is_whole"] and now["is_whole"] and len(was["samples"]) // 2 < shared < len(was["samples"]):
+        if was["is_of_all"] and now["is_of_all"] and shared < len(was["samples"]):
             yield f"loop {number + 1} over a loader: {len(was['samples']) - shared} samples are missing or other ones"
     if numbers[0] != numbers[1]:
         yield f"the script makes {numbers[0]} steps with these batches, the converted one {numbers[1]}"
@@ -161,12 +160,13 @@ class _Observed:
     def _loop(self, original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
         if self._is_reading:  # a loader inside a loader
             return original(loader)
-        return self._batches(original(loader))
+        return self._batches(original(loader), loader.dataset)
 
-    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _batches(self, batches: Iterator[Any], dataset: Any) -> Iterator[Any]:
         number, steps = self._num_loops, self._num_steps
         self._num_loops += 1
         loop: dict[str, Any] = {"sizes": [], "samples": [], "is_whole": False, "given": 0, "steps": 0}
+        loop["is_of_all"] = False
         self._loops.append(loop)
         while (batch := self._next(batches, loop)) is not None:
             if len(loop["sizes"]) > _FIRST:  # the last one reaches the loop, too
@@ -175,7 +175,7 @@ class _Observed:
             loop["given"] += 1
             yield self._given(number, len(loop["sizes"]), batch[0])
             loop["steps"] = self._num_steps - steps
-        loop["is_whole"] = True
+        loop |= {"is_whole": True, "is_of_all": _is_of_all(dataset, sum(loop["sizes"]))}
         if self._num_steps > steps:
             raise SystemExit(0)  # an epoch was trained on
 
@@ -247,6 +247,16 @@ class _Observed:
     def close(self) -> None:
         """Leave what loops over loaders were like."""
         torch.save(self._loops, self._root / self._mode)
+
+
+def _is_of_all(dataset: Any, num_samples: int) -> bool:
+    """Whether so many samples are all of a data set, whose samples are the same each time that they are read."""
+    try:
+        with randomness.preserved():
+            first, again = ([first_samples(dataset[k]) for k in range(min(num_samples, 8))] for _ in range(2))
+            return len(dataset) == num_samples and all(map(torch.equal, first, again))
+    except (TypeError, LookupError, NotImplementedError):  # a stream, or samples without numbers
+        return False
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, object]:

@@ -140,7 +140,6 @@ ORDER: dict[str, list[str]] = {
         "metrics",
         "output",
         "loops",
-        "work",
         "edits",
         "losses",
         "values",

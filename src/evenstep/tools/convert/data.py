@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from evenstep.tools.convert.edits import with_argument
+from evenstep.tools.convert.edits import Work, with_argument
 from evenstep.tools.convert.loops import Loops
 from evenstep.tools.convert.metrics import Metrics
 from evenstep.tools.convert.source import Node
 from evenstep.tools.convert.values import BUILTINS, PASSING, Value, Values, arguments
-from evenstep.tools.convert.work import Work
 
 _POSITIONAL = (
     "dataset",

@@ -7,7 +7,7 @@ import sys
 import libcst as cst
 
 from evenstep.tools.convert.data import Data
-from evenstep.tools.convert.edits import Edits
+from evenstep.tools.convert.edits import Edits, Work
 from evenstep.tools.convert.loops import Loops
 from evenstep.tools.convert.losses import Losses
 from evenstep.tools.convert.metrics import Metrics
@@ -15,7 +15,6 @@ from evenstep.tools.convert.models import Models
 from evenstep.tools.convert.output import Output
 from evenstep.tools.convert.source import Node, Script
 from evenstep.tools.convert.values import BUILTINS, Flow, Values
-from evenstep.tools.convert.work import Work
 
 # Who divides training over ranks already, by the names that a script imports.
 _DISTRIBUTED = {

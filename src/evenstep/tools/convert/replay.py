@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import math
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -31,6 +30,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from evenstep import randomness
 from evenstep.data.loader import DataLoader
 from evenstep.errors import UsageError
+from evenstep.ground.environment import with_settings
 from evenstep.pytrees import flatten_tensors
 from evenstep.temporary import private_directory
 from evenstep.tools.observing.models import first_samples
@@ -78,7 +78,7 @@ def replay(script: str, converted: str, arguments: Sequence[str], *, say: Callab
         for mode, path in (("record", script), ("replay", converted)):
             say(f"{path} in one process, " + ("as it was" if mode == "record" else "given the same batches"))
             command = [sys.executable, "-m", __name__, str(root), mode, path, *arguments]
-            env = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
+            env = {**with_settings(), "TORCHDYNAMO_DISABLE": "1"}
             done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
             if done.returncode:
                 said = done.stderr[-4000:].rstrip()

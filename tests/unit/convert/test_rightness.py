@@ -158,7 +158,11 @@ def test_a_generator_that_reads_ahead_is_refused(tmp_path: Path):
     """The loader has counted the next batch by then."""
     loop = LOOP.replace("in loader:", "in ahead(loader):")
     plain = "def ahead(batches):\n    for batch in batches:\n        yield batch\n"
-    assert WEIGHTED in after(tmp_path, HEAD + plain + loop)
+    converted = after(tmp_path, HEAD + plain + loop)
+    assert WEIGHTED in converted
+    assert "    for batch in batches:\n" in converted  # of this rank's part: it isn't a loop that evaluates
+    parts = "def ahead(batches):\n    for x, y in batches:\n        yield x.float(), y\n"
+    assert WEIGHTED in after(tmp_path, HEAD + parts + loop)
     kept = "def ahead(batches):\n    kept = None\n    for batch in batches:\n        if kept:\n            yield kept\n"
     kept += "        kept = batch\n    yield kept\n"
     assert "no torch DataLoader of this file" in why_not(tmp_path, HEAD + kept + loop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 import libcst as cst
 
@@ -105,9 +106,8 @@ class Data:
         """Where a script needs whole batches of a loader, not to train on them, and why."""
         flow = self._flow
         for loop in self._loops.evaluating:
-            reason = self._metrics.why_whole(loop) if value in self._loops.loaders(loop) else None
-            if reason is not None:
-                yield loop.iter, reason
+            if value in self._loops.loaders(loop):
+                yield from ((loop.iter, reason) for reason in islice(self._metrics.why_whole(loop), 1))
         for call in self._work.calls():
             given = [argument.value for argument in call.args if value in flow.loaders(argument.value)]
             is_own = any(each.kind in ("function", "class") for each in flow.of(call.func))

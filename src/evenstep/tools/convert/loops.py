@@ -58,7 +58,13 @@ class Loops:
         self.training: set[Node] = {loop for each in self.passes for loop in each.loops}
         self.flowing = {node for each in self.passes for node in work.losses.slice(each.loss, gradients=True)}
         loops = [node for node in self._script.nodes if isinstance(node, cst.For | cst.CompFor)]
-        self.evaluating = [loop for loop in loops if loop not in self.training and self.in_head(loop)]
+        # What a generator passes on is judged where it arrives.
+        passing = {
+            around for node in self._script.nodes if isinstance(node, cst.Yield) for around in self._script.loops(node)
+        }
+        self.evaluating = [
+            loop for loop in loops if loop not in self.training and loop not in passing and self.in_head(loop)
+        ]
         self.whole: set[Node] = set()
 
     # ------------------------------------------------------------------ loaders of loops

@@ -182,7 +182,8 @@ class Losses:
                     waiting += self.results(each, gradients=gradients, forwards=forwards)
                 elif isinstance(each, cst.Name):
                     made = [value for found in self.definitions(each) for value in self._values(found, gradients)]
-                    waiting += made if gradients else [*made, *self._iterated(each)]
+                    loops = [] if gradients else [*map(self.script.parent, self.script.bound(each.value, each))]
+                    waiting += [*made, *(loop.iter for loop in loops if isinstance(loop, cst.For | cst.CompFor))]
                     for value in self.given(each) or () if self.script.function(each) in callers else ():
                         if value is not None:
                             callers.add(self.script.function(value))
@@ -199,10 +200,6 @@ class Losses:
             if parts and all(self.batches(each) <= {None} for each in parts):
                 return [*parts]
         return [found.value]
-
-    def _iterated(self, name: cst.Name) -> list[Node]:
-        loops = [self.script.parent(by) for by in self.script.bound(name.value, name)]
-        return [loop.iter for loop in loops if isinstance(loop, cst.For | cst.CompFor)]
 
     def _is_detached(self, node: Node) -> bool:
         """Whether an expression has no gradient."""
@@ -269,13 +266,14 @@ class Losses:
             found: set[Node | None] = set()
             for each in nodes:
                 own = self.script.function(each)
-                sites = self._taken(each)
+                sites = self.taken(each)
                 is_any = own is None or own in callers
                 found |= {site for site in sites if is_any or site is None or self.script.is_inside(site, own or site)}
             self._batches[node] = frozenset(found)
         return self._batches[node]
 
-    def _taken(self, node: Node) -> set[Node | None]:
+    def taken(self, node: Node) -> set[Node | None]:
+        """What the batch is taken from that an expression is, or is a part of; None among them: it draws numbers."""
         if isinstance(node, cst.Call) and self.draws_noise(node):
             return {None}
         if not isinstance(node, cst.Call) and not (isinstance(node, cst.Name) and self.script.is_read(node)):
@@ -298,10 +296,6 @@ class Losses:
         is_forward = self.flow.is_module_class(self.script.class_of(function)) and function.name.value != "__init__"
         calls = self.flow.calls.get(function, ())
         return is_forward or function.name.value == "__getitem__" or any(map(self.script.loops, calls))
-
-    def is_of_samples(self, node: Node) -> bool:
-        """Whether an expression is a batch or a part of one, or draws random numbers."""
-        return bool(self._taken(node))
 
     def is_size(self, node: Node) -> bool:
         """Whether an expression is the number of samples of a batch: `len(x)`, `x.size(0)`, `x.shape[0]`."""
@@ -368,16 +362,17 @@ class Losses:
         if not found:
             given = [] if self.flow.is_a(node, "batch") else self.given(node) or []
             return _alike([Kind(CONSTANT) if value is None else self.kind(value) for value in given])
-        kinds = [self._of_definition(each) for each in found]
+        kinds = [
+            self.kind(each.value)
+            if each.index is None or not isinstance(each.value, cst.Call)
+            else self._of_functions(each.value, each.index)
+            for each in found
+        ]
         result = kinds[0]
         for each, definition in zip(kinds[1:], found[1:], strict=True):
             was_added = definition.adds or found[0].adds
             result = combined(result, each) if was_added or each != result else result
         return result
-
-    def _of_definition(self, found: Definition) -> Kind:
-        is_part = found.index is not None and isinstance(found.value, cst.Call)
-        return self._of_functions(found.value, found.index) if is_part else self.kind(found.value)  # type: ignore[arg-type]
 
     def _of_operation(self, node: cst.BinaryOperation) -> Kind:
         left, right = self.kind(node.left), self.kind(node.right)

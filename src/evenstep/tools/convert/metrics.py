@@ -69,7 +69,7 @@ class Metrics:
         script, losses = self._script, self._losses
         if node in self._work.collectives or not losses.varies(node):
             return True
-        if depth > 8 or losses.is_of_samples(node):
+        if depth > 8 or losses.taken(node):
             return False
         parts: list[Node] = [*script.parts(node)]
         if isinstance(node, cst.Name):
@@ -184,27 +184,22 @@ class Metrics:
         if not isinstance(name, cst.Name) or isinstance(script.parent(loop), cst.SimpleStatementSuite):
             return False
         for each in script.inside(loop):
-            if isinstance(each, cst.Name) and each.value == name.value and not self._is_added_to(each):
+            parent = script.parent(each)
+            is_added_to = isinstance(parent, cst.AugAssign) and parent.target is each
+            if isinstance(each, cst.Name) and each.value == name.value and not is_added_to:
                 return False
         around = script.loops(loop)
         starts = [script.statement(target) for target in script.bound(name.value, name)]
         return any(script.order(each) < script.order(loop) and script.loops(each) == around for each in starts)
 
-    def _is_added_to(self, name: cst.Name) -> bool:
-        parent = self._script.parent(name)
-        return isinstance(parent, cst.AugAssign) and parent.target is name
-
     # ------------------------------------------------------------------ evaluations
 
-    def why_whole(self, loop: Node) -> str | None:
-        """Why every rank has to see all samples of a loop that doesn't train; None if each use of them is understood.
+    def why_whole(self, loop: Node) -> Iterator[str]:
+        """Why every rank has to see all samples of a loop that doesn't train; nothing if each use is understood.
 
         Args:
             loop: Over a loader.
         """
-        return next(self._uses_not_understood(loop), None)
-
-    def _uses_not_understood(self, loop: Node) -> Iterator[str]:
         code, losses = self._script.code, self._losses
         if not isinstance(loop, cst.For):
             yield "it makes a list of all batches"
@@ -217,8 +212,6 @@ class Metrics:
         sums = dict(self._sums(loop, losses.metric))
         for node in self._script.inside(loop.body):
             match node:
-                case cst.Yield():
-                    yield "it gives its batches to another loop"
                 case cst.If(test=test) | cst.While(test=test) if losses.varies(test):
                     yield f"what it does depends on samples: {code(test)}"
                 case cst.For() if losses.varies(node.iter):

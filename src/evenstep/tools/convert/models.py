@@ -40,7 +40,8 @@ class Models:
         self._work, self._loops = work, loops
         self._script, self._flow = work.script, work.flow
         self._wrapped_at: dict[Value, Node | None] = {}  # the statement that the wrapper stands before, by model
-        self._parallel = [call for call in work.calls() if self._is_data_parallel(call)]
+        names = ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel")
+        self._parallel = [call for call in work.calls() if work.script.qualified(call.func) in names]
         self.trained = self._find_trained()
         self._has_batch_norm = self._may_have_batch_norm()
 
@@ -213,9 +214,6 @@ class Models:
         return any(value.kind in ("function", "class") for value in self._flow.of(call.func))
 
     # ------------------------------------------------------------------ DataParallel
-
-    def _is_data_parallel(self, call: cst.Call) -> bool:
-        return self._script.qualified(call.func) in ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel")
 
     def _leave_out(self, call: cst.Call) -> None:
         """Have a model that was made parallel be itself; a statement that did only this goes."""

@@ -184,7 +184,15 @@ def _join_ranks(work: Work) -> None:
         text = "nothing in this file runs the training, so there is no place where ranks could be joined, and"
         work.refuse(script.module, f"{text} {_ONE_FILE}")
         return
-    above = next(each for each in body if each is first or _imports_torch(script, each))
+    # A module imports torch perhaps inside of a `try`.
+    above = next(
+        each
+        for each in body
+        if each is first
+        or any(
+            isinstance(by, cst.Import | cst.ImportFrom) and " torch" in script.code(by) for by in script.inside(each)
+        )
+    )
     statement = first
     if isinstance(first, cst.If) and "__name__" in script.code(first.test):
         statement = first.body.body[0] if isinstance(first.body, cst.IndentedBlock) else first.body
@@ -192,12 +200,6 @@ def _join_ranks(work: Work) -> None:
     line = f"{work.world} = evenstep.init(seed={_seed(work)})"
     edits.before.setdefault(statement, []).insert(int(statement is above), line)
     edits.comments.setdefault(statement, []).insert(0, work.launch)
-
-
-def _imports_torch(script: Script, statement: Node) -> bool:
-    """Whether a statement imports torch, perhaps inside of a `try`."""
-    imports = [each for each in script.inside(statement) if isinstance(each, cst.Import | cst.ImportFrom)]
-    return any(" torch" in script.code(each) for each in imports)
 
 
 def _seed(work: Work) -> str:

@@ -166,3 +166,11 @@ def test_names_that_are_added_stand_behind_their_import(imports: str, tmp_path: 
         bound += [each.lineno for each in nodes if isinstance(each, ast.alias) and each.name == name]
         assert all(min(bound) <= each.lineno for each in uses)
     assert converted(tmp_path, text).by == "evenstep"
+
+
+def test_a_generator_passes_on_a_ranks_part_of_a_batch(tmp_path: Path):
+    """A loop in it evaluates nothing: with whole batches, every rank would train on all samples."""
+    plain = "def passing(batches):\n    for batch in batches:\n        yield batch\n"
+    text = after(tmp_path, HEAD + plain + LOOP.replace("in loader:", "in passing(loader):"))
+    assert "    for batch in batches:\n" in text
+    assert WEIGHTED in text

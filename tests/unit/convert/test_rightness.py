@@ -158,11 +158,7 @@ def test_a_generator_that_reads_ahead_is_refused(tmp_path: Path):
     """The loader has counted the next batch by then."""
     loop = LOOP.replace("in loader:", "in ahead(loader):")
     plain = "def ahead(batches):\n    for batch in batches:\n        yield batch\n"
-    converted = after(tmp_path, HEAD + plain + loop)
-    assert WEIGHTED in converted
-    assert "    for batch in batches:\n" in converted  # of this rank's part: it isn't a loop that evaluates
-    parts = "def ahead(batches):\n    for x, y in batches:\n        yield x.float(), y\n"
-    assert WEIGHTED in after(tmp_path, HEAD + parts + loop)
+    assert WEIGHTED in after(tmp_path, HEAD + plain + loop)
     kept = "def ahead(batches):\n    kept = None\n    for batch in batches:\n        if kept:\n            yield kept\n"
     kept += "        kept = batch\n    yield kept\n"
     assert "no torch DataLoader of this file" in why_not(tmp_path, HEAD + kept + loop)
@@ -389,7 +385,14 @@ def test_seeds_of_the_command_line_decide_the_order(tmp_path: Path):
     head = "import argparse\nargs = argparse.ArgumentParser().parse_args()\ntorch.manual_seed(args.seed)\n"
     assert "shuffle=True, seed=torch.initial_seed())" in after(tmp_path, HEAD + head + LOOP)
     drawn = "import random\ntorch.manual_seed(random.randint(1, 10000))\n"
-    assert any("a seed that is drawn is the same in every run" in note for note in notes(tmp_path, HEAD + drawn + LOOP))
+    expected = "a seed that is drawn is the same in every run now: choose one in evenstep.init"
+    assert notes(tmp_path, HEAD + drawn + LOOP) == [expected]
+    kept = drawn.replace(
+        "torch.manual_seed(random.randint(1, 10000))", "a.seed = random.randint(1, 9)\ntorch.manual_seed(a.seed)"
+    )
+    assert notes(tmp_path, f"{HEAD}from options import a\n{kept}{LOOP}") == [expected]
+    other = head + "import random\nwhere = random.randint(1, 9)\n"
+    assert not notes(tmp_path, HEAD + other + LOOP)
 
 
 def test_options_that_no_longer_choose_the_device_are_named(tmp_path: Path):

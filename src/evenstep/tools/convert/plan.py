@@ -203,11 +203,16 @@ def _join_ranks(work: Work) -> None:
 
 
 def _seed(work: Work) -> str:
-    chosen, numbers = work.seeds(are_numbers=False), work.seeds(are_numbers=True)
-    if chosen and any((work.script.qualified(call.func) or "").startswith("random.rand") for call in work.calls()):
-        text = "a seed that is drawn is the same in every run now: choose one in evenstep.init"
-        work.note(chosen[0], text, mark=True)
-    return work.script.code(numbers[0].args[0].value) if numbers else "0"
+    script, numbers = work.script, work.seeds(are_numbers=True)
+    drawn = [call for call in work.calls() if (script.qualified(call.func) or "").startswith("random.rand")]
+    for seeding in work.seeds(are_numbers=False)[:1]:
+        seed = seeding.args[0].value
+        assigned = [node for node in script.nodes if isinstance(node, cst.Assign)]
+        kept = {node.value for node in assigned if script.code(node.targets[0].target) == script.code(seed)}
+        if any(call in kept or call in work.losses.slice(seed) for call in drawn):
+            text = "a seed that is drawn is the same in every run now: choose one in evenstep.init"
+            work.note(seeding, text, mark=True)
+    return script.code(numbers[0].args[0].value) if numbers else "0"
 
 
 def _may_draw(work: Work, around: Node, depth: int = 0) -> bool:

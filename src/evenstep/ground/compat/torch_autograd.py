@@ -44,14 +44,14 @@ def enclosing_node() -> Node | None:
 def has_pending_graph(tensor: torch.Tensor) -> bool:
     """Whether a backward pass through a tensor may follow: it has a graph, which none has freed.
 
-    The first node that saved a tensor tells.
+    The first node that saved a tensor tells: torch's page on the mechanics of autograd names the prefix of what it saved.
     """
     nodes = [tensor.grad_fn]
     while nodes:
         node = nodes.pop()
         for name in dir(node):
             try:
-                if name.startswith("_saved_") and isinstance(getattr(node, name), torch.Tensor):
+                if name.lstrip("_").startswith("saved_") and isinstance(getattr(node, name), torch.Tensor):
                     return True
             except RuntimeError:  # it was freed
                 return False

@@ -240,8 +240,11 @@ def _users(work: Work) -> set[Node]:
         node: {inner.value for inner in script.inside(node) if isinstance(inner, cst.Name)} - {name}
         for name, node in defined.items()
     }
-    for _ in defined:
-        users |= {node for node in names if any(defined.get(name) in users for name in names[node])}
+    found = set(users)
+    while found:  # who mentions one that was found last
+        last = {each.name.value for each in found if isinstance(each, _DEFINITIONS)}
+        found = {node for node in names if node not in users and names[node] & last}
+        users |= found
     return users
 
 

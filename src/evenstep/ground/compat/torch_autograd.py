@@ -44,7 +44,7 @@ def enclosing_node() -> Node | None:
 def has_pending_graph(tensor: torch.Tensor) -> bool:
     """Whether a backward pass through a tensor may follow: it has a graph, which none has freed.
 
-    The first node that saved a tensor tells: torch's page on the mechanics of autograd names the prefix of what it saved.
+    The first node that saved a tensor tells, by names that torch's page on the mechanics of autograd describes.
     """
     nodes = [tensor.grad_fn]
     while nodes:

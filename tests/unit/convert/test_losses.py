@@ -61,6 +61,7 @@ def test_an_evaluation_of_samples_beside_each_other_is_whole(metric: str, tmp_pa
         ("torch.topk((p - y).square(), 4)[0].mean()", True),
         ("(p - p.max(1, keepdim=True)[0]).mean()", False),
         ("nn.functional.mse_loss(torch.softmax(p, dim=1), y)", False),
+        ("nn.functional.mse_loss(nn.functional.normalize(p), y)", False),
         ("nn.functional.mse_loss(p, y).mean()", False),
         ("nn.functional.mse_loss(torch.max(p, y), y)", False),
     ],

@@ -174,3 +174,8 @@ def test_a_generator_passes_on_a_ranks_part_of_a_batch(tmp_path: Path):
     text = after(tmp_path, HEAD + plain + LOOP.replace("in loader:", "in passing(loader):"))
     assert "    for batch in batches:\n" in text
     assert WEIGHTED in text
+
+
+def test_a_bar_is_rank_0s_wherever_its_name_comes_from(tmp_path: Path):
+    text = after(tmp_path, "from torch.hub import tqdm\n" + HEAD + LOOP.replace("in loader:", "in tqdm(loader):"))
+    assert "in tqdm(loader, disable=not world.is_main):" in text

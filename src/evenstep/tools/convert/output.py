@@ -157,7 +157,7 @@ class Output:
             self._edits.template(call, f"({text})" if is_conditional else text)
         elif name == "wandb.init":
             self._set(call, "mode", f'{{old}} if {main} else "disabled"', f'None if {main} else "disabled"')
-        elif name.startswith("tqdm.") and name.rsplit(".", 1)[-1] in ("tqdm", "trange", "tqdm_notebook"):
+        elif name.rsplit(".", 1)[-1] in ("tqdm", "trange", "tqdm_notebook"):
             self._set(call, "disable", f"{{old}} or not {main}", f"not {main}")
 
     def _set(self, call: cst.Call, name: str, given: str, otherwise: str) -> None:

@@ -179,3 +179,10 @@ def test_a_generator_passes_on_a_ranks_part_of_a_batch(tmp_path: Path):
 def test_a_bar_is_rank_0s_wherever_its_name_comes_from(tmp_path: Path):
     text = after(tmp_path, "from torch.hub import tqdm\n" + HEAD + LOOP.replace("in loader:", "in tqdm(loader):"))
     assert "in tqdm(loader, disable=not world.is_main):" in text
+
+
+def test_what_rank_0_does_alone_stands_under_one_condition(tmp_path: Path):
+    """A new line begins a paragraph of its own."""
+    save = "torch.save(model, 'a.pt')\n"
+    assert after(tmp_path, HEAD + LOOP + 3 * save).count("if world.is_main:") == 1
+    assert after(tmp_path, HEAD + LOOP + save + "\n" + save).count("if world.is_main:") == 2

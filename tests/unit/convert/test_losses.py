@@ -25,6 +25,7 @@ def with_loss(loss: str, *, before: str = "", head: str = "") -> str:
     "loss",
     [
         "torch.cdist(z, model.weight).mean()",  # the model's own
+        "(z[:, None] - model.weight[None]).square().mean()",
         "(z @ model.weight.T).mean()",
         "nn.functional.cross_entropy(z @ model.weight, y.long())",
     ],
@@ -34,7 +35,14 @@ def test_samples_beside_what_the_model_keeps_are_no_pairs(loss: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "loss", ["(z @ model(y).T).mean()", "torch.pdist(z).mean()", "nn.CrossEntropyLoss()(z, torch.arange(len(x)))"]
+    "loss",
+    [
+        "(z @ model(y).T).mean()",
+        "torch.pdist(z).mean()",
+        "nn.CrossEntropyLoss()(z, torch.arange(len(x)))",
+        "(z[:, None] - z[None]).square().amin(1).mean()",
+        "nn.functional.cosine_similarity(z.unsqueeze(1), z.unsqueeze(0), dim=-1).mean()",
+    ],
 )
 def test_samples_beside_samples_are_pairs(loss: str, tmp_path: Path):
     assert PAIRS in why_not(tmp_path, with_loss(loss, before="        z = model(x)\n"))

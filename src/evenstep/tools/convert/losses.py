@@ -534,7 +534,22 @@ class Losses:
                 pair = [left, self._turned(right.value)]
             case cst.BinaryOperation(operator=cst.MatrixMultiply()):
                 pair = [node.left, self._turned(node.right)]
+            case cst.BinaryOperation(left=left, right=right) if {self._axis(left), self._axis(right)} == {0, 1}:
+                pair = [left, right]
+            case cst.Call(args=[first, second, *_]) if {self._axis(first.value), self._axis(second.value)} == {0, 1}:
+                pair = [first.value, second.value]
         return bool(pair) and all(each is not None and self.batches(each) - {None} for each in pair)
+
+    def _axis(self, node: Node) -> int | None:
+        """Where an expression gets a new axis, in front of samples or behind them: `z[None]`, `z.unsqueeze(1)`."""
+        code = self.script.code
+        match node:
+            case cst.Call(func=cst.Attribute(attr=cst.Name(value="unsqueeze")), args=[axis]):
+                return {"0": 0, "1": 1}.get(code(axis.value))
+            case cst.Subscript():
+                parts = [code(each).strip(", ") for each in node.slice]
+                return 0 if parts[0] == "None" else 1 if parts[:2] == [":", "None"] else None
+        return None
 
     def _turned(self, node: Node) -> Node | None:
         """What was transposed as a matrix of samples is: `z.T`, `z.t()`."""

@@ -29,13 +29,14 @@ from evenstep import checks, console, randomness, virtual_ranks
 from evenstep.device import choose_device, parse_device
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.c_library import heap
+from evenstep.ground.compat.torch_autograd import has_pending_graph
 from evenstep.ground.compat.torch_distributed import default_store
 from evenstep.ground.coordination.main_first import main_first
 from evenstep.ground.coordination.mesh import DATA, build_mesh, complete_mesh, group_along, validate_mesh
 from evenstep.ground.environment import Placement, claim_rank, current_placement, node_identity, placement_from_nodes
 from evenstep.ground.health import excepthook, heartbeat
 from evenstep.ground.health.telemetry import Telemetry
-from evenstep.ground.health.users_code import user_site
+from evenstep.ground.health.users_code import user_site, warn
 from evenstep.transport.core.object_collectives import (
     broadcast_value,
     check_mean,
@@ -418,10 +419,16 @@ class World:
             A float for a number, else a tensor of `value`'s shape and dtype (float64 for integers and bool). NaN if all
             weights are 0.
 
+        Warns:
+            UserWarning: Of a tensor whose gradient is still to be computed, once for a line: the mean has none.
+
         Raises:
             ConfigurationError: The value is no real number or tensor, or the weight isn't one, where it is seen.
         """
         given, weight = check_mean(value, weight, rank=self.rank)
+        if isinstance(value, Tensor) and torch.is_grad_enabled() and has_pending_graph(value):
+            text = "no gradient flows back through world.mean: a loss that it goes into loses this part"
+            warn(f"rank {self.rank}: {text}. Give it a number that is only shown as value.detach().")
         mean = weighted_mean(self.transport if given.device.type == "cuda" else self.control, given, weight)
         return mean if isinstance(value, Tensor) else float(mean)
 

@@ -24,7 +24,7 @@ _EPILOG = """\
 examples:
   evenstep convert train.py                          show the changes
   evenstep convert train.py --write                  change the file
-  evenstep convert train.py --verify --epochs 1      does the result compute the same on one rank and on three?
+  evenstep convert train.py --verify --epochs 1      does the result compute what the script did, also on three ranks?
 
 exit status: 0 if it was converted, or was data-parallel already; 1 if it can't be converted or doesn't compute the
 same; 2 if --verify finds that the script itself fails; 78 if the command is wrong."""
@@ -85,17 +85,25 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--write", action="store_true", help="change the file; with --verify only if it computes the same"
     )
-    parser.add_argument("--verify", action="store_true", help="run the result on one rank and on three, and compare")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare the result with the script, and with itself on three ranks"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the changes, problems and notes there, for programs")
     parser.add_argument("script", help="for one process; what follows is the script's own, for --verify")
     return parser
 
 
 def _verify(args: Namespace, found: Conversion) -> bool:
-    report = found.verify(args.arguments, say=console.say)
+    shown, report = found.verify(args.arguments, say=console.say)
+    for difference in shown.differences:
+        console.say(f"{args.script}: {difference}")
+    if report is None:
+        console.say(f"{args.script}: converted, it doesn't compute what it did, so nothing was written")
+        return False
     report.show(console.on_stdout())
     if report.is_fine:
-        console.say(f"{args.script}: converted, it computes the same on one rank and on three")
+        text = f"on one rank what the script did ({shown.num_steps} steps, with its batches), and on three the same"
+        console.say(f"{args.script}: converted, it computes {text}")
     else:
         console.say(f"{args.script}: converted, it doesn't compute the same on three ranks, so nothing was written")
     return report.is_fine

@@ -133,7 +133,6 @@ if __name__ == "__main__":
     [
         (("x, y in loader:", "(x, y), (z, _) in zip(loader, other):"), "the loader of this batch has no name here"),
         (("in loader:", "in list(loader):"), "no torch DataLoader of this file"),
-        (("in loader:", "in DataLoader(data, batch_size=8):"), "the loader of this batch has no name here"),
         (("model(x)", "model(x.view(size, -1))"), "x.view(size, -1) counts on whole batches"),
         (("model(x)", "model(x + torch.randn(16, 4))"), "torch.randn(16, 4) counts on whole batches"),
     ],
@@ -390,7 +389,14 @@ def test_seeds_of_the_command_line_decide_the_order(tmp_path: Path):
     head = "import argparse\nargs = argparse.ArgumentParser().parse_args()\ntorch.manual_seed(args.seed)\n"
     assert "shuffle=True, seed=torch.initial_seed())" in after(tmp_path, HEAD + head + LOOP)
     drawn = "import random\ntorch.manual_seed(random.randint(1, 10000))\n"
-    assert any("a seed that is drawn is the same in every run" in note for note in notes(tmp_path, HEAD + drawn + LOOP))
+    expected = "a seed that is drawn is the same in every run now: choose one in evenstep.init"
+    assert notes(tmp_path, HEAD + drawn + LOOP) == [expected]
+    kept = drawn.replace(
+        "torch.manual_seed(random.randint(1, 10000))", "a.seed = random.randint(1, 9)\ntorch.manual_seed(a.seed)"
+    )
+    assert notes(tmp_path, f"{HEAD}from options import a\n{kept}{LOOP}") == [expected]
+    other = head + "import random\nwhere = random.randint(1, 9)\n"
+    assert not notes(tmp_path, HEAD + other + LOOP)
 
 
 def test_options_that_no_longer_choose_the_device_are_named(tmp_path: Path):

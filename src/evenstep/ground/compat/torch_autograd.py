@@ -58,3 +58,21 @@ def enclosing_node() -> Node | None:
         is_within |= frame.f_code is _engine_run_backward.__code__
         frame = frame.f_back
     return found
+
+
+def has_pending_graph(tensor: torch.Tensor) -> bool:
+    """Whether a backward pass through a tensor may follow: it has a graph, which none has freed.
+
+    The first node that saved a tensor tells, by names that torch's page on the mechanics of autograd describes.
+    """
+    nodes = [tensor.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        for name in dir(node):
+            try:
+                if name.lstrip("_").startswith("saved_") and isinstance(getattr(node, name), torch.Tensor):
+                    return True
+            except RuntimeError:  # it was freed
+                return False
+        nodes += [each for each, _ in node.next_functions if each is not None] if node is not None else []
+    return False

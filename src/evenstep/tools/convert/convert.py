@@ -16,13 +16,16 @@ import libcst as cst
 
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.named_files import encoding_of, read_script, replace_file
+from evenstep.tools.convert.edits import Remark
 from evenstep.tools.convert.plan import already_distributed, plan
+from evenstep.tools.convert.replay import Replay, replay
 from evenstep.tools.convert.source import Script
-from evenstep.tools.convert.work import Remark
 from evenstep.tools.verify.ranks import verify_ranks
 from evenstep.tools.verify.report import Report
 
 _DEEPEST = 500  # levels of a tree
+_NUM_STEPS = 5  # that three ranks are compared in, unless an epoch ends within
+_LONGEST_EPOCH = 50  # steps
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,17 @@ class Conversion:
             )
         replace_file(path, self.content)
 
-    def verify(self, arguments: Sequence[str], *, say: Callable[[str], None]) -> Report:
-        """Run the new text on one rank and on three, and compare: two equal halves would hide a wrong weight.
+    def verify(self, arguments: Sequence[str], *, say: Callable[[str], None]) -> tuple[Replay, Report | None]:
+        """Compare the new text with the old one on one rank, and then with itself on three.
+
+        Two equal halves would hide a wrong weight. Short epochs are compared to their end.
 
         Args:
             arguments: Of the script.
             say: Told what is going on.
+
+        Returns:
+            What one rank has shown, and where that is right, what three have.
 
         Raises:
             UsageError: The script fails, or makes no steps.
@@ -99,9 +107,17 @@ class Conversion:
             copy.write_bytes(self.content)
         except OSError as error:
             raise UsageError(f"--verify: can't write {copy}, which is what is run: {error.strerror}.") from None
+
+        def tell(line: str) -> None:
+            say(line.replace(str(copy), f"{self.script}, converted,"))
+
         try:
-            return verify_ranks(
-                str(copy), arguments, ranks=(1, 3), say=lambda line: say(line.replace(str(copy), self.script))
+            shown = replay(self.script, str(copy), arguments, say=tell)
+            if shown.differences:
+                return shown, None
+            num_steps = shown.epoch_steps if shown.epoch_steps <= _LONGEST_EPOCH else _NUM_STEPS
+            return shown, verify_ranks(
+                str(copy), arguments, ranks=(1, 3), num_steps=max(num_steps, _NUM_STEPS), say=tell
             )
         finally:
             copy.unlink(missing_ok=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+
 import libcst as cst
 
-from evenstep.tools.convert.edits import with_argument
+from evenstep.tools.convert.edits import Work, with_argument
 from evenstep.tools.convert.loops import Loops
+from evenstep.tools.convert.metrics import Metrics
 from evenstep.tools.convert.source import Node
 from evenstep.tools.convert.values import BUILTINS, PASSING, Value, Values, arguments
-from evenstep.tools.convert.work import Work
 
 _POSITIONAL = (
     "dataset",
@@ -21,22 +24,8 @@ _POSITIONAL = (
     "pin_memory",
 )
 # What doesn't take batches of a loader that it is given.
-_PASSED_ON = BUILTINS - {
-    "iter",
-    "list",
-    "tuple",
-    "set",
-    "sorted",
-    "reversed",
-    "sum",
-    "map",
-    "filter",
-    "max",
-    "min",
-    "any",
-    "all",
-}
-_PASSED_ON |= PASSING - {"iter"}
+_TAKING = {"list", "tuple", "set", "sorted", "reversed", "sum", "map", "filter", "max", "min", "any", "all"}
+_PASSED_ON = (BUILTINS | PASSING) - _TAKING - {"iter"}
 _PERHAPS_ONE = "a batch of one sample can't be divided over ranks: give the DataLoader a batch size"
 
 
@@ -47,148 +36,160 @@ class Data:
         divided: Those of which each rank gets a part.
     """
 
-    def __init__(self, work: Work, loops: Loops, trained: Values) -> None:
-        self._work, self._loops, self._trained = work, loops, trained
+    def __init__(self, work: Work, loops: Loops, metrics: Metrics) -> None:
+        self._work, self._loops, self._metrics = work, loops, metrics
         self._script, self._flow = work.script, work.flow
-        self.training = {value for loop in loops.training for value in loops.loaders(loop)}
-        sites = [site for each in loops.passes for site in loops.taken_from(each.loss)]
-        self.training |= {value for site in sites for value in self._flow.loaders(site)}
         self.divided: Values = frozenset()
 
     def divide(self) -> None:
         """Have the loaders that are trained on divided over ranks, and those of evaluations where that is exact."""
-        divided = {value for value in self.training if self._change(value, is_training=True)}
-        found = {value for loop in self._loops.evaluating for value in self._loops.loaders(loop)} - self.training
-        for value in sorted(found, key=lambda value: self._script.order(value.site)):
-            reason = next((f"{why} (line {self._script.line(at)})" for at, why in self._whole(value)), None)
-            if reason is None and self._change(value, is_training=False):
+        loops, order = self._loops, lambda value: self._script.order(value.site)
+        sites = [site for each in loops.passes for site in loops.taken_from(each.loss)]
+        training = {value for loop in loops.training for value in loops.loaders(loop)}
+        training |= {value for site in sites for value in self._flow.loaders(site)}
+        divided: set[Value] = set()
+        for value in sorted(training, key=order):
+            problem = self._problem(_call(value))
+            if problem is None:
                 divided.add(value)
-            elif reason is not None:
-                self._work.note(value.site, f"every rank evaluates all of this: {reason}", mark=True)
-        self.divided = frozenset(divided)
-        for value in sorted(self.training, key=lambda value: self._script.order(value.site)):
+            else:
+                self._work.refuse(value.site, problem)
+        for value in sorted({each for loop in loops.evaluating for each in loops.loaders(loop)} - training, key=order):
+            reasons = [f"{why} (line {self._script.line(at)})" for at, why in self._whole(value)]
+            problem = next(iter(reasons), None) or self._problem(_call(value))
+            if problem is None:
+                divided.add(value)
+            else:
+                self._work.note(value.site, f"every rank evaluates all of this: {problem}", mark=True)
+        for value in sorted(divided, key=order):
+            self._change_loader(_call(value))
+        for value in sorted(training, key=order):
             for place, why in self._whole(value):
                 self._show_whole(place, value, why)
+        self.divided = frozenset(divided)
 
-    def _whole(self, value: Value) -> list[tuple[Node, str]]:
+    def _problem(self, call: cst.Call) -> str | None:
+        """Why a loader can't be divided."""
+        given = arguments(call, _POSITIONAL)
+        wanted = [f"{name}=..." for name in ("batch_size", "shuffle") if name not in given]
+        unseen = self._work.unseen(call, ", ".join(wanted))
+        size = given.get("batch_size")
+        if unseen is None and "batch_sampler" not in given:
+            if size is None or self._script.code(size.value) in ("1", "None"):
+                return _PERHAPS_ONE
+            option = self._option_of_one(size.value)
+            if option is not None:
+                text = f"{option} is 1 unless something else is given, and a batch of one sample can't be divided"
+                self._work.note(call, text, mark=True)
+        return unseen
+
+    def _option_of_one(self, size: Node) -> str | None:
+        """What a batch size is taken from if it is 1 unless something else is given."""
+        script = self._script
+        nodes = [each for each in self._work.losses.slice(size) if isinstance(each, cst.Name | cst.Attribute)]
+        for node in nodes:
+            by = script.bound(node.value, node) if isinstance(node, cst.Name) else ()
+            defaults = [each.default for each in by if isinstance(each, cst.Param) and each.default is not None]
+            if any(script.code(each) == "1" for each in defaults):
+                return script.code(node)
+            for call in self._work.calls():
+                names = [script.code(each.value).strip("'\"-").replace("-", "_") for each in call.args]
+                default = arguments(call, ()).get("default")
+                is_one = default is not None and script.code(default.value) == "1"
+                if self._work.short(call) == "add_argument" and is_one and script.code(node).split(".")[-1] in names:
+                    return script.code(node)
+        return None
+
+    # ------------------------------------------------------------------ whole batches
+
+    def _whole(self, value: Value) -> Iterator[tuple[Node, str]]:
         """Where a script needs whole batches of a loader, not to train on them, and why."""
-        script, flow = self._script, self._flow
-        found: list[tuple[Node, str]] = []
+        flow = self._flow
         for loop in self._loops.evaluating:
-            reason = self._loops.why_whole(loop, self._trained) if value in self._loops.loaders(loop) else None
-            if reason is not None:
-                found.append((loop.iter, reason))
+            if value in self._loops.loaders(loop):
+                yield from ((loop.iter, reason) for reason in islice(self._metrics.why_whole(loop), 1))
         for call in self._work.calls():
             given = [argument.value for argument in call.args if value in flow.loaders(argument.value)]
             is_own = any(each.kind in ("function", "class") for each in flow.of(call.func))
-            short = script.code(call.func).rsplit(".", 1)[-1]
-            if not given or is_own or short in _PASSED_ON or (short == "iter" and not self._is_look(call)):
-                continue
-            found.append((given[0], f"{short}(...) takes whole batches"))
-        return found
+            short = self._work.short(call)
+            if given and not is_own and short not in _PASSED_ON and (short != "iter" or self._is_look(call)):
+                yield given[0], f"{short}(...) takes whole batches"
 
     def _is_look(self, call: cst.Call) -> bool:
         """Whether what `iter` gives is only looked at: its batches aren't those of a training loop."""
         script = self._script
         nexts = [each for each in self._work.calls() if script.code(each.func) == "next" and each.args]
-        own = [each for each in nexts if script.is_inside(call, each)]
         targets = [each.target for assign in script.ancestors(call) for each in getattr(assign, "targets", ())]
-        own = own or [each for each in nexts if script.code(each.args[0].value) in map(script.code, targets)]
+        names = [*map(script.code, targets)]
+        own = [each for each in nexts if script.is_inside(call, each) or script.code(each.args[0].value) in names]
         return bool(own) and not any(self._loops.at(each) & self._loops.training for each in own)
 
     def _show_whole(self, place: Node, value: Value, why: str) -> None:
         """Have a look at a loader that is divided be one at whole batches, on every rank the same."""
-        work, script, call = self._work, self._script, value.site
-        assert isinstance(call, cst.Call)
+        work, script, call = self._work, self._script, _call(value)
         given = arguments(call, _POSITIONAL)
         kept = {name: script.code(given[name].value) for name in ("shuffle", "drop_last") if name in given}
-        line, names = script.line(place), {"dataset", "batch_size", "num_workers", "pin_memory", *kept}
+        names = {"dataset", "batch_size", "num_workers", "pin_memory", *kept}
         holders = [each for each in script.inside(place) if self._flow.of(each, "loader") == {value}]
         if set(given) <= names and {*kept.values()} <= {"True", "False"} and holders:
             rest = "".join(f", {name}={text}" for name, text in kept.items())
-            whole = f"{script.code(call.func)}({{old}}.dataset, {{old}}.global_batch_size{rest})"
-            work.edits.template(holders[0], whole)
+            work.edits.template(
+                holders[0], f"{script.code(call.func)}({{old}}.dataset, {{old}}.global_batch_size{rest})"
+            )
             self._loops.whole.add(holders[0])
             work.note(place, f"every rank sees all of this: {why}", mark=True)
-        else:
-            text = (
-                f"{why}, of a loader that is trained on, and a rank would see its part: make a second DataLoader for it"
-            )
-            work.refuse(place, f"{text} (line {line})")
+            return
+        text = "of a loader that is trained on, and a rank would see its part: make a second DataLoader for it"
+        work.refuse(place, f"{why}, {text} (line {script.line(place)})")
 
     # ------------------------------------------------------------------ loaders
 
-    def _change(self, value: Value, *, is_training: bool) -> bool:
-        call = value.site
-        assert isinstance(call, cst.Call)
-        given = arguments(call, _POSITIONAL)
-        problem = self._problem(call, given)
-        if problem is not None:
-            if is_training:
-                self._work.refuse(call, problem)
-            else:
-                self._work.note(call, f"every rank evaluates all of this: {problem}", mark=True)
-            return False
-        self._change_loader(call, given)
-        return True
-
-    def _problem(self, call: cst.Call, given: dict[str, cst.Arg]) -> str | None:
-        script = self._script
-        unseen = self._work.unseen(call, "batch_size=..., shuffle=...")
-        if unseen is not None:
-            return unseen
-        size = given.get("batch_size")
-        if "batch_sampler" not in given and (size is None or script.code(size.value) in ("1", "None")):
-            return _PERHAPS_ONE
-        return None
-
-    def _change_loader(self, call: cst.Call, given: dict[str, cst.Arg]) -> None:
-        work, edits = self._work, self._work.edits
+    def _change_loader(self, call: cst.Call) -> None:
+        work, edits, given = self._work, self._work.edits, arguments(call, _POSITIONAL)
         edits.template(call.func, "evenstep.DataLoader")
         if "generator" in given:
             work.note(call, "generator= was left out: the loader's order follows from its seed")
-        seeds = [each.func for each in work.seeds(are_numbers=False) if isinstance(each.func, cst.Attribute)]
-        seed = f"{self._script.code(seeds[0].value)}.initial_seed()" if seeds else None
-        order = {id(given[name]): name for name in given}
+        names = {argument: name for name, argument in given.items()}
 
-        def change(updated: cst.CSTNode) -> cst.CSTNode:
-            assert isinstance(updated, cst.Call)
+        def change(updated: cst.Call) -> cst.Call:
             kept: list[cst.Arg] = []
             for argument, new in zip(call.args, updated.args, strict=True):
-                name = order.get(id(argument), "")
+                name = names.get(argument, "")
                 if name in ("generator", "in_order"):
                     continue
-                if name == "batch_size":
-                    new = _named(new, "global_batch_size") if argument.keyword is not None or len(kept) != 1 else new
-                elif argument.keyword is None and name not in ("dataset", "shuffle"):
+                if name == "batch_size" and (argument.keyword is not None or len(kept) != 1):
+                    new = _named(new, "global_batch_size")
+                elif argument.keyword is None and name not in ("dataset", "batch_size", "shuffle"):
                     new = _named(new, name)
                 kept.append(new)
             if kept and kept[-1] is not updated.args[-1]:
                 kept[-1] = kept[-1].with_changes(comma=updated.args[-1].comma)
-            updated = updated.with_changes(args=kept)
-            return with_argument("seed", seed)(updated) if seed else updated
+            return updated.with_changes(args=kept)
 
         edits.change(call, change)
-
-    # ------------------------------------------------------------------ what is asked of loaders
+        seeds = [each.func for each in work.seeds(are_numbers=False) if isinstance(each.func, cst.Attribute)]
+        if seeds:
+            edits.change(call, with_argument("seed", f"{self._script.code(seeds[0].value)}.initial_seed()"))
 
     def change_uses(self) -> None:
         """Change what is read of loaders that were divided."""
         script, edits = self._script, self._work.edits
         for node in script.nodes:
-            held = self._flow.of(node.value, "loader") if isinstance(node, cst.Attribute) else frozenset()
-            if not held or not held <= self.divided:
+            if not isinstance(node, cst.Attribute) or node.attr.value not in ("sampler", "batch_size"):
                 continue
-            assert isinstance(node, cst.Attribute)
+            held = self._flow.of(node.value, "loader")
             call = script.parent(script.parent(node) or node)
-            has_own = any(
-                "sampler" in arguments(each.site, _POSITIONAL) for each in held if isinstance(each.site, cst.Call)
-            )
             is_length = isinstance(call, cst.Call) and script.code(call.func) == "len"
-            if node.attr.value == "sampler" and is_length and not has_own:
-                edits.change(node, lambda new: new.with_changes(attr=cst.Name("dataset")))
-            if node.attr.value == "batch_size":
-                edits.change(node, lambda new: new.with_changes(attr=cst.Name("global_batch_size")))
+            has_own = any("sampler" in arguments(_call(each), _POSITIONAL) for each in held)
+            if not held or not held <= self.divided or (node.attr.value == "sampler" and (has_own or not is_length)):
+                continue
+            attr = "dataset" if node.attr.value == "sampler" else "global_batch_size"
+            edits.template(node.attr, attr)
+
+
+def _call(loader: Value) -> cst.Call:
+    assert isinstance(loader.site, cst.Call)
+    return loader.site
 
 
 _EQUAL = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))

@@ -1,17 +1,21 @@
-"""Changes to a script, collected first and applied in one go: either all of them or none."""
+"""What a conversion changes and says: collected first, and applied in one go, either all of it or nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import libcst as cst
 from libcst.helpers import parse_template_expression
 
+from evenstep.tools.convert.losses import Losses
 from evenstep.tools.convert.source import Node, Script
+from evenstep.tools.convert.values import Flow
 
 Change = Callable[[Any], Any]  # nodes of whatever class
+Line = str | tuple[str, Node]  # a statement's text, or a name and the expression that it gets
 
 
 # What needs parentheses where something else is said of it.
@@ -34,11 +38,12 @@ class Edits:
     script: Script
     main: str
     replaced: dict[Node, list[Change]] = field(default_factory=dict)
-    before: dict[Node, list[str]] = field(default_factory=dict)
-    after: dict[Node, list[str]] = field(default_factory=dict)
+    before: dict[Node, list[Line]] = field(default_factory=dict)
+    after: dict[Node, list[Line]] = field(default_factory=dict)
     guarded: set[Node] = field(default_factory=set)
     removed: set[Node] = field(default_factory=set)
     comments: dict[Node, list[str]] = field(default_factory=dict)
+    _moved: dict[Node, str] = field(default_factory=dict)
 
     def template(self, node: Node, template: str) -> None:
         """Replace an expression by a text in which {old} stands for it, as it is after the changes within it."""
@@ -46,44 +51,150 @@ class Edits:
 
         def change(updated: cst.BaseExpression) -> cst.BaseExpression:
             if "{old}" not in template:
-                return parse(template)
+                return cst.parse_expression(template, config)
             before, _, after = template.partition("{old}")
             stands_alone = before[-1:] in ("(", "") and after[:1] in (")", ",", "")
             if isinstance(updated, _OPERATIONS) and not updated.lpar and not stands_alone:
                 updated = updated.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
             return parse_template_expression(template, config, old=updated)
 
-        def parse(text: str) -> cst.BaseExpression:
-            return cst.parse_expression(text, config)
-
-        self.replaced.setdefault(node, []).append(change)
+        self.change(node, change)
 
     def change(self, node: Node, change: Change) -> None:
         """Replace a node by what a function makes of it."""
         self.replaced.setdefault(node, []).append(change)
 
-    def add(self, where: dict[Node, list[str]], statement: Node, line: str) -> None:
+    def add(self, where: dict[Node, list[Any]], statement: Node, line: Line) -> None:
         """Add a line somewhere, once."""
         lines = where.setdefault(statement, [])
         if line not in lines:
             lines.append(line)
 
+    def move(self, node: Node, statement: Node | None, name: str) -> None:
+        """Give an expression, as it is after its changes, a name in a line before a statement; None: it has one."""
+        self._moved[node] = name
+        if statement is not None:
+            self.add(self.before, statement, (name, node))
+
     def touched(self) -> list[Node]:
         """Every node that something happens to, in order of the text."""
-        found: set[Node] = {*self.replaced, *self.before, *self.after, *self.guarded, *self.removed}
+        found: set[Node] = {*self.replaced, *self._moved, *self.before, *self.after, *self.guarded, *self.removed}
         return sorted(found, key=self.script.order)
 
     def apply(self) -> str:
         """The changed text."""
-        changed = self.script.module.visit(_Applying(self))
+        changed = self.script.module.visit(_Applying(self, self._moved))
         return changed.code
 
 
+@dataclass(frozen=True, order=True)
+class Remark:
+    """Something that a person should know of a line of the script as it was."""
+
+    line: int
+    text: str
+
+
+@dataclass
+class Work:
+    """One conversion.
+
+    Attributes:
+        world: What the script calls evenstep's world.
+        launch: The command that starts the script on two ranks.
+        problems: Why the script can't be converted; if there are any, it is left as it is.
+        notes: What was left, or decided, and why.
+        collectives: Expressions that became a call that every rank makes.
+    """
+
+    script: Script
+    flow: Flow
+    losses: Losses
+    edits: Edits
+    world: str
+    launch: str
+    problems: list[Remark] = field(default_factory=list)
+    notes: list[Remark] = field(default_factory=list)
+    collectives: dict[Node, str] = field(default_factory=dict)
+
+    def refuse(self, node: Node, text: str) -> None:
+        """Say why the script can't be converted."""
+        remark = Remark(self.script.line(node), text)
+        if remark not in self.problems:
+            self.problems.append(remark)
+
+    def note(self, node: Node, text: str, *, mark: bool = False) -> None:
+        """Say what a person should know; `mark`: above the statement, too."""
+        remark = Remark(self.script.line(node), text)
+        if remark not in self.notes:
+            self.notes.append(remark)
+        if mark:
+            self.edits.add(self.edits.comments, self.script.statement(node), f"evenstep convert: {text}")
+
+    def remove(self, node: Node) -> None:
+        """Leave out a statement, if it has its line for itself."""
+        statement = self.script.statement(node)
+        if len(getattr(statement, "body", ())) == 1:
+            self.edits.removed.add(statement)
+
+    @property
+    def total(self) -> str:
+        """A number's sum over ranks; {old} is this rank's."""
+        return f"sum({self.world}.exchange({{old}}))"
+
+    def unseen(self, call: cst.Call, by_hand: str) -> str | None:
+        """What to write by hand where a call gets arguments from `*` or `**`; None if all of them are seen.
+
+        Args:
+            call: Whose arguments have to be changed.
+            by_hand: The arguments that matter, as one writes them, if they are known.
+        """
+        hidden = next((argument for argument in call.args if argument.star), None)
+        if hidden is None:
+            return None
+        unpacked, function = f"{hidden.star}{self.script.code(hidden.value)}", self.script.code(call.func)
+        text = f"{unpacked} passes arguments to {function} that convert doesn't see: write them out there"
+        return f"{text} ({by_hand})" if by_hand else text
+
+    def average(self, node: Node, weight: str) -> None:
+        """Have an expression be its mean over ranks."""
+        if node not in self.collectives:
+            self.collectives[node] = f"{self.world}.mean({{old}}, weight={weight})"
+
+    def add_up(self, node: Node) -> None:
+        """Have an expression be its sum over ranks."""
+        if node not in self.collectives:
+            self.collectives[node] = self.total
+
+    def seeds(self, *, are_numbers: bool) -> list[cst.Call]:
+        """Calls of `torch.manual_seed` that are given a number, or something else."""
+        calls = [call for call in self.calls() if self.script.qualified(call.func) == "torch.manual_seed" and call.args]
+        return [call for call in calls if isinstance(call.args[0].value, cst.Integer) == are_numbers]
+
+    def calls(self) -> list[cst.Call]:
+        """All calls of the script, in order."""
+        return [node for node in self.script.nodes if isinstance(node, cst.Call)]
+
+    def short(self, call: cst.Call) -> str:
+        """The last part of what is called: "step" of `optimizer.step()`."""
+        return self.script.code(call.func).rsplit(".", 1)[-1]
+
+    def unused(self, name: str) -> str:
+        """A name that the script doesn't use yet; it is taken from now on."""
+        taken = self.script.names() | self._given
+        found = next(each for number in count(1) if (each := f"{name}_{number}".removesuffix("_1")) not in taken)
+        self._given.add(found)
+        return found
+
+    _given: set[str] = field(default_factory=set)
+
+
 class _Applying(cst.CSTTransformer):
-    def __init__(self, edits: Edits) -> None:
+    def __init__(self, edits: Edits, moved: dict[Node, str]) -> None:
         super().__init__()
-        self._edits = edits
+        self._edits, self._moved = edits, moved
         self._config = edits.script.module.config_for_parsing
+        self._done: dict[Node, str] = {}  # what was moved, as it is after its changes
 
     def on_leave(self, original: Any, updated: Any) -> Any:
         match updated:
@@ -95,63 +206,65 @@ class _Applying(cst.CSTTransformer):
                 updated = cst.IndentedBlock(body=self._statements([original], [line]))
         for change in self._edits.replaced.get(original, ()):
             updated = change(updated)
+        if original in self._moved:
+            text = self._edits.script.module.code_for_node(updated)
+            self._done[original] = f"({text})" if _breaks(text) else text
+            return cst.Name(self._moved[original])
         return updated
 
-    def _is_touched(self, suite: Node) -> bool:
+    def _is_touched(self, suite: cst.SimpleStatementSuite) -> bool:
         edits = self._edits
-        smalls = getattr(suite, "body", ())
-        return (
-            suite in edits.before
-            or suite in edits.after
-            or suite in edits.comments
-            or suite in edits.removed
-            or any(small in edits.guarded for small in smalls)
-        )
+        lists: tuple[Iterable[Node], ...] = (edits.before, edits.after, edits.comments, edits.removed)
+        return any(suite in each for each in lists) or any(small in edits.guarded for small in suite.body)
 
-    def _lines(self, lines: Sequence[str]) -> list[Any]:
-        if not lines:
-            return []
-        text = "".join(f"{line}\n" for line in lines)
-        return list(cst.parse_module(text, self._config).body)
+    def _lines(self, lines: Sequence[Line]) -> list[Any]:
+        texts = [line if isinstance(line, str) else f"{line[0]} = {self._done[line[1]]}" for line in lines]
+        text = "".join(f"{line}\n" for line in texts)
+        return list(cst.parse_module(text, self._config).body) if text else []
 
     def _statements(self, originals: Sequence[Any], updated: Sequence[Any]) -> list[Any]:
-        guarded: list[tuple[Any, bool]] = []  # what follows one another, with whether it is for the main rank alone
+        """A body with what comes before and behind its statements, and what the main rank runs under an `if`."""
+        found: list[Any] = []
+        test = cst.parse_expression(self._edits.main, self._config)
+        follows = False  # the statement before is the main rank's, too
         for original, statement in zip(originals, updated, strict=True):
-            guarded += self._expand(original, statement)
-        found = self._guard(guarded)
+            for each, is_guarded in self._expand(original, statement):
+                # A blank line begins a paragraph of its own.
+                if is_guarded and follows and all(line.comment is not None for line in each.leading_lines):
+                    block = found[-1].body
+                    found[-1] = found[-1].with_changes(body=block.with_changes(body=[*block.body, each]))
+                elif is_guarded:
+                    body = cst.IndentedBlock(body=[each.with_changes(leading_lines=())])
+                    found.append(cst.If(test=test, body=body, leading_lines=each.leading_lines))
+                else:
+                    found.append(each)
+                follows = is_guarded
         return self._lines(["pass"]) if originals and not found else found
 
     def _expand(self, original: Any, statement: Any) -> list[tuple[Any, bool]]:
-        """A statement with what comes before and behind it, and without what goes."""
+        """A statement with what comes before and behind it, each with whether it is for the main rank alone."""
         edits = self._edits
-        parts: list[tuple[Any, bool]]
+        smalls = list(getattr(original, "body", ())) if isinstance(statement, cst.SimpleStatementLine) else []
         if original in edits.removed:
             said = [line for line in statement.leading_lines if line.comment is not None]
             parts = [(each.with_changes(leading_lines=said), False) for each in self._lines(["pass"] if said else [])]
-        elif isinstance(statement, cst.SimpleStatementLine) and isinstance(
-            original, cst.BaseSuite | cst.SimpleStatementLine
-        ):
-            smalls = list(original.body)
-            if any(small in edits.guarded for small in smalls):
-                parts = self._split(smalls, statement)
-            else:
-                parts = [(statement, False)]
+        elif any(small in edits.guarded for small in smalls):
+            parts = self._split(smalls, statement)
         else:
-            parts = [(statement, original in edits.guarded)]
-        lead_in: list[tuple[Any, bool]] = [(line, False) for line in self._lines(edits.before.get(original, ()))]
+            parts = [(statement, False)]
+        lead_in = [(line, False) for line in self._lines(edits.before.get(original, ()))]
         if lead_in and parts:
+            # Paragraphs begin with the first new line; comments stay with the statement.
             first, is_guarded = parts[0]
-            leading = list(getattr(first, "leading_lines", ()))
+            leading = list(first.leading_lines)
             says = next((at for at, line in enumerate(leading) if line.comment is not None), len(leading))
             lead_in[0] = (lead_in[0][0].with_changes(leading_lines=leading[:says]), False)
             parts[0] = (first.with_changes(leading_lines=leading[says:]), is_guarded)
-        behind: list[tuple[Any, bool]] = [(line, False) for line in self._lines(edits.after.get(original, ()))]
-        whole = [*lead_in, *parts, *behind]
-        for text in reversed(edits.comments.get(original, ())):
-            if whole:
-                first, is_guarded = whole[0]
-                line = cst.EmptyLine(comment=cst.Comment(f"# {text}"))
-                whole[0] = (first.with_changes(leading_lines=[*first.leading_lines, line]), is_guarded)
+        whole = [*lead_in, *parts, *((line, False) for line in self._lines(edits.after.get(original, ())))]
+        comments = [cst.EmptyLine(comment=cst.Comment(f"# {text}")) for text in edits.comments.get(original, ())]
+        if whole and comments:
+            first, is_guarded = whole[0]
+            whole[0] = (first.with_changes(leading_lines=[*first.leading_lines, *reversed(comments)]), is_guarded)
         return whole
 
     def _split(self, smalls: Sequence[Node], line: cst.SimpleStatementLine) -> list[tuple[Any, bool]]:
@@ -166,32 +279,14 @@ class _Applying(cst.CSTTransformer):
             parts.append((single, small in self._edits.guarded))
         return parts
 
-    def _guard(self, statements: Sequence[tuple[Any, bool]]) -> list[Any]:
-        """Put what is for the main rank alone under one `if`, where it follows one another."""
-        found: list[Any] = []
-        block: list[Any] = []
 
-        def close() -> None:
-            if not block:
-                return
-            first = block[0]
-            leading = first.leading_lines
-            inner = [first.with_changes(leading_lines=()), *block[1:]]
-            test = cst.parse_expression(self._edits.main, self._config)
-            found.append(cst.If(test=test, body=cst.IndentedBlock(body=inner), leading_lines=leading))
-            block.clear()
-
-        for statement, is_guarded in statements:
-            if not is_guarded:
-                close()
-                found.append(statement)
-                continue
-            leading = statement.leading_lines
-            if any(line.comment is None for line in leading):
-                close()  # a paragraph of its own
-            block.append(statement)
-        close()
-        return found
+def _breaks(text: str) -> bool:
+    """Whether an expression has lines that end outside of parentheses of its own."""
+    try:
+        cst.parse_expression(text)
+    except cst.ParserSyntaxError:
+        return True
+    return False
 
 
 def with_argument(name: str, value: str) -> Change:
@@ -201,18 +296,14 @@ def with_argument(name: str, value: str) -> Change:
         equal = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
         added = cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
         arguments = list(updated.args)
-        if arguments:
-            last = arguments[-1]
-            if isinstance(last.comma, cst.Comma):  # a call over several lines keeps its last comma
-                added = added.with_changes(comma=last.comma)
-                between = (
-                    arguments[-2].comma
-                    if len(arguments) > 1
-                    else cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace(" "))
-                )
-                arguments[-1] = last.with_changes(comma=between)
-            else:
-                arguments[-1] = last.with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        if arguments and isinstance(arguments[-1].comma, cst.Comma):  # a call over several lines keeps its last comma
+            added = added.with_changes(comma=arguments[-1].comma)
+            between = (
+                arguments[-2].comma if len(arguments) > 1 else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+            )
+            arguments[-1] = arguments[-1].with_changes(comma=between)
+        elif arguments:
+            arguments[-1] = arguments[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
         return updated.with_changes(args=[*arguments, added])
 
     return change

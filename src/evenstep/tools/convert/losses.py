@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -15,48 +16,18 @@ import libcst as cst
 from evenstep.tools.convert.source import Node, Script
 from evenstep.tools.convert.values import Flow, Values, arguments
 
-MEAN, SUM, CONSTANT, NOTHING, UNKNOWN, PAIRS = "mean", "sum", "constant", "nothing", "unknown", "pairs"
+MEAN, SUM, CONSTANT, NOTHING, UNKNOWN = "mean", "sum", "constant", "nothing", "unknown"
 _ZERO = re.compile(r"0(\.0*)?|torch\.(zeros\(.*\)|tensor\(0(\.0*)?\b.*\))")
 _NOISE = ("torch.rand", "torch.normal", "torch.bernoulli", "numpy.random.")
-_PDIST = "torch.nn.functional.pdist"
-_DEPTH = 12  # of names and functions that are followed
-# Functions of torch.nn.functional and classes of torch.nn whose result is a mean unless `reduction` says otherwise.
-_FUNCTIONAL = {
-    "cross_entropy",
-    "nll_loss",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "binary_cross_entropy",
-    "kl_div",
-    "ctc_loss",
-    "binary_cross_entropy_with_logits",
-    "hinge_embedding_loss",
-    "cosine_embedding_loss",
-    "margin_ranking_loss",
-    "triplet_margin_loss",
-    "poisson_nll_loss",
-    "multi_margin_loss",
-    "soft_margin_loss",
-    "multilabel_soft_margin_loss",
-    "gaussian_nll_loss",
-}
-_KEEPING = {
-    "detach",
-    "item",
-    "float",
-    "cpu",
-    "double",
-    "to",
-    "half",
-    "data",
-    "clone",
-    "scale",
-    "squeeze",
-    "view",
-    "abs",
-}
+_DEPTH = 12  # of expressions, names and functions that are followed
+# Functions of torch.nn.functional whose result is a mean unless `reduction` says otherwise, beside those named "loss".
+_FUNCTIONAL = {"cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"}
+_KEEPING = {"detach", "item", "float", "cpu", "double", "to", "half", "clone", "scale", "squeeze", "view", "abs"}
+_KEEPING |= {"numpy"}
+# Of all samples of a batch, unless they are told another dimension; of the second kind only if they are told theirs.
+_STATISTICS = {"mean", "sum", "std", "var", "median", "max", "min", "amax", "amin", "norm", "topk", "quantile"}
+_BEFORE_DIM = {"norm": ["p"], "topk": ["k"], "quantile": ["q"], "normalize": ["p"]}
+_ALONG = {"softmax", "log_softmax", "softmin", "logsumexp", "normalize", "cumsum"}
 
 
 @dataclass(frozen=True)
@@ -64,8 +35,7 @@ class Kind:
     """What a number is.
 
     Attributes:
-        name: MEAN, SUM, CONSTANT (the same on all ranks), NOTHING (0), PAIRS (each sample is compared with all),
-            UNKNOWN.
+        name: MEAN, SUM, CONSTANT (the same on all ranks), NOTHING (0), UNKNOWN.
         weight: What a mean was averaged over, as an expression, where it isn't the batch's samples.
     """
 
@@ -73,18 +43,28 @@ class Kind:
     weight: str | None = None
 
 
+@dataclass(frozen=True)
+class Definition:
+    """An expression that a name may hold.
+
+    Attributes:
+        value: The expression.
+        adds: It was added to what the name held before.
+        index: The name holds this one of the values that the expression, a call, returns.
+    """
+
+    value: Node
+    adds: bool = False
+    index: int | None = None
+
+
 def combined(left: Kind, right: Kind) -> Kind:
     """Of a sum of two terms."""
-    if left.name == NOTHING or left == right:
-        return right
-    if right.name == NOTHING:
-        return left
+    if NOTHING in (left.name, right.name) or left == right:
+        return right if left.name == NOTHING else left
     if CONSTANT in (left.name, right.name):
         other = right if left.name == CONSTANT else left
         return Kind(UNKNOWN) if other.name == SUM else other  # a sum over ranks would have the constant several times
-    for name in (PAIRS, UNKNOWN):
-        if name in (left.name, right.name):
-            return Kind(name)
     # Means over different numbers can't be weighted by one of them; sums and means can't be added over ranks alike.
     return Kind(UNKNOWN)
 
@@ -94,9 +74,9 @@ def _alike(kinds: list[Kind]) -> Kind:
     return kinds[0] if kinds and all(each == kinds[0] for each in kinds) else Kind(UNKNOWN)
 
 
-def is_reduction(node: Node, names: tuple[str, ...] = ("mean", "sum")) -> bool:
+def is_reduction(node: Node) -> bool:
     """Whether an expression is a call such as `x.mean()` or `torch.sum(x, 1)`."""
-    return isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value in names
+    return isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value in (MEAN, SUM)
 
 
 class Losses:
@@ -107,88 +87,173 @@ class Losses:
         self.flow = flow
         self._has_ignored = any(isinstance(n, cst.UnaryOperation) and script.code(n) == "-100" for n in script.nodes)
         self._kinds: dict[Node, Kind] = {}
+        self._depth = 0
+        self._slices: dict[tuple[Node, bool, bool], tuple[set[Node], set[cst.FunctionDef | None]]] = {}
         self._batches: dict[Node, frozenset[Node | None]] = {}
 
     # ------------------------------------------------------------------ where a name was last assigned
 
-    def reaching(self, name: cst.Name) -> list[tuple[Node, bool]]:
-        """The expressions that a name may hold at its place, and whether each was added to what it held before."""
+    def definitions(self, name: cst.Name) -> list[Definition]:
+        """What a name may hold at its place, the last first; what a loop gives it isn't among it."""
         script = self.script
-        scope = script.scope(name.value, name)
-        targets = [node for node in script.bindings.get(scope, {}).get(name.value, []) if isinstance(node, cst.Name)]
-        if script.function(name) is not scope:
-            before = targets
-        else:
-            statement = script.statement(name)
-            before = [node for node in targets if script.order(script.statement(node)) < script.order(statement)]
-            if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) > 1:
-                before += [node for node in targets if script.statement(node) is statement and node is not name]
-        found: list[tuple[Node, bool]] = []
-        for target in reversed(before):
-            assigned, adds = self._assigned(target)
-            if assigned is None:
+        scope, place = script.scope(name.value, name), self._place(name)
+        targets = [node for node in script.bound(name.value, name) if isinstance(node, cst.Name)]
+        if script.function(name) is scope:
+            targets = [node for node in targets if script.order(self._place(node)) < script.order(place)]
+        found: list[Definition] = []
+        for target in reversed(targets):
+            definition = self._definition(target)
+            if definition is None:
                 loop = next((each for each in script.ancestors(target) if isinstance(each, cst.For)), None)
                 if loop is not None and script.is_inside(target, loop.target) and script.is_inside(name, loop.body):
                     break
                 continue
-            found.append((assigned, adds))
-            statement = script.statement(target)
-            if not adds and script.parent(statement) in set(script.ancestors(name)):
+            found.append(definition)
+            if not definition.adds and script.parent(script.statement(target)) in set(script.ancestors(name)):
                 break
         return found
 
-    def _assigned(self, target: cst.Name) -> tuple[Node | None, bool]:
+    def _place(self, node: Node) -> Node:
+        small = (each for each in self.script.ancestors(node) if isinstance(each, cst.BaseSmallStatement))
+        return next(small, self.script.statement(node))
+
+    def _definition(self, target: cst.Name) -> Definition | None:
         for node in self.script.ancestors(target):
             match node:
                 case cst.AugAssign():
-                    return (node.value, True) if isinstance(node.operator, cst.AddAssign) else (None, False)
+                    return Definition(node.value, adds=True) if isinstance(node.operator, cst.AddAssign) else None
                 case cst.Assign():
                     index = self._index(target, node.targets[0].target)
                     if index is not None and isinstance(node.value, cst.Tuple) and index < len(node.value.elements):
-                        return node.value.elements[index].value, False
-                    return node.value, False
+                        return Definition(node.value.elements[index].value)
+                    return Definition(node.value, index=index)
                 case cst.AnnAssign() | cst.NamedExpr():
-                    return node.value, False
-                case cst.For() | cst.With() | cst.FunctionDef():
-                    return None, False
-        return None, False
-
-    def _index(self, target: cst.Name, assigned: Node) -> int | None:
-        if not isinstance(assigned, cst.Tuple | cst.List):
-            return None
-        for index, element in enumerate(assigned.elements):
-            if self.script.is_inside(target, element):
-                return index
+                    return None if node.value is None else Definition(node.value)
+                case cst.WithItem():
+                    return Definition(node.item)
+                case cst.For() | cst.FunctionDef():
+                    return None
         return None
 
-    # ------------------------------------------------------------------ kinds
+    def _index(self, target: cst.Name, assigned: Node) -> int | None:
+        elements = assigned.elements if isinstance(assigned, cst.Tuple | cst.List) else ()
+        return next((at for at, each in enumerate(elements) if self.script.is_inside(target, each)), None)
 
-    def kind(self, node: Node, depth: int = 0) -> Kind:
-        """What a number is."""
-        if depth > _DEPTH:
-            return Kind(UNKNOWN)
-        if node not in self._kinds:
-            self._kinds[node] = Kind(UNKNOWN)  # while it is being read, should it hang on itself
-            self._kinds[node] = self._read(node, depth)
-        return self._kinds[node]
+    def given(self, name: cst.Name) -> list[Node | None] | None:
+        """What the calls of the function give to a parameter of this name (None: its default); None of other names."""
+        scope = self.script.scope(name.value, name)
+        if scope is None or not any(isinstance(by, cst.Param) for by in self.script.bound(name.value, name)):
+            return None
+        given = [self._given_to(scope, call).get(name.value) for call in self.flow.calls.get(scope, [])]
+        return [each if each is None else each.value for each in given]
 
-    def _read(self, node: Node, depth: int) -> Kind:
-        if not self.varies(node):
-            return Kind(NOTHING if _ZERO.fullmatch(self.script.code(node)) else CONSTANT)
+    def _given_to(self, function: cst.FunctionDef, call: cst.Call) -> dict[str, cst.Arg]:
+        names = [each.name.value for each in (*function.params.posonly_params, *function.params.params)]
+        return arguments(call, names[1:] if self.script.class_of(function) is not None else names)
+
+    # ------------------------------------------------------------------ what a number is made of
+
+    def slice(self, node: Node, *, gradients: bool = False, forwards: bool = False) -> set[Node]:
+        """The expressions that a number is computed from, by way of names and of functions of the script.
+
+        Args:
+            node: The number.
+            gradients: Only those that a gradient flows back through.
+            forwards: Also what the script's own modules compute in their forward passes.
+        """
+        return self._sliced(node, gradients, forwards)[0]
+
+    def _sliced(self, node: Node, gradients: bool, forwards: bool) -> tuple[set[Node], set[cst.FunctionDef | None]]:
+        """The slice, and the functions of it whose parameters may be what any call gives to them."""
+        key = (node, gradients, forwards)
+        if key not in self._slices:
+            seen: set[Node] = set()
+            self._slices[key] = (seen, set())  # while it is being made, should it hang on itself
+            waiting = [node]
+            # A function that is called is given what its call shows; the expression's own, what any call gives.
+            callers = {self.script.function(node)}
+            while waiting:
+                each = waiting.pop()
+                if each in seen or (gradients and self._is_detached(each)):
+                    continue
+                seen.add(each)
+                waiting += self.script.parts(each)
+                if isinstance(each, cst.Call):
+                    waiting += self.results(each, gradients=gradients, forwards=forwards)
+                elif isinstance(each, cst.Name):
+                    made = [value for found in self.definitions(each) for value in self._values(found, gradients)]
+                    loops = [] if gradients else [*map(self.script.parent, self.script.bound(each.value, each))]
+                    waiting += [*made, *(loop.iter for loop in loops if isinstance(loop, cst.For | cst.CompFor))]
+                    for value in self.given(each) or () if self.script.function(each) in callers else ():
+                        if value is not None:
+                            callers.add(self.script.function(value))
+                            waiting.append(value)
+            self._slices[key] = (seen, callers)
+        return self._slices[key]
+
+    def _values(self, found: Definition, gradients: bool) -> list[Node]:
+        """What a value is made of: of several that a call returns, the one meant if it is of no samples."""
+        if gradients and self._is_without_grad(found.value):
+            return []
+        if found.index is not None and isinstance(found.value, cst.Call):
+            parts = [each for each in self._returned(found.value, found.index) if each is not None]
+            if parts and all(self.batches(each) <= {None} for each in parts):
+                return [*parts]
+        return [found.value]
+
+    def _is_detached(self, node: Node) -> bool:
+        """Whether an expression has no gradient."""
         match node:
-            case cst.Name():
-                return self._of_name(node, depth)
-            case cst.Attribute() if node.attr.value == "data":
-                return self.kind(node.value, depth + 1)
-            case cst.UnaryOperation():
-                return self.kind(node.expression, depth + 1)
-            case cst.BinaryOperation():
-                return self._of_operation(node, depth)
-            case cst.Call():
-                return self._of_call(node, depth)
-            case cst.IfExp():
-                return _alike([self.kind(node.body, depth + 1), self.kind(node.orelse, depth + 1)])
-        return Kind(SUM if self.is_size(node) else UNKNOWN)
+            case cst.Call(func=cst.Attribute(attr=cst.Name(value="detach" | "item" | "numpy" | "tolist"))):
+                return True
+            case cst.Attribute(attr=cst.Name(value="data")):
+                return True
+        return False
+
+    def _is_without_grad(self, node: Node) -> bool:
+        is_copy = isinstance(node, cst.Call) and self.script.qualified(node.func) == "copy.deepcopy"
+        return is_copy or any(
+            isinstance(each, cst.With) and any("no_grad" in self.script.code(item.item) for item in each.items)
+            for each in self.script.ancestors(node)
+        )
+
+    def called(self, call: cst.Call, *, forwards: bool = True) -> list[cst.FunctionDef]:
+        """The functions of the script, and forward passes of its modules, that a call runs."""
+        found = self.flow.functions(call)
+        defined = [value.definition for value in self.flow.of(call.func, "object") if value.definition is not None]
+        return [*found, *filter(None, map(forward_of, defined))] if forwards else found
+
+    def results(self, call: cst.Call, *, gradients: bool = False, forwards: bool = False) -> list[Node]:
+        """What the script's own functions return to a call."""
+        functions = self.called(call, forwards=forwards)
+        if gradients:
+            functions = [
+                each for each in functions if not any("no_grad" in self.script.code(by) for by in each.decorators)
+            ]
+        return [value for each in functions for value in self._returns(each)]
+
+    def _returns(self, function: cst.FunctionDef) -> list[Node]:
+        found = [node for node in self.script.inside(function) if isinstance(node, cst.Return)]
+        return [node.value for node in found if node.value is not None and self.script.function(node) is function]
+
+    def _returned(self, call: cst.Call, index: int | None) -> list[Node | None]:
+        """What a call may return, or of several values the one at `index`; None where it isn't seen."""
+        found: list[Node | None] = []
+        for value in [value for function in self.called(call) for value in self._returns(function)]:
+            if index is None:
+                found.append(value)
+            elif isinstance(value, cst.Tuple) and index < len(value.elements):
+                found.append(value.elements[index].value)
+            else:
+                found.append(None)
+        return found
+
+    def models(self, loss: Node, trained: Values) -> Values:
+        """The trained models that a loss goes through, as far as its gradient flows."""
+        nodes = self.slice(loss, gradients=True)
+        return frozenset(value for each in nodes for value in self.flow.of(each) if value in trained)
+
+    # ------------------------------------------------------------------ whose samples a number is of
 
     def varies(self, node: Node) -> bool:
         """Whether an expression depends on a rank's samples, or on random numbers: it isn't the same on all ranks."""
@@ -197,30 +262,18 @@ class Losses:
     def batches(self, node: Node) -> frozenset[Node | None]:
         """What the batches that an expression depends on are taken from; None among them: random numbers."""
         if node not in self._batches:
-            seen: set[Node] = set()
+            nodes, callers = self._sliced(node, False, False)
             found: set[Node | None] = set()
-            waiting = [node]
-            # A function that is called is given what its call shows; the expression's own, what any call gives.
-            callers = {self.script.function(node)}
-            while waiting:
-                each = waiting.pop()
-                for inner in self.script.inside(each) if each not in seen else ():
-                    function = self.script.function(inner)
-                    found |= {
-                        site
-                        for site in self._taken(inner)
-                        if function in callers or site is None or self.script.is_inside(site, function or site)
-                    }
-                    waiting += self._sources(inner)
-                    given = self.given(inner) if isinstance(inner, cst.Name) and function in callers else None
-                    for value in filter(None, given or ()):
-                        callers.add(self.script.function(value))
-                        waiting.append(value)
-                seen.add(each)
+            for each in nodes:
+                own = self.script.function(each)
+                sites = self.taken(each)
+                is_any = own is None or own in callers
+                found |= {site for site in sites if is_any or site is None or self.script.is_inside(site, own or site)}
             self._batches[node] = frozenset(found)
         return self._batches[node]
 
-    def _taken(self, node: Node) -> set[Node | None]:
+    def taken(self, node: Node) -> set[Node | None]:
+        """What the batch is taken from that an expression is, or is a part of; None among them: it draws numbers."""
         if isinstance(node, cst.Call) and self.draws_noise(node):
             return {None}
         if not isinstance(node, cst.Call) and not (isinstance(node, cst.Name) and self.script.is_read(node)):
@@ -244,98 +297,102 @@ class Losses:
         calls = self.flow.calls.get(function, ())
         return is_forward or function.name.value == "__getitem__" or any(map(self.script.loops, calls))
 
-    def is_of_samples(self, node: Node) -> bool:
-        """Whether an expression is a batch or a part of one, or draws random numbers."""
-        return bool(self._taken(node))
-
-    def _sources(self, node: Node) -> list[Node]:
-        """What an expression is made of, elsewhere in the script."""
-        if isinstance(node, cst.Call):
-            return self.results(node)
-        if not isinstance(node, cst.Name) or not self.script.is_read(node):
-            return []
-        loops = [self.script.parent(by) for by in self.script.bound(node.value, node)]
-        iterated = [loop.iter for loop in loops if isinstance(loop, cst.For | cst.CompFor)]
-        return [*(value for value, _ in self.reaching(node)), *iterated]
-
     def is_size(self, node: Node) -> bool:
         """Whether an expression is the number of samples of a batch: `len(x)`, `x.size(0)`, `x.shape[0]`."""
-        code = self.script.code
+        code, first = self.script.code, "0"
         match node:
-            case cst.Call(func=cst.Name(value="len")) if node.args:
-                return self.flow.is_a(node.args[0].value, "batch")
+            case cst.Call(func=cst.Name(value="len"), args=[cst.Arg(value=base), *_]):
+                pass
             case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value="size" | "numel" | "nelement"))):
-                return self.flow.is_a(base, "batch") and [code(each.value) for each in node.args] in ([], ["0"])
-            case cst.Call() if self.script.qualified(node.func) == "torch.numel" and node.args:
-                return self.flow.is_a(node.args[0].value, "batch")
+                first = code(node.args[0].value) if node.args else "0"
+            case cst.Call(args=[cst.Arg(value=base)]) if self.script.qualified(node.func) == "torch.numel":
+                pass
             case (
                 cst.Subscript(value=cst.Attribute(value=base, attr=cst.Name(value="shape")))
                 | cst.Subscript(value=cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value="size"))))
             ):
-                return self.flow.is_a(base, "batch") and code(node.slice[0]) == "0"
+                first = code(node.slice[0])
             case cst.Name():
-                found = self.reaching(node)
-                return bool(found) and all(not adds and self.is_size(value) for value, adds in found)
-        return False
+                found = self.definitions(node)
+                return bool(found) and all(not each.adds and self.is_size(each.value) for each in found)
+            case _:
+                return False
+        return first == "0" and self.flow.is_a(base, "batch")
 
-    def _of_name(self, node: cst.Name, depth: int) -> Kind:
+    # ------------------------------------------------------------------ kinds
+
+    def kind(self, node: Node) -> Kind:
+        """What a number is, as far as the way to it shows: `is_whole` tells whether samples are compared on it."""
+        if node not in self._kinds:
+            self._kinds[node] = Kind(UNKNOWN)  # while it is being read, should it hang on itself
+            self._depth += 1
+            if self._depth <= _DEPTH:
+                self._kinds[node] = self._read(node)
+            self._depth -= 1
+        return self._kinds[node]
+
+    def metric(self, node: Node) -> Kind:
+        """What a number is that is to be averaged: UNKNOWN, too, where samples are compared with each other."""
+        kind = self.kind(node)
+        is_part = kind.name in (MEAN, SUM) and (self.compares_pairs(node) or bool(self.statistics(node)))
+        return Kind(UNKNOWN) if is_part else kind
+
+    def _read(self, node: Node) -> Kind:
+        if not self.varies(node):
+            return Kind(NOTHING if _ZERO.fullmatch(self.script.code(node)) else CONSTANT)
         if self.is_size(node):
             return Kind(SUM)
-        found = self.reaching(node)
+        match node:
+            case cst.Name():
+                return self._of_name(node)
+            case cst.Attribute(value=inner, attr=cst.Name(value="data")) | cst.UnaryOperation(expression=inner):
+                return self.kind(inner)
+            case cst.Subscript(value=inner) if self.kind(inner).name in (MEAN, SUM):  # loss.data[0]
+                return self.kind(inner)
+            case cst.BinaryOperation():
+                return self._of_operation(node)
+            case cst.Call():
+                return self._of_call(node)
+            case cst.IfExp():
+                return _alike([self.kind(node.body), self.kind(node.orelse)])
+        return Kind(UNKNOWN)
+
+    def _of_name(self, node: cst.Name) -> Kind:
+        found = self.definitions(node)
         if not found:
-            if self.flow.is_a(node, "batch"):
-                return Kind(UNKNOWN)
-            given = self.given(node)
-            kinds = [Kind(CONSTANT) if value is None else self.kind(value, depth + 1) for value in given or ()]
-            return Kind(CONSTANT) if given is None else _alike(kinds)
-        kinds = [self._of_assigned(node.value, value, depth + 1) for value, _ in found]
+            given = [] if self.flow.is_a(node, "batch") else self.given(node) or []
+            return _alike([Kind(CONSTANT) if value is None else self.kind(value) for value in given])
+        kinds = [
+            self.kind(each.value)
+            if each.index is None or not isinstance(each.value, cst.Call)
+            else self._of_functions(each.value, each.index)
+            for each in found
+        ]
         result = kinds[0]
-        for each, (_, adds) in zip(kinds[1:], found[1:], strict=True):
-            was_added = adds or found[0][1]
+        for each, definition in zip(kinds[1:], found[1:], strict=True):
+            was_added = definition.adds or found[0].adds
             result = combined(result, each) if was_added or each != result else result
         return result
 
-    def _of_assigned(self, name: str, value: Node, depth: int) -> Kind:
-        """What a name holds that a value was assigned to, perhaps with others: `logits, loss = model(x, y)`."""
-        assign = self.script.parent(value)
-        if isinstance(value, cst.Call) and isinstance(assign, cst.Assign):
-            target = assign.targets[0].target
-            if isinstance(target, cst.Tuple | cst.List):
-                for index, element in enumerate(target.elements):
-                    if isinstance(element.value, cst.Name) and element.value.value == name:
-                        return self._of_part(value, index, depth)
-        return self.kind(value, depth)
-
-    def given(self, name: cst.Name) -> list[Node | None] | None:
-        """What the calls of the function give to a parameter of this name (None: its default); None of other names."""
-        scope = self.script.scope(name.value, name)
-        if scope is None or not any(
-            isinstance(by, cst.Param) for by in self.script.bindings.get(scope, {}).get(name.value, [])
-        ):
-            return None
-        names = [each.name.value for each in scope.params.params]
-        if self.script.class_of(scope) is not None:
-            names = names[1:]
-        given = [arguments(call, names).get(name.value) for call in self.flow.calls.get(scope, [])]
-        return [each if each is None else each.value for each in given]
-
-    def _of_operation(self, node: cst.BinaryOperation, depth: int) -> Kind:
-        left, right = self.kind(node.left, depth + 1), self.kind(node.right, depth + 1)
+    def _of_operation(self, node: cst.BinaryOperation) -> Kind:
+        left, right = self.kind(node.left), self.kind(node.right)
+        is_weight = self.batches(node.right) <= {None}  # of no samples: a constant, or one number that is drawn
         match node.operator:
             case cst.Add() | cst.Subtract():
                 return combined(left, right)
-            case cst.Multiply():
-                if CONSTANT in (left.name, right.name):
-                    return right if left.name == CONSTANT else left
-                if Kind(MEAN) in (left, right) and (self.is_size(node.left) or self.is_size(node.right)):
-                    return Kind(SUM)
-            case cst.Divide():
-                if right.name == CONSTANT:
-                    return left
-                if left.name == SUM and self.is_size(node.right):
-                    return Kind(MEAN)
+            case cst.Multiply() if is_weight or self.batches(node.left) <= {None}:
+                return left if is_weight else right
+            case cst.Multiply() if Kind(MEAN) in (left, right) and (
+                self.is_size(node.left) or self.is_size(node.right)
+            ):
+                return Kind(SUM)
+            case cst.Divide() if is_weight:
+                return left
+            case cst.Divide() if left.name == SUM:
                 count = self._unbounded(node.right)
-                if left.name == SUM and self.kind(count, depth + 1).name == SUM and not self._is_of_model(count):
+                if self.is_size(node.right):
+                    return Kind(MEAN)
+                if self.kind(count).name == SUM and not self._is_of_model(count):
                     return Kind(MEAN, self.script.code(count))
         return Kind(UNKNOWN)
 
@@ -352,65 +409,60 @@ class Losses:
 
     def _is_of_model(self, node: Node) -> bool:
         """Whether a gradient flows through a number that divides: then it is no weight, which has none."""
-        return any(self.flow.is_module(value) for each in self.flowing(node) for value in self.flow.of(each))
+        nodes = self.slice(node, gradients=True)
+        return any(self.flow.is_module(value) for each in nodes for value in self.flow.of(each))
 
-    def _of_call(self, node: cst.Call, depth: int) -> Kind:
-        script, func = self.script, node.func
-        if self.is_size(node):
-            return Kind(SUM)
-        name = script.qualified(func) or ""
-        short = script.code(func).rsplit(".", 1)[-1]
-        if short in _FUNCTIONAL and ("functional" in name or name.startswith("torch.")):
-            return self._of_criterion(node, node.args, short)
+    def _of_call(self, node: cst.Call) -> Kind:
+        func, inner = node.func, self._unbounded(node)
+        short = self.script.code(func).rsplit(".", 1)[-1]
+        if self.criterion(node) is not None:
+            return self._of_criterion(node)
         if is_reduction(node):
-            return self._of_reduction(node, is_function=bool(name), depth=depth)
-        inner = self._unbounded(node)
+            return self._of_reduction(node)
         if inner is not node:
-            return self.kind(inner, depth + 1)
+            return self.kind(inner)
         if isinstance(func, cst.Name) and short in ("float", "int", "round") and node.args:
-            return self.kind(node.args[0].value, depth + 1)
+            return self.kind(node.args[0].value)
         if isinstance(func, cst.Attribute) and short in _KEEPING:
-            is_scaling = short == "scale" and node.args
-            return self.kind(node.args[0].value if is_scaling else func.value, depth + 1)
-        for value in self.flow.of(func):
-            if value.kind == "object":
-                return self._of_criterion_object(node, value.site, value.definition, depth)
-            if value.kind == "function" and isinstance(value.site, cst.FunctionDef):
-                return self._of_function(value.site, node, depth)
-        return Kind(UNKNOWN)
+            return self.kind(node.args[0].value if short == "scale" and node.args else func.value)
+        return self._of_functions(node)
 
-    def _of_reduction(self, node: cst.Call, *, is_function: bool, depth: int) -> Kind:
+    def _of_reduction(self, node: cst.Call) -> Kind:
         """`x.mean()`, `torch.sum(x, 1)`: the first that takes the samples' dimension decides."""
-        assert isinstance(node.func, cst.Attribute)
-        given = arguments(node, ("input", "dim") if is_function else ("dim",))
-        operand = node.func.value if not is_function else given["input"].value if "input" in given else node
-        inner = self.kind(operand, depth + 1)
+        inner = self.kind(self._operand(node))
         if inner.name in (MEAN, SUM):
             return inner
-        dims = next((self.script.code(given[name].value) for name in ("dim", "axis") if name in given), "0")
-        if "0" not in dims.strip("()[]").replace(" ", "").split(","):
-            return Kind(UNKNOWN)
-        return Kind(MEAN if node.func.attr.value == "mean" else SUM)
+        assert isinstance(node.func, cst.Attribute)
+        return Kind(node.func.attr.value if self._is_over_samples(node) else UNKNOWN)
 
-    def _of_function(self, function: cst.FunctionDef, call: cst.Call, depth: int, index: int | None = None) -> Kind:
-        """What a function of the script returns, or, of several values that it returns, the one at `index`."""
-        kinds = []
-        for node in self.script.inside(function):
-            if isinstance(node, cst.Return) and self.script.function(node) is function and node.value is not None:
-                value: Node = node.value
-                if index is not None:
-                    if not isinstance(value, cst.Tuple) or index >= len(value.elements):
-                        return Kind(UNKNOWN)
-                    value = value.elements[index].value
-                kinds.append(self.kind(value, depth + 1))
-        return self._said_outside(_alike(kinds), function, call)
+    def _operand(self, call: cst.Call) -> Node:
+        """What a method is called on, or a function is given first."""
+        if isinstance(call.func, cst.Attribute) and self.script.qualified(call.func) is None:
+            return call.func.value
+        return call.args[0].value if call.args else call
+
+    def _is_over_samples(self, call: cst.Call) -> bool:
+        """Whether a call puts all samples together: no dimension is named, or that of the samples."""
+        short = self.script.code(call.func).rsplit(".", 1)[-1]
+        names = [*_BEFORE_DIM.get(short, ()), "dim"]
+        if self.script.qualified(call.func) is not None:
+            names.insert(0, "input")
+        given = arguments(call, names)
+        dim = given.get("dim", given.get("axis"))
+        dims = "0" if dim is None else self.script.code(dim.value)
+        return (dim is not None or short not in _ALONG) and "0" in re.split(r"[\[\](), ]+", dims)
+
+    def _of_functions(self, call: cst.Call, index: int | None = None) -> Kind:
+        """What functions of the script return, or, of several values that they return, the one at `index`."""
+        functions = self.called(call)
+        kinds = [Kind(UNKNOWN) if value is None else self.kind(value) for value in self._returned(call, index)]
+        return self._said_outside(_alike(kinds), functions[0], call) if functions else Kind(UNKNOWN)
 
     def _said_outside(self, kind: Kind, function: cst.FunctionDef, call: cst.Call) -> Kind:
         """A weight in the caller's words; UNKNOWN if it hangs on what only the function has."""
         if kind.weight is None:
             return kind
-        names = [each.name.value for each in (*function.params.posonly_params, *function.params.params)]
-        given = arguments(call, names[1:] if self.script.class_of(function) is not None else names)
+        given = self._given_to(function, call)
         said = {name: ast.parse(self.script.code(each.value), mode="eval").body for name, each in given.items()}
         expression = ast.parse(kind.weight, mode="eval")
         own = {each.id for each in ast.walk(expression) if isinstance(each, ast.Name)} - said.keys()
@@ -418,147 +470,118 @@ class Losses:
             return Kind(UNKNOWN)
         return Kind(kind.name, ast.unparse(_Renaming(said).visit(expression)))
 
-    def _of_part(self, call: cst.Call, index: int, depth: int) -> Kind:
-        """One of several values that a function of the script, or a module's forward pass, returns."""
-        for value in self.flow.of(call.func):
-            function: Node | None = value.site if value.kind == "function" else None
-            if value.kind == "object" and value.definition is not None:
-                function = forward_of(value.definition)
-            if isinstance(function, cst.FunctionDef):
-                return self._of_function(function, call, depth, index)
-        return Kind(UNKNOWN)
+    # ------------------------------------------------------------------ torch's losses
 
-    def _of_criterion_object(self, call: cst.Call, site: Node, definition: cst.ClassDef | None, depth: int) -> Kind:
-        if definition is not None:
-            forward = forward_of(definition)
-            return Kind(UNKNOWN) if forward is None else self._of_function(forward, call, depth)
-        if not isinstance(site, cst.Call):
-            return Kind(UNKNOWN)
-        name = self.script.qualified(site.func) or ""
-        if name.startswith("torch.nn.") and name.endswith("Loss"):
-            holder = self.script.code(call.func)
-            return self._of_criterion(call, site.args, name.rsplit(".", 1)[-1], holder=holder)
-        return Kind(UNKNOWN)
+    def criterion(self, call: cst.Call) -> tuple[str, Sequence[cst.Arg], str | None] | None:
+        """Of one of torch's losses its name, where it was set up, and what holds it; None of others."""
+        name = self.script.qualified(call.func) or ""
+        short = name.rsplit(".", 1)[-1]
+        if name.startswith("torch.") and (short in _FUNCTIONAL or short.endswith("_loss")):
+            return short, call.args, None
+        for value in self.flow.of(call.func, "object"):
+            made = self.script.qualified(value.site.func) or "" if isinstance(value.site, cst.Call) else ""
+            if value.definition is None and made.startswith("torch.nn.") and made.endswith("Loss"):
+                return made.rsplit(".", 1)[-1], value.site.args, self.script.code(call.func)  # type: ignore[attr-defined]
+        return None
 
-    def _of_criterion(self, call: cst.Call, settings: object, name: str, *, holder: str | None = None) -> Kind:
-        given = {arg.keyword.value: arg.value for arg in settings if arg.keyword is not None}  # type: ignore[attr-defined]
-        words = [self.script.code(given[key]).strip("'\"") for key in ("reduction", "size_average") if key in given]
-        if "sum" in words or "False" in words:
+    def _is_entropy(self, call: cst.Call) -> bool:
+        return (self.criterion(call) or ("",))[0] in ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss")
+
+    def _of_criterion(self, call: cst.Call) -> Kind:
+        code = self.script.code
+        _, settings, holder = self.criterion(call) or ("", (), None)
+        given = {each.keyword.value: each.value for each in settings if each.keyword is not None}
+        words = {code(given[key]).strip("'\"") for key in ("reduction", "size_average") if key in given}
+        if words & {"sum", "False"}:
             return Kind(SUM)
-        if not {*words} <= {"mean", "batchmean", "True"} or "reduce" in given:
+        if not words <= {"mean", "batchmean", "True"} or "reduce" in given:
             return Kind(UNKNOWN)
-        if len(call.args) < 2:
+        if not self._is_entropy(call) or len(call.args) < 2:
             return Kind(MEAN)
-        target = call.args[1].value
-        if name in ("cross_entropy", "CrossEntropyLoss") and self._counts_the_batch(target):
-            return Kind(PAIRS)
-        if name in ("cross_entropy", "nll_loss", "CrossEntropyLoss", "NLLLoss"):
-            text = self.script.code(target)
-            first = [each.value for each in settings if each.keyword is None]  # type: ignore[attr-defined]
-            unnamed = first[2:3] if holder is None else first[:1]
-            weights = given.get("weight") or next(iter(unnamed), None)
-            if weights is not None:
-                said = self.script.code(weights) if holder is None else f"{holder}.weight"
-                return Kind(UNKNOWN) if "ignore_index" in given else Kind(MEAN, f"{said}[{text}].sum()")
-            # Targets in one row are those of tokens or pixels, of which some may be left out.
-            is_row = isinstance(target, cst.Call) and text.endswith(("view(-1)", "reshape(-1)", "flatten()"))
-            if "ignore_index" in given or is_row or self._has_ignored:
-                ignored = self.script.code(given["ignore_index"]) if "ignore_index" in given else "-100"
-                return Kind(MEAN, f"({text} != {ignored}).sum()")
+        target, text = call.args[1].value, code(call.args[1].value)
+        unnamed = [each.value for each in settings if each.keyword is None][2 if holder is None else 0 :]
+        weights = given.get("weight") or next(iter(unnamed), None)
+        if weights is not None:
+            said = code(weights) if holder is None else f"{holder}.weight"
+            return Kind(UNKNOWN) if "ignore_index" in given else Kind(MEAN, f"{said}[{text}].sum()")
+        # Targets in one row are those of tokens or pixels, of which some may be left out.
+        is_row = isinstance(target, cst.Call) and text.endswith(("view(-1)", "reshape(-1)", "flatten()"))
+        if "ignore_index" in given or is_row or self._has_ignored:
+            ignored = code(given["ignore_index"]) if "ignore_index" in given else "-100"
+            return Kind(MEAN, f"({text} != {ignored}).sum()")
         return Kind(MEAN)
 
-    def _counts_the_batch(self, target: Node, depth: int = 0) -> bool:
-        """Whether targets are 0, 1, 2, ...: each sample's partner among the batch."""
-        if depth > 3:
-            return False
-        if isinstance(target, cst.Name):
-            return any(self._counts_the_batch(value, depth + 1) for value, _ in self.reaching(target))
-        if isinstance(target, cst.Call):
-            if (self.script.qualified(target.func) or "") == "torch.arange":
-                return True
-            if isinstance(target.func, cst.Attribute):
-                return self._counts_the_batch(target.func.value, depth + 1)
-        return False
+    # ------------------------------------------------------------------ losses that are others on a part of a batch
 
     def compares_pairs(self, loss: Node) -> bool:
-        """Whether a loss compares the samples of a batch with each other: `cdist`, or `z @ z.T`."""
-        script, nodes = self.script, self.flowing(loss)
-        for call in [each for each in nodes if isinstance(each, cst.Call)]:
-            for value in self.flow.of(call.func):
-                forward = None if value.definition is None else forward_of(value.definition)
-                nodes |= set() if forward is None else set(script.inside(forward))
-        for node in nodes:
-            left: Node = node
-            right = None
-            match node:
-                case cst.Call() if (script.qualified(node.func) or "") in ("torch.cdist", _PDIST):
-                    return True
-                case cst.BinaryOperation(operator=cst.MatrixMultiply()):
-                    left, right = node.left, node.right
-                case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value="mm" | "matmul"))) if node.args:
-                    given = [each.value for each in node.args]
-                    left, right = given if len(given) == 2 else (base, given[0])
-            said = "" if right is None else script.code(right)
-            if isinstance(left, cst.Name) and said in (f"{left.value}.T", f"{left.value}.t()"):
+        """Whether samples of a batch are compared with each other: `cdist(z, z)`, `z @ z.T`, targets 0, 1, 2, ..."""
+        return any(self._compares(node) for node in self.slice(loss, forwards=True))
+
+    def _compares(self, node: Node) -> bool:
+        script, pair = self.script, list[Node | None]()
+        name = (script.qualified(node.func) or "").rsplit(".", 1)[-1] if isinstance(node, cst.Call) else ""
+        match node:
+            case cst.Call() if name == "pdist":
                 return True
-        return False
+            case cst.Call(args=[first, second, *_]) if name == "cdist":
+                pair = [first.value, second.value]
+            case cst.Call(args=[_, target, *_]) if self._is_entropy(node):
+                nodes = [each for each in self.slice(target.value, gradients=True) if isinstance(each, cst.Call)]
+                return any(script.qualified(each.func) == "torch.arange" for each in nodes)
+            case cst.Call(args=[first, second]) if name in ("mm", "matmul"):
+                pair = [first.value, self._turned(second.value)]
+            case cst.Call(func=cst.Attribute(value=left, attr=cst.Name(value="mm" | "matmul")), args=[right]):
+                pair = [left, self._turned(right.value)]
+            case cst.BinaryOperation(operator=cst.MatrixMultiply()):
+                pair = [node.left, self._turned(node.right)]
+            case cst.BinaryOperation(left=left, right=right) if {self._axis(left), self._axis(right)} == {0, 1}:
+                pair = [left, right]
+            case cst.Call(args=[first, second, *_]) if {self._axis(first.value), self._axis(second.value)} == {0, 1}:
+                pair = [first.value, second.value]
+        return bool(pair) and all(each is not None and self.batches(each) - {None} for each in pair)
 
-    def is_criterion(self, call: cst.Call) -> bool:
-        """Whether a call is one of torch's losses."""
-        sites = [value.site for value in self.flow.of(call.func, "object")]
-        names = [self.script.qualified(each.func) or "" for each in [call, *sites] if isinstance(each, cst.Call)]
-        return any(name.rsplit(".", 1)[-1] in _FUNCTIONAL or name.endswith("Loss") for name in names)
+    def _axis(self, node: Node) -> int | None:
+        """Where an expression gets a new axis, in front of samples or behind them: `z[None]`, `z.unsqueeze(1)`."""
+        code = self.script.code
+        match node:
+            case cst.Call(func=cst.Attribute(attr=cst.Name(value="unsqueeze")), args=[axis]):
+                return {"0": 0, "1": 1}.get(code(axis.value))
+            case cst.Subscript():
+                parts = [code(each).strip(", ") for each in node.slice]
+                return 0 if parts[0] == "None" else 1 if parts[:2] == [":", "None"] else None
+        return None
 
-    # ------------------------------------------------------------------ gradients
+    def _turned(self, node: Node) -> Node | None:
+        """What was transposed as a matrix of samples is: `z.T`, `z.t()`."""
+        match node:
+            case cst.Attribute(value=base, attr=cst.Name(value="T")):
+                return base
+            case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value="t"))):
+                return base
+        return None
 
-    def flowing(self, node: Node) -> set[Node]:
-        """The expressions that a gradient flows back through from a loss."""
-        seen: set[Node] = set()
-        waiting: list[Node] = [node]
-        while waiting:
-            each = waiting.pop()
-            match each:
-                case cst.Call(func=cst.Attribute(attr=cst.Name(value="detach" | "item" | "numpy" | "tolist"))):
-                    continue
-                case cst.Attribute(attr=cst.Name(value="data")):
-                    continue
-                case _ if each in seen:
-                    continue
-                case cst.Name():
-                    held = [value for value, _ in self.reaching(each)] or [
-                        value for value in self.given(each) or () if value
-                    ]
-                    waiting += [value for value in held if not self._is_without_grad(value)]
-                case _:
-                    waiting += [*self.script.parts(each), *(self.results(each) if isinstance(each, cst.Call) else ())]
-            seen.add(each)
-        return seen
+    def statistics(self, loss: Node) -> list[cst.Call]:
+        """Numbers of all samples together that went into each sample's part of a loss: each rank has its own."""
+        nodes = self.slice(loss, forwards=True)
+        calls = [each for each in nodes if isinstance(each, cst.Call)]
+        found = [each for each in calls if self._is_statistic(each)]
+        takers = [each for each in calls if self.criterion(each) is not None or is_reduction(each)] if found else []
+        return sorted({each for each in found for by in takers if self._takes(by, each)}, key=self.script.order)
 
-    def models(self, node: Node, trained: Values) -> Values:
-        """The trained models that a loss goes through, as far as its gradient flows."""
-        return frozenset(value for each in self.flowing(node) for value in self.flow.of(each) if value in trained)
+    def _is_statistic(self, call: cst.Call) -> bool:
+        short = self.script.code(call.func).rsplit(".", 1)[-1]
+        is_one = short in _STATISTICS | _ALONG and not (short in ("max", "min") and len(call.args) > 1)
+        return is_one and self._is_over_samples(call) and bool(self.batches(self._operand(call)) - {None})
 
-    def results(self, call: cst.Call) -> list[Node]:
-        """What the script's own functions return, and what its own criteria compute."""
-        results: list[Node] = []
-        for value in self.flow.of(call.func):
-            if isinstance(value.site, cst.FunctionDef) and not self._has_no_grad(value.site):
-                results += [
-                    node.value
-                    for node in self.script.inside(value.site)
-                    if isinstance(node, cst.Return) and node.value is not None
-                ]
-        return results
-
-    def _is_without_grad(self, node: Node) -> bool:
-        is_copy = isinstance(node, cst.Call) and self.script.qualified(node.func) == "copy.deepcopy"
-        return is_copy or any(
-            isinstance(each, cst.With) and any("no_grad" in self.script.code(item.item) for item in each.items)
-            for each in self.script.ancestors(node)
-        )
-
-    def _has_no_grad(self, function: cst.FunctionDef) -> bool:
-        return any("no_grad" in self.script.code(each.decorator) for each in function.decorators)
+    def _takes(self, call: cst.Call, statistic: cst.Call) -> bool:
+        """Whether a criterion or a reduction is given something that a statistic went into."""
+        if self.script.is_inside(call, statistic):
+            return False
+        if self.criterion(call) is not None:
+            return any(statistic in self.slice(each.value, forwards=True) for each in call.args)
+        operand = self._operand(call)  # of what is one number already, a mean is no mean of samples
+        is_one = self.kind(operand).name in (MEAN, SUM) or not self._is_over_samples(call)
+        return not is_one and statistic in self.slice(operand, forwards=True)
 
 
 def forward_of(definition: cst.ClassDef) -> cst.FunctionDef | None:

@@ -2,50 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import libcst as cst
 
-from evenstep.tools.convert.edits import Change, with_argument
-from evenstep.tools.convert.source import Node, Statement
-from evenstep.tools.convert.work import Work
+from evenstep.tools.convert.edits import Work, with_argument
+from evenstep.tools.convert.source import Node
 
-# Calls that write, by the end of their full name.
-_WRITING = [
-    "torch.save",
-    "numpy.save",
-    "numpy.savez",
-    "numpy.savetxt",
-    "json.dump",
-    "pickle.dump",
-    "yaml.dump",
-    "save_image",
-    "joblib.dump",
-    "safetensors.torch.save_file",
-    "shutil.copyfile",
-    "shutil.copy",
-    "shutil.rmtree",
-    "shutil.move",
-    "os.remove",
-    "os.rename",
-    "os.replace",
-    "pyplot.savefig",
-    "pyplot.show",
-    "pyplot.plot",
-    "pyplot.figure",
-    "pyplot.close",
-    "pprint.pprint",
-    "sys.stdout.write",
-    "imageio.imwrite",
-    "tqdm.write",
-]
+# Calls that write, by the end of their full name, and methods that do.
+_WRITING = (
+    *("torch.save", "numpy.save", "numpy.savez", "numpy.savetxt", "json.dump", "pickle.dump", "yaml.dump"),
+    *("save_image", "joblib.dump", "safetensors.torch.save_file", "imageio.imwrite", "tqdm.write", "pprint.pprint"),
+    *("shutil.copyfile", "shutil.copy", "shutil.rmtree", "shutil.move", "os.remove", "os.rename", "os.replace"),
+    *("pyplot.savefig", "pyplot.show", "pyplot.plot", "pyplot.figure", "pyplot.close", "sys.stdout.write"),
+)
 _WRITING_METHODS = {"to_csv", "to_json", "to_parquet", "savefig", "write_text", "write_bytes", "save_pretrained"}
+_SHOWING = re.compile("progress_?bar|plot|print", re.IGNORECASE)  # functions of other files
 _LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
-_MODES = ("'w'", '"w"', "'a'", '"a"', "'wb'", '"wb"', "'x'", '"x"', "'w+'", '"w+"')
+_MODES = {"w", "a", "wb", "x", "w+"}
 _DEVICE_FLAGS = {
     f"{each}.device" for each in ("args", "opt", "opts", "options", "cfg", "config", "hparams", "FLAGS", "conf")
 }
-_NEEDS_TYPE = ("autocast", "GradScaler")
 
 
 class Output:
@@ -53,79 +31,71 @@ class Output:
 
     def __init__(self, work: Work) -> None:
         self._work = work
-        self._script, self._flow = work.script, work.flow
+        self._script, self._flow, self._edits = work.script, work.flow, work.edits
         self._nowhere = f'{{old}} if {work.edits.main} else "/dev/null"'
+        self._device = f"{work.world}.device"
 
     def change(self) -> None:
         """Have rank 0 alone print, write and show."""
         for call in self._work.calls():
             name = self._script.qualified(call.func) or ""
             self._change_output(call, name)
+            self._change_files(call, name)
             self._change_trackers(call, name)
-            self._change_device_calls(call, name)
         for node in self._script.nodes:
-            self._change_devices(node)
+            self._change_device(node)
             self._validate_writer(node)
 
     # ------------------------------------------------------------------ output
 
     def _change_output(self, call: cst.Call, name: str) -> None:
-        work, script, edits = self._work, self._script, self._work.edits
-        text = script.code(call.func)
-        method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
-        if text == "print" and not script.bound("print", call):
+        script, short = self._script, self._work.short(call)
+        if script.code(call.func) == "print" and not name and not script.bound("print", call):
             named = {argument.keyword.value for argument in call.args if argument.keyword is not None}
             if "file" in named:
                 self._guard(call)
-                return
-            edits.template(call.func, f"{work.world}.print")
-            if "flush" in named:
-                edits.change(call, _without("flush"))
+            else:
+                self._edits.template(call.func, f"{self._work.world}.print")
+                self._edits.change(call, _without_flush)
             return
-        writes = any(name == each or name.endswith(f".{each}") for each in _WRITING)
-        is_writer = isinstance(call.func, cst.Attribute) and self._flow.is_a(call.func.value, "writer")
-        logs = method in _LEVELS and ("log" in text.rsplit(".", 1)[0].lower())
-        if writes or is_writer or logs or (method in _WRITING_METHODS and not name.startswith("torch.utils.data")):
+        base = call.func.value if isinstance(call.func, cst.Attribute) else None
+        writes = any(f".{name}".endswith(f".{each}") for each in _WRITING) and not self._is_private(call)
+        is_writer = base is not None and self._flow.is_a(base, "writer")
+        logs = base is not None and short in _LEVELS and "log" in script.code(base).lower()
+        is_method = short in _WRITING_METHODS and base is not None and not name.startswith("torch.utils.data")
+        # A function of another file, which knows of no ranks.
+        shows = bool(name) and _SHOWING.search(short) and isinstance(script.parent(call), cst.Expr)
+        if writes or is_writer or logs or is_method or shows:
             self._guard(call)
-        if text == "open" and call.args:
-            self._open(call)
-        if name == "logging.FileHandler" and call.args:
-            edits.template(call.args[0].value, self._nowhere)
-        for each in call.args if name == "logging.basicConfig" else ():
-            if each.keyword is not None and each.keyword.value == "filename":
-                edits.template(each.value, self._nowhere)
-        if any(each.keyword is not None and each.keyword.value == "download" for each in call.args):
-            work.note(call, "every rank downloads this, perhaps at the same time: have it there before", mark=True)
-        if name in ("os.makedirs", "os.mkdir") or (method == "mkdir" and not name):
-            self._make_directories(call, name)
-        if name == "torch.load":
-            self._load(call)
+
+    def _is_private(self, call: cst.Call) -> bool:
+        """Whether a file lies in a temporary directory, of which each rank has its own: each writes there."""
+        nodes = {each for argument in call.args for each in self._work.losses.slice(argument.value)}
+        names = [self._script.qualified(each.func) or "" for each in nodes if isinstance(each, cst.Call)]
+        return any(each.startswith("tempfile.") and each != "tempfile.gettempdir" for each in names)
 
     def _guard(self, call: cst.Call) -> None:
         """Have the statement that is this call run on rank 0 only."""
-        work, script = self._work, self._script
-        parent = script.parent(call)
-        if isinstance(parent, cst.Expr):
-            if not self._is_under_writer(parent):
-                work.edits.guarded.add(parent)
-        elif isinstance(parent, cst.Assign) and not isinstance(parent.value, cst.Call):
-            pass
-        elif isinstance(script.statement(call), cst.SimpleStatementLine):
-            outer = next((each for each in script.ancestors(call) if isinstance(each, cst.Expr)), None)
-            if outer is not None:
-                work.edits.guarded.add(outer)
-            else:
-                work.note(call, f"every rank calls {script.code(call.func)}", mark=True)
+        script = self._script
+        outer = next((each for each in script.ancestors(call) if isinstance(each, cst.Expr)), None)
+        if outer is not None:
+            if not self._is_under_writer(outer):
+                self._edits.guarded.add(outer)
+        elif not isinstance(script.parent(call), cst.Assign) and isinstance(
+            script.statement(call), cst.SimpleStatementLine
+        ):
+            self._work.note(call, f"every rank calls {script.code(call.func)}", mark=True)
 
     def _validate_writer(self, node: Node) -> None:
         """Refuse what every rank would do with a writer, which rank 0 alone has."""
-        around = [node, *self._script.ancestors(node)]
+        around = {node, *self._script.ancestors(node)}
         reads = isinstance(node, cst.Attribute) and self._flow.is_a(node.value, "writer")
         opens = isinstance(node, cst.WithItem) and self._flow.is_a(node.item, "writer")
-        is_alone = self._is_under_writer(node) or any(each in self._work.edits.guarded for each in around)
-        if opens or (reads and not is_alone):
-            text = "rank 0 alone has a writer, and every rank runs this: make the writer in a line of its own"
-            self._work.refuse(node, f"{text}, and use it in statements of its own")
+        text = "rank 0 alone has a writer, and every rank runs this"
+        if opens:
+            self._work.refuse(node, f"{text}: make the writer in a line of its own")
+        elif reads and not self._is_under_writer(node) and not around & self._edits.guarded:
+            self._work.refuse(node, f"{text}: {self._script.code(node)} has to be a statement of its own, or go")
 
     def _is_under_writer(self, node: Node) -> bool:
         """Whether an `if` around it asks for a writer, which rank 0 alone has."""
@@ -133,63 +103,62 @@ class Output:
 
     def asks_for_writer(self, node: cst.If) -> bool:
         """Whether an `if` holds where there is a writer."""
-        return any(
-            self._flow.is_a(each, "writer")
-            for each in self._script.inside(node.test)
-            if isinstance(each, cst.Name | cst.Attribute)
-        )
+        names = [each for each in self._script.inside(node.test) if isinstance(each, cst.Name | cst.Attribute)]
+        return any(self._flow.is_a(each, "writer") for each in names)
 
-    def _open(self, call: cst.Call) -> None:
-        """A file that is opened for writing is nothing on other ranks: whatever writes to it may stay."""
-        modes = [argument.value for argument in call.args[1:] if self._script.code(argument.value) in _MODES]
-        if modes and call.args[0].keyword is None:
-            self._work.edits.template(call.args[0].value, self._nowhere)
+    # ------------------------------------------------------------------ files
 
-    def _make_directories(self, call: cst.Call, name: str) -> None:
-        """Several ranks may make a directory at the same time."""
-        if name == "os.mkdir":
-            self._work.edits.change(call.func, lambda new: new.with_changes(attr=cst.Name("makedirs")))
-        if isinstance(call.func, cst.Attribute):
-            self._set(call, "exist_ok", "{old}", "True")
+    def _change_files(self, call: cst.Call, name: str) -> None:
+        script, edits, args = self._script, self._edits, call.args
+        named = {each.keyword.value: each for each in args if each.keyword is not None}
+        modes = {script.code(each.value).strip("'\"") for each in args[1:]}
+        # A file that is opened for writing is nothing on other ranks: whatever writes to it may stay.
+        if args and (name == "logging.FileHandler" or (script.code(call.func) == "open" and modes & _MODES)):
+            edits.template(args[0].value, self._nowhere)
+        if name == "logging.basicConfig" and "filename" in named:
+            edits.template(named["filename"].value, self._nowhere)
+        if "download" in named:
+            text = "every rank downloads this, perhaps at the same time: have it there before"
+            self._work.note(call, text, mark=True)
+        if name in ("os.makedirs", "os.mkdir") or (not name and self._work.short(call) == "mkdir"):
+            # Several ranks may make a directory at the same time.
+            if name == "os.mkdir":
+                edits.change(call.func, lambda new: new.with_changes(attr=cst.Name("makedirs")))
+            if isinstance(call.func, cst.Attribute):
+                self._set(call, "exist_ok", "{old}", "True")
+        if name == "torch.load":
+            if "map_location" not in named and len(args) - len(named) < 2:
+                edits.change(call, with_argument("map_location", self._device))
+            if self._is_saved_before(call) and not self._is_private(call):
+                edits.add(
+                    edits.before, script.statement(call), f"{self._work.world}.barrier()  # rank 0 has written it"
+                )
 
-    def _load(self, call: cst.Call) -> None:
-        """Rank 0 may still be writing what is read."""
-        work, script, edits = self._work, self._script, self._work.edits
-        saves = [each for each in work.calls() if script.qualified(each.func) == "torch.save"]
-        named = {argument.keyword.value for argument in call.args if argument.keyword is not None}
-        if "map_location" not in named and len(call.args) < 2:
-            edits.change(call, with_argument("map_location", f"{work.world}.device"))
-        # One that follows in the text has been written by another run.
-        own = [save for save in saves if script.function(save) is script.function(call)]
-        if any(script.order(save) < script.order(call) for save in own) or (saves and self._is_behind_a_loop(call)):
-            edits.add(edits.before, script.statement(call), f"{work.world}.barrier()  # rank 0 has written it")
-
-    def _is_behind_a_loop(self, call: cst.Call) -> bool:
-        """Whether a loop of the same function comes first: what it calls may have saved."""
+    def _is_saved_before(self, load: cst.Call) -> bool:
+        """Whether rank 0 may still be writing what is read: what follows in the text was written by another run."""
         script = self._script
+        saves = [each for each in self._work.calls() if script.qualified(each.func) == "torch.save"]
+        loops = [each for each in script.nodes if isinstance(each, cst.For | cst.While) and saves]  # and what they call
         return any(
-            isinstance(node, cst.For | cst.While)
-            and script.function(node) is script.function(call)
-            and script.order(node) < script.order(call)
-            and not script.is_inside(call, node)
-            for node in script.nodes
+            script.function(each) is script.function(load)
+            and script.order(each) < script.order(load)
+            and not (each in loops and script.is_inside(load, each))
+            for each in (*saves, *loops)
         )
 
     # ------------------------------------------------------------------ trackers and bars
 
     def _change_trackers(self, call: cst.Call, name: str) -> None:
-        edits = self._work.edits
-        if self._flow.is_a(call, "writer") and any(value.site is call for value in self._flow.of(call)):
+        main = self._edits.main
+        if any(value.site is call for value in self._flow.of(call, "writer")):
             outer = self._script.parent(call)
             is_conditional = isinstance(outer, cst.IfExp) and outer.body is call
-            edits.template(
-                call,
-                f"({{old}} if {edits.main} else None)" if is_conditional else f"{{old}} if {edits.main} else None",
-            )
+            text = f"{{old}} if {main} else None"
+            self._edits.template(call, f"({text})" if is_conditional else text)
         elif name == "wandb.init":
-            self._set(call, "mode", f'{{old}} if {edits.main} else "disabled"', f'None if {edits.main} else "disabled"')
-        elif name.startswith("tqdm.") and name.rsplit(".", 1)[-1] in ("tqdm", "trange", "tqdm_notebook"):
-            self._set(call, "disable", f"{{old}} or not {edits.main}", f"not {edits.main}")
+            self._set(call, "mode", f'{{old}} if {main} else "disabled"', f'None if {main} else "disabled"')
+        elif name.rsplit(".", 1)[-1] in ("tqdm", "trange", "tqdm_notebook"):
+            self._set(call, "disable", f"{{old}} or not {main}", f"not {main}")
 
     def _set(self, call: cst.Call, name: str, given: str, otherwise: str) -> None:
         """Change an argument of a call, or refuse the script where `**` may hold it.
@@ -201,110 +170,76 @@ class Output:
         argument = next((each for each in call.args if each.keyword is not None and each.keyword.value == name), None)
         unseen = self._work.unseen(call, f"{name}=...")
         if argument is not None:
-            self._work.edits.template(argument.value, given)
+            self._edits.template(argument.value, given)
         elif unseen is not None:
             self._work.refuse(call, unseen)
         else:
-            self._work.edits.change(call, with_argument(name, otherwise))
+            self._edits.change(call, with_argument(name, otherwise))
 
     # ------------------------------------------------------------------ devices
 
-    def _change_device_calls(self, call: cst.Call, name: str) -> None:
-        work, script, edits = self._work, self._script, self._work.edits
-        device = f"{work.world}.device"
-        if name == "torch.device":
-            text = script.code(call.args[0].value) if call.args else ""
-            if (
-                "cuda" in text
-                or "device" in text
-                or "gpu" in text
-                or isinstance(call.args[0].value, cst.Name | cst.Attribute)
+    def _change_device(self, node: Node) -> None:
+        """Have a place where a device is chosen name the rank's."""
+        work, script, edits = self._work, self._script, self._edits
+        match node:
+            case cst.Assign(targets=[cst.AssignTarget(target=assigned)]) if "CUDA_VISIBLE_DEVICES" in script.code(
+                assigned
             ):
-                self._choose(call, device)
-            return
-        if name == "torch.cuda.set_device":
-            work.remove(call)
-            return
-        if not isinstance(call.func, cst.Attribute):
-            return
-        method = call.func.attr.value
-        if method == "cuda" and not name:
-            config = script.module.config_for_parsing
-
-            def change(updated: Any) -> Any:
-                kept = [each for each in updated.args if each.keyword is not None]
-                first = cst.Arg(cst.parse_expression(device, config))
-                func = updated.func.with_changes(attr=cst.Name("to"))
-                return updated.with_changes(func=func, args=[first, *kept])
-
-            edits.change(call, change)
-        elif method == "to" and call.args and not name:
-            argument = call.args[0].value
-            if isinstance(argument, cst.Attribute) and script.code(argument) in _DEVICE_FLAGS:
-                self._choose(argument, device)
-
-    def _change_devices(self, node: Node) -> None:
-        work, script, edits = self._work, self._script, self._work.edits
-        if isinstance(node, cst.Assign):
-            target = script.code(node.targets[0].target)
-            if "CUDA_VISIBLE_DEVICES" in target:
-                work.note(node, f"{target} would give every rank the same device, and was left out")
+                work.note(node, f"{script.code(assigned)} would give every rank the same device, and was left out")
                 work.remove(node)
-            elif target.endswith("device") and isinstance(node.value, cst.Integer):
-                edits.template(node.value, f"{work.world}.device")
-        if isinstance(node, cst.IfExp) and "is_available" in script.code(node.test):
-            if self._is_within(node, "torch.device"):
-                return
-            ends = {
-                script.code(each).strip("'\"") for each in script.inside(node) if isinstance(each, cst.SimpleString)
-            }
-            if "cpu" in ends and not any(isinstance(each, cst.IfExp) for each in script.ancestors(node)):
-                # A text where it was one: the current device is the rank's own.
-                kind = ".type" if isinstance(node.body, cst.SimpleString) else ""
-                self._choose(node, f"{work.world}.device{kind}")
-        elif isinstance(node, cst.SimpleString) and script.code(node).strip("'\"").startswith("cuda"):
-            parent = script.parent(node)
-            is_argument = isinstance(parent, cst.Arg) and isinstance(script.parent(parent), cst.Call)
-            if not is_argument or self._is_within(node, "torch.device"):
-                return
-            call = script.parent(parent)  # type: ignore[arg-type]
-            assert isinstance(call, cst.Call)
-            name = script.code(call.func)
-            if name.endswith(_NEEDS_TYPE) or name.endswith("add_argument"):
-                return
-            keyword = parent.keyword.value if parent.keyword is not None else ""  # type: ignore[union-attr]
-            if keyword in ("device", "map_location") or name.endswith(".to") or name == "torch.load":
-                edits.template(node, f"{work.world}.device")
+            case cst.Assign(value=cst.Integer() as number) if script.code(node.targets[0].target).endswith("device"):
+                edits.template(number, self._device)
+            case cst.Call(args=[cst.Arg(value=chosen), *_]) if script.qualified(node.func) == "torch.device":
+                is_name = isinstance(chosen, cst.Name | cst.Attribute)
+                if is_name or re.search("cuda|device|gpu", script.code(chosen)):
+                    self._choose(node)
+            case cst.Call() if script.qualified(node.func) == "torch.cuda.set_device":
+                work.remove(node)
+            case cst.Call(func=cst.Attribute(attr=cst.Name(value="cuda"))) if script.qualified(node.func) is None:
+                edits.change(node, self._to_device)
+            case cst.Call(func=cst.Attribute(attr=cst.Name(value="to")), args=[cst.Arg(value=chosen), *_]):
+                if isinstance(chosen, cst.Attribute) and script.code(chosen) in _DEVICE_FLAGS:
+                    self._choose(chosen)
+            case cst.IfExp() if "is_available" in script.code(node.test) and not self._is_in_device(node):
+                ends = {
+                    script.code(each).strip("'\"") for each in script.inside(node) if isinstance(each, cst.SimpleString)
+                }
+                if "cpu" in ends and not any(isinstance(each, cst.IfExp) for each in script.ancestors(node)):
+                    # A text where it was one: the current device is the rank's own.
+                    self._choose(node, ".type" if isinstance(node.body, cst.SimpleString) else "")
+            case cst.SimpleString() if script.code(node).strip("'\"").startswith("cuda") and not self._is_in_device(
+                node
+            ):
+                argument = script.parent(node)
+                call = script.parent(argument) if isinstance(argument, cst.Arg) else None
+                if isinstance(call, cst.Call) and work.short(call) != "GradScaler":
+                    keyword = argument.keyword.value if argument.keyword is not None else ""  # type: ignore[union-attr]
+                    if keyword in ("device", "map_location") or script.code(call.func).endswith((".to", "torch.load")):
+                        edits.template(node, self._device)
 
-    def _choose(self, node: Node, device: str) -> None:
+    def _to_device(self, updated: Any) -> Any:
+        kept = [each for each in updated.args if each.keyword is not None]
+        first = cst.Arg(cst.parse_expression(self._device))
+        return updated.with_changes(func=updated.func.with_changes(attr=cst.Name("to")), args=[first, *kept])
+
+    def _choose(self, node: Node, part: str = "") -> None:
         """Compute on the rank's device, and say what chose one before."""
-        self._work.edits.template(node, device)
-        names = [
-            each.value
-            for each in self._script.inside(node)
-            if isinstance(each, cst.Name) and self._script.is_read(each)
-        ]
-        own = [name for name in dict.fromkeys(names) if not self._script.imports.get(name, "").startswith("torch")]
+        script = self._script
+        self._edits.template(node, self._device + part)
+        names = [each.value for each in script.inside(node) if isinstance(each, cst.Name) and script.is_read(each)]
+        own = [name for name in dict.fromkeys(names) if not script.imports.get(name, "").startswith("torch")]
         if own:
             text = f"{', '.join(own)} no longer chooses the device: evenstep run --device does"
             self._work.note(node, text, mark=True)
 
-    def _is_within(self, node: Node, name: str) -> bool:
-        for each in self._script.ancestors(node):
-            if isinstance(each, cst.Call) and self._script.qualified(each.func) == name:
-                return True
-            if isinstance(each, Statement):
-                return False
-        return False
+    def _is_in_device(self, node: Node) -> bool:
+        """Whether it is a part of a `torch.device(...)`, which is changed as a whole."""
+        calls = [each for each in self._script.ancestors(node) if isinstance(each, cst.Call)]
+        return any(self._script.qualified(each.func) == "torch.device" for each in calls)
 
 
-def _without(name: str) -> Change:
-    """Leave an argument out of a call."""
-
-    def change(updated: Any) -> Any:
-        kept = [each for each in updated.args if each.keyword is None or each.keyword.value != name]
-        if kept:
-            kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-        return updated.with_changes(args=kept)
-
-    return change
+def _without_flush(updated: Any) -> Any:
+    kept = [each for each in updated.args if each.keyword is None or each.keyword.value != "flush"]
+    if kept and len(kept) < len(updated.args):
+        kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    return updated.with_changes(args=kept)

@@ -1,0 +1,281 @@
+"""The numbers that a script adds up, shows and keeps: they are to be those of all ranks, or are said not to be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import libcst as cst
+
+from evenstep.tools.convert.edits import Work
+from evenstep.tools.convert.loops import Loops
+from evenstep.tools.convert.losses import CONSTANT, MEAN, SUM, UNKNOWN, Kind, forward_of
+from evenstep.tools.convert.source import Node, Statement, target_names
+from evenstep.tools.convert.values import BUILTINS, Value, Values
+
+# Methods that use up a number without keeping it.
+_STEPPING = {"backward", "zero_grad", "train", "eval", "unscale_", "add_", "mul_", "copy_", "clamp_", "fill_"}
+_PURE = ("torch.", "numpy.", "math.")
+
+
+class Metrics:
+    """Changes numbers of a rank's samples to those of all ranks.
+
+    Args:
+        trained: The models that are trained.
+    """
+
+    def __init__(self, work: Work, loops: Loops, trained: Values) -> None:
+        self._work, self._loops, self._trained = work, loops, trained
+        self._script, self._flow, self._losses = work.script, work.flow, work.losses
+        self._divided: Values = frozenset()
+        self._added: set[tuple[Node | None, str]] = set()  # sums that are those of all ranks
+
+    def average(self, divided: Values) -> None:
+        """Have the numbers that are printed or kept be those of all ranks.
+
+        Args:
+            divided: Loaders that are divided over ranks.
+        """
+        work, script, self._divided = self._work, self._script, divided
+        for call in work.calls():
+            if script.code(call.func).endswith(".item") or script.code(call.func) == "float":
+                self._average(call)
+        for node in script.nodes:
+            if isinstance(node, cst.For | cst.While) and (loaders := self._loops.loaders(node)) and loaders <= divided:
+                self._add_up(node)
+        for node in script.nodes:
+            if isinstance(node, cst.If | cst.While) and script.loops(node) and self._decides(node.test):
+                work.note(node, "each rank decides this by its own samples", mark=True)
+            if isinstance(node, cst.Expr) and isinstance(node.value, cst.Call) and self._keeps(node.value):
+                unknown = dict.fromkeys(map(script.code, self._unknown(node.value)))
+                if unknown:
+                    work.note(node, f"{', '.join(unknown)}: of rank 0's samples alone", mark=True)
+
+    # ------------------------------------------------------------------ one number
+
+    def _is_divided(self, node: Node) -> bool:
+        sites = self._loops.taken_from(node)
+        sites = [site for site in sites if not self._loops.whole & {*self._script.inside(site)}]
+        loaders = frozenset().union(*(self._flow.loaders(site) for site in sites))
+        return bool(loaders) and loaders <= self._divided
+
+    def _is_alone(self, node: Node) -> bool:
+        """Whether a number is one of a rank's own samples."""
+        return self._is_divided(node) and not self._is_known(node)
+
+    def _is_known(self, node: Node, depth: int = 0) -> bool:
+        """Whether an expression is the same on all ranks, after the changes so far."""
+        script, losses = self._script, self._losses
+        if node in self._work.collectives or not losses.varies(node):
+            return True
+        if depth > 8 or losses.taken(node):
+            return False
+        parts: list[Node] = [*script.parts(node)]
+        if isinstance(node, cst.Name):
+            if (script.scope(node.value, node), node.value) in self._added:
+                return True
+            parts = [each.value for each in losses.definitions(node)]
+            parts = parts or [each for each in losses.given(node) or () if each is not None]
+        elif isinstance(node, cst.Call):
+            parts += losses.results(node)
+        return bool(parts) and all(self._is_known(part, depth + 1) for part in parts)
+
+    def _average(self, node: Node) -> bool:
+        """Have a mean of this rank's samples be that of all; returns whether it is one."""
+        kind = self._losses.kind(node)
+        if kind.name != MEAN or node in self._loops.flowing or not self._is_alone(node) or self._is_in_sum(node):
+            return False
+        weight = kind.weight or self._loops.num_samples(self._loops.taken_from(node), node)
+        if weight is not None:
+            self._work.average(node, weight)
+        return weight is not None
+
+    def _is_in_sum(self, node: Node) -> bool:
+        """Whether a number is a factor of one that is added up over ranks later: `loss.item() * len(x)`."""
+        around = next(each for each in self._script.ancestors(node) if isinstance(each, cst.AugAssign | Statement))
+        return isinstance(around, cst.AugAssign) and self._losses.kind(around.value).name == SUM
+
+    def _decides(self, test: Node) -> bool:
+        """Whether a test is one of a rank's own values, and not of what there is: `x is None`, `hasattr(x, "y")`."""
+        is_of_kind = re.search(r"\bis\b|\b(isinstance|hasattr|callable)\(", self._script.code(test))
+        return not is_of_kind and self._is_alone(test)
+
+    # ------------------------------------------------------------------ what is shown or kept
+
+    def _keeps(self, call: cst.Call) -> bool:
+        """Whether a call is made to show or to keep what it is given."""
+        passes, functions = self._loops.passes, self._flow.functions(call)
+        trains = any(self._script.is_inside(each.call, of) for each in passes for of in functions)
+        is_torchs = (self._script.qualified(call.func) or "").startswith("torch.")
+        return self._work.short(call) not in _STEPPING and not is_torchs and not trains
+
+    def _unknown(self, call: cst.Call) -> list[Node]:
+        """Make what a call is given numbers of all ranks; returns what can't be."""
+        given = [each.value for each in call.args]
+        if self._flow.functions(call):  # averages them itself, but not what it weights them by
+            given = [each for each in given if self._losses.kind(each).name != MEAN]
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value in ("append", "extend", "add", "insert"):
+            holder = self._script.code(call.func.value)  # of tensors that a loss may be made of, which a mean isn't
+            if any(self._script.code(each) == holder for each in self._loops.flowing):
+                return []
+            return [each for each in given if self._is_alone(each)]
+        return [each for argument in given for each in self._shown(argument)]
+
+    def _shown(self, node: Node) -> list[Node]:
+        """Have what is shown be the number of all ranks; returns what can't be."""
+        if not self._is_alone(node) or self._average(node):
+            return []
+        if self._losses.kind(node).name == SUM:
+            self._work.add_up(node)
+            return []
+        is_text = isinstance(node, cst.BaseString | cst.Tuple | cst.List | cst.Dict | cst.BinaryOperation) or (
+            isinstance(node, cst.Call) and self._work.short(node) in ("format", "str", "round", "dict")
+        )
+        return [each for part in self._script.parts(node) for each in self._shown(part)] if is_text else [node]
+
+    # ------------------------------------------------------------------ what is added up
+
+    def _sums(self, loop: Node, kind: Callable[[Node], Kind]) -> list[tuple[cst.AugAssign, Kind]]:
+        """What a loop adds up, in its own function; a loss that is made of parts isn't among it."""
+        found: list[tuple[cst.AugAssign, Kind]] = []
+        for node in self._script.inside(loop):
+            is_sum = isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.AddAssign)
+            if is_sum and self._loops.at(node) == {loop} and node.value not in self._loops.flowing:  # type: ignore[attr-defined]
+                assert isinstance(node, cst.AugAssign)
+                hangs = self._hangs_on_samples(node, loop)
+                found.append((node, Kind(UNKNOWN) if hangs else kind(node.value)))
+        return found
+
+    def _hangs_on_samples(self, node: cst.AugAssign, loop: Node) -> bool:
+        """Whether what is added to, or how often, is decided by samples: `hits[label] += 1`, `if right: n += 1`."""
+        if isinstance(node.target, cst.Subscript) and any(map(self._losses.varies, node.target.slice)):
+            return True
+        for each in self._script.ancestors(node):
+            if each is loop:
+                break
+            head = getattr(each, "test", None) or getattr(each, "iter", None)
+            if head is not None and self._losses.varies(head) and not self._is_known(head):
+                return not isinstance(head, cst.Call) or self._work.short(head) != "items"
+        return False
+
+    def _add_up(self, loop: Node) -> None:
+        work, script = self._work, self._script
+        added = self._sums(loop, self._losses.kind)
+        unknown = next((node for node, kind in added if kind.name not in (MEAN, SUM, CONSTANT)), None)
+        if unknown is not None:
+            text = f"what {script.code(unknown.target)} adds up isn't understood"
+            work.note(unknown, f"{text}: it and what is counted beside it are those of rank 0's samples", mark=True)
+        for node, kind in added:
+            self._average(node.value)
+            if kind.name != SUM or unknown is not None:  # a quotient of the two has to be one of the same samples
+                continue
+            name = script.code(node.target)
+            if isinstance(node.target, cst.Name):
+                self._added.add((script.scope(name, node), name))
+            if self._may_wait(node, loop):
+                work.edits.add(work.edits.after, loop, f"{name} = {work.total.replace('{old}', name)}")
+            else:
+                work.add_up(node.value)
+
+    def _may_wait(self, node: cst.AugAssign, loop: Node) -> bool:
+        """Whether a sum begins at the loop and is read behind it only."""
+        script, name = self._script, node.target
+        if not isinstance(name, cst.Name) or isinstance(script.parent(loop), cst.SimpleStatementSuite):
+            return False
+        for each in script.inside(loop):
+            parent = script.parent(each)
+            is_added_to = isinstance(parent, cst.AugAssign) and parent.target is each
+            if isinstance(each, cst.Name) and each.value == name.value and not is_added_to:
+                return False
+        around = script.loops(loop)
+        starts = [script.statement(target) for target in script.bound(name.value, name)]
+        return any(script.order(each) < script.order(loop) and script.loops(each) == around for each in starts)
+
+    # ------------------------------------------------------------------ evaluations
+
+    def why_whole(self, loop: Node) -> Iterator[str]:
+        """Why every rank has to see all samples of a loop that doesn't train; nothing if each use is understood.
+
+        Args:
+            loop: Over a loader.
+        """
+        code, losses = self._script.code, self._losses
+        if not isinstance(loop, cst.For):
+            yield "it makes a list of all batches"
+            return
+        counted = self._loops.counts_on_size(loop)
+        if counted is not None:
+            yield f"{counted} counts on whole batches"
+        if self._loops.num_samples(self._loops.in_head(loop), loop.body) is None:
+            yield "its loader has no name there"
+        sums = dict(self._sums(loop, losses.metric))
+        for node in self._script.inside(loop.body):
+            match node:
+                case cst.If(test=test) | cst.While(test=test) if losses.varies(test):
+                    yield f"what it does depends on samples: {code(test)}"
+                case cst.For() if losses.varies(node.iter):
+                    yield f"it goes through samples one by one: {code(node.iter)}"
+                case cst.AugAssign() if node not in sums or sums[node].name not in (MEAN, SUM, CONSTANT):
+                    yield f"what {code(node.target)} adds up isn't understood"
+                case cst.AssignTarget():
+                    names = target_names(node.target)
+                    kept = [name.value for name in names if self._is_read_behind(name, loop)]
+                    if kept or not names:
+                        yield f"{kept[0] if kept else code(node.target)} is kept"
+                case cst.Expr(value=cst.Call() as call) if not self._is_harmless(call):
+                    yield f"{code(call.func)} keeps what samples gave"
+                case cst.Call() if not self._is_pure(node):
+                    yield f"{code(node.func)} may keep what it is given"
+
+    def _is_harmless(self, call: cst.Call) -> bool:
+        """Whether a statement is given nothing of samples, or appends a mean, which can be that of all ranks."""
+        given = [argument.value for argument in call.args]
+        if isinstance(call.func, cst.Attribute) and call.func.attr.value == "append" and len(given) == 1:
+            return isinstance(given[0], cst.Call) and self._losses.metric(given[0]).name == MEAN
+        return not any(map(self._losses.varies, given))
+
+    def _is_pure(self, call: cst.Call, depth: int = 0) -> bool:
+        """Whether a call is one of a module, of torch, or of a function that keeps nothing."""
+        script, flow = self._script, self._flow
+        name = script.qualified(call.func)
+        if name is not None or (isinstance(call.func, cst.Name) and call.func.value in BUILTINS):
+            return name is None or name.startswith(_PURE)
+        held = [value for value in flow.of(call.func) if value.kind != "batch"]
+        if held:
+            return depth < 4 and all(each in self._trained or self._is_pure_value(each, depth + 1) for each in held)
+        if not isinstance(call.func, cst.Attribute):
+            return False
+        base = call.func.value
+        return self._losses.varies(base) or call.func.attr.value == "append" or flow.is_a(base, "loader")
+
+    def _is_pure_value(self, value: Value, depth: int) -> bool:
+        function: Node | None = value.site
+        if value.kind == "object":
+            function = None if value.definition is None else forward_of(value.definition)
+            if not self._flow.is_module(value) or function is None:
+                return self._flow.is_module(value)
+        if not isinstance(function, cst.FunctionDef):
+            return False
+        for node in self._script.inside(function.body):
+            match node:
+                case cst.Global() | cst.Nonlocal():
+                    return False
+                case cst.AssignTarget(target=target) | cst.AugAssign(target=target):
+                    if isinstance(target, cst.Attribute | cst.Subscript):
+                        return False
+                case cst.Expr(value=cst.Call() as call) if not self._is_harmless(call):
+                    return False
+                case cst.Call() if not self._is_pure(node, depth):
+                    return False
+        return True
+
+    def _is_read_behind(self, name: cst.Name, loop: Node) -> bool:
+        """Whether the first that is done behind a loop with a name of it is to read it."""
+        script, function = self._script, self._script.function(loop)
+        last = script.order(script.inside(loop)[-1])
+        for node in script.inside(script.module if function is None else function):
+            is_same = isinstance(node, cst.Name) and node.value == name.value and script.function(node) is function
+            if is_same and script.order(node) > last:
+                return not isinstance(script.parent(node), cst.AssignTarget | cst.For | cst.AsName)
+        return False

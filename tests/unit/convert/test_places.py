@@ -1,0 +1,188 @@
+"""Where things are put: loaders and results that get names, models that are wrapped, files, what rank 0 does alone."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.unit.convert.test_convert import HEAD, LOOP, after, converted, why_not
+from tests.unit.convert.test_rightness import WEIGHTED, notes
+
+# ---------------------------------------------------------------------- loaders
+
+
+def test_a_loader_without_a_name_gets_one_where_it_stays_the_same(tmp_path: Path):
+    loop = LOOP.partition("\n")[2].replace("in loader:", "in DataLoader(data, batch_size=16, shuffle=True):")
+    text = after(tmp_path, HEAD + loop)
+    made = "loader = evenstep.DataLoader(data, global_batch_size=16, shuffle=True)\n"
+    assert f"{made}for epoch in range(2):\n    for x, y in loader:\n" in text
+    assert WEIGHTED in text
+    changes = loop.replace("    for x", "    part = [data, data][epoch]\n    for x").replace(
+        "DataLoader(data", "DataLoader(part"
+    )
+    text = after(tmp_path, HEAD + changes)
+    assert f"    {made.replace('(data', '(part')}    for x, y in loader:\n" in text
+
+
+def test_a_name_that_the_script_has_is_not_taken(tmp_path: Path):
+    loop = LOOP.replace("in loader:", "in enumerate(DataLoader(data, batch_size=8)):").replace(
+        "x, y in", "i, (x, y) in"
+    )
+    text = after(tmp_path, HEAD + loop)
+    assert "for i, (x, y) in enumerate(loader_2):" in text
+    assert "weight=loader_2.num_samples" in text
+
+
+@pytest.mark.parametrize(
+    ("loader", "becomes"),
+    [
+        ("DataLoader(data, 16, True)", "evenstep.DataLoader(data, 16, True)"),
+        (
+            "DataLoader(data, 16, True, None, None, 2)",
+            "evenstep.DataLoader(data, 16, True, sampler=None, batch_sampler=None, num_workers=2)",
+        ),
+        (
+            "DataLoader(data, shuffle=True, batch_size=16)",
+            "evenstep.DataLoader(data, shuffle=True, global_batch_size=16)",
+        ),
+    ],
+)
+def test_arguments_of_a_loader(loader: str, becomes: str, tmp_path: Path):
+    assert f"loader = {becomes}\n" in after(
+        tmp_path, HEAD + LOOP.replace("DataLoader(data, batch_size=16, shuffle=True)", loader)
+    )
+
+
+def test_a_batch_of_one_sample(tmp_path: Path):
+    """Refused where it is written down; an option that is 1 unless something else is given is named."""
+    assert "a batch of one sample" in why_not(tmp_path, HEAD + LOOP.replace("batch_size=16", "batch_size=1"))
+    head = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--batch-size', {}type=int)\n"
+    head += "args = parser.parse_args()\n"
+    text = HEAD + head + LOOP.replace("batch_size=16", "batch_size=args.batch_size")
+    expected = "args.batch_size is 1 unless something else is given, and a batch of one sample can't be divided"
+    assert expected in notes(tmp_path, text.format("default=1, "))
+    assert not notes(tmp_path, text.format("default=16, "))
+    function = "def run(batch_size=1):\n    return DataLoader(data, batch_size=batch_size)\n"
+    text = HEAD + function + LOOP.replace("DataLoader(data, batch_size=16, shuffle=True)", "run()")
+    assert any("batch_size is 1 unless" in note for note in notes(tmp_path, text))
+
+
+def test_a_hint_names_what_is_not_given_yet(tmp_path: Path):
+    given = LOOP.replace("shuffle=True", "shuffle=True, **options")
+    assert why_not(tmp_path, HEAD + given).endswith("convert doesn't see: write them out there")
+
+
+# ---------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        "model[1] = nn.Linear(4, 1)",
+        "model.head = nn.Linear(4, 1)",
+        "for p in model.parameters(): p.requires_grad = True",
+        "print(model)",
+        "with torch.no_grad():\n    model[0].weight.zero_()",
+    ],
+)
+def test_a_model_is_wrapped_when_it_is_set_up(setup: str, tmp_path: Path):
+    made = f"nn.Sequential(nn.ReLU(), nn.Linear(4, 1))\n{setup}\n"
+    text = after(tmp_path, HEAD + LOOP.replace("nn.Linear(4, 1)\n", made))
+    assert text.index(setup.splitlines()[-1].strip().replace("print", "world.print")) < text.index(
+        "DistributedDataParallel(model)"
+    )
+
+
+@pytest.mark.parametrize("use", ["models = [model]", "whole = nn.Sequential(model, nn.ReLU())", "alias = model"])
+def test_a_model_is_wrapped_before_it_is_kept(use: str, tmp_path: Path):
+    """What keeps the model itself would train it without its wrapper."""
+    text = after(tmp_path, HEAD + LOOP.replace("optimizer =", f"{use}\noptimizer =", 1))
+    assert text.index("DistributedDataParallel(model)") < text.index(use.split(" =")[0] + " =")
+
+
+# ---------------------------------------------------------------------- files
+
+
+def test_files_that_are_read_have_been_written(tmp_path: Path):
+    save, load = "torch.save(model, 'a.pt')\n", "state = torch.load('a.pt', weights_only=True)\n"
+    barrier = "world.barrier()  # rank 0 has written it\nstate = "
+    behind = after(tmp_path, HEAD + LOOP + save + load)
+    assert f"{barrier}torch.load('a.pt', weights_only=True, map_location=world.device)\n" in behind
+    assert "barrier" not in after(tmp_path, HEAD + load + LOOP + save)
+
+
+def test_files_of_a_temporary_directory_are_every_ranks(tmp_path: Path):
+    """Each rank has its own: what rank 0 alone had saved, the others wouldn't find."""
+    head = "import os\nfrom tempfile import TemporaryDirectory\n"
+    behind = "with TemporaryDirectory() as kept:\n    path = os.path.join(kept, 'a.pt')\n"
+    behind += "    torch.save(model.state_dict(), path)\n"
+    text = after(tmp_path, head + HEAD + LOOP + behind + "    model.load_state_dict(torch.load(path))\n")
+    assert "\n    torch.save(model.module.state_dict(), path)\n" in text
+    assert "barrier" not in text
+    plain = after(tmp_path, head + HEAD + LOOP + behind.replace("TemporaryDirectory()", "open('b')"))
+    assert "if world.is_main:\n        torch.save" in plain
+
+
+# ---------------------------------------------------------------------- rank 0
+
+
+def test_a_bar_of_another_file_is_drawn_by_rank_0(tmp_path: Path):
+    head = "from utils import progress_bar, train_step\n"
+    text = after(tmp_path, head + HEAD + LOOP + "        progress_bar(1, 2, loss.item())\n        train_step(1)\n")
+    assert "        if world.is_main:\n            progress_bar(1, 2, mean_loss)\n        train_step(1)\n" in text
+
+
+def test_what_is_moved_out_of_a_guard_keeps_its_changes(tmp_path: Path):
+    """All ranks call what needs them, with the numbers of all ranks."""
+    body = "def run(best):\n" + "".join(f"    {line}\n" for line in LOOP.splitlines()) + "    return best\n\n"
+    show = "import sys\nprint('best', run(\n    torch.load('a.pt')\n), file=sys.stderr)\n"
+    text = after(tmp_path, HEAD + body + show)
+    assert "result = run(\n    torch.load('a.pt', map_location=world.device)\n)\n" in text
+    assert "if world.is_main:\n    print('best', result, file=sys.stderr)\n" in text
+
+
+def test_a_writer_that_is_read_is_refused_with_what_reads_it(tmp_path: Path):
+    head = "from torch.utils.tensorboard import SummaryWriter\nwriter = SummaryWriter()\nfolder = str(writer.log_dir)\n"
+    assert "writer.log_dir has to be a statement of its own" in why_not(tmp_path, HEAD + head + LOOP)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "try:\n    import torch\nexcept ImportError:\n    raise\n",
+        "if True:\n    import torch\n",
+        "'''About.'''\nfrom __future__ import annotations\nimport os; import torch\n",
+        "def helper():\n    import torch\n    return torch\ntorch = helper()\n",
+    ],
+)
+def test_names_that_are_added_stand_behind_their_import(imports: str, tmp_path: Path):
+    text = after(tmp_path, imports + HEAD.removeprefix("import torch\n") + LOOP)
+    nodes = [each for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Name | ast.alias)]
+    for name in ("evenstep", "world"):
+        uses = [each for each in nodes if isinstance(each, ast.Name) and each.id == name]
+        bound = [each.lineno for each in uses if isinstance(each.ctx, ast.Store)]
+        bound += [each.lineno for each in nodes if isinstance(each, ast.alias) and each.name == name]
+        assert all(min(bound) <= each.lineno for each in uses)
+    assert converted(tmp_path, text).by == "evenstep"
+
+
+def test_a_generator_passes_on_a_ranks_part_of_a_batch(tmp_path: Path):
+    """A loop in it evaluates nothing: with whole batches, every rank would train on all samples."""
+    plain = "def passing(batches):\n    for batch in batches:\n        yield batch\n"
+    text = after(tmp_path, HEAD + plain + LOOP.replace("in loader:", "in passing(loader):"))
+    assert "    for batch in batches:\n" in text
+    assert WEIGHTED in text
+
+
+def test_a_bar_is_rank_0s_wherever_its_name_comes_from(tmp_path: Path):
+    text = after(tmp_path, "from torch.hub import tqdm\n" + HEAD + LOOP.replace("in loader:", "in tqdm(loader):"))
+    assert "in tqdm(loader, disable=not world.is_main):" in text
+
+
+def test_what_rank_0_does_alone_stands_under_one_condition(tmp_path: Path):
+    """A new line begins a paragraph of its own."""
+    save = "torch.save(model, 'a.pt')\n"
+    assert after(tmp_path, HEAD + LOOP + 3 * save).count("if world.is_main:") == 1
+    assert after(tmp_path, HEAD + LOOP + save + "\n" + save).count("if world.is_main:") == 2

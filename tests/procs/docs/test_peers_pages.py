@@ -41,19 +41,14 @@ def run(script: str, directory: Path, **variables: str) -> str:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("page", "module", "saved"),
-    [
-        ("how-to/migrate/accelerate.md", "accelerate", "state"),
-        ("how-to/migrate/fabric.md", "lightning_fabric", "state.ckpt"),
-    ],
-)
-def test_other_libraries_loop_before(page: str, module: str, saved: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "saved"), [("accelerate", "state"), ("lightning_fabric", "state.ckpt")])
+def test_other_libraries_loop_before(module: str, saved: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
-    (loop,) = pages.blocks("py", page)
+    name = module.replace("_", ".")
+    (loop,) = (each for each in pages.blocks("py", "how-to/migrate/accelerate-fabric.md") if f"from {name} " in each)
     # The page names the whole of Lightning; `lightning_fabric` is the part of it that is needed.
-    printed = run(BEFORE + loop.replace("lightning.fabric", "lightning_fabric"), tmp_path, ACCELERATE_USE_CPU="1")
+    printed = run(BEFORE + loop.replace(name, module), tmp_path, ACCELERATE_USE_CPU="1")
     assert [line for line in printed.splitlines() if line.startswith("epoch")] == ["epoch 0", "epoch 1", "epoch 2"]
     assert (tmp_path / saved).exists()
 

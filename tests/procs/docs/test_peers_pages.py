@@ -56,11 +56,11 @@ def test_other_libraries_loop_before(module: str, saved: str, tmp_path: Path) ->
 @pytest.mark.extended
 @pytest.mark.parametrize("tracker", ["wandb", "trackio"])
 def test_other_libraries_trackers(tracker: str, tmp_path: Path) -> None:
-    lines = {name: line for line, name in TRACKED.findall(pages.text("how-to/trackers.md"))}
+    lines = {name: line for line, name in TRACKED.findall(pages.text("how-to/logging.md"))}
     assert set(lines) == {"wandb", "trackio"}
     if importlib.util.find_spec(tracker) is None:
         pytest.skip(f"{tracker} is not installed")
-    program = pages.programs("how-to/trackers.md")["track.py"]
+    program = pages.programs("how-to/logging.md")["track.py"]
     assert "run = PrintedRun() if" in program
     script = f"import {tracker}\n" + program.replace("run = PrintedRun() if", f"run = {lines[tracker]} if")
     run(script, tmp_path, WANDB_MODE="offline")
@@ -75,7 +75,7 @@ def test_other_libraries_tensorboard(tmp_path: Path) -> None:
         pytest.skip("tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    program = pages.programs("how-to/trackers.md")["board.py"]
+    program = pages.programs("how-to/logging.md")["board.py"]
     run(program, tmp_path)
     again = program.replace("first = 0", "first = 2").replace("range(first, 3)", "range(first, 5)")
     run(again.replace("1.0 + world.rank", "2.0 + world.rank"), tmp_path)

@@ -54,7 +54,7 @@ class DataLoader:
     `shuffle=False` the order is that of the data set in every epoch.
 
     Resuming. `state_dict` holds the position of training: the end of the last batch that an optimizer's step has used,
-    also behind a consumer that reads batches ahead. See docs/how-to/resume-data.md.
+    also behind a consumer that reads batches ahead. See docs/how-to/data.md.
 
     Orders. `sampler` and `batch_sampler` take any: every rank draws the whole order, and takes
     its slice of each global batch. They don't divide by rank. A resume draws the indices again, loads no data, and

@@ -12,7 +12,7 @@ from evenstep.cli.main import main
 from tests import pages
 from tests.procs.docs.test_readme import environment
 
-PAGES = ("how-to/checkpoints.md", "how-to/stop.md", "how-to/checkpoints-mesh.md", "reference/checkpoint-format.md")
+PAGES = ("how-to/checkpoints.md", "how-to/stop.md", "reference/checkpoint-format.md")
 PROGRAMS = pages.programs(*PAGES)
 COMMANDS = pages.commands(*PAGES)
 SAYS = {

@@ -14,10 +14,10 @@ from tests.procs.data.test_resumed_streams import needs
 
 SAYS = {
     ("arrow.py", "how-to/large-data.md", "datasets"): ["1000 rows, each once: True"],
-    ("hf_stream.py", "how-to/hugging-face.md", "datasets"): [
+    ("hf_stream.py", "how-to/streams.md", "datasets"): [
         f"epoch {epoch}: 1000 rows, each once: True" for epoch in (0, 1)
     ],
-    ("tars.py", "how-to/hugging-face.md", "webdataset"): [
+    ("tars.py", "how-to/streams.md", "webdataset"): [
         f"epoch {epoch}: 800 samples, each once: True" for epoch in (0, 1)
     ],
 }

@@ -28,13 +28,13 @@ PROGRAMS = [
 RUN_BY = {
     "how-to/reproducible.md": "tests/procs/docs/test_reproducible_page.py",
     **dict.fromkeys(
-        ("how-to/checkpoints.md", "how-to/stop.md", "how-to/checkpoints-mesh.md", "reference/checkpoint-format.md"),
+        ("how-to/checkpoints.md", "how-to/stop.md", "reference/checkpoint-format.md"),
         "tests/procs/checkpoint/test_docs.py",
     ),
     "how-to/convert.md": "tests/unit/convert/test_convert.py",
     **{
         f"how-to/{page}.md": "tests/procs/data/test_docs.py"
-        for page in ("data", "resume-data", "orders", "streams", "large-data", "evaluate")
+        for page in ("data", "orders", "streams", "large-data", "evaluate")
     },
     "how-to/examples.md": "tests/procs/docs/test_readme.py",
     **{

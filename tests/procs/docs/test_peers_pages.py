@@ -41,19 +41,14 @@ def run(script: str, directory: Path, **variables: str) -> str:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("page", "module", "saved"),
-    [
-        ("how-to/migrate/accelerate.md", "accelerate", "state"),
-        ("how-to/migrate/fabric.md", "lightning_fabric", "state.ckpt"),
-    ],
-)
-def test_other_libraries_loop_before(page: str, module: str, saved: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "saved"), [("accelerate", "state"), ("lightning_fabric", "state.ckpt")])
+def test_other_libraries_loop_before(module: str, saved: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
-    (loop,) = pages.blocks("py", page)
+    name = module.replace("_", ".")
+    (loop,) = (each for each in pages.blocks("py", "how-to/migrate/accelerate-fabric.md") if f"from {name} " in each)
     # The page names the whole of Lightning; `lightning_fabric` is the part of it that is needed.
-    printed = run(BEFORE + loop.replace("lightning.fabric", "lightning_fabric"), tmp_path, ACCELERATE_USE_CPU="1")
+    printed = run(BEFORE + loop.replace(name, module), tmp_path, ACCELERATE_USE_CPU="1")
     assert [line for line in printed.splitlines() if line.startswith("epoch")] == ["epoch 0", "epoch 1", "epoch 2"]
     assert (tmp_path / saved).exists()
 
@@ -61,11 +56,11 @@ def test_other_libraries_loop_before(page: str, module: str, saved: str, tmp_pat
 @pytest.mark.extended
 @pytest.mark.parametrize("tracker", ["wandb", "trackio"])
 def test_other_libraries_trackers(tracker: str, tmp_path: Path) -> None:
-    lines = {name: line for line, name in TRACKED.findall(pages.text("how-to/trackers.md"))}
+    lines = {name: line for line, name in TRACKED.findall(pages.text("how-to/logging.md"))}
     assert set(lines) == {"wandb", "trackio"}
     if importlib.util.find_spec(tracker) is None:
         pytest.skip(f"{tracker} is not installed")
-    program = pages.programs("how-to/trackers.md")["track.py"]
+    program = pages.programs("how-to/logging.md")["track.py"]
     assert "run = PrintedRun() if" in program
     script = f"import {tracker}\n" + program.replace("run = PrintedRun() if", f"run = {lines[tracker]} if")
     run(script, tmp_path, WANDB_MODE="offline")
@@ -80,7 +75,7 @@ def test_other_libraries_tensorboard(tmp_path: Path) -> None:
         pytest.skip("tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    program = pages.programs("how-to/trackers.md")["board.py"]
+    program = pages.programs("how-to/logging.md")["board.py"]
     run(program, tmp_path)
     again = program.replace("first = 0", "first = 2").replace("range(first, 3)", "range(first, 5)")
     run(again.replace("1.0 + world.rank", "2.0 + world.rank"), tmp_path)

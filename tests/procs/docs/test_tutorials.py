@@ -18,7 +18,7 @@ HOW_TO = [
     "how-to/export.md",
     "how-to/hang.md",
     "how-to/test.md",
-    "how-to/trackers.md",
+    "how-to/logging.md",
 ]
 
 

@@ -321,7 +321,7 @@ def test_the_page_of_exit_statuses_has_every_status() -> None:
     def codes(error: type[EvenstepError]) -> set[int]:
         return {error.exit_code}.union(*(codes(each) for each in error.__subclasses__()))
 
-    of_commands, of_run = pages.text("reference/exit-statuses.md").split("## `evenstep run`")
+    of_commands, of_run = pages.text("reference/command-line.md").split("## `evenstep run`")
     listed = {int(each) for each in re.findall(r"^\| (\d+) \|", of_run, re.MULTILINE)}
     assert codes(EvenstepError) - {1} | {0, EXIT_PREEMPTED, 130} == listed
     assert {0, 1, EXIT_SCRIPT_FAILED, 74, 78, 130} == {int(n) for n in re.findall(r"^\| (\d+) \|", of_commands, re.M)}

@@ -172,7 +172,7 @@ def test_the_page_on_trackers_writes_scalars_for_tensorboard(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Recorded))
     found: dict[str, Any] = {}
-    exec(compile(pages.programs("how-to/trackers.md")["board.py"], "board.py", "exec"), found)
+    exec(compile(pages.programs("how-to/logging.md")["board.py"], "board.py", "exec"), found)
     scalars = [call for step in range(3) for call in (("loss", 1.0, step), ("flush",))]
     assert found["writer"].calls == [("made", "runs/board", 0), *scalars, ("close",)]
 

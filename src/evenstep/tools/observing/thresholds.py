@@ -1,6 +1,6 @@
 """The thresholds of `bench` and `verify`: from when on something is reported. Pure.
 
-Every number that decides what a user is shown stands here. docs/reference/thresholds.md lists them with their values.
+Every number that decides what a user is shown stands here; docs/reference/thresholds.md shows this file.
 """
 
 from __future__ import annotations

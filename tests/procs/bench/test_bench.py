@@ -262,9 +262,9 @@ def test_a_rank_that_sleeps_before_its_backward_pass_is_late_and_communication_i
 ) -> None:
     (tmp_path / "train.py").write_text(LATE)
     usual = ["--replicas", "2", "--mode", "weak", "--steps", "15", "--repeats", "1", "--device", "cpu", "train.py"]
-    on_time, late = (bench(tmp_path, *usual, seconds, backend)["curves"]["weak"][0] for seconds in ("0", "0.02"))
-    assert late["parts"]["imbalance"] > on_time["parts"]["imbalance"] + 0.012
-    assert late["parts"]["exposed"] < on_time["parts"]["exposed"] + 0.008
+    on_time, late = (bench(tmp_path, *usual, seconds, backend)["curves"]["weak"][0] for seconds in ("0", "0.1"))
+    assert late["parts"]["imbalance"] > on_time["parts"]["imbalance"] + 0.06
+    assert late["parts"]["exposed"] < on_time["parts"]["exposed"] + 0.04
     assert (late["late"]["rank"], late["late"]["phase"]) == (1, "script"), late["late"]
     assert late["late"]["share_of_steps"] > 0.8
 

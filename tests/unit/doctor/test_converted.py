@@ -13,7 +13,6 @@ from evenstep.tools.doctor.examination import read
 
 # A mistake of the script itself; and each part of an accumulation communicates, as convert's page says.
 LEFT = {"save_resume": ["EV207"], "gpt": ["EV501"], "accumulation": ["EV501"]}
-LEFT["best_model"] = ["EV204", "EV204"]  # the rule doesn't know that each rank has a temporary directory of its own
 SINGLE = sorted((Path(__file__).parents[2] / "scripts" / "single").glob("*.py"))
 
 

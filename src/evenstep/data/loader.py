@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, IterableDataset, WeightedRandomSampler
 
 import evenstep.world
@@ -32,6 +34,7 @@ from evenstep.world import World
 
 _WORKERS_TAG = 0x776F726B6572  # "worker": other streams from the same seed stay unrelated
 _LOADER_TAG = 0x6C6F61646572  # "loader"
+_MOST_ORDERS = 10_000  # loaders of a run, whose states are known
 _STATE_VERSION = 1
 _ADVICE = "Every rank makes its loaders in the same order, from the same data set and with the same arguments."
 
@@ -83,8 +86,8 @@ class DataLoader:
         sample_seed: Key python's, torch's and numpy's random numbers in `__getitem__` by (seed, epoch, sample), so that
             augmentation is the same for any number of ranks and workers. None: in reproducible mode.
         seed: Of the order and of random numbers; None: the world's, or 0. The second and later loaders with a random
-            order and no seed take one made of it and their number, so that no two have the same order; a resumed run
-            makes its loaders in the same order.
+            order and no seed take one made of it and their number, so that no two have the same order.
+            `load_state_dict` takes up the order of the state.
         world: The ranks that share the data; None: the current world.
         sampler: Instead of `shuffle`: gives the indices of an epoch, for all ranks together. One that has `state_dict`
             and `load_state_dict` is saved with each global batch, and isn't drawn anew by a resume. Refused:
@@ -170,15 +173,16 @@ class DataLoader:
                 self.num_workers = workers.choose_workers(num_workers, self.world)
                 _validate_queue(queue, self.dataset, world)
                 _validate_order(sampler, batch_sampler, queue, self.shuffle, global_batch_size, max_tokens)
-                self._source = self._choose_source(
+                make_source = partial(
+                    self._choose_source,
                     collate_fn,
                     sample_seed=_choose_sample_seed(sample_seed, self.dataset, self.world),
                     resume_streams=checks.choice("resume_streams", resume_streams, ("replay", "state")),
                     lengths=lengths,
                     **_sizes(global_batch_size, max_tokens),
                 )
-                self._torch_loader = workers.torch_loader(
-                    self._source.fetcher,
+                make_loader = partial(
+                    workers.torch_loader,
                     num_workers=self.num_workers,
                     pin_memory=self.pin_memory,
                     timeout=timeout,
@@ -187,6 +191,13 @@ class DataLoader:
                     prefetch_factor=prefetch_factor,
                     persistent_workers=persistent_workers,
                 )
+
+                def make() -> tuple[Source, TorchDataLoader[Any]]:
+                    source = make_source()
+                    return source, make_loader(source.fetcher)
+
+                self._make = make
+                self._source, self._torch_loader = self._make()
             except EvenstepError as error:
                 raise ConfigurationError(str(error)) from error.__cause__
             # Beyond what a resume depends on: what would make the ranks' samples, or their number, differ.
@@ -195,6 +206,7 @@ class DataLoader:
             return in_words(self._source.facts()) | own
 
         validate_on_all_ranks(everybody, "DataLoader", prepare, advice=_ADVICE)
+        self._has_own_seed = seed is not None
         if seed is None and self._is_drawn:
             self.world.num_orders += 1  # here, where all ranks have agreed that the loader exists
         self._source.connect()
@@ -212,8 +224,11 @@ class DataLoader:
         With the same seed, two loaders over as many samples each would give them in the same order: always the same
         pairs of `zip(photos, paintings)`, and the same epoch again from a loader that is made anew in each.
         """
-        seed, before = self.world.seed or 0, self.world.num_orders
-        return mix(_LOADER_TAG, seed, before) >> 1 if before and self._is_drawn else seed
+        return self._seed_of_number(self.world.num_orders if self._is_drawn else 0)
+
+    def _seed_of_number(self, number: int) -> int:
+        seed = self.world.seed or 0
+        return mix(_LOADER_TAG, seed, number) >> 1 if number else seed
 
     def _choose_source(
         self,
@@ -359,14 +374,24 @@ class DataLoader:
                 nothing is changed.
         """
         is_fixed = isinstance(self._source, StreamSource) or bool(isinstance(state, dict) and state.get("batches"))
-        mark, base = _read_state(state, self._source.facts(), may_resize=not is_fixed)
+        facts, before = self._source.facts(), (self.seed, self._source, self._torch_loader)
+        taken = _seed_of_state(state)
+        # The loader of the state may have been made after more loaders, or fewer.
+        is_known = not self._has_own_seed and taken in map(self._seed_of_number, range(_MOST_ORDERS))
+        mark, base = _read_state(state, facts | {"seed": taken} if is_known else facts, may_resize=not is_fixed)
+        if is_known and taken != self.seed:
+            self.seed = taken
+            self._source, self._torch_loader = self._make()
         # Of workers of parameter servers, who take batches in any order: where the epoch goes on, and what behind that
         # is done.
         batches = state.get("batches") or {"first": None, "done": {}}
         if batches["first"] is not None:
             mark = Mark(mark.epoch, self._source.position_of(mark.epoch, int(batches["first"])))
         if self._source.step_at(mark) is None:
+            self.seed, self._source, self._torch_loader = before
             raise ConfigurationError(f"DataLoader.load_state_dict: no step begins at position {mark.position}.")
+        if self._source is not before[1]:
+            self._source.connect()
         if "streams" in state:
             mark = mark._replace(state=state["streams"][self.world.rank])
             if self.world.rank == 0:
@@ -605,6 +630,11 @@ def _number_of_samples(dataset: Any) -> int:
             f"sets, or list(dataset.values()) if each is a sample."
         )
     return num_samples
+
+
+def _seed_of_state(state: Any) -> Any:
+    data = state.get("data") if isinstance(state, dict) else None
+    return data.get("seed") if isinstance(data, dict) else None
 
 
 def _read_state(state: Any, facts: dict[str, Any], *, may_resize: bool) -> tuple[Mark, int]:

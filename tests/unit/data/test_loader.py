@@ -689,3 +689,29 @@ def test_no_two_loaders_have_the_same_order(fresh_seed: int) -> None:
         assert order(shuffle=True) == first
         assert order(shuffle=True, seed=fresh_seed) == first  # its own seed is its order
         assert order(shuffle=True) == second
+
+
+def test_a_resumed_loader_has_the_order_of_its_state_whichever_it_is(fresh_seed: int) -> None:
+    """Made as the third of a run, it goes on as the first; a seed of its own stays, and refuses another."""
+
+    def rest(loader: DataLoader, batches: int) -> list[list[int]]:
+        return [batch.tolist() for _, batch in zip(range(batches), loader, strict=False)]
+
+    with evenstep.init(seed=fresh_seed, quiet=True):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        optimizer.param_groups[0]["params"][0].grad = torch.zeros(1)
+        first = DataLoader(range(100), 10, shuffle=True)
+        whole = rest(DataLoader(range(100), 10, shuffle=True, seed=fresh_seed), 10)
+        for step, _ in enumerate(first):
+            optimizer.step()
+            if step == 3:
+                break
+        state = first.state_dict()
+        DataLoader(range(100), 10, shuffle=True)
+        again = DataLoader(range(100), 10, shuffle=True)
+        again.load_state_dict(state)
+        assert rest(again, 6) == whole[4:]
+        assert again.state_dict()["data"] == state["data"]
+        other = DataLoader(range(100), 10, shuffle=True, seed=(fresh_seed + 1) % (1 << 31))
+        with pytest.raises(ConfigurationError, match="seed was"):
+            other.load_state_dict(state)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import libcst as cst
@@ -11,7 +13,7 @@ import libcst as cst
 from evenstep.tools.reading.looked import Facts, Looked
 from evenstep.tools.reading.program import read_program
 from evenstep.tools.reading.tree import Call, File, Frame, Function, Loop, dotted, shortened, text_of
-from evenstep.tools.reading.values import Flow, Thing, Value, Values
+from evenstep.tools.reading.values import NOTHING, Flow, Value, Values
 
 # Words of a condition that may well depend on the rank, though what it compares isn't known.
 _RANKISH = re.compile(
@@ -42,8 +44,7 @@ class Script:
         self._reached: dict[int, bool] = {}
         self._around: dict[Frame, list[Loop]] = {}
         self._ways: dict[tuple[Function, Loop], list[Frame] | None] = {}
-        self._things: dict[cst.CSTNode, frozenset[Thing]] = {}
-        self._shown: dict[Value, Thing | None] = {}
+        self._seen: dict[Value, Value | None] = {}
         self.prepared = {self.flow.records[each] for each in self.flow.prepared if isinstance(each, cst.Call)}
         self.passed = self.flow.passed
         self.called_from: dict[Function, list[Call]] = {}
@@ -57,24 +58,34 @@ class Script:
 
     # --- what names stand for ---
 
-    @property
-    def values(self) -> Script:
-        """The script itself: what is asked about names was another object's once."""
-        return self
+    def values(self, node: cst.CSTNode | None, frame: Frame) -> Values:
+        """What an expression may stand for, of the kinds that rules ask for.
 
-    def things(self, node: cst.CSTNode | None, frame: Frame) -> frozenset[Thing]:
-        """What an expression may stand for."""
+        A kind is as in the flow, but "loader" also of what passes its batches on, "tracker" of all that writes,
+        "tuple" and "dict" of items, "model" and "instance" of objects, or "stream", "dataset", "own sampler",
+        "sampler" and "own loader" of those whose class derives from one.
+        """
         if node is None or (isinstance(node, cst.Name) and node.value == "self"):
-            return frozenset()
-        if self.flow.adopt(node, frame):  # a rule's own expression, which another frame may be asked about next
-            return self._as_things(self.flow.of(node))
-        if node not in self._things:
-            self._things[node] = self._as_things(self.flow.of(node))
-        return self._things[node]
+            return NOTHING
+        self.flow.adopt(node, frame)
+        return self._as_seen(self.flow.of(node))
+
+    def parts(self, values: Values) -> Values:
+        """Values, and those that tuples and dictionaries among them hold."""
+        found = [*values]
+        for each in found:  # which grows
+            inside = NOTHING.union(*self._items(each)) if each.kind in ("tuple", "dict") else NOTHING
+            found += inside.difference(found)
+        return frozenset(found)
+
+    def makers(self, values: Iterable[Value], *kinds: str) -> list[Call]:
+        """The calls that make values, those of some kinds only if any are named."""
+        sites = {each.site: None for each in values if not kinds or each.kind in kinds}
+        return [self.flow.records[each] for each in sites if isinstance(each, cst.Call)]
 
     def kinds(self, node: cst.CSTNode | None, frame: Frame) -> set[str]:
         """The kinds of what an expression may stand for."""
-        return {each.kind for each in self.things(node, frame)}
+        return {each.kind for each in self.values(node, frame)}
 
     def kinds_made(self, call: Call) -> set[str]:
         """The kinds of what a call returns."""
@@ -92,22 +103,22 @@ class Script:
         """The script's own functions and methods that a call may run."""
         return self._targets.get(call, [])
 
-    def _as_things(self, values: Values) -> frozenset[Thing]:
+    def _as_seen(self, values: Values) -> Values:
         every = values.union(*(each.inner for each in values if each.kind == "passed"))
-        found = frozenset(thing for each in every if (thing := self._as_thing(each)) is not None)
-        is_unsure = found and any(each.kind == "object" and self._as_thing(each) is None for each in every)
-        return found | {Thing("unknown")} if is_unsure else found
+        found = frozenset(seen for each in every if (seen := self._as_one_seen(each)) is not None)
+        is_unsure = found and any(each.kind == "object" and self._as_one_seen(each) is None for each in every)
+        return found | {Value("unknown")} if is_unsure else found
 
-    def _as_thing(self, value: Value) -> Thing | None:
-        if value not in self._shown:
-            self._shown[value] = None  # while it is being read: a list may hold itself
-            kind, site, definition = self._kind(value), value.site, value.definition
-            call = self.flow.records[site] if isinstance(site, cst.Call) else None
-            own = self.flow.class_record(definition) if definition is not None else None
-            items = tuple(map(self._as_things, self.flow.parts(value))) if value.kind == "items" else ()
-            if kind and (value.kind != "items" or any(items)):
-                self._shown[value] = Thing(kind, call, self._as_things(value.inner), own, items)
-        return self._shown[value]
+    def _as_one_seen(self, value: Value) -> Value | None:
+        if value not in self._seen:
+            self._seen[value] = None  # while it is being read: a list may hold itself
+            kind = self._kind(value)
+            if kind and (value.kind != "items" or any(self._items(value))):
+                self._seen[value] = replace(value, kind=kind, inner=self._as_seen(value.inner))
+        return self._seen[value]
+
+    def _items(self, value: Value) -> list[Values]:
+        return list(map(self._as_seen, self.flow.parts(value)))
 
     def _kind(self, value: Value) -> str:
         if value.kind == "object":
@@ -373,25 +384,25 @@ class Script:
                     found.append(loop)
         return found
 
-    def loaders_of(self, loop: Loop) -> frozenset[Thing]:
+    def loaders_of(self, loop: Loop) -> Values:
         """The loaders that a loop reads: those it iterates, or takes the next batch of."""
         found = set(self._iterated(loop.iterates, loop.frame))
         for call in self.calls:
             if call.last == "next" and call.node.args and loop in self.loops_around(call.frame)[:1]:
-                found |= {each for each in self.things(call.node.args[0].value, call.frame) if each.kind == "loader"}
+                found |= {each for each in self.values(call.node.args[0].value, call.frame) if each.kind == "loader"}
         return frozenset(found)
 
-    def _iterated(self, node: cst.CSTNode | None, frame: Frame) -> frozenset[Thing]:
+    def _iterated(self, node: cst.CSTNode | None, frame: Frame) -> Values:
         """The loaders behind an iterated expression, also inside `zip(...)` and the like.
 
         Of `log.every(loader)` the loader that it is given here: what it yields is that of all its callers.
         """
         arguments = [each.value for each in node.args] if isinstance(node, cst.Call) else []
-        given = frozenset[Thing]().union(*(self._iterated(each, frame) for each in arguments))
-        return given or frozenset(each for each in self.things(node, frame) if each.kind in ("loader", "own loader"))
+        given = NOTHING.union(*(self._iterated(each, frame) for each in arguments))
+        return given or frozenset(each for each in self.values(node, frame) if each.kind in ("loader", "own loader"))
 
     @functools.cached_property
-    def training_loaders(self) -> frozenset[Thing]:
+    def training_loaders(self) -> Values:
         """Loaders whose batches are trained on."""
         return frozenset(each for loop in self.training_loops for each in self.loaders_of(loop))
 
@@ -410,7 +421,7 @@ class Script:
     @functools.cached_property
     def looked(self) -> Looked:
         """What was looked at, and what wasn't understood of it."""
-        made = [(call, kind) for call in self.calls for kind in _flat_kinds(self.things(call.node, call.frame), call)]
+        made = [(call, kind) for call in self.calls for kind in self._kinds_itself(call)]
         loaders, wrapped = ({id(call) for call, each in made if each == kind} for kind in ("loader", "wrapped"))
         starred = [
             (f"{each.star}{text_of(each.value)}", call)
@@ -436,14 +447,13 @@ class Script:
         }
         return Facts(guarded, self.uses_gpus, self.uses("SyncBatchNorm", "convert_sync_batchnorm"))
 
+    def _kinds_itself(self, call: Call) -> set[str]:
+        """The kinds of what a call itself makes, alone or in a tuple."""
+        made = self.parts(self.values(call.node, call.frame))
+        return {each.kind for each in made if each.site is call.node}
+
     def _counts_rounds(self, loop: Loop) -> bool:
         return isinstance(loop.iterates, cst.Call) and dotted(loop.iterates.func) in ("range", "trange", "count")
-
-
-def _flat_kinds(things: frozenset[Thing], site: Call) -> set[str]:
-    """The kinds of what a call itself makes, alone or in a tuple."""
-    inside = {kind for each in things for item in each.items for kind in _flat_kinds(item, site)}
-    return inside | {each.kind for each in things if each.site is site}
 
 
 def _iterated_name(node: cst.CSTNode | None) -> str:

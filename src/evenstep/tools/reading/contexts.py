@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import libcst as cst
 
@@ -31,6 +32,26 @@ _MOST_UNKNOWN = 4  # pieces of code that the answer names
 OPTIMIZER_NAME = re.compile(r"(?i)(?:\w+\.)*(?:\w*optim\w*|opt|opt_\w+|\w+_opt|\w*optimizer\w*)")
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _once(meanwhile: Any) -> Callable[[_Method], _Method]:
+    """Keep what a method of `Script` answers. Where its answer asks for itself again, it gets `meanwhile`."""
+
+    def kept(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def ask(script: Script, *asked: Any) -> Any:
+            key = (method, *asked)
+            if key not in script.answers:
+                script.answers[key] = meanwhile
+                script.answers[key] = method(script, *asked)
+            return script.answers[key]
+
+        return cast(_Method, ask)
+
+    return kept
+
+
 class Script:
     """A script that was read: its files, what its names stand for, and where its calls run."""
 
@@ -40,11 +61,7 @@ class Script:
         self.calls = [call for file in self.files for call in file.calls]
         self.loops = [loop for file in self.files for loop in file.all_loops]
         self._loop_of = {loop.frame: loop for loop in self.loops}
-        self._partial: dict[tuple[int, bool], bool] = {}
-        self._reached: dict[int, bool] = {}
-        self._around: dict[Frame, list[Loop]] = {}
-        self._ways: dict[tuple[Function, Loop], list[Frame] | None] = {}
-        self._seen: dict[Value, Value | None] = {}
+        self.answers: dict[tuple[Any, ...], Any] = {}  # see `_once`
         self.prepared = {self.flow.records[each] for each in self.flow.prepared if isinstance(each, cst.Call)}
         self.passed = self.flow.passed
         self.called_from: dict[Function, list[Call]] = {}
@@ -109,13 +126,12 @@ class Script:
         is_unsure = found and any(each.kind == "object" and self._as_one_seen(each) is None for each in every)
         return found | {Value("unknown")} if is_unsure else found
 
+    @_once(None)  # a list may hold itself
     def _as_one_seen(self, value: Value) -> Value | None:
-        if value not in self._seen:
-            self._seen[value] = None  # while it is being read: a list may hold itself
-            kind = self._kind(value)
-            if kind and (value.kind != "items" or any(self._items(value))):
-                self._seen[value] = replace(value, kind=kind, inner=self._as_seen(value.inner))
-        return self._seen[value]
+        kind = self._kind(value)
+        if not kind or (value.kind == "items" and not any(self._items(value))):
+            return None
+        return replace(value, kind=kind, inner=self._as_seen(value.inner))
 
     def _items(self, value: Value) -> list[Values]:
         return list(map(self._as_seen, self.flow.parts(value)))
@@ -216,14 +232,13 @@ class Script:
             maker = function.cls.methods.get("__init__")
             if maker is not function:
                 return maker is None or self.is_reached(Frame("function", None, frame.file, maker))
-        if id(function) not in self._reached:
-            self._reached[id(function)] = False  # while it is being decided: a function doesn't reach itself
-            sites = self.called_from.get(function, [])
-            is_nested = function.frame.kind not in ("module", "class")
-            self._reached[id(function)] = any(self.is_reached(each.frame) for each in sites) or (
-                is_nested and self.is_reached(function.frame)
-            )
-        return self._reached[id(function)]
+        return self._function_is_reached(function)
+
+    @_once(False)  # a function doesn't reach itself
+    def _function_is_reached(self, function: Function) -> bool:
+        if any(self.is_reached(each.frame) for each in self.called_from.get(function, [])):
+            return True
+        return function.is_nested and self.is_reached(function.frame)
 
     @functools.cached_property
     def unreached_lines(self) -> frozenset[tuple[File, int]]:
@@ -279,33 +294,29 @@ class Script:
         function = frame.function
         return function is not None and self._function_is_partial(function, surely)
 
+    @_once(False)  # recursion says nothing
     def _function_is_partial(self, function: Function, surely: bool) -> bool:
-        key = (id(function), surely)
-        if key not in self._partial:
-            self._partial[key] = False  # while it is being decided: recursion says nothing
-            if any(each.rpartition(".")[2] in _RANK_ZERO_DECORATORS for each in function.decorators):
-                self._partial[key] = True
-            elif function not in self.passed:
-                sites = [each for each in self.called_from.get(function, []) if self.is_reached(each.frame)]
-                is_nested = function.frame.kind not in ("module", "class")
-                self._partial[key] = (bool(sites) and all(self._is_partial(s.frame, surely=surely) for s in sites)) or (
-                    is_nested and self._is_partial(function.frame, surely=surely)
-                )
-        return self._partial[key]
+        if any(each.rpartition(".")[2] in _RANK_ZERO_DECORATORS for each in function.decorators):
+            return True
+        if function in self.passed:
+            return False
+        sites = [each for each in self.called_from.get(function, []) if self.is_reached(each.frame)]
+        if sites and all(self._is_partial(each.frame, surely=surely) for each in sites):
+            return True
+        return function.is_nested and self._is_partial(function.frame, surely=surely)
 
     # --- in which loops ---
 
+    @_once(None)
     def loops_around(self, frame: Frame) -> list[Loop]:
         """The loops that a frame lies in, innermost first; those of its function's callers, too."""
-        if frame not in self._around:
-            found, functions, pending = dict[Loop, None](), set[Function](), [frame]
-            for each in pending:  # which grows
-                found |= {self._loop_of[around]: None for around in each.outwards() if around in self._loop_of}
-                if each.function is not None and each.function not in functions:
-                    functions.add(each.function)
-                    pending += [site.frame for site in self.called_from.get(each.function, ())]
-            self._around[frame] = list(found)
-        return self._around[frame]
+        found, functions, pending = dict[Loop, None](), set[Function](), [frame]
+        for each in pending:  # which grows
+            found |= {self._loop_of[around]: None for around in each.outwards() if around in self._loop_of}
+            if each.function is not None and each.function not in functions:
+                functions.add(each.function)
+                pending += [site.frame for site in self.called_from.get(each.function, ())]
+        return list(found)
 
     def conditions_until(self, frame: Frame, loop: Loop) -> list[Frame] | None:
         """The `if` frames between a frame and a loop around it, on the way with the fewest; None if there is no way."""
@@ -315,16 +326,13 @@ class Script:
                 return ifs
             if each.kind in ("if", "except", "lambda"):
                 ifs.append(each)
-        if frame.function is None:
-            return None
-        key = frame.function, loop
-        if key not in self._ways:
-            self._ways[key] = None  # while it is being decided: recursion is no way
-            sites = self.called_from.get(frame.function, [])
-            ways = [way for site in sites if (way := self.conditions_until(site.frame, loop)) is not None]
-            self._ways[key] = min(ways, key=len) if ways else None
-        way = self._ways[key]
+        way = self._way_to(frame.function, loop) if frame.function is not None else None
         return None if way is None else ifs + way
+
+    @_once(None)  # recursion is no way
+    def _way_to(self, function: Function, loop: Loop) -> list[Frame] | None:
+        ways = [self.conditions_until(site.frame, loop) for site in self.called_from.get(function, [])]
+        return min((way for way in ways if way is not None), key=len, default=None)
 
     def in_every_round(self, frame: Frame, loop: Loop) -> bool:
         """True if a frame is reached in every round of a loop, as far as conditions go."""
@@ -359,13 +367,9 @@ class Script:
     @functools.cached_property
     def step_loops(self) -> list[Loop]:
         """The innermost loops around optimizer steps: one round is a step, or a micro-batch of one."""
-        found: list[Loop] = []
-        for call in self.step_calls:
-            around = self.loops_around(call.frame)
-            loops = [loop for loop in around if not self._is_over_objects(loop)]
-            if loops and loops[0] not in found:
-                found.append(loops[0])
-        return found
+        around = [self.loops_around(call.frame) for call in self.step_calls]
+        innermost = [[loop for loop in loops if not self._is_over_objects(loop)][:1] for loops in around]
+        return list(dict.fromkeys(loop for loops in innermost for loop in loops))
 
     def _is_over_objects(self, loop: Loop) -> bool:
         """True of `for optimizer in optimizers`."""
@@ -377,12 +381,8 @@ class Script:
     @functools.cached_property
     def training_loops(self) -> list[Loop]:
         """All loops around an optimizer step, and those over data inside of them."""
-        found: list[Loop] = []
-        for call in [*self.step_calls, *self.backward_calls]:
-            for loop in self.loops_around(call.frame):
-                if loop not in found:
-                    found.append(loop)
-        return found
+        calls = [*self.step_calls, *self.backward_calls]
+        return list(dict.fromkeys(loop for call in calls for loop in self.loops_around(call.frame)))
 
     def loaders_of(self, loop: Loop) -> Values:
         """The loaders that a loop reads: those it iterates, or takes the next batch of."""

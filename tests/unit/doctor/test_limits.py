@@ -55,6 +55,7 @@ STEP, SAVE = "        optimizer.step()\n", "torch.save(model.module.state_dict()
 SAMPLER = "sampler = DistributedSampler(data)"
 NODE = "LOCAL_WORLD = torch.cuda.device_count()\nsampler = DistributedSampler(data, {}rank=local_rank)"
 INIT, MAIN, PT = 'dist.init_process_group("gloo")\n', "if rank == 0:\n    ", "'a.pt'"
+PASS, NAN = "        model(x).sum().backward()\n", "        if torch.isnan(x).any():\n"
 AGAIN = "optimizer = torch.optim.Adam(model.parameters())\n"
 HEAD, EPOCH = "model.head = nn.Linear(2, 3)\n", "    sampler.set_epoch(epoch)\n"
 EVALUATION = """\
@@ -85,6 +86,7 @@ NORM = ("nn.Dropout()", "nn.BatchNorm1d(2)")
             [(END, f"model.body.head = nn.Linear(2, 3)\n{END}")],
             [(END, f"models.head = nn.Linear(2, 3)\n{END}")],
         ),
+        ("EV402", [(PASS, f"{NAN}            continue\n{PASS}")], [(PASS, f"{NAN}            print(x)\n{PASS}")]),
         ("EV204", [(END, SAVE.format("'a.pt'") + END)], [(END, SAVE.format("f'{rank}.pt'") + END)]),
         (
             "EV204",

@@ -89,6 +89,8 @@ def test_loops_around_a_call(read, text: str, expected: list[str]):
         ("def f():\n    def g(): at()\n    g()\nif rank == 0:\n    f()", True, True),
         ("rank == 0 and at()", True, True),
         ("x = at() if rank == 0 else None", True, True),
+        ("if rank == 0:\n    def f(): at()\n", True, True),
+        ("def f():\n    if rank == 0:\n        def g(): at()\n", True, True),
     ],
 )
 def test_ranks_that_run_a_call(read, text: str, surely: bool, perhaps: bool):

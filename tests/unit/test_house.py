@@ -143,7 +143,6 @@ ORDER: dict[str, list[str]] = {
         "edits",
         "losses",
         "values",
-        "source",
     ],
     "tools.doctor": [
         "fixes",

@@ -415,16 +415,16 @@ def test_what_is_data_parallel_already_is_left(line: str, by: str, tmp_path: Pat
         ("TRAIN.IPYNB", b"{}", "is a notebook"),
         ("train.py", b"", "is empty"),
         ("train.py", b"\n  \n", "is empty"),
-        ("train.py", b"x = = 1\n", "line 1: invalid syntax"),
-        ("train.py", b"if 1:\n\tx = 1\n        y = 2\n", "line 3: .*tabs"),
-        ("train.py", b"def f(:\n    pass\n", "This is no python"),
-        ("train.py", b"print 'python 2'\n", "This is no python"),
+        ("train.py", b"x = = 1\n", r"train\.py:1: this is not python 3\.\d+: invalid syntax"),
+        ("train.py", b"if 1:\n\tx = 1\n        y = 2\n", r"train\.py:3: this is not python .*tabs"),
+        ("train.py", b"def f(:\n    pass\n", r"train\.py:1: this is not python"),
+        ("train.py", b"print 'python 2'\n", r"train\.py:1: this is not python"),
         ("train.py", b"x = '\xe9'\n", "not text in the encoding"),
         ("train.py", b"# coding: nonsense\n", "not text in the encoding"),
         ("train.py", b"# coding: rot13\n", "not text in the encoding"),
         ("train.py", b"x = '\0'\n", "zero bytes"),
         ("train.py", b"x = " + b"(" * 3000 + b")" * 3000, "nested"),  # LibCST's parser ends python
-        ("train.py", b"x = " + b"1 + " * 1500 + b"1\n", "nested too deeply"),
+        ("train.py", b"x = " + b"1 + " * 1500 + b"1\n", "nested more than 300 deep"),
     ],
 )
 def test_files_that_are_no_scripts(name: str, content: bytes, says: str, tmp_path: Path):
@@ -432,6 +432,14 @@ def test_files_that_are_no_scripts(name: str, content: bytes, says: str, tmp_pat
     with pytest.raises(ConfigurationError, match=says):
         convert(str(tmp_path / name))
     assert (tmp_path / name).read_bytes() == content
+
+
+def test_what_is_nested_up_to_the_limit_is_converted(tmp_path: Path):
+    sums = f"seed = {'1 + ' * 290}1\n"
+    found = converted(tmp_path, f"{HEAD}{sums}{LOOP}")
+    assert not found.problems
+    assert sums in found.after
+    assert "evenstep.DataLoader" in found.after
 
 
 # ---------------------------------------------------------------------- the command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ pytest.importorskip("libcst")
 
 from evenstep.tools.doctor.examination import read
 from evenstep.tools.doctor.findings import Watched
+from evenstep.tools.doctor.rules import all_rules
 from evenstep.tools.doctor.run.events import Event, Evidence
 from evenstep.tools.doctor.verdict import watched
+from evenstep.tools.reading.contexts import Script
+from evenstep.tools.reading.tree import Frame
 
 SCRIPT = """\
 import os
@@ -51,6 +55,8 @@ STEP, SAVE = "        optimizer.step()\n", "torch.save(model.module.state_dict()
 SAMPLER = "sampler = DistributedSampler(data)"
 NODE = "LOCAL_WORLD = torch.cuda.device_count()\nsampler = DistributedSampler(data, {}rank=local_rank)"
 INIT, MAIN, PT = 'dist.init_process_group("gloo")\n', "if rank == 0:\n    ", "'a.pt'"
+PASS, NAN = "        model(x).sum().backward()\n", "        if torch.isnan(x).any():\n"
+AGAIN = "optimizer = torch.optim.Adam(model.parameters())\n"
 HEAD, EPOCH = "model.head = nn.Linear(2, 3)\n", "    sampler.set_epoch(epoch)\n"
 EVALUATION = """\
 val_loader = DataLoader(val, batch_size=8, sampler=DistributedSampler(val, shuffle=False{}))
@@ -74,6 +80,13 @@ NORM = ("nn.Dropout()", "nn.BatchNorm1d(2)")
         ("EV401", [(END, f"{MAIN}dist.barrier()\n{END}")], [(END, f"{MAIN}dist.barrier(mine)\n{END}")]),
         ("EV401", [(END, f"{MAIN}dist.reduce(x, 0)\n{END}")], [(END, f"{MAIN}dist.reduce(x, 0, op, group)\n{END}")]),
         ("EV504", [(END, f"{HEAD}{END}")], [("optimizer = ", f"{HEAD}optimizer = ")]),
+        ("EV504", [(END, f"{AGAIN}{HEAD}{END}")], [(END, f"{HEAD}{AGAIN}{END}")]),
+        (
+            "EV504",
+            [(END, f"model.body.head = nn.Linear(2, 3)\n{END}")],
+            [(END, f"models.head = nn.Linear(2, 3)\n{END}")],
+        ),
+        ("EV402", [(PASS, f"{NAN}            continue\n{PASS}")], [(PASS, f"{NAN}            print(x)\n{PASS}")]),
         ("EV204", [(END, SAVE.format("'a.pt'") + END)], [(END, SAVE.format("f'{rank}.pt'") + END)]),
         (
             "EV204",
@@ -120,6 +133,46 @@ def test_a_word_in_a_docstring_or_comment_divides_no_data(tmp_path: Path):
     ):
         changes = [(plain[0][0], plain[0][1].format(text)), plain[1]]
         assert ("EV101" in rules(tmp_path / "train.py", *changes)) is found
+
+
+HEADS = SCRIPT.partition("rank, local_rank")[0]
+BLOCK = """\
+model_{0} = DDP(nn.Linear(1, 1))
+optimizer_{0} = torch.optim.Adam(model_{0}.parameters())
+for x_{0} in DataLoader(data):
+    if torch.isnan(x_{0}):
+        continue
+    model_{0}(x_{0}).backward()
+    optimizer_{0}.step()
+"""
+
+
+@pytest.mark.parametrize(("rule", "finds"), [("EV402", 1), ("EV504", 0)])
+def test_a_rule_takes_twice_as_long_for_twice_the_text(
+    rule: str, finds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Counted in what it asks: which frames a frame is in, and what an expression stands for."""
+    asked: list[str] = []
+
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*given: Any) -> Any:
+            asked.append(method.__name__)
+            return method(*given)
+
+        return ask
+
+    counts = []
+    for number in (12, 24):
+        (tmp_path / "train.py").write_text(HEADS + "".join(BLOCK.format(each) for each in range(number)))
+        script = Script(tmp_path / "train.py")
+        with monkeypatch.context() as patched:
+            patched.setattr(Frame, "outwards", counted(Frame.outwards))
+            patched.setattr(Script, "values", counted(Script.values))
+            found = list(all_rules()[rule].read(script))  # type: ignore[misc]
+        assert len(found) == number * finds
+        counts.append(len(asked))
+        asked.clear()
+    assert counts[1] < 2.5 * counts[0]
 
 
 # ---------------------------------------------------------------------- of a run

@@ -89,6 +89,8 @@ def test_loops_around_a_call(read, text: str, expected: list[str]):
         ("def f():\n    def g(): at()\n    g()\nif rank == 0:\n    f()", True, True),
         ("rank == 0 and at()", True, True),
         ("x = at() if rank == 0 else None", True, True),
+        ("if rank == 0:\n    def f(): at()\n", True, True),
+        ("def f():\n    if rank == 0:\n        def g(): at()\n", True, True),
     ],
 )
 def test_ranks_that_run_a_call(read, text: str, surely: bool, perhaps: bool):
@@ -146,3 +148,29 @@ def test_a_module_that_is_too_long_is_not_read(tmp_path: Path):
     assert len(script.files) == 1
     (note,) = script.notes
     assert "large.py was not read: the script and its modules have more lines" in note
+
+
+def test_what_tuples_and_dictionaries_hold(read):
+    script, at = read("a = [DataLoader(d), {'x': torch.optim.Adam(p), 'y': ()}]\na.append(a)\nb = (a, [a])\nat(b)\n")
+    values = script.values(at.node.args[0].value, at.frame)
+    assert {each.kind for each in values} == {"tuple"}
+    assert {each.kind for each in script.parts(values)} == {"tuple", "dict", "loader", "optimizer"}
+    made = script.makers(script.parts(values))
+    assert sorted(each.last for each in made) == ["Adam", "DataLoader"]
+    assert [each.last for each in script.makers(script.parts(values), "optimizer", "model")] == ["Adam"]
+
+
+def test_a_list_that_holds_itself(read):
+    script, at = read("a = [DataLoader(d)]\na = [a, a]\nat(a)\n")
+    values = script.values(at.node.args[0].value, at.frame)
+    assert {each.kind for each in script.parts(values)} == {"tuple", "loader"}
+
+
+def test_a_name_of_a_rule_is_read_anew_in_each_frame(read):
+    script, at = read("x = DataLoader(d)\ndef f(x):\n    y = x\nf(torch.optim.Adam(p))\nat(f)\n")
+    own = cst.parse_expression("x")
+    function = script.files[0].functions["f"]
+    inside = next(each.frame for each in script.files[0].assignments if each.frame.function is function)
+    for _ in range(2):
+        assert script.kinds(own, at.frame) == {"loader"}
+        assert script.kinds(own, inside) == {"optimizer"}

@@ -13,5 +13,4 @@ In reading order:
     edits       what these share: the script, the changes so far, and what is said of it; applied in one go
     losses      whether a number is a mean over samples, or a sum                           pure
     values      which names hold models, loaders, batches                                   pure
-    source      a script with parents, lines and the names that it imports                  pure
 """

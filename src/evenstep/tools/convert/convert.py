@@ -6,7 +6,6 @@ import ast
 import codecs
 import difflib
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,12 @@ from evenstep.named_files import encoding_of, read_script, replace_file
 from evenstep.tools.convert.edits import Remark
 from evenstep.tools.convert.plan import already_distributed, plan
 from evenstep.tools.convert.replay import Replay, replay
-from evenstep.tools.convert.source import Script
+from evenstep.tools.reading.program import parse, recursing
+from evenstep.tools.reading.source import Source
+from evenstep.tools.reading.tree import File
 from evenstep.tools.verify.ranks import verify_ranks
 from evenstep.tools.verify.report import Report
 
-_DEEPEST = 500  # levels of a tree
 _NUM_STEPS = 5  # that three ranks are compared in, unless an epoch ends within
 _LONGEST_EPOCH = 50  # steps
 
@@ -133,9 +133,14 @@ def convert(script: str) -> Conversion:
         ConfigurationError: There is no such script, or it isn't python that can be parsed.
     """
     path = Path(script)
+    with recursing(path):
+        return _convert(script, path)
+
+
+def _convert(script: str, path: Path) -> Conversion:
     module, content = _parse(path)
     before = module.code
-    source = Script(module)
+    source = File(module)
     by = already_distributed(source)
     if by is not None:
         return Conversion(script, before, before, content, content, by=by)
@@ -157,35 +162,7 @@ def _parse(path: Path) -> tuple[cst.Module, bytes]:
     encoding_of(content, path)
     if not content.strip():
         raise ConfigurationError(f"{path} is empty: name the script that trains.")
-    return _parse_text(content, path), content
-
-
-def _parse_text(content: bytes, path: Path) -> cst.Module:
-    # Python first: it says more of a mistake, and LibCST's parser dies of what is nested too deeply for python.
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the script's own
-            tree = ast.parse(content)
-        _validate_depth(tree)
-        return cst.parse_module(content)
-    except SyntaxError as error:
-        what = f"{path}, line {error.lineno or 1}: {error.msg}"
-        raise ConfigurationError(f"{what}. This is no python that can be parsed.") from None
-    except cst.ParserSyntaxError as error:
-        line = error.raw_line
-        raise ConfigurationError(f"{path}, line {line}: this is no python that LibCST can parse.") from None
-    except (RecursionError, MemoryError):
-        raise ConfigurationError(f"{path}: it is nested too deeply to be read.") from None
-
-
-def _validate_depth(tree: ast.AST) -> None:
-    """Raise RecursionError for what would take LibCST minutes, or end python."""
-    level: list[ast.AST] = [tree]
-    for _ in range(_DEEPEST):
-        level = [child for node in level for child in ast.iter_child_nodes(node)]
-        if not level:
-            return
-    raise RecursionError
+    return parse(Source(path, ""), content), content
 
 
 def _validate(text: str, path: Path, names: Sequence[str]) -> None:

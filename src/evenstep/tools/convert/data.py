@@ -10,8 +10,8 @@ import libcst as cst
 from evenstep.tools.convert.edits import Work, with_argument
 from evenstep.tools.convert.loops import Loops
 from evenstep.tools.convert.metrics import Metrics
-from evenstep.tools.convert.source import Node
-from evenstep.tools.convert.values import BUILTINS, PASSING, Value, Values, arguments
+from evenstep.tools.reading.tree import Node
+from evenstep.tools.reading.values import BUILTINS, PASSING, Value, Values, arguments
 
 _POSITIONAL = (
     "dataset",

@@ -11,8 +11,9 @@ import libcst as cst
 from libcst.helpers import parse_template_expression
 
 from evenstep.tools.convert.losses import Losses
-from evenstep.tools.convert.source import Node, Script
 from evenstep.tools.convert.values import Flow
+from evenstep.tools.reading.tree import File as Script
+from evenstep.tools.reading.tree import Node
 
 Change = Callable[[Any], Any]  # nodes of whatever class
 Line = str | tuple[str, Node]  # a statement's text, or a name and the expression that it gets

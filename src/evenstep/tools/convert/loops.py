@@ -10,8 +10,8 @@ import libcst as cst
 
 from evenstep.tools.convert.edits import Work
 from evenstep.tools.convert.losses import CONSTANT, UNKNOWN, Kind
-from evenstep.tools.convert.source import Node
-from evenstep.tools.convert.values import PASSING, Values, arguments
+from evenstep.tools.reading.tree import Node
+from evenstep.tools.reading.values import PASSING, Values, arguments
 
 _SHAPING = {"view", "reshape", "ones", "zeros", "full", "rand", "randn", "randint", "expand", "repeat", "init_hidden"}
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import libcst as cst
 
-from evenstep.tools.convert.source import Node, Script
 from evenstep.tools.reading import values
-from evenstep.tools.reading.values import BUILTINS, LAYERS, NOTHING, PASSING, Value, Values, arguments, objects_among
-
-__all__ = ["BUILTINS", "PASSING", "Flow", "Value", "Values", "arguments"]
+from evenstep.tools.reading.tree import File, Node
+from evenstep.tools.reading.values import LAYERS, NOTHING, Value, Values, objects_among
 
 
 class Flow(values.Flow):
     """Follows values through a script, which is one file. A model and what is wrapped around it are one object."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: File) -> None:
         self.script = script
         super().__init__([script], {})
 

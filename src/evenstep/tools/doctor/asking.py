@@ -10,20 +10,34 @@ import libcst as cst
 
 from evenstep.tools.doctor.rule import Edit, Found, found
 from evenstep.tools.reading.contexts import Script
-from evenstep.tools.reading.program import Assignment, Call, Frame, Function, Loop, dotted, leaves, shortened, text_of
-from evenstep.tools.reading.values import Thing
+from evenstep.tools.reading.tree import (
+    Assignment,
+    Call,
+    Class,
+    File,
+    Frame,
+    Function,
+    Loop,
+    dotted,
+    leaves,
+    shortened,
+    text_of,
+)
+from evenstep.tools.reading.values import WRAPPERS, Value
 
 # Rules need no other import for these.
 __all__ = [
     "Assignment",
     "Call",
+    "Class",
     "Edit",
+    "File",
     "Found",
     "Frame",
     "Function",
     "Loop",
     "Script",
-    "Thing",
+    "Value",
     "dotted",
     "found",
     "leaves",
@@ -104,14 +118,14 @@ def origins(
                 pending.append((assignment.value, assignment.frame, left - 1))
             function = where.function
             if function is not None and name in function.parameters:
-                for site in script.values.called_from.get(function, []):
+                for site in script.called_from.get(function, []):
                     value = argument_for(site, function, name)
                     if value is not None:
                         pending.append((value, site.frame, left - 1))
         for inner in walk(each):
             if isinstance(inner, cst.Call):
-                call = script.values.record(inner)
-                for target in script.values.functions_of(call) if call else []:
+                call = script.record(inner)
+                for target in script.functions_of(call) if call else []:
                     for value in target.returns:
                         pending.append((value, Frame("function", None, target.file, target), left - 1))
 
@@ -147,8 +161,9 @@ def words_of(node: cst.CSTNode) -> str:
 def depends_on_ranks(script: Script, node: cst.CSTNode | None, frame: Frame) -> bool:
     """True if an expression, or what its names were given, or a class that it makes, speaks of ranks."""
     for each, where in origins(script, node, frame):
-        things = script.things(each, where)
-        nodes = [each, *(one.cls.node for one in things if one.cls), *(one.site.node for one in things if one.site)]
+        values = script.values(each, where)
+        classes = [one.definition for one in values if one.definition is not None]
+        nodes = [each, *classes, *(call.node for call in script.makers(values))]
         if any(_RANK_WORDS.search(words_of(one)) for one in nodes):
             return True
     return False
@@ -162,7 +177,7 @@ _SHARDERS = ("shard", "scatter", "scatter_object_list", "split_dataset_by_node",
 def is_of_rank(script: Script, node: cst.CSTNode | None, frame: Frame, *others: str) -> bool:
     """True if an expression is made of a rank, or of `others`: what its names stand for, or what they were given."""
     return any(
-        script.values.kinds(inner, where) & {"rank", "local rank", *others}
+        script.kinds(inner, where) & {"rank", "local rank", *others}
         for each, where in origins(script, node, frame, depth=3)
         for inner in walk(each)
         if isinstance(inner, cst.Name | cst.Attribute | cst.Call | cst.Subscript)
@@ -199,7 +214,7 @@ def number(script: Script, node: cst.CSTNode | None, frame: Frame, depth: int = 
             if option in flags and isinstance(default, cst.Integer):
                 return int(text_of(default).replace("_", ""), 0)
     if depth and frame.function is not None and name in frame.function.parameters:
-        sites = script.values.called_from.get(frame.function, [])
+        sites = script.called_from.get(frame.function, [])
         given = {number(script, argument_for(site, frame.function, name), site.frame, depth - 1) for site in sites[:4]}
         return given.pop() if len(given) == 1 else None
     return None
@@ -217,7 +232,7 @@ def is_nothing(node: cst.CSTNode | None) -> bool:
 
 def on_ranks(script: Script, call: Call) -> bool:
     """False of what surely runs in a process that only starts ranks."""
-    starts = script.starts_ranks and script.values.passed
+    starts = script.starts_ranks and script.passed
     return not starts or _is_passed(script, call.frame.function, frozenset())
 
 
@@ -225,8 +240,8 @@ def _is_passed(script: Script, function: Function | None, seen: frozenset[Functi
     """True of a function that is given to whoever starts ranks, and of those that it runs."""
     if function is None or function in seen:
         return False
-    callers = [site.frame.function for site in script.values.called_from.get(function, [])]
-    is_passed = not script.values.passed.isdisjoint({function, function.frame.function} - {None})
+    callers = [site.frame.function for site in script.called_from.get(function, [])]
+    is_passed = not script.passed.isdisjoint({function, function.frame.function} - {None})
     return is_passed or any(_is_passed(script, each, seen | {function}) for each in callers)
 
 
@@ -261,7 +276,7 @@ def has_argument_of_rank(script: Script, call: Call) -> bool:
         each for each in given if isinstance(each, cst.FormattedString | cst.ConcatenatedString | cst.BinaryOperation)
     ]
     return any(RANK_IN_ARGUMENTS.search(text_of(each)) for each in prefixes) or any(
-        script.values.kinds(inner, call.frame) & {"rank", "local rank"}
+        script.kinds(inner, call.frame) & {"rank", "local rank"}
         for each in call.arguments
         for inner in walk(each)
         if isinstance(inner, cst.Name | cst.Attribute)
@@ -286,8 +301,8 @@ def runs(script: Script, calls: Sequence[Call], is_wanted: Callable[[Call], bool
     """
     if any(map(is_wanted, calls)):
         return True
-    targets = {target for call in calls for target in script.values.functions_of(call)}
-    unknown = {call.last for call in calls if call.receiver is not None and not script.values.functions_of(call)}
+    targets = {target for call in calls for target in script.functions_of(call)}
+    unknown = {call.last for call in calls if call.receiver is not None and not script.functions_of(call)}
     targets |= {each for file in script.files for each in file.all_functions if each.cls and each.name in unknown}
     inside = [call for call in script.calls if call.frame.function in targets]
     return depth > 0 and bool(inside) and runs(script, inside, is_wanted, depth - 1)
@@ -311,28 +326,26 @@ def per_step(script: Script, call: Call) -> bool:
     return any(script.in_every_round(call.frame, loop) for loop in script.step_loops)
 
 
-def wrappers_at(script: Script, node: cst.CSTNode | None, frame: Frame, line: int, depth: int = 3) -> list[Thing]:
+def wrappers_at(script: Script, node: cst.CSTNode | None, frame: Frame, line: int, depth: int = 3) -> list[Value]:
     """The wrappers that an expression surely stands for at a line; none if it may be the model itself.
 
     After `model = DDP(model)` the name stands for both, and which it is depends on the line.
     """
-    things = script.things(node, frame)
-    wrapped = [each for each in things if each.kind in ("wrapped", "data parallel") and each.site is not None]
-    if not wrapped or not any(each.kind in ("model", "instance", "unknown") for each in things):
+    values = script.values(node, frame)
+    wrapped = [each for each in values if each.kind in WRAPPERS]
+    if not wrapped or not any(each.kind in ("model", "instance", "unknown") for each in values):
         return wrapped
     name = dotted(node)
     if not name or not isinstance(node, cst.Name | cst.Attribute):
         return []
     for assignment in assignments_to(script, name, frame):
-        made = script.things(assignment.value, assignment.frame)
-        is_wrapping = isinstance(assignment.value, cst.Call) and any(
-            item.kind in ("wrapped", "data parallel") for each in made for item in (each, *_flat(each))
-        )
+        made = script.parts(script.values(assignment.value, assignment.frame))
+        is_wrapping = isinstance(assignment.value, cst.Call) and any(each.kind in WRAPPERS for each in made)
         if is_wrapping and (assignment.line < line or assignment.frame.function is not frame.function):
             return wrapped
     function = frame.function
     if depth and function is not None and name in function.parameters:
-        sites = script.values.called_from.get(function, [])
+        sites = script.called_from.get(function, [])
         given = [(argument_for(site, function, name), site) for site in sites]
         if given and all(wrappers_at(script, each, site.frame, site.line, depth - 1) for each, site in given):
             return wrapped
@@ -351,17 +364,13 @@ def has_wrapped(script: Script) -> bool:
     return any("wrapped" in script.kinds_made(call) for call in script.calls if call.name)
 
 
-def _flat(thing: Thing) -> list[Thing]:
-    return [inner for item in thing.items for inner in item]
-
-
 # ---------------------------------------------------------------------- loaders
 
 
 def training_loaders(script: Script) -> list[Call]:
     """The calls that make the loaders of the training, evenstep's own left out."""
-    sites = {each.site for each in script.training_loaders if each.kind == "loader"}
-    return [call for call in script.calls if call in sites and not call.name.startswith("evenstep.")]
+    made = {*script.makers(script.training_loaders, "loader")}
+    return [call for call in script.calls if call in made and not call.name.startswith("evenstep.")]
 
 
 def sampler_of(loader: Call) -> cst.CSTNode | None:
@@ -372,19 +381,19 @@ def sampler_of(loader: Call) -> cst.CSTNode | None:
 
 def samplers(script: Script, loader: Call) -> list[Call]:
     """The calls that make the distributed samplers that a loader may be given."""
-    things = script.things(sampler_of(loader), loader.frame)
-    return [each.site for each in things if each.kind == "sampler" and each.site is not None]
+    return script.makers(script.values(sampler_of(loader), loader.frame), "sampler")
 
 
 def streams(script: Script, loader: Call) -> list[str]:
     """The names of what a loader reads as a stream."""
     dataset = loader.argument("dataset", 0)
-    own = [each.cls.name for each in script.things(dataset, loader.frame) if each.kind == "stream" and each.cls]
+    values = script.values(dataset, loader.frame)
+    own = [each.definition.name.value for each in values if each.kind == "stream" and each.definition is not None]
     hub = [
         text_of(dataset)
         for each, where in origins(script, dataset, loader.frame)
-        for thing in script.things(each, where)
-        if thing.kind == "dataset" and thing.site is not None and is_true(thing.site.argument("streaming"))
+        for call in script.makers(script.values(each, where), "dataset")
+        if is_true(call.argument("streaming"))
     ]
     return own + hub[:1]
 
@@ -408,7 +417,7 @@ def with_what(script: Script, saves: list[Call]) -> Iterator[Call]:
     for save in saves:
         function = save.frame.function
         if function is not None and any(each.star == "*" for each in save.node.args):
-            yield from script.values.called_from.get(function, [])
+            yield from script.called_from.get(function, [])
         else:
             yield save
 
@@ -574,7 +583,7 @@ def own_name(script: Script, kind: str, at: Call) -> str:
         visible = assignments_to(script, name, at.frame) if name else []
         if any(each.frame.function is not function or each.line < at.line for each in visible) and assignments:
             known.append(name)
-    return next((name for name in known if script.values.kinds(_expression(name), at.frame) == {kind}), "")
+    return next((name for name in known if script.kinds(_expression(name), at.frame) == {kind}), "")
 
 
 def target_of(call: Call) -> str:

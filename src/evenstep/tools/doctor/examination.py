@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +14,6 @@ from evenstep.tools.doctor.findings import Reading, Watched, merge, order
 from evenstep.tools.doctor.report import Report
 from evenstep.tools.doctor.rule import GROUPS, Finding, Severity
 from evenstep.tools.doctor.rules import all_rules
-
-DEEPEST_CALLS = 5_000  # LibCST takes some ten calls for a level of nesting
 
 
 def examine(
@@ -92,11 +89,10 @@ def read(path: Path) -> Reading:
     """
     rules = all_rules()
     from evenstep.tools.reading.contexts import Script
+    from evenstep.tools.reading.program import recursing
 
     found: dict[tuple[str, str, int, int | None], Finding] = {}
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(max(limit, DEEPEST_CALLS))
-    try:
+    with recursing(path):
         script = Script(path)
         unreached = {(str(file.source.path), *file.source.place(line)) for file, line in script.unreached_lines}
         for rule in rules.values():
@@ -109,10 +105,6 @@ def read(path: Path) -> Reading:
                     # One finding of a rule at a line, whichever way it was found.
                     found.setdefault((rule.id, each.path, each.line, each.cell), replace(each, rule=rule.id))
         looked, facts = script.looked, script.facts
-    except RecursionError as error:
-        raise ConfigurationError(f"{path}: its expressions or calls are nested too deeply to be followed.") from error
-    finally:
-        sys.setrecursionlimit(limit)
     ignored = {}
     for file in script.files:
         for line, names in file.source.ignored.items():

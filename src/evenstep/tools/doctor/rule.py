@@ -17,7 +17,7 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
-from evenstep.tools.reading.program import Call, File
+from evenstep.tools.reading.tree import Call, File
 
 # The digit after EV, and the page in docs/reference/doctor.
 GROUPS = {"data": "1", "output": "2", "devices": "3", "collectives": "4", "step": "5", "starting": "6"}

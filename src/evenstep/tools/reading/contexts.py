@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import libcst as cst
 
 from evenstep.tools.reading.looked import Facts, Looked
 from evenstep.tools.reading.program import read_program
 from evenstep.tools.reading.tree import Call, File, Frame, Function, Loop, dotted, shortened, text_of
-from evenstep.tools.reading.values import Flow, Thing, Value, Values
+from evenstep.tools.reading.values import NOTHING, Flow, Value, Values
 
 # Words of a condition that may well depend on the rank, though what it compares isn't known.
 _RANKISH = re.compile(
@@ -29,6 +32,26 @@ _MOST_UNKNOWN = 4  # pieces of code that the answer names
 OPTIMIZER_NAME = re.compile(r"(?i)(?:\w+\.)*(?:\w*optim\w*|opt|opt_\w+|\w+_opt|\w*optimizer\w*)")
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _once(meanwhile: Any) -> Callable[[_Method], _Method]:
+    """Keep what a method of `Script` answers. Where its answer asks for itself again, it gets `meanwhile`."""
+
+    def kept(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def ask(script: Script, *asked: Any) -> Any:
+            key = (method, *asked)
+            if key not in script.answers:
+                script.answers[key] = meanwhile
+                script.answers[key] = method(script, *asked)
+            return script.answers[key]
+
+        return cast(_Method, ask)
+
+    return kept
+
+
 class Script:
     """A script that was read: its files, what its names stand for, and where its calls run."""
 
@@ -38,12 +61,7 @@ class Script:
         self.calls = [call for file in self.files for call in file.calls]
         self.loops = [loop for file in self.files for loop in file.all_loops]
         self._loop_of = {loop.frame: loop for loop in self.loops}
-        self._partial: dict[tuple[int, bool], bool] = {}
-        self._reached: dict[int, bool] = {}
-        self._around: dict[Frame, list[Loop]] = {}
-        self._ways: dict[tuple[Function, Loop], list[Frame] | None] = {}
-        self._things: dict[cst.CSTNode, frozenset[Thing]] = {}
-        self._shown: dict[Value, Thing | None] = {}
+        self.answers: dict[tuple[Any, ...], Any] = {}  # see `_once`
         self.prepared = {self.flow.records[each] for each in self.flow.prepared if isinstance(each, cst.Call)}
         self.passed = self.flow.passed
         self.called_from: dict[Function, list[Call]] = {}
@@ -57,24 +75,34 @@ class Script:
 
     # --- what names stand for ---
 
-    @property
-    def values(self) -> Script:
-        """The script itself: what is asked about names was another object's once."""
-        return self
+    def values(self, node: cst.CSTNode | None, frame: Frame) -> Values:
+        """What an expression may stand for, of the kinds that rules ask for.
 
-    def things(self, node: cst.CSTNode | None, frame: Frame) -> frozenset[Thing]:
-        """What an expression may stand for."""
+        A kind is as in the flow, but "loader" also of what passes its batches on, "tracker" of all that writes,
+        "tuple" and "dict" of items, "model" and "instance" of objects, or "stream", "dataset", "own sampler",
+        "sampler" and "own loader" of those whose class derives from one.
+        """
         if node is None or (isinstance(node, cst.Name) and node.value == "self"):
-            return frozenset()
-        if self.flow.adopt(node, frame):  # a rule's own expression, which another frame may be asked about next
-            return self._as_things(self.flow.of(node))
-        if node not in self._things:
-            self._things[node] = self._as_things(self.flow.of(node))
-        return self._things[node]
+            return NOTHING
+        self.flow.adopt(node, frame)
+        return self._as_seen(self.flow.of(node))
+
+    def parts(self, values: Values) -> Values:
+        """Values, and those that tuples and dictionaries among them hold."""
+        found = [*values]
+        for each in found:  # which grows
+            inside = NOTHING.union(*self._items(each)) if each.kind in ("tuple", "dict") else NOTHING
+            found += inside.difference(found)
+        return frozenset(found)
+
+    def makers(self, values: Iterable[Value], *kinds: str) -> list[Call]:
+        """The calls that make values, those of some kinds only if any are named."""
+        sites = {each.site: None for each in values if not kinds or each.kind in kinds}
+        return [self.flow.records[each] for each in sites if isinstance(each, cst.Call)]
 
     def kinds(self, node: cst.CSTNode | None, frame: Frame) -> set[str]:
         """The kinds of what an expression may stand for."""
-        return {each.kind for each in self.things(node, frame)}
+        return {each.kind for each in self.values(node, frame)}
 
     def kinds_made(self, call: Call) -> set[str]:
         """The kinds of what a call returns."""
@@ -92,22 +120,21 @@ class Script:
         """The script's own functions and methods that a call may run."""
         return self._targets.get(call, [])
 
-    def _as_things(self, values: Values) -> frozenset[Thing]:
+    def _as_seen(self, values: Values) -> Values:
         every = values.union(*(each.inner for each in values if each.kind == "passed"))
-        found = frozenset(thing for each in every if (thing := self._as_thing(each)) is not None)
-        is_unsure = found and any(each.kind == "object" and self._as_thing(each) is None for each in every)
-        return found | {Thing("unknown")} if is_unsure else found
+        found = frozenset(seen for each in every if (seen := self._as_one_seen(each)) is not None)
+        is_unsure = found and any(each.kind == "object" and self._as_one_seen(each) is None for each in every)
+        return found | {Value("unknown")} if is_unsure else found
 
-    def _as_thing(self, value: Value) -> Thing | None:
-        if value not in self._shown:
-            self._shown[value] = None  # while it is being read: a list may hold itself
-            kind, site, definition = self._kind(value), value.site, value.definition
-            call = self.flow.records[site] if isinstance(site, cst.Call) else None
-            own = self.flow.class_record(definition) if definition is not None else None
-            items = tuple(map(self._as_things, self.flow.parts(value))) if value.kind == "items" else ()
-            if kind and (value.kind != "items" or any(items)):
-                self._shown[value] = Thing(kind, call, self._as_things(value.inner), own, items)
-        return self._shown[value]
+    @_once(None)  # a list may hold itself
+    def _as_one_seen(self, value: Value) -> Value | None:
+        kind = self._kind(value)
+        if not kind or (value.kind == "items" and not any(self._items(value))):
+            return None
+        return replace(value, kind=kind, inner=self._as_seen(value.inner))
+
+    def _items(self, value: Value) -> list[Values]:
+        return list(map(self._as_seen, self.flow.parts(value)))
 
     def _kind(self, value: Value) -> str:
         if value.kind == "object":
@@ -205,14 +232,13 @@ class Script:
             maker = function.cls.methods.get("__init__")
             if maker is not function:
                 return maker is None or self.is_reached(Frame("function", None, frame.file, maker))
-        if id(function) not in self._reached:
-            self._reached[id(function)] = False  # while it is being decided: a function doesn't reach itself
-            sites = self.called_from.get(function, [])
-            is_nested = function.frame.kind not in ("module", "class")
-            self._reached[id(function)] = any(self.is_reached(each.frame) for each in sites) or (
-                is_nested and self.is_reached(function.frame)
-            )
-        return self._reached[id(function)]
+        return self._function_is_reached(function)
+
+    @_once(False)  # a function doesn't reach itself
+    def _function_is_reached(self, function: Function) -> bool:
+        if any(self.is_reached(each.frame) for each in self.called_from.get(function, [])):
+            return True
+        return function.is_nested and self.is_reached(function.frame)
 
     @functools.cached_property
     def unreached_lines(self) -> frozenset[tuple[File, int]]:
@@ -268,33 +294,29 @@ class Script:
         function = frame.function
         return function is not None and self._function_is_partial(function, surely)
 
+    @_once(False)  # recursion says nothing
     def _function_is_partial(self, function: Function, surely: bool) -> bool:
-        key = (id(function), surely)
-        if key not in self._partial:
-            self._partial[key] = False  # while it is being decided: recursion says nothing
-            if any(each.rpartition(".")[2] in _RANK_ZERO_DECORATORS for each in function.decorators):
-                self._partial[key] = True
-            elif function not in self.passed:
-                sites = [each for each in self.called_from.get(function, []) if self.is_reached(each.frame)]
-                is_nested = function.frame.kind not in ("module", "class")
-                self._partial[key] = (bool(sites) and all(self._is_partial(s.frame, surely=surely) for s in sites)) or (
-                    is_nested and self._is_partial(function.frame, surely=surely)
-                )
-        return self._partial[key]
+        if any(each.rpartition(".")[2] in _RANK_ZERO_DECORATORS for each in function.decorators):
+            return True
+        if function in self.passed:
+            return False
+        sites = [each for each in self.called_from.get(function, []) if self.is_reached(each.frame)]
+        if sites and all(self._is_partial(each.frame, surely=surely) for each in sites):
+            return True
+        return function.is_nested and self._is_partial(function.frame, surely=surely)
 
     # --- in which loops ---
 
+    @_once(None)
     def loops_around(self, frame: Frame) -> list[Loop]:
         """The loops that a frame lies in, innermost first; those of its function's callers, too."""
-        if frame not in self._around:
-            found, functions, pending = dict[Loop, None](), set[Function](), [frame]
-            for each in pending:  # which grows
-                found |= {self._loop_of[around]: None for around in each.outwards() if around in self._loop_of}
-                if each.function is not None and each.function not in functions:
-                    functions.add(each.function)
-                    pending += [site.frame for site in self.called_from.get(each.function, ())]
-            self._around[frame] = list(found)
-        return self._around[frame]
+        found, functions, pending = dict[Loop, None](), set[Function](), [frame]
+        for each in pending:  # which grows
+            found |= {self._loop_of[around]: None for around in each.outwards() if around in self._loop_of}
+            if each.function is not None and each.function not in functions:
+                functions.add(each.function)
+                pending += [site.frame for site in self.called_from.get(each.function, ())]
+        return list(found)
 
     def conditions_until(self, frame: Frame, loop: Loop) -> list[Frame] | None:
         """The `if` frames between a frame and a loop around it, on the way with the fewest; None if there is no way."""
@@ -304,16 +326,13 @@ class Script:
                 return ifs
             if each.kind in ("if", "except", "lambda"):
                 ifs.append(each)
-        if frame.function is None:
-            return None
-        key = frame.function, loop
-        if key not in self._ways:
-            self._ways[key] = None  # while it is being decided: recursion is no way
-            sites = self.called_from.get(frame.function, [])
-            ways = [way for site in sites if (way := self.conditions_until(site.frame, loop)) is not None]
-            self._ways[key] = min(ways, key=len) if ways else None
-        way = self._ways[key]
+        way = self._way_to(frame.function, loop) if frame.function is not None else None
         return None if way is None else ifs + way
+
+    @_once(None)  # recursion is no way
+    def _way_to(self, function: Function, loop: Loop) -> list[Frame] | None:
+        ways = [self.conditions_until(site.frame, loop) for site in self.called_from.get(function, [])]
+        return min((way for way in ways if way is not None), key=len, default=None)
 
     def in_every_round(self, frame: Frame, loop: Loop) -> bool:
         """True if a frame is reached in every round of a loop, as far as conditions go."""
@@ -348,13 +367,9 @@ class Script:
     @functools.cached_property
     def step_loops(self) -> list[Loop]:
         """The innermost loops around optimizer steps: one round is a step, or a micro-batch of one."""
-        found: list[Loop] = []
-        for call in self.step_calls:
-            around = self.loops_around(call.frame)
-            loops = [loop for loop in around if not self._is_over_objects(loop)]
-            if loops and loops[0] not in found:
-                found.append(loops[0])
-        return found
+        around = [self.loops_around(call.frame) for call in self.step_calls]
+        innermost = [[loop for loop in loops if not self._is_over_objects(loop)][:1] for loops in around]
+        return list(dict.fromkeys(loop for loops in innermost for loop in loops))
 
     def _is_over_objects(self, loop: Loop) -> bool:
         """True of `for optimizer in optimizers`."""
@@ -366,32 +381,28 @@ class Script:
     @functools.cached_property
     def training_loops(self) -> list[Loop]:
         """All loops around an optimizer step, and those over data inside of them."""
-        found: list[Loop] = []
-        for call in [*self.step_calls, *self.backward_calls]:
-            for loop in self.loops_around(call.frame):
-                if loop not in found:
-                    found.append(loop)
-        return found
+        calls = [*self.step_calls, *self.backward_calls]
+        return list(dict.fromkeys(loop for call in calls for loop in self.loops_around(call.frame)))
 
-    def loaders_of(self, loop: Loop) -> frozenset[Thing]:
+    def loaders_of(self, loop: Loop) -> Values:
         """The loaders that a loop reads: those it iterates, or takes the next batch of."""
         found = set(self._iterated(loop.iterates, loop.frame))
         for call in self.calls:
             if call.last == "next" and call.node.args and loop in self.loops_around(call.frame)[:1]:
-                found |= {each for each in self.things(call.node.args[0].value, call.frame) if each.kind == "loader"}
+                found |= {each for each in self.values(call.node.args[0].value, call.frame) if each.kind == "loader"}
         return frozenset(found)
 
-    def _iterated(self, node: cst.CSTNode | None, frame: Frame) -> frozenset[Thing]:
+    def _iterated(self, node: cst.CSTNode | None, frame: Frame) -> Values:
         """The loaders behind an iterated expression, also inside `zip(...)` and the like.
 
         Of `log.every(loader)` the loader that it is given here: what it yields is that of all its callers.
         """
         arguments = [each.value for each in node.args] if isinstance(node, cst.Call) else []
-        given = frozenset[Thing]().union(*(self._iterated(each, frame) for each in arguments))
-        return given or frozenset(each for each in self.things(node, frame) if each.kind in ("loader", "own loader"))
+        given = NOTHING.union(*(self._iterated(each, frame) for each in arguments))
+        return given or frozenset(each for each in self.values(node, frame) if each.kind in ("loader", "own loader"))
 
     @functools.cached_property
-    def training_loaders(self) -> frozenset[Thing]:
+    def training_loaders(self) -> Values:
         """Loaders whose batches are trained on."""
         return frozenset(each for loop in self.training_loops for each in self.loaders_of(loop))
 
@@ -410,7 +421,7 @@ class Script:
     @functools.cached_property
     def looked(self) -> Looked:
         """What was looked at, and what wasn't understood of it."""
-        made = [(call, kind) for call in self.calls for kind in _flat_kinds(self.things(call.node, call.frame), call)]
+        made = [(call, kind) for call in self.calls for kind in self._kinds_itself(call)]
         loaders, wrapped = ({id(call) for call, each in made if each == kind} for kind in ("loader", "wrapped"))
         starred = [
             (f"{each.star}{text_of(each.value)}", call)
@@ -436,14 +447,13 @@ class Script:
         }
         return Facts(guarded, self.uses_gpus, self.uses("SyncBatchNorm", "convert_sync_batchnorm"))
 
+    def _kinds_itself(self, call: Call) -> set[str]:
+        """The kinds of what a call itself makes, alone or in a tuple."""
+        made = self.parts(self.values(call.node, call.frame))
+        return {each.kind for each in made if each.site is call.node}
+
     def _counts_rounds(self, loop: Loop) -> bool:
         return isinstance(loop.iterates, cst.Call) and dotted(loop.iterates.func) in ("range", "trange", "count")
-
-
-def _flat_kinds(things: frozenset[Thing], site: Call) -> set[str]:
-    """The kinds of what a call itself makes, alone or in a tuple."""
-    inside = {kind for each in things for item in each.items for kind in _flat_kinds(item, site)}
-    return inside | {each.kind for each in things if each.site is site}
 
 
 def _iterated_name(node: cst.CSTNode | None) -> str:

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import libcst as cst
 
 from evenstep.errors import ConfigurationError
 from evenstep.tools.reading.source import Source, read_source
-from evenstep.tools.reading.tree import (
-    Assignment,
-    Call,
-    Class,
-    File,
-    Frame,
-    Function,
-    Loop,
-    dotted,
-    leaves,
-    shortened,
-    text_of,
-)
-
-__all__ = ["Assignment", "Call", "Class", "File", "Frame", "Function", "Loop"]
-__all__ += ["dotted", "leaves", "read_program", "shortened", "text_of"]
+from evenstep.tools.reading.tree import File
 
 MOST_NESTING = 300
+_MOST_CALLS = 5_000  # LibCST takes some ten calls for a level of nesting
 # Of the modules that a script imports; more would take longer than anybody waits for a look at a script.
 MOST_FILES = 20
 MOST_LINES = 10_000
@@ -43,40 +31,59 @@ def read_file(path: Path, module_name: str = "", most_lines: int | None = None) 
     source = read_source(path)
     if most_lines is not None and source.text.count("\n") > most_lines:
         raise ConfigurationError("the script and its modules have more lines or files than are followed.")
-    _validate_python(source)
-    try:
-        return File(cst.parse_module(source.text), source, module_name)
-    except cst.ParserSyntaxError as error:
-        message = error.message.splitlines()[0]
-        raise ConfigurationError(f"{_told(source, error.raw_line)}: LibCST can't read this: {message}") from error
-    except RecursionError as error:
-        raise ConfigurationError(f"{path}: an expression is nested too deeply to be read.") from error
+    return File(parse(source, source.text), source, module_name)
 
 
-def _validate_python(source: Source) -> None:
-    """Refuse what python itself doesn't take, with its own words, and what LibCST's parser would die of.
+def parse(source: Source, content: str | bytes) -> cst.Module:
+    """Parse the text of a file, or its bytes where line ends and encoding are to be kept.
 
-    That one recurses in native code: thousands of parentheses overflow the stack and end the process.
+    Python comes first: it says more of a mistake, and LibCST's parser recurses in native code, so that thousands of
+    parentheses overflow the stack and end the process.
+
+    Raises:
+        ConfigurationError: It is not python, or nested too deeply.
     """
     path = source.path
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the script: invalid escapes, `is` with a literal
-            tree = ast.parse(source.text)
+            level: list[ast.AST] = [ast.parse(content)]
+        for _ in range(MOST_NESTING + 1):
+            level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if level:
+            raise RecursionError
+        return cst.parse_module(content)
     except SyntaxError as error:
         version = ".".join(map(str, sys.version_info[:2]))
         raise ConfigurationError(
             f"{_told(source, error.lineno or 1)}: this is not python {version}: {error.msg}."
         ) from error
+    except cst.ParserSyntaxError as error:
+        message = error.message.splitlines()[0]
+        raise ConfigurationError(f"{_told(source, error.raw_line)}: LibCST can't read this: {message}") from error
     except (RecursionError, MemoryError) as error:  # whose words differ between versions of python
-        raise ConfigurationError(f"{path}: an expression is nested too deeply to be read.") from error
+        raise ConfigurationError(
+            f"{path}: statements or expressions are nested more than {MOST_NESTING} deep, too deeply to be read."
+        ) from error
     except ValueError as error:
         raise ConfigurationError(f"{path}: can't be parsed: {error}.") from error
-    level: list[ast.AST] = [tree]
-    for _ in range(MOST_NESTING + 1):
-        level = [child for node in level for child in ast.iter_child_nodes(node)]
-    if level:
-        raise ConfigurationError(f"{path}: statements or expressions are nested more than {MOST_NESTING} deep.")
+
+
+@contextlib.contextmanager
+def recursing(path: Path) -> Iterator[None]:
+    """Let what follows a script's expressions and calls recurse as deeply as `MOST_NESTING` needs.
+
+    Raises:
+        ConfigurationError: It goes deeper all the same.
+    """
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, _MOST_CALLS))
+    try:
+        yield
+    except RecursionError as error:
+        raise ConfigurationError(f"{path}: its expressions or calls are nested too deeply to be followed.") from error
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def _told(source: Source, line: int) -> str:

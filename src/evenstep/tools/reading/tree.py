@@ -276,6 +276,11 @@ class Function:
         """True of a method whose first parameter is its object."""
         return self.cls is not None and "staticmethod" not in self.decorators
 
+    @property
+    def is_nested(self) -> bool:
+        """True of a function within another one, or within a block."""
+        return self.frame.kind not in ("module", "class")
+
     @functools.cached_property
     def returns(self) -> list[Node]:
         """The expressions that it returns."""

@@ -134,27 +134,6 @@ class Value:
     made_by: str = field(default="", compare=False)
 
 
-@dataclass(frozen=True)
-class Thing:
-    """A value as doctor's rules see it: with the records of calls and classes in the place of nodes.
-
-    Attributes:
-        kind: As a value's, but "loader" also of what passes its batches on, "tracker" of all that writes, "model" and
-            "instance" of objects, "stream", "dataset", "own sampler", "sampler" or "own loader" of those whose class
-            derives from one, "tuple" and "dict" of items.
-        site: The call that made it.
-        inner: What it was made of: the model in a wrapper, the objects of a state dictionary.
-        cls: Its class, if it is the script's own.
-        items: Of a tuple, what each of its elements stands for.
-    """
-
-    kind: str
-    site: Call | None = None
-    inner: frozenset[Thing] = frozenset()
-    cls: Class | None = None
-    items: tuple[frozenset[Thing], ...] = ()
-
-
 Values = frozenset[Value]
 NOTHING: Values = frozenset()
 _Key = TypeVar("_Key")
@@ -442,10 +421,10 @@ class Flow:
 
     # ------------------------------------------------------------------ expressions
 
-    def adopt(self, node: Node, frame: Frame) -> bool:
-        """Have an expression that isn't in the text read as if it stood in a frame; False of one that is."""
+    def adopt(self, node: Node, frame: Frame) -> None:
+        """Have an expression that isn't in the text read as if it stood in a frame, until another one is named."""
         if node in self._frames and node not in self._adopted:
-            return False
+            return
         pending = [node]
         for each in pending:  # which grows
             self._frames[each] = frame.file.frames[each] = frame
@@ -454,7 +433,6 @@ class Flow:
                 self.records[each] = Call(each, frame)
             pending += each.children
         self._adopted |= {*pending}
-        return True
 
     def of(self, node: Node, kind: str | None = None) -> Values:
         """What an expression may be."""

@@ -73,9 +73,9 @@ def read(script: Script) -> Found:
         sampler, dataset = sampler_of(loader), loader.argument("dataset", 0)
         if not script.starts_ranks:
             yield from _of_the_node(script, loader)
-        if sampler is not None and script.values.kinds(sampler, loader.frame) != {"local sampler"}:
+        if sampler is not None and script.kinds(sampler, loader.frame) != {"local sampler"}:
             continue
-        is_divided = loader in script.values.prepared or by_hand or depends_on_ranks(script, dataset, loader.frame)
+        is_divided = loader in script.prepared or by_hand or depends_on_ranks(script, dataset, loader.frame)
         is_of_all = on_ranks(script, loader) and not script.perhaps_some_ranks_only(loader.frame)
         if is_divided or loader.has_star or streams(script, loader) or not is_of_all:
             continue
@@ -101,7 +101,7 @@ def seen(run: Scene) -> Seen:
 def _of_the_node(script: Script, loader: Call) -> Found:
     for site in samplers(script, loader):
         rank, num_replicas = site.argument("rank", 2), site.argument("num_replicas", 1)
-        if script.values.kinds(rank, site.frame) == {"local rank"} and "local" not in text_of(num_replicas).lower():
+        if script.kinds(rank, site.frame) == {"local rank"} and "local" not in text_of(num_replicas).lower():
             evidence = f"rank={text_of(rank)} is the rank within a node: with several nodes their ranks read the same"
             yield found(site, evidence, mend="sampler = DistributedSampler(train_set)  # asks the process group")
 

@@ -57,17 +57,16 @@ def read(script: Script) -> Found:
     told: set[Call] = set()
     constant: dict[Call, Call] = {}
     for call in script.named(".set_epoch"):
-        things = script.things(call.receiver, call.frame)
-        sites = {each.site for each in things if each.kind == "sampler" and each.site is not None}
-        if not sites:
+        told_now = script.makers(script.values(call.receiver, call.frame), "sampler")
+        if not told_now:
             return  # of an object that isn't known: perhaps the very one
         if isinstance(call.positional(0), cst.Integer):
-            constant |= dict.fromkeys(sites, call)
+            constant |= dict.fromkeys(told_now, call)
         else:
-            told |= sites
+            told.update(told_now)
     for loader in training_loaders(script):
         epochs = _epochs(script, loader)
-        if loader in script.values.prepared or epochs is None:
+        if loader in script.prepared or epochs is None:
             continue
         for site in samplers(script, loader):
             if site in told or site.has_star or text_of(site.argument("shuffle", 3)) == "False":
@@ -110,7 +109,7 @@ def _epoch(begin: Event) -> int | None:
 def _epochs(script: Script, loader: Call) -> tuple[Loop, Loop | None] | None:
     """(the loop that reads a loader, the one around it), if it is gone through more than once."""
     for loop in script.training_loops:
-        if any(each.site is loader for each in script.loaders_of(loop)):
+        if loader in script.makers(script.loaders_of(loop)):
             around = script.loops_around(loop.frame.parent) if loop.frame.parent is not None else []
             if loop.iterates is None or (isinstance(loop.iterates, cst.Call) and dotted(loop.iterates.func) == "range"):
                 return loop, None  # `next(batches)` in a loop over steps

@@ -86,6 +86,6 @@ def _times_world(script: Script, size: cst.CSTNode, loader: Call) -> str | None:
     for each, where in origins(script, size, loader.frame):
         sides = (each.left, each.right) if isinstance(each, cst.BinaryOperation) else ()
         is_product = isinstance(each, cst.BinaryOperation) and isinstance(each.operator, cst.Multiply)
-        if is_product and any("world size" in script.values.kinds(side, where) for side in sides):
+        if is_product and any("world size" in script.kinds(side, where) for side in sides):
             return text_of(each)
     return None

@@ -59,11 +59,11 @@ def read(script: Script) -> Found:
     if re.search(_TRIMS, script.code):
         return
     for loop in script.evaluation_loops:
-        frame, loaders = loop.frame, [each.site for each in script.loaders_of(loop) if each.site is not None]
+        frame, loaders = loop.frame, script.makers(script.loaders_of(loop))
         inside = [
             each for each in script.calls if each.frame.function is frame.function and each.frame.file is frame.file
         ]
-        for call in inside if any(each in script.values.prepared for each in loaders) else ():
+        for call in inside if not script.prepared.isdisjoint(loaders) else ():
             is_gather = call.last == "gather" and "accelerator" in script.receiver_kinds(call)
             if is_gather and loop in script.loops_around(call.frame):
                 name = own_name(script, "accelerator", call) or "accelerator"
@@ -76,7 +76,7 @@ def read(script: Script) -> Found:
         if not runs(script, inside, _sums) or _keeps_elsewhere(script, inside):
             continue
         for loader in loaders:
-            if loader in script.values.prepared or loader.name.startswith("evenstep."):
+            if loader in script.prepared or loader.name.startswith("evenstep."):
                 continue
             for site in samplers(script, loader):
                 drops = text_of(site.argument("drop_last", 5)) not in ("", "None", "False")
@@ -104,7 +104,7 @@ def _keeps_elsewhere(script: Script, calls: list[Call]) -> bool:
     updates = [call for call in calls if call.last in ("update", "add_batch") and call.receiver is not None]
     roots = [(dotted(call.receiver).partition(".")[0], call) for call in updates]
     return any(
-        root != "self" and not script.things(each.value, each.frame)
+        root != "self" and not script.values(each.value, each.frame)
         for root, call in roots
         for each in assignments_to(script, root, call.frame)
     )

@@ -56,7 +56,7 @@ def read(script: Script) -> Found:
     """Streams that are made without a word of ranks."""
     for loader in training_loaders(script):
         names, dataset = streams(script, loader), loader.argument("dataset", 0)
-        if loader in script.values.prepared and script.uses_accelerate:
+        if loader in script.prepared and script.uses_accelerate:
             continue  # which shards streams, or sends batches from rank 0
         if not names or depends_on_ranks(script, dataset, loader.frame) or divides_by_hand(script):
             continue

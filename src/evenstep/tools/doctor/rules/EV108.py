@@ -37,9 +37,9 @@ import libcst as cst
 
 from evenstep.tools.doctor.asking import (
     Call,
+    Class,
     Found,
     Script,
-    Thing,
     behind,
     dotted,
     found,
@@ -66,8 +66,9 @@ def read(script: Script) -> Found:
             knows = any(behind(script, *each, r"initial_seed|worker|get_rng|info") for each in given)
             if call.last in _SEEDS and not knows and not any(names_in(each) & {*parameters} for each, _ in given):
                 yield found(call, f"{call.text} seeds every worker alike")
-        for thing in script.things(loader.argument("dataset", 0), loader.frame) if init is None else ():
-            yield from _copied_generators(thing)
+        for dataset in script.values(loader.argument("dataset", 0), loader.frame) if init is None else ():
+            if dataset.definition is not None:
+                yield from _copied_generators(script.flow.class_record(dataset.definition))
 
 
 def seen(run: Scene) -> Seen:
@@ -87,10 +88,9 @@ def _calls_of(script: Script, init: cst.CSTNode, loader: Call) -> Iterator[tuple
         yield from ((call, function.parameters) for call in script.calls if call.frame.function is function)
 
 
-def _copied_generators(dataset: Thing) -> Found:
+def _copied_generators(cls: Class) -> Found:
     """Generators made once in the data set, and drawn from in `__getitem__` by workers that each have a copy."""
-    cls = dataset.cls
-    if cls is None or "get_worker_info" in text_of(cls.node):
+    if "get_worker_info" in text_of(cls.node):
         return
     readers = " ".join(text_of(cls.methods[key].node) for key in ("__getitem__", "__iter__") if key in cls.methods)
     for each in cls.file.assignments:

@@ -81,7 +81,7 @@ def _prints_otherwise(script: Script) -> bool:
     assigned = [each for file in script.files for name in _PRINTS for each in file.assigned.get(name, [])]
     functions = [each.frame.function for each in assigned]
     return any("print" in file.imports for file in script.files) or any(
-        each is None or each in script.values.passed or bool(script.values.called_from.get(each)) for each in functions
+        each is None or each in script.passed or bool(script.called_from.get(each)) for each in functions
     )
 
 

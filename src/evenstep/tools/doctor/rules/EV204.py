@@ -74,10 +74,10 @@ def _runs_once_a_node(script: Script, frame: Frame, depth: int = 3) -> bool:
     if script.starts_ranks:
         return False  # those of one node
     tests = [each for each in frame.outwards() if each.kind == "if" and each.holds]
-    kinds = [script.values.kinds(inner, each) for each in tests for inner in walk(each.test)]
+    kinds = [script.kinds(inner, each) for each in tests for inner in walk(each.test)]
     if any("main" in each and "local main" not in each for each in kinds):
         return False
-    sites = script.values.called_from.get(frame.function, []) if frame.function is not None and depth else []
+    sites = script.called_from.get(frame.function, []) if frame.function is not None and depth else []
     return any("local main" in each for each in kinds) or (
         bool(sites) and all(_runs_once_a_node(script, site.frame, depth - 1) for site in sites)
     )

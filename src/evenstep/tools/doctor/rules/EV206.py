@@ -24,10 +24,8 @@ Ignore it if only this script reads the file, and loads it into the wrapper.
 import re
 
 from evenstep.tools.doctor.asking import (
-    Call,
     Found,
     Script,
-    Thing,
     by_library,
     found,
     saves,
@@ -43,8 +41,9 @@ def read(script: Script) -> Found:
     if re.search(r"consume_prefix_in_state_dict|[\"']module\.[\"']", script.code):
         return
     for save in with_what(script, saves(script)):
-        for site in _states(script.things(save.argument("obj", 0), save.frame)):
-            makers = [each.site for each in wrappers_at(script, site.receiver, site.frame, site.line) if each.site]
+        saved = script.parts(script.values(save.argument("obj", 0), save.frame))
+        for site in script.makers((each for each in saved if each.inner), "state"):
+            makers = script.makers(wrappers_at(script, site.receiver, site.frame, site.line))
             others = [each for each in makers if "fabric" in script.receiver_kinds(each) or "FullySh" in each.name]
             if makers and not others:
                 receiver = text_of(site.receiver)
@@ -61,9 +60,3 @@ def seen(run: Scene) -> Seen:
     prefixed = [each for each in run.evidence.all("save", hurried=True) if each["has_prefix"]]
     for place in by_place(prefixed):
         yield run.finding(place, "the names in the file began with `module.`")
-
-
-def _states(things: frozenset[Thing]) -> list[Call]:
-    """The calls that make the states among what is saved, alone or in a dictionary."""
-    inside = [call for each in things for item in each.items for call in _states(item)]
-    return inside + [each.site for each in things if each.kind == "state" and each.site is not None and each.inner]

@@ -35,7 +35,7 @@ def read(script: Script) -> Found:
         if call.last in ("set_device", "cuda", "to", "device"):
             given = [call.positional(0), call.positional(1), call.argument("device")]
         names = [each for node in given for each in walk(node) if isinstance(each, cst.Name | cst.Attribute | cst.Call)]
-        is_rank = any(script.values.kinds(each, call.frame) == {"rank"} for each in names)
+        is_rank = any(script.kinds(each, call.frame) == {"rank"} for each in names)
         # The process group, or a launcher's variable, must have said so.
         if is_rank and any(behind(script, each, call.frame, _SAYS_SO) for each in names):
             local = own_name(script, "local rank", call)

@@ -44,9 +44,7 @@ from evenstep.tools.doctor.asking import (
     Call,
     Found,
     Frame,
-    Loop,
     Script,
-    Thing,
     assignments_to,
     collectives,
     found,
@@ -73,13 +71,14 @@ from evenstep.tools.doctor.calls import (
 from evenstep.tools.doctor.scene import Scene, Seen, different_lengths
 
 _SHARES = re.compile(r"(?i)reduce|gather|sync|broadcast|average")
+_Leaving = dict[Frame, list[tuple[Frame, str]]]
 
 
 def read(script: Script) -> Found:
     """Steps and epochs that a rank leaves by a condition on its own numbers."""
-    shared = collectives(script)
-    yield from _steps_left_out(script, shared)
-    yield from _stops_alone(script, shared)
+    shared, leaving = collectives(script), _ifs_that_leave(script)
+    yield from _steps_left_out(script, shared, leaving)
+    yield from _stops_alone(script, shared, leaving)
 
 
 def seen(run: Scene) -> Seen:
@@ -102,21 +101,23 @@ def seen(run: Scene) -> Seen:
         yield run.finding(("", 1), f"ranks have made {counts} calls", cost=ENDED)
 
 
-def _ifs_that_leave(script: Script, loop: Loop) -> Iterator[tuple[Frame, str]]:
-    """The `if`s of a loop's own body that go to its next round or out of it, with the texts of their bodies."""
-    for file in script.files:
-        for each in file.ifs:
-            if isinstance(each.node, cst.If) and leaves(each.node.body) and loop.frame in each.outwards():
-                text = text_of(each.node.body)
-                if not re.search(r"\braise\b|exit\(", text):
-                    yield each, text
+def _ifs_that_leave(script: Script) -> _Leaving:
+    """By a loop's frame, the `if`s of its own body that go to its next round or out of it, with their bodies' texts."""
+    leaving: _Leaving = {}
+    for each in (each for file in script.files for each in file.ifs):
+        body = each.node.body if isinstance(each.node, cst.If) and leaves(each.node.body) else None
+        text = text_of(body)
+        if body is not None and not re.search(r"\braise\b|exit\(", text):
+            for around in each.outwards():
+                leaving.setdefault(around, []).append((each, text))
+    return leaving
 
 
-def _steps_left_out(script: Script, shared: list[Call]) -> Found:
+def _steps_left_out(script: Script, shared: list[Call], leaving: _Leaving) -> Found:
     """`if torch.isnan(loss): continue` before the backward pass, which the other ranks make."""
     for loop in script.step_loops if has_wrapped(script) else ():
         passes = [each for each in script.backward_calls if loop in script.loops_around(each.frame)]
-        for each, _ in _ifs_that_leave(script, loop):
+        for each, _ in leaving.get(loop.frame, ()):
             tested = {last_of(inner) for inner in walk(each.test) if isinstance(inner, cst.Call)}
             is_before = any(one.frame.function is each.function and one.line > each.line for one in passes)
             if tested & {"isnan", "isinf", "isfinite"} and is_before and not _is_shared(script, each, shared):
@@ -127,15 +128,19 @@ def _steps_left_out(script: Script, shared: list[Call]) -> Found:
                 )
 
 
-def _stops_alone(script: Script, shared: list[Call]) -> Found:
+def _stops_alone(script: Script, shared: list[Call], leaving: _Leaving) -> Found:
     """A `break` for what a rank has measured on its own part of the validation data."""
     if any(map(script.imports, ("torchmetrics", "ignite", "evaluate"))):
         return  # whose numbers are those of all ranks
     evaluations = [(loop.frame.function, script.loaders_of(loop)) for loop in script.evaluation_loops]
-    measures = {each for each, loaders in evaluations if each and any(_is_divided(script, one) for one in loaders)}
+    measures = {
+        each
+        for each, loaders in evaluations
+        if each and any(_is_divided(script, one) for one in script.makers(loaders))
+    }
     for loop in script.training_loops:
-        for each, body in _ifs_that_leave(script, loop) if loop not in script.step_loops else ():
-            targets = {target for call in _calls_behind(script, each) for target in script.values.functions_of(call)}
+        for each, body in leaving.get(loop.frame, ()) if loop not in script.step_loops else ():
+            targets = {target for call in _calls_behind(script, each) for target in script.functions_of(call)}
             if "continue" not in body and targets & measures and not _is_shared(script, each, shared):
                 yield found(
                     (each.file, each.line),
@@ -146,12 +151,9 @@ def _stops_alone(script: Script, shared: list[Call]) -> Found:
                 return
 
 
-def _is_divided(script: Script, loader: Thing) -> bool:
-    site = loader.site
-    if site is None or site in script.values.prepared:
-        return site is not None
-    sampler = site.argument("sampler", 3) or site.argument("batch_sampler", 4)
-    return "sampler" in script.values.kinds(sampler, site.frame)
+def _is_divided(script: Script, loader: Call) -> bool:
+    sampler = loader.argument("sampler", 3) or loader.argument("batch_sampler", 4)
+    return loader in script.prepared or "sampler" in script.kinds(sampler, loader.frame)
 
 
 def _behind(script: Script, test: Frame) -> Iterator[cst.CSTNode]:
@@ -172,7 +174,7 @@ def _behind(script: Script, test: Frame) -> Iterator[cst.CSTNode]:
 
 def _calls_behind(script: Script, test: Frame) -> list[Call]:
     inside = [inner for node in _behind(script, test) for inner in walk(node) if isinstance(inner, cst.Call)]
-    return [call for inner in inside if (call := script.values.record(inner)) is not None]
+    return [call for inner in inside if (call := script.record(inner)) is not None]
 
 
 def _is_shared(script: Script, test: Frame, shared: list[Call]) -> bool:

@@ -32,7 +32,7 @@ from evenstep.tools.doctor.asking import (
     Found,
     Frame,
     Script,
-    Thing,
+    Value,
     by_library,
     found,
     heading,
@@ -76,13 +76,14 @@ def _wrapped_calls(script: Script) -> Iterator[Call]:
             yield call
 
 
-def _has_buffers(script: Script, wrapped: list[Thing]) -> bool:
+def _has_buffers(script: Script, wrapped: list[Value]) -> bool:
     """True if a model has buffers, which torch's wrapper broadcasts in each forward pass, or comes from elsewhere."""
     models = [inner for each in wrapped for inner in each.inner]
-    if not all(each.cls is not None or each.site is None or each.site.name.startswith("torch.nn.") for each in models):
+    made = script.makers(each for each in models if each.definition is None)
+    if not all(each.name.startswith("torch.nn.") for each in made):
         return True
-    made = [call for call in script.calls if re.match(r"(?:Lazy)?BatchNorm\d|register_buffer", call.last)]
-    return not models or any(all(each.kind != "if" for each in call.frame.outwards()) for call in made)
+    layers = [call for call in script.calls if re.match(r"(?:Lazy)?BatchNorm\d|register_buffer", call.last)]
+    return not models or any(all(each.kind != "if" for each in call.frame.outwards()) for call in layers)
 
 
 def _is_without_gradients(script: Script, frame: Frame, depth: int = 4) -> bool:
@@ -90,7 +91,7 @@ def _is_without_gradients(script: Script, frame: Frame, depth: int = 4) -> bool:
     function = frame.function
     if any(each.kind == "with" and _NO_GRAD.search(heading(each)) for each in frame.outwards()):
         return True
-    sites = script.values.called_from.get(function, []) if function is not None and depth else []
+    sites = script.called_from.get(function, []) if function is not None and depth else []
     return (function is not None and any(_NO_GRAD.search(each) for each in function.decorators)) or (
         bool(sites) and all(_is_without_gradients(script, site.frame, depth - 1) for site in sites)
     )

@@ -159,7 +159,7 @@ def _divisors_of(script: Script, backward: Call, *, inside: bool = False) -> Ite
             before = [each for each in assignments_to(script, node.value, frame) if each.line <= line]
             yield from (text_of(each.value) for each in before if each.operator == "/=")
             pending += [(each.value, each.frame, each.line) for each in before if each.operator == "="]
-        elif inside and isinstance(node, cst.Call) and (call := script.values.record(node)) is not None:
-            for target in script.values.functions_of(call):
+        elif inside and isinstance(node, cst.Call) and (call := script.record(node)) is not None:
+            for target in script.functions_of(call):
                 whole = Frame("function", None, target.file, target)
                 pending += [(value, whole, sys.maxsize) for value in target.returns]

@@ -27,8 +27,9 @@ import libcst as cst
 
 from evenstep.tools.doctor.asking import (
     Assignment,
-    Call,
+    File,
     Found,
+    Function,
     Script,
     assignments_to,
     dotted,
@@ -43,21 +44,20 @@ from evenstep.tools.doctor.scene import Scene, Seen
 def read(script: Script) -> Found:
     """Assignments to a model, or to its parts, between its optimizer and the next one."""
     made = [call for call in script.calls if call.name[:11] == "torch.optim" and "optimizer" in script.kinds_made(call)]
-    for optimizer in made:
-        for model in models_of(optimizer):
-            later = [
-                each.line for each in made if each is not optimizer and f"{model}.parameters" in text_of(each.node)
-            ]
-            for each in optimizer.frame.file.assignments:
-                is_behind = each.frame.function is optimizer.frame.function and each.line > optimizer.line
-                is_last = not later or max(later) <= each.line
-                if is_behind and is_last and each.operator == "=" and _replaces(script, each, model, optimizer):
-                    evidence = (
-                        f"{text_of(each.target)} is replaced after line {optimizer.line} has built the optimizer of "
-                        f"{model}'s parameters"
-                    )
-                    yield found((each.frame.file, each.line), evidence)
-                    break
+    pairs = [(call, model) for call in made for model in models_of(call)]
+    last = {model: optimizer.line for optimizer, model in sorted(pairs, key=lambda pair: pair[0].line)}
+    given = _given(script)
+    for optimizer, model in pairs:
+        before = [each for each in assignments_to(script, model, optimizer.frame) if each.line < optimizer.line]
+        known = {one.site for each in before for one in script.values(each.value, each.frame)}
+        for each in given.get((optimizer.frame.file, optimizer.frame.function, model), ()):
+            if optimizer.line < each.line >= last[model] and _replaces(script, each, model, known):
+                evidence = (
+                    f"{text_of(each.target)} is replaced after line {optimizer.line} has built the optimizer of "
+                    f"{model}'s parameters"
+                )
+                yield found((each.frame.file, each.line), evidence)
+                break
 
 
 def seen(run: Scene) -> Seen:
@@ -72,21 +72,30 @@ def seen(run: Scene) -> Seen:
             return
 
 
-def _replaces(script: Script, assignment: Assignment, model: str, optimizer: Call) -> bool:
-    """True if an assignment puts new parameters into a model, or another model into its place."""
-    value, target = assignment.value, dotted(assignment.target)
-    if not isinstance(value, cst.Call):
-        return False
-    made = script.things(value, assignment.frame)
-    before = [each for each in assignments_to(script, model, optimizer.frame) if each.line < optimizer.line]
-    known = {one.site for each in before for one in script.things(each.value, each.frame)}
-    is_new = {one.kind for one in made} == {"model"} and not {one.site for one in made} & known
-    is_its = target == model or target.startswith(f"{model}.")
-    return (is_its and is_new and model not in names_in(value)) or (target == model and _shards_anew(assignment, value))
+def _given(script: Script) -> dict[tuple[File, Function | None, str], list[Assignment]]:
+    """By place and dotted name, what calls give to it or to parts of it: `model.head` is `model`, too."""
+    given: dict[tuple[File, Function | None, str], list[Assignment]] = {}
+    for each in (each for file in script.files for each in file.assignments):
+        name = dotted(each.target) if each.operator == "=" and isinstance(each.value, cst.Call) else ""
+        while name:
+            given.setdefault((each.frame.file, each.frame.function, name), []).append(each)
+            name = name.rpartition(".")[0]
+    return given
 
 
-def _shards_anew(assignment: Assignment, value: cst.Call) -> bool:
+def _replaces(script: Script, assignment: Assignment, model: str, known: set[cst.CSTNode]) -> bool:
+    """True if an assignment puts new parameters into a model, or a model that isn't among those known in its place."""
+    made = script.values(assignment.value, assignment.frame)
+    is_new = {one.kind for one in made} == {"model"} and known.isdisjoint(one.site for one in made)
+    if is_new and model not in names_in(assignment.value):
+        return True
+    return dotted(assignment.target) == model and _shards_anew(assignment)
+
+
+def _shards_anew(assignment: Assignment) -> bool:
     """True of FSDP that puts flat parameters in the place of a model's own."""
-    name = assignment.frame.file.resolve(dotted(value.func))
-    flags = " ".join(text_of(each) for each in value.args)
+    if not isinstance(assignment.value, cst.Call):
+        return False
+    name = assignment.frame.file.resolve(dotted(assignment.value.func))
+    flags = " ".join(text_of(each) for each in assignment.value.args)
     return name.endswith("FullyShardedDataParallel") and "use_orig_params=True" not in flags

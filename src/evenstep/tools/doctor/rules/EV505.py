@@ -52,7 +52,7 @@ def read(script: Script) -> Found:
     for call in script.named("torch.nn.functional.cross_entropy", "torch.nn.CrossEntropyLoss", "torch.nn.NLLLoss"):
         ignored, function = call.argument("ignore_index"), call.frame.function
         is_mean = text_of(call.argument("reduction")).strip("\"'") not in ("sum", "none")
-        is_known = function is not None and bool(script.values.called_from.get(function))
+        is_known = function is not None and bool(script.called_from.get(function))
         is_of_evaluation = call.last == "cross_entropy" and is_known and not _in_training(script, call.frame)
         if ignored is not None and is_mean and not is_of_evaluation and _is_filled_in(script, text_of(ignored)):
             yield found(call, f"{call.text} averages over the targets of one rank that aren't {text_of(ignored)}")

@@ -42,7 +42,7 @@ _KNOWS = r"(?i)warm_?up|LinearLR|OneCycleLR|scale_learning_rate|scaled_lr"
 def read(script: Script) -> Found:
     """The first SGD whose rate, like the batch of each rank, is the same on any number of ranks."""
     is_torchs = script.uses_torch_distributed and not script.uses_accelerate and not script.uses_fabric
-    loaders = [each.site for each in script.training_loaders if each.site is not None]
+    loaders = script.makers(script.training_loaders)
     sizes = [(each.argument("batch_size", 1), each.frame) for each in loaders]
     if not is_torchs or not has_wrapped(script) or not loaders or re.search(_KNOWS, script.code):
         return

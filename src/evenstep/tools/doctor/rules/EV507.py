@@ -45,10 +45,10 @@ def read(script: Script) -> Found:
     layers = [call for call in script.calls if _NORMALISES.fullmatch(call.name)]
     if not layers or re.search(r"SyncBatchNorm|sync_batchnorm|sync_bn", script.code):
         return
-    for site in (each.site for each in script.training_loaders):
-        if site is None or site.name != "torch.utils.data.DataLoader":
+    for loader in script.makers(script.training_loaders):
+        if loader.name != "torch.utils.data.DataLoader":
             continue
-        rows = number(script, site.argument("batch_size", 1), site.frame)
+        rows = number(script, loader.argument("batch_size", 1), loader.frame)
         if rows is not None and 1 < rows <= FEW_ROWS:
             wraps = [call for call in script.calls if call.name and "wrapped" in script.kinds_made(call)]
             where = f"{layers[0].last} (line {layers[0].frame.file.source.place(layers[0].line)[0]})"

@@ -96,12 +96,9 @@ def _is_stepped(script: Script, scheduler: Call) -> bool:
     """True if a step loop steps it."""
     if "scheduler" not in script.kinds_made(scheduler):
         return False
-    steps = [each for each in script.calls if each.last == "step" and scheduler in _sites(script, each)]
+    calls = [each for each in script.calls if each.last == "step"]
+    steps = [each for each in calls if scheduler in script.makers(script.values(each.receiver, each.frame))]
     return any(set(script.step_loops) & set(script.loops_around(each.frame)) for each in steps)
-
-
-def _sites(script: Script, call: Call) -> list[Call | None]:
-    return [each.site for each in script.things(call.receiver, call.frame)]
 
 
 def _divides_all(script: Script, node: cst.CSTNode, frame: Frame) -> bool:
@@ -109,7 +106,7 @@ def _divides_all(script: Script, node: cst.CSTNode, frame: Frame) -> bool:
     for each in walk(node):
         if isinstance(each, cst.BinaryOperation) and isinstance(each.operator, cst.Divide | cst.FloorDivide):
             counted = _counted(each.left)
-            kinds = script.values.kinds(counted, frame)
+            kinds = script.kinds(counted, frame)
             is_data = bool(kinds & {"dataset", "subset"}) or bool(_DATA.fullmatch(dotted(counted)))
             if "loader" not in kinds and is_data:
                 return True
@@ -123,22 +120,23 @@ def _counted(node: cst.CSTNode) -> cst.CSTNode | None:
 
 
 def _divides_loaders(script: Script) -> bool:
-    sites = [each.site for each in script.training_loaders if each.site is not None]
+    sites = script.makers(script.training_loaders)
     ours = [each for each in sites if not each.name.startswith("evenstep.")]
-    return any(each in script.values.prepared or not is_nothing(each.argument("sampler", 3)) for each in ours)
+    return any(each in script.prepared or not is_nothing(each.argument("sampler", 3)) for each in ours)
 
 
 def _counted_before_prepare(script: Script, scheduler: Call, length: cst.CSTNode) -> str:
     """`len(loader)` where it was read before the loader was divided, of a scheduler that accelerate doesn't step."""
     prepares = [call for call in script.named(".prepare") if "accelerator" in script.receiver_kinds(call)]
-    given = {one.site for call in prepares for each in call.arguments for one in script.things(each, call.frame)}
+    given = [one for call in prepares for each in call.arguments for one in script.values(each, call.frame)]
+    is_given = scheduler in script.makers(given)
     for inner in (inner for each, _ in origins(script, length, scheduler.frame) for inner in walk(each)):
         counted = _counted(inner)
-        record = script.values.record(inner) if isinstance(inner, cst.Call) and counted is not None else None
-        if record is None or scheduler in given:
+        record = script.record(inner) if isinstance(inner, cst.Call) and counted is not None else None
+        if record is None or is_given:
             continue
-        divided = [one.site for one in script.things(counted, record.frame) if one.kind == "loader"]
+        divided = script.makers(script.values(counted, record.frame), "loader")
         before = [call for call in prepares if call.frame.function is record.frame.function and record.line < call.line]
-        if divided and before and all(one in script.values.prepared for one in divided):
+        if divided and before and script.prepared.issuperset(divided):
             return text_of(inner)
     return ""

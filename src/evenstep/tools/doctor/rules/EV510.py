@@ -36,19 +36,19 @@ from evenstep.tools.doctor.scene import Scene, Seen, replicas_differ
 
 def read(script: Script) -> Found:
     """Passes that make the loss of a step loop, in which no call is one of a wrapper."""
-    made = [each for call in script.calls for each in script.things(call.node, call.frame) if each.kind == "wrapped"]
+    made = [each for call in script.calls for each in script.values(call.node, call.frame) if each.kind == "wrapped"]
     models = {inner for each in made for inner in each.inner if inner.kind in ("model", "instance")}
     for loop in script.step_loops if made else ():
         inside = [call for call in script.calls if loop in script.loops_around(call.frame)]
-        if any("wrapped" in script.values.kinds(call.node.func, call.frame) for call in inside):
+        if any("wrapped" in script.kinds(call.node.func, call.frame) for call in inside):
             continue
         makes_loss = _makes_loss(script, loop)
         for call in inside:
             callee = call.node.func
             past = [each for each in walk(callee) if isinstance(each, cst.Attribute) and each.attr.value == "module"]
-            called = script.things(callee, call.frame) | script.things(call.receiver, call.frame)
+            called = script.values(callee, call.frame) | script.values(call.receiver, call.frame)
             is_inner = bool(called & models) and not any(each.kind == "wrapped" for each in called)
-            is_past = any("wrapped" in script.values.kinds(each.value, call.frame) for each in past)
+            is_past = any("wrapped" in script.kinds(each.value, call.frame) for each in past)
             if id(call.node) in makes_loss and (is_past or is_inner):
                 over = (
                     f"the loop over {shortened(text_of(loop.iterates), 40)}" if loop.iterates else "the training loop"

@@ -76,10 +76,10 @@ def read(script: Script) -> Found:
     if any(map(script.imports, _LIBRARIES)) or any(behind(script, e, c.frame, _PARAMETERS, 1) for c, e in given):
         return
     for step in script.step_calls:
-        optimizers = [each.site for each in script.things(step.receiver, step.frame) if each.kind == "optimizer"]
+        optimizers = script.makers(script.values(step.receiver, step.frame), "optimizer")
         around = script.loops_around(step.frame)[:1]
         passes = [each for each in script.backward_calls if set(around) & set(script.loops_around(each.frame))]
-        if optimizers and passes and all(site and _is_of_a_known_model(script, site) for site in optimizers):
+        if optimizers and passes and all(_is_of_a_known_model(script, each) for each in optimizers):
             yield found(passes[0], f"{passes[0].text} leaves each rank with gradients of its own")
             return
 
@@ -97,10 +97,8 @@ def _is_of_a_known_model(script: Script, optimizer: Call) -> bool:
     """True if an optimizer has the parameters of a model that only functions of the script, or torch's, were given."""
     model = next(iter(models_of(optimizer)), "")
     values = assignments_to(script, model, optimizer.frame)
-    if not values or not all(script.values.kinds(each.value, each.frame) & {"model", "instance"} for each in values):
+    if not values or not all(script.kinds(each.value, each.frame) & {"model", "instance"} for each in values):
         return False
     plain = ("torch.", "print", "len", "sum", "isinstance")
-    strangers = [
-        each for each in script.calls if not script.values.functions_of(each) and not each.name.startswith(plain)
-    ]
+    strangers = [each for each in script.calls if not script.functions_of(each) and not each.name.startswith(plain)]
     return not any(dotted(given) == model for each in strangers for given in each.arguments)

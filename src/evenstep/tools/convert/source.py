@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from evenstep.tools.reading.tree import File as Script
-from evenstep.tools.reading.tree import Node, Statement, target_names
+from evenstep.tools.reading.tree import Node, Statement, dotted, target_names
 
-__all__ = ["Node", "Script", "Statement", "target_names"]
+__all__ = ["Node", "Script", "Statement", "dotted", "target_names"]

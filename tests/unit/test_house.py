@@ -135,6 +135,7 @@ ORDER: dict[str, list[str]] = {
         "convert",
         "replay",
         "plan",
+        "kept",
         "data",
         "models",
         "metrics",
@@ -143,7 +144,6 @@ ORDER: dict[str, list[str]] = {
         "edits",
         "losses",
         "values",
-        "source",
     ],
     "tools.doctor": [
         "fixes",

@@ -19,7 +19,7 @@ from evenstep.named_files import encoding_of, read_script, replace_file
 from evenstep.tools.convert.edits import Remark
 from evenstep.tools.convert.plan import already_distributed, plan
 from evenstep.tools.convert.replay import Replay, replay
-from evenstep.tools.convert.source import Script
+from evenstep.tools.convert.values import Script
 from evenstep.tools.verify.ranks import verify_ranks
 from evenstep.tools.verify.report import Report
 

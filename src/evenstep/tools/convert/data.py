@@ -10,8 +10,7 @@ import libcst as cst
 from evenstep.tools.convert.edits import Work
 from evenstep.tools.convert.loops import Loops
 from evenstep.tools.convert.metrics import Metrics
-from evenstep.tools.convert.source import Node
-from evenstep.tools.convert.values import BUILTINS, PASSING, Value, Values, arguments
+from evenstep.tools.convert.values import BUILTINS, PASSING, Node, Value, Values, arguments
 
 _POSITIONAL = (
     "dataset",

@@ -11,8 +11,7 @@ import libcst as cst
 from libcst.helpers import parse_template_expression
 
 from evenstep.tools.convert.losses import Losses
-from evenstep.tools.convert.source import Node, Script
-from evenstep.tools.convert.values import Flow, arguments
+from evenstep.tools.convert.values import Flow, Node, Script, arguments
 
 Change = Callable[[Any], Any]  # nodes of whatever class
 Line = str | tuple[str, Node]  # a statement's text, or a name and the expression that it gets
@@ -191,7 +190,7 @@ class Work:
             case cst.Dict(elements=elements) if all(
                 isinstance(each, cst.DictElement) and isinstance(each.key, cst.SimpleString) for each in elements
             ):
-                return [{each.key.evaluated_value: each.value for each in elements}]  # type: ignore[union-attr, attr-defined]
+                return [{each.key.evaluated_value: each.value for each in elements}]  # type: ignore[attr-defined]
             case cst.Call(func=cst.Name(value="dict"), args=args) if all(each.keyword is not None for each in args):
                 return [{each.keyword.value: each.value for each in args}]  # type: ignore[union-attr]
         return None

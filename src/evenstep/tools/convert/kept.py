@@ -10,8 +10,7 @@ import libcst as cst
 from evenstep.tools.convert.edits import Work
 from evenstep.tools.convert.loops import Loops
 from evenstep.tools.convert.models import LIBRARIES
-from evenstep.tools.convert.source import Node, target_names
-from evenstep.tools.convert.values import BUILTINS, Values
+from evenstep.tools.convert.values import BUILTINS, Node, Values, target_names
 
 _ADDING = {"append", "appendleft", "extend", "insert", "add", "put", "add_", "copy_", "lerp_", "index_copy_"}
 # Libraries that take samples one by one.

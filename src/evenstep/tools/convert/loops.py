@@ -10,8 +10,7 @@ import libcst as cst
 
 from evenstep.tools.convert.edits import Work
 from evenstep.tools.convert.losses import CONSTANT, UNKNOWN, Kind
-from evenstep.tools.convert.source import Node
-from evenstep.tools.convert.values import PASSING, Values
+from evenstep.tools.convert.values import PASSING, Node, Values
 
 _SHAPING = {"view", "reshape", "ones", "zeros", "full", "rand", "randn", "randint", "expand", "repeat", "init_hidden"}
 

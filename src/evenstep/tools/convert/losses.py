@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from evenstep.tools.convert.source import Node, Script
-from evenstep.tools.convert.values import Flow, Values, arguments
+from evenstep.tools.convert.values import Flow, Node, Script, Values, arguments
 
 MEAN, SUM, CONSTANT, NOTHING, UNKNOWN = "mean", "sum", "constant", "nothing", "unknown"
 _ZERO = re.compile(r"0(\.0*)?|torch\.(zeros\(.*\)|tensor\(0(\.0*)?\b.*\))")

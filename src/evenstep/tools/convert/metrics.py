@@ -10,8 +10,7 @@ import libcst as cst
 from evenstep.tools.convert.edits import Work
 from evenstep.tools.convert.loops import Loops
 from evenstep.tools.convert.losses import CONSTANT, MEAN, SUM, UNKNOWN, Kind, forward_of
-from evenstep.tools.convert.source import Node, Statement, target_names
-from evenstep.tools.convert.values import BUILTINS, Value, Values
+from evenstep.tools.convert.values import BUILTINS, Node, Statement, Value, Values, target_names
 
 # Methods that use up a number without keeping it.
 _STEPPING = {"backward", "zero_grad", "train", "eval", "unscale_", "add_", "mul_", "copy_", "clamp_", "fill_"}

@@ -12,8 +12,7 @@ from libcst.helpers import parse_template_expression
 from evenstep.tools.convert.edits import Work
 from evenstep.tools.convert.loops import Loops, Pass
 from evenstep.tools.convert.losses import SUM
-from evenstep.tools.convert.source import Node, Statement
-from evenstep.tools.convert.values import Value, Values
+from evenstep.tools.convert.values import Node, Statement, Value, Values
 
 # What the wrapper has or passes on as the module has it; names of parts begin with "module." in the wrapper.
 _MODULES_OWN = {"parameters", "train", "eval", "zero_grad", "to", "cuda", "cpu", "buffers", "requires_grad_"}

@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 
 from evenstep.tools.convert.edits import Work, with_argument
-from evenstep.tools.convert.source import Node, dotted
+from evenstep.tools.convert.values import Node, dotted
 
 # Calls that write, by the end of their full name, and methods that do.
 _WRITING = (

@@ -14,8 +14,7 @@ from evenstep.tools.convert.losses import Losses
 from evenstep.tools.convert.metrics import Metrics
 from evenstep.tools.convert.models import Models
 from evenstep.tools.convert.output import Output
-from evenstep.tools.convert.source import Node, Script
-from evenstep.tools.convert.values import BUILTINS, Flow, Values
+from evenstep.tools.convert.values import BUILTINS, Flow, Node, Script, Values
 
 # Who divides training over ranks already, by the names that a script imports.
 _DISTRIBUTED = {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import libcst as cst
 
-from evenstep.tools.convert.source import Node, Script
 from evenstep.tools.reading import values
+from evenstep.tools.reading.tree import File as Script
+from evenstep.tools.reading.tree import Node, Statement, dotted, target_names
 from evenstep.tools.reading.values import BUILTINS, LAYERS, NOTHING, PASSING, Value, Values, arguments, objects_among
 
-__all__ = ["BUILTINS", "PASSING", "Flow", "Value", "Values", "arguments"]
+__all__ = ["BUILTINS", "PASSING", "Flow", "Node", "Script", "Statement", "Value", "Values", "arguments", "dotted"]
+__all__ += ["target_names"]
 
 
 class Flow(values.Flow):

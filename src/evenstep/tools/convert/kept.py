@@ -43,8 +43,8 @@ class Kept:
                 unread = self._unread(node) if isinstance(node, cst.Call) else None
                 if unread is not None and unread not in said:
                     said.add(unread)
-                    text = f"{unread} isn't read: a rank gives it its own samples alone, which is another loss if it"
-                    self._work.note(node, f"{text} compares samples, keeps them or adds them up", mark=True)
+                    text = f"{unread} isn't read: if it compares samples, keeps them or adds them up, ranks"
+                    self._work.note(node, f"{text} compute another loss", mark=True)
                 for update in self._kept(node) if isinstance(node, cst.Name | cst.Attribute) else ():
                     text = f"each rank keeps its own {script.code(node)}, made of its samples: world.mean or"
                     self._work.note(update, f"{text} world.gather what it is made of", mark=True)
@@ -99,22 +99,50 @@ class Kept:
             for loop in around
         ):
             return []
-        found: list[Node] = []
-        for update, value in self._updates.get(self._holder(node), ()):
-            is_each_step = script.is_inside(update, around[0]) if is_own else bool(loops.at(update) & loops.training)
-            mentions = script.code(node) in {script.code(each) for each in script.inside(value)}
-            if not is_each_step or self._is_first(update):
-                continue
-            if isinstance(update, cst.Assign) and not mentions and self._is_whole(update):
-                is_before = script.order(update) < script.order(node)
-                block = script.parent(script.statement(update))
-                if not is_own or (is_before and block in {*script.ancestors(node)}):
-                    return []  # it begins anew
-                if is_before:
-                    continue
-            if self._is_alone(value) and not self._losses.models(value, self._trained):
-                found.append(update)
-        return found
+        updates = [each for each in self._updates.get(self._holder(node), ()) if not self._is_first(each[0])]
+        if is_own:
+            updates = [each for each in updates if script.is_inside(each[0], around[0])]
+        else:
+            updates = [each for each in updates if loops.at(each[0]) & loops.training]
+        anew = {update for update, value in updates if self._begins_anew(update, value, node)}
+        if self._is_anew(node, anew) if is_own else any(not self._is_conditional(each) for each in anew):
+            return []
+        return [
+            update
+            for update, value in updates
+            if update not in anew or (is_own and script.order(update) > script.order(node))
+            if self._is_alone(value) and not self._losses.models(value, self._trained)
+        ]
+
+    def _begins_anew(self, update: Node, value: Node, node: Node) -> bool:
+        """Whether something is set as a whole, to what isn't made of what it was."""
+        code = self._script.code
+        is_whole = isinstance(update, cst.Assign) and self._is_whole(update)
+        return is_whole and code(node) not in {*map(code, self._script.inside(value))}
+
+    def _is_anew(self, node: Node, anew: set[Node]) -> bool:
+        """Whether what is read was set before, in the same round whatever came to pass."""
+        blocks = [each for each in self._script.ancestors(node) if isinstance(each, cst.IndentedBlock)]
+        order, inside = self._script.order, self._script.is_inside
+        before = [
+            each for block in blocks for each in block.body if order(each) < order(node) and not inside(node, each)
+        ]
+        return any(self._sets(each, anew) for each in before)
+
+    def _sets(self, statement: Node, anew: set[Node]) -> bool:
+        match statement:
+            case cst.IndentedBlock(body=body):
+                return any(self._sets(each, anew) for each in body)
+            case cst.If(body=body, orelse=orelse):
+                return orelse is not None and self._sets(body, anew) and self._sets(orelse, anew)
+            case cst.Else(body=body) | cst.Try(body=body) | cst.With(body=body):
+                return self._sets(body, anew)
+            case cst.SimpleStatementLine(body=small) | cst.SimpleStatementSuite(body=small):
+                return any(each in anew for each in small)
+        return False
+
+    def _is_conditional(self, update: Node) -> bool:
+        return any(isinstance(each, cst.If) for each in self._script.ancestors(update))
 
     def _is_first(self, update: Node) -> bool:
         function = self._script.function(update)

@@ -62,7 +62,7 @@ def read(script: Script) -> Found:
         ]
         if function is None and not script.loops_around(clip.frame):
             continue
-        last = max((each.line for each in before), default=clip.line)
+        last = max((each.line for each in before if is_scaling(each.receiver)), default=clip.line)
         steps = [each for each in script.step_calls if each.node.args and each.frame.function is function]
         if any(last < each.line < clip.line for each in steps):
             continue  # the scaler's step has divided them

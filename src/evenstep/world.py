@@ -68,7 +68,8 @@ class World:
         local_rank, local_world_size: This rank among those of its node, and how many they are.
         node_rank, num_nodes: This node among all nodes, and how many they are.
         device: Where this rank's model and batches live.
-        seed: What `init` was given.
+        seed: What `init` was given. Loaders that are made without a seed take theirs from it; a script that chooses its
+            seed later sets it, to the same on every rank.
         transport: Carries gradients, on `device`.
         control: Carries everything else, on the CPU.
         telemetry: What the steps of the models wrapped in this world, or in a group of it, spent their time on.

@@ -135,6 +135,7 @@ ORDER: dict[str, list[str]] = {
         "convert",
         "replay",
         "plan",
+        "kept",
         "data",
         "models",
         "metrics",

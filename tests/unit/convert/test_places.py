@@ -186,3 +186,79 @@ def test_what_rank_0_does_alone_stands_under_one_condition(tmp_path: Path):
     save = "torch.save(model, 'a.pt')\n"
     assert after(tmp_path, HEAD + LOOP + 3 * save).count("if world.is_main:") == 1
     assert after(tmp_path, HEAD + LOOP + save + "\n" + save).count("if world.is_main:") == 2
+
+
+def test_a_model_is_wrapped_before_a_function_that_reaches_for_it(tmp_path: Path):
+    """The function is called before the training and behind it, and asks the wrapper for the model both times."""
+    show = "def show():\n    print(model.bias)\ndef report():\n    show()\n"
+    text = after(tmp_path, HEAD + show + LOOP.replace("optimizer =", "report()\noptimizer =") + "report()\n")
+    assert "world.print(model.module.bias)" in text
+    assert "\nmodel = evenstep.DistributedDataParallel(model)\nreport()\noptimizer" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "loader"),
+    [
+        (
+            "kwargs = {'num_workers': 1, 'pin_memory': True} if torch.cuda.is_available() else {}",
+            "evenstep.DataLoader(data, global_batch_size=16, shuffle=True, **kwargs)",
+        ),
+        (
+            "kwargs = dict(batch_size=16, num_workers=1)",
+            "evenstep.DataLoader(data, shuffle=True, global_batch_size=kwargs['batch_size'], "
+            "num_workers=kwargs['num_workers'])",
+        ),
+    ],
+)
+def test_a_dictionary_of_settings_is_read(settings: str, loader: str, tmp_path: Path):
+    size = "" if "batch_size" in settings else "batch_size=16, "
+    call = f"DataLoader(data, {size}shuffle=True, **kwargs)"
+    text = f"{HEAD}{settings}\n" + LOOP.replace("DataLoader(data, batch_size=16, shuffle=True)", call)
+    assert f"loader = {loader}\n" in after(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "kwargs = {'batch_size': 16} if torch.cuda.is_available() else {}",  # each with arguments of its own to change
+        "kwargs = {'num_workers': 1}\nkwargs.update(other)",
+        "kwargs = {'num_workers': 1}\nkwargs['batch_size'] = 16",
+        "kwargs = {'num_workers': 1, **other}",
+        "kwargs = {name: 1}",
+        "from settings import kwargs",
+    ],
+)
+def test_a_dictionary_whose_keys_are_not_seen_is_refused(settings: str, tmp_path: Path):
+    loader = "DataLoader(data, shuffle=True, **kwargs)"
+    text = f"{HEAD}{settings}\n" + LOOP.replace("DataLoader(data, batch_size=16, shuffle=True)", loader)
+    assert "convert doesn't see: write them out there (batch_size=...)" in why_not(tmp_path, text)
+
+
+def test_rank_0_alone_writes_to_what_a_star_import_gave(tmp_path: Path):
+    text = after(tmp_path, "from helpers import *\n" + HEAD + LOOP + "sys.stdout.write('done')\n")
+    assert "if world.is_main:\n    sys.stdout.write('done')\n" in text
+
+
+def test_a_model_that_divides_over_devices_itself_is_marked(tmp_path: Path):
+    net = "class Net(nn.Linear):\n    def forward(self, x):\n"
+    net += "        return nn.parallel.data_parallel(super().forward, x, range(2))\n"
+    found = notes(tmp_path, HEAD + net + LOOP.replace("nn.Linear(4, 1)", "Net(4, 1)"))
+    assert "each rank has one device, and this uses several: call super().forward(x) instead" in found
+
+
+def test_an_option_that_chose_the_device_is_named(tmp_path: Path):
+    head = "import argparse\nargs = argparse.ArgumentParser().parse_args()\ndevice = torch.device(args.device)\n"
+    assert "args.device no longer chooses the device: evenstep run --device does" in notes(tmp_path, HEAD + head + LOOP)
+
+
+def test_a_layer_of_torchs_gets_no_batch_norm_of_all_ranks(tmp_path: Path):
+    assert "SyncBatchNorm" not in after(tmp_path, "from datautils import Rows\n" + HEAD + LOOP)
+    own = LOOP.replace("nn.Linear(4, 1)", "nn.Sequential(block(4), nn.Linear(4, 1))")
+    assert "SyncBatchNorm" in after(tmp_path, "from datautils import block\n" + HEAD + own)
+
+
+def test_what_is_not_converted_gets_no_remarks_of_changes(tmp_path: Path):
+    text = f"{HEAD}from settings import kwargs\nfetch(download=True)\n"
+    found = converted(tmp_path, text + LOOP.replace("shuffle=True", "**kwargs"))
+    assert found.problems
+    assert not found.notes

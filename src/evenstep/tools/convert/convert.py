@@ -147,7 +147,7 @@ def _convert(script: str, path: Path) -> Conversion:
     work = plan(source, file=path.name)
     problems, notes = tuple(sorted(work.problems)), tuple(sorted(work.notes))
     if problems:
-        return Conversion(script, before, before, content, content, problems=problems, notes=notes)
+        return Conversion(script, before, before, content, content, problems=problems)
     after = work.edits.apply()
     _validate(after, path, ("evenstep", work.world))
     mark = codecs.BOM_UTF8 if content.startswith(codecs.BOM_UTF8) else b""

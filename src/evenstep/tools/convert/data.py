@@ -7,7 +7,7 @@ from itertools import islice
 
 import libcst as cst
 
-from evenstep.tools.convert.edits import Work, with_argument
+from evenstep.tools.convert.edits import Work
 from evenstep.tools.convert.loops import Loops
 from evenstep.tools.convert.metrics import Metrics
 from evenstep.tools.reading.tree import Node
@@ -23,6 +23,8 @@ _POSITIONAL = (
     "collate_fn",
     "pin_memory",
 )
+_LEFT_OUT = {"generator", "in_order"}
+_CHANGED = _LEFT_OUT | {"batch_size"}
 # What doesn't take batches of a loader that it is given.
 _TAKING = {"list", "tuple", "set", "sorted", "reversed", "sum", "map", "filter", "max", "min", "any", "all"}
 _PASSED_ON = (BUILTINS | PASSING) - _TAKING - {"iter"}
@@ -70,9 +72,10 @@ class Data:
 
     def _problem(self, call: cst.Call) -> str | None:
         """Why a loader can't be divided."""
-        given = arguments(call, _POSITIONAL)
-        wanted = [f"{name}=..." for name in ("batch_size", "shuffle") if name not in given]
-        unseen = self._work.unseen(call, ", ".join(wanted))
+        given = self._work.arguments(call, _POSITIONAL)
+        own = arguments(call, _POSITIONAL)
+        wanted = [f"{name}=..." for name in ("batch_size", "shuffle") if name not in own]
+        unseen = self._work.unseen(call, ", ".join(wanted), _CHANGED, written_out=True)
         size = given.get("batch_size")
         if unseen is None and "batch_sampler" not in given:
             if size is None or self._script.code(size.value) in ("1", "None"):
@@ -127,7 +130,7 @@ class Data:
     def _show_whole(self, place: Node, value: Value, why: str) -> None:
         """Have a look at a loader that is divided be one at whole batches, on every rank the same."""
         work, script, call = self._work, self._script, _call(value)
-        given = arguments(call, _POSITIONAL)
+        given = self._work.arguments(call, _POSITIONAL)
         kept = {name: script.code(given[name].value) for name in ("shuffle", "drop_last") if name in given}
         names = {"dataset", "batch_size", "num_workers", "pin_memory", *kept}
         holders = [each for each in script.inside(place) if self._flow.of(each, "loader") == {value}]
@@ -145,7 +148,7 @@ class Data:
     # ------------------------------------------------------------------ loaders
 
     def _change_loader(self, call: cst.Call) -> None:
-        work, edits, given = self._work, self._work.edits, arguments(call, _POSITIONAL)
+        work, edits, given = self._work, self._work.edits, self._work.arguments(call, _POSITIONAL)
         edits.template(call.func, "evenstep.DataLoader")
         if "generator" in given:
             work.note(call, "generator= was left out: the loader's order follows from its seed")
@@ -155,11 +158,20 @@ class Data:
             kept: list[cst.Arg] = []
             for argument, new in zip(call.args, updated.args, strict=True):
                 name = names.get(argument, "")
-                if name in ("generator", "in_order"):
+                unpacked = [*(work.settings(argument) or [{}])[0]] if argument.star else []
+                if name in _LEFT_OUT:
+                    continue
+                if _CHANGED & {*unpacked}:
+                    holder = self._script.code(argument.value)
+                    for key in (each for each in unpacked if each not in _LEFT_OUT):
+                        value = cst.Arg(cst.parse_expression(f"{holder}['{key}']"))
+                        kept.append(_named(value, "global_batch_size" if key == "batch_size" else key))
                     continue
                 if name == "batch_size" and (argument.keyword is not None or len(kept) != 1):
                     new = _named(new, "global_batch_size")
-                elif argument.keyword is None and name not in ("dataset", "batch_size", "shuffle"):
+                elif (
+                    argument.keyword is None and not argument.star and name not in ("dataset", "batch_size", "shuffle")
+                ):
                     new = _named(new, name)
                 kept.append(new)
             if kept and kept[-1] is not updated.args[-1]:
@@ -167,9 +179,12 @@ class Data:
             return updated.with_changes(args=kept)
 
         edits.change(call, change)
-        seeds = [each.func for each in work.seeds(are_numbers=False) if isinstance(each.func, cst.Attribute)]
-        if seeds:
-            edits.change(call, with_argument("seed", f"{self._script.code(seeds[0].value)}.initial_seed()"))
+        # Not seed=torch.initial_seed(): ranks have seeds of their own as soon as their random numbers differ, and
+        # a loader that is made again would have the same order again.
+        for each in work.seeds(are_numbers=False):
+            if isinstance(each.func, cst.Attribute):
+                line = f"{work.world}.seed = {self._script.code(each.func.value)}.initial_seed()"
+                edits.add(edits.after, self._script.statement(each), f"{line}  # of the loaders' orders")
 
     def change_uses(self) -> None:
         """Change what is read of loaders that were divided."""
@@ -180,7 +195,7 @@ class Data:
             held = self._flow.of(node.value, "loader")
             call = script.parent(script.parent(node) or node)
             is_length = isinstance(call, cst.Call) and script.code(call.func) == "len"
-            has_own = any("sampler" in arguments(_call(each), _POSITIONAL) for each in held)
+            has_own = any("sampler" in self._work.arguments(_call(each), _POSITIONAL) for each in held)
             if not held or not held <= self.divided or (node.attr.value == "sampler" and (has_own or not is_length)):
                 continue
             attr = "dataset" if node.attr.value == "sampler" else "global_batch_size"

@@ -14,6 +14,7 @@ from evenstep.tools.convert.losses import Losses
 from evenstep.tools.convert.values import Flow
 from evenstep.tools.reading.tree import File as Script
 from evenstep.tools.reading.tree import Node
+from evenstep.tools.reading.values import arguments
 
 Change = Callable[[Any], Any]  # nodes of whatever class
 Line = str | tuple[str, Node]  # a statement's text, or a name and the expression that it gets
@@ -143,19 +144,67 @@ class Work:
         """A number's sum over ranks; {old} is this rank's."""
         return f"sum({self.world}.exchange({{old}}))"
 
-    def unseen(self, call: cst.Call, by_hand: str) -> str | None:
-        """What to write by hand where a call gets arguments from `*` or `**`; None if all of them are seen.
+    def unseen(self, call: cst.Call, by_hand: str, changed: Iterable[str], *, written_out: bool = False) -> str | None:
+        """What to write by hand where `*` or `**` may hold what is changed; None if it is known that they don't.
 
         Args:
             call: Whose arguments have to be changed.
             by_hand: The arguments that matter, as one writes them, if they are known.
+            changed: The arguments that are changed.
+            written_out: What `**` holds is written out if one of them is among it.
         """
-        hidden = next((argument for argument in call.args if argument.star), None)
-        if hidden is None:
+        for argument in call.args:
+            found = self.settings(argument) if argument.star else [{}]
+            if found is not None:
+                keys = {frozenset(each) for each in found}
+                if not any(each & {*changed} for each in keys) or (written_out and len(keys) == 1):
+                    continue
+            unpacked, function = f"{argument.star}{self.script.code(argument.value)}", self.script.code(call.func)
+            text = f"{unpacked} passes arguments to {function} that convert doesn't see: write them out there"
+            return f"{text} ({by_hand})" if by_hand else text
+        return None
+
+    def settings(self, argument: cst.Arg) -> list[dict[str, Node]] | None:
+        """What a dictionary that a call unpacks may hold; None where it isn't seen, or may be changed on the way."""
+        script, name = self.script, argument.value
+        if argument.star != "**" or not isinstance(name, cst.Name):
             return None
-        unpacked, function = f"{hidden.star}{self.script.code(hidden.value)}", self.script.code(call.func)
-        text = f"{unpacked} passes arguments to {function} that convert doesn't see: write them out there"
-        return f"{text} ({by_hand})" if by_hand else text
+        by, scope = script.bound(name.value, name), script.scope(name.value, name)
+        if not by or not all(isinstance(script.parent(each), cst.AssignTarget) for each in by):
+            return None
+        for node in script.nodes:
+            if isinstance(node, cst.Name) and node.value == name.value and node not in by and script.is_read(node):
+                parent = script.parent(node)
+                is_unpacked = isinstance(parent, cst.Arg) and parent.star == "**"
+                is_item = isinstance(parent, cst.Subscript) and not isinstance(
+                    script.parent(parent), cst.AssignTarget | cst.AugAssign | cst.Del
+                )
+                if script.scope(name.value, node) is scope and not is_unpacked and not is_item:
+                    return None
+        found = [self._dictionaries(each.value) for each in self.losses.definitions(name) if each.index is None]
+        return [each for every in found for each in every or ()] if found and all(found) else None
+
+    def _dictionaries(self, node: Node) -> list[dict[str, Node]] | None:
+        """The dictionaries that an expression writes down; None if it may be others."""
+        match node:
+            case cst.IfExp():
+                body, orelse = self._dictionaries(node.body), self._dictionaries(node.orelse)
+                return body + orelse if body and orelse else None
+            case cst.Dict(elements=elements) if all(
+                isinstance(each, cst.DictElement) and isinstance(each.key, cst.SimpleString) for each in elements
+            ):
+                return [{each.key.evaluated_value: each.value for each in elements}]  # type: ignore[attr-defined]
+            case cst.Call(func=cst.Name(value="dict"), args=args) if all(each.keyword is not None for each in args):
+                return [{each.keyword.value: each.value for each in args}]  # type: ignore[union-attr]
+        return None
+
+    def arguments(self, call: cst.Call, names: Iterable[str]) -> dict[str, cst.Arg]:
+        """The arguments of a call by name, given those of positional ones; also what is in dictionaries it unpacks."""
+        found = arguments(call, names)
+        for argument in call.args:
+            for each in (self.settings(argument) if argument.star else None) or ():
+                found |= {key: cst.Arg(value, keyword=cst.Name(key)) for key, value in each.items() if key not in found}  # type: ignore[arg-type]
+        return found
 
     def average(self, node: Node, weight: str) -> None:
         """Have an expression be its mean over ranks."""

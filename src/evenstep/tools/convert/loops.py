@@ -11,7 +11,7 @@ import libcst as cst
 from evenstep.tools.convert.edits import Work
 from evenstep.tools.convert.losses import CONSTANT, UNKNOWN, Kind
 from evenstep.tools.reading.tree import Node
-from evenstep.tools.reading.values import PASSING, Values, arguments
+from evenstep.tools.reading.values import PASSING, Values
 
 _SHAPING = {"view", "reshape", "ones", "zeros", "full", "rand", "randn", "randint", "expand", "repeat", "init_hidden"}
 
@@ -218,7 +218,7 @@ class Loops:
         if squeezed is not None:
             work.note(squeezed, "squeeze() also leaves out the dimension of samples where a rank has one: squeeze(1)")
         calls = [value.site for loop in loops for value in self.loaders(loop) if isinstance(value.site, cst.Call)]
-        if kind.weight is None and any("collate_fn" in arguments(each, ()) for each in calls):
+        if kind.weight is None and any("collate_fn" in work.arguments(each, ()) for each in calls):
             text = "the loss is weighted by samples: if they have different lengths, weight it by what it is"
             work.note(call, f"{text} averaged over")
 
@@ -226,7 +226,7 @@ class Loops:
         """What makes or shapes a tensor by the batch size that a loader was given, where a rank has fewer samples."""
         script = self._script
         calls = [value.site for value in self.loaders(loop) if isinstance(value.site, cst.Call)]
-        given = [arguments(each, ("dataset", "batch_size")) for each in calls]
+        given = [self._work.arguments(each, ("dataset", "batch_size")) for each in calls]
         sizes = {script.code(each["batch_size"].value) for each in given if "batch_size" in each}
         for node in script.inside(loop):
             if isinstance(node, cst.Call) and self._work.short(node) in _SHAPING:

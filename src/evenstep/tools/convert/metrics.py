@@ -60,7 +60,7 @@ class Metrics:
         loaders = frozenset().union(*(self._flow.loaders(site) for site in sites))
         return bool(loaders) and loaders <= self._divided
 
-    def _is_alone(self, node: Node) -> bool:
+    def is_alone(self, node: Node) -> bool:
         """Whether a number is one of a rank's own samples."""
         return self._is_divided(node) and not self._is_known(node)
 
@@ -84,7 +84,7 @@ class Metrics:
     def _average(self, node: Node) -> bool:
         """Have a mean of this rank's samples be that of all; returns whether it is one."""
         kind = self._losses.kind(node)
-        if kind.name != MEAN or node in self._loops.flowing or not self._is_alone(node) or self._is_in_sum(node):
+        if kind.name != MEAN or node in self._loops.flowing or not self.is_alone(node) or self._is_in_sum(node):
             return False
         weight = kind.weight or self._loops.num_samples(self._loops.taken_from(node), node)
         if weight is not None:
@@ -99,7 +99,7 @@ class Metrics:
     def _decides(self, test: Node) -> bool:
         """Whether a test is one of a rank's own values, and not of what there is: `x is None`, `hasattr(x, "y")`."""
         is_of_kind = re.search(r"\bis\b|\b(isinstance|hasattr|callable)\(", self._script.code(test))
-        return not is_of_kind and self._is_alone(test)
+        return not is_of_kind and self.is_alone(test)
 
     # ------------------------------------------------------------------ what is shown or kept
 
@@ -119,12 +119,12 @@ class Metrics:
             holder = self._script.code(call.func.value)  # of tensors that a loss may be made of, which a mean isn't
             if any(self._script.code(each) == holder for each in self._loops.flowing):
                 return []
-            return [each for each in given if self._is_alone(each)]
+            return [each for each in given if self.is_alone(each)]
         return [each for argument in given for each in self._shown(argument)]
 
     def _shown(self, node: Node) -> list[Node]:
         """Have what is shown be the number of all ranks; returns what can't be."""
-        if not self._is_alone(node) or self._average(node):
+        if not self.is_alone(node) or self._average(node):
             return []
         if self._losses.kind(node).name == SUM:
             self._work.add_up(node)

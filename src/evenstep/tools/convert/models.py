@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 
@@ -22,10 +23,12 @@ _MODULES_OWN |= {"forward", "join"}
 _ASKING = {"hasattr", "getattr", "setattr", "isinstance", "type"}
 _WRAPPER = "evenstep.DistributedDataParallel"
 _BATCH_NORM = ("BatchNorm", "torchvision.models", "torch.hub")
-_WITHOUT_LAYERS = sys.stdlib_module_names | {
+# Of which no batch norm comes.
+LIBRARIES = sys.stdlib_module_names | {
     *("torch", "torchvision", "evenstep", "numpy", "scipy", "pandas", "sklearn", "matplotlib", "seaborn", "PIL", "cv2"),
     *("tqdm", "rich", "yaml", "hydra", "omegaconf", "wandb", "mlflow", "tensorboardX", "datasets", "tokenizers"),
 }
+_LAYER = re.compile(r"torch\.nn\.(Linear|Bilinear|Conv\dd|Embedding|LSTM|GRU|RNN)")
 _BRANCHES = (cst.If, cst.Else, cst.Try, cst.ExceptHandler)
 
 
@@ -48,10 +51,13 @@ class Models:
     def _may_have_batch_norm(self) -> bool:
         """Whether a model may have a batch norm: the script names one, or what makes layers that aren't read."""
         script = self._script
+        made = [each.site.func for each in self.trained if isinstance(each.site, cst.Call)]
+        if len(made) == len(self.trained) and all(_LAYER.fullmatch(script.qualified(each) or "") for each in made):
+            return False
         named = {script.qualified(node) or "" for node in script.nodes if isinstance(node, cst.Name | cst.Attribute)}
         return (
             script.has_stars
-            or any(each.split(".")[0] not in _WITHOUT_LAYERS for each in script.imports.values())
+            or any(each.split(".")[0] not in LIBRARIES for each in script.imports.values())
             or any(name in each for each in named for name in _BATCH_NORM)
         )
 
@@ -187,7 +193,22 @@ class Models:
         nodes = [each for each in script.inside(statement) if isinstance(each, cst.Name | cst.Attribute)]
         return any(
             script.code(each) == text and script.is_read(each) and self._is_use(each, statement) for each in nodes
-        )
+        ) or any(self._reaches(each, text, set()) for each in script.inside(statement) if isinstance(each, cst.Call))
+
+    def _reaches(self, call: cst.Call, text: str, seen: set[Node]) -> bool:
+        """Whether a function that is called reads a model that it isn't given, itself or by way of others."""
+        script = self._script
+        for function in {*self._flow.functions(call)} - seen:
+            seen.add(function)
+            for node in script.inside(function.body):
+                is_it = (
+                    isinstance(node, cst.Name | cst.Attribute) and script.code(node) == text and script.is_read(node)
+                )
+                if is_it and (isinstance(node, cst.Attribute) or script.scope(text, node) is not function):
+                    return True
+                if isinstance(node, cst.Call) and self._reaches(node, text, seen):
+                    return True
+        return False
 
     def _is_use(self, node: Node, statement: Statement) -> bool:
         """Whether a model is called, kept, trained or given to the script's own: else it is being set up."""

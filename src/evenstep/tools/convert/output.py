@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 
 from evenstep.tools.convert.edits import Work, with_argument
-from evenstep.tools.reading.tree import Node
+from evenstep.tools.reading.tree import Node, dotted
 
 # Calls that write, by the end of their full name, and methods that do.
 _WRITING = (
@@ -38,13 +38,19 @@ class Output:
     def change(self) -> None:
         """Have rank 0 alone print, write and show."""
         for call in self._work.calls():
-            name = self._script.qualified(call.func) or ""
+            name = self._script.qualified(call.func) or self._of_star(call.func)
             self._change_output(call, name)
             self._change_files(call, name)
             self._change_trackers(call, name)
         for node in self._script.nodes:
             self._change_device(node)
             self._validate_writer(node)
+
+    def _of_star(self, func: Node) -> str:
+        """The name of what is called in a module that `from x import *` may have given; "" of others."""
+        first, dot, _ = dotted(func).partition(".")
+        is_free = self._script.has_stars and dot and not self._script.bound(first, func)
+        return dotted(func) if is_free else ""
 
     # ------------------------------------------------------------------ output
 
@@ -168,7 +174,7 @@ class Output:
             otherwise: The value where there is no such argument.
         """
         argument = next((each for each in call.args if each.keyword is not None and each.keyword.value == name), None)
-        unseen = self._work.unseen(call, f"{name}=...")
+        unseen = self._work.unseen(call, f"{name}=...", [name])
         if argument is not None:
             self._edits.template(argument.value, given)
         elif unseen is not None:
@@ -193,6 +199,9 @@ class Output:
                 is_name = isinstance(chosen, cst.Name | cst.Attribute)
                 if is_name or re.search("cuda|device|gpu", script.code(chosen)):
                     self._choose(node)
+            case cst.Call(args=[module, inputs, *_]) if script.code(node.func).endswith("parallel.data_parallel"):
+                text = f"{script.code(module.value)}({script.code(inputs.value)}) instead"
+                work.note(node, f"each rank has one device, and this uses several: call {text}", mark=True)
             case cst.Call() if script.qualified(node.func) == "torch.cuda.set_device":
                 work.remove(node)
             case cst.Call(func=cst.Attribute(attr=cst.Name(value="cuda"))) if script.qualified(node.func) is None:
@@ -226,11 +235,17 @@ class Output:
         """Compute on the rank's device, and say what chose one before."""
         script = self._script
         self._edits.template(node, self._device + part)
-        names = [each.value for each in script.inside(node) if isinstance(each, cst.Name) and script.is_read(each)]
-        own = [name for name in dict.fromkeys(names) if not script.imports.get(name, "").startswith("torch")]
+        names = [each for each in script.inside(node) if isinstance(each, cst.Name) and script.is_read(each)]
+        own = [each for each in names if not script.imports.get(each.value, "").startswith("torch")]
         if own:
-            text = f"{', '.join(own)} no longer chooses the device: evenstep run --device does"
+            named = dict.fromkeys(script.code(self._option(each)) for each in own)
+            text = f"{', '.join(named)} no longer chooses the device: evenstep run --device does"
             self._work.note(node, text, mark=True)
+
+    def _option(self, name: Node) -> Node:
+        """What is read of a name: `args.device`."""
+        parent = self._script.parent(name)
+        return self._option(parent) if isinstance(parent, cst.Attribute) and parent.value is name else name
 
     def _is_in_device(self, node: Node) -> bool:
         """Whether it is a part of a `torch.device(...)`, which is changed as a whole."""

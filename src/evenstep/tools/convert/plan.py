@@ -8,6 +8,7 @@ import libcst as cst
 
 from evenstep.tools.convert.data import Data
 from evenstep.tools.convert.edits import Edits, Work
+from evenstep.tools.convert.kept import Kept
 from evenstep.tools.convert.loops import Loops
 from evenstep.tools.convert.losses import Losses
 from evenstep.tools.convert.metrics import Metrics
@@ -80,6 +81,7 @@ def plan(script: Script, *, file: str) -> Work:
     models.reach_inside()
     models.change_backward()
     metrics.average(data.divided)
+    Kept(work, loops, models.trained, metrics.is_alone).remark()
     data.change_uses()
     output = Output(work)
     output.change()

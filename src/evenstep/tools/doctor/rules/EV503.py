@@ -62,6 +62,10 @@ def read(script: Script) -> Found:
         ]
         if function is None and not script.loops_around(clip.frame):
             continue
+        last = max((each.line for each in before if is_scaling(each.receiver)), default=clip.line)
+        steps = [each for each in script.step_calls if each.node.args and each.frame.function is function]
+        if any(last < each.line < clip.line for each in steps):
+            continue  # the scaler's step has divided them
         same = [each.line for each in unscales if each.frame.function is function]
         if scalers and before and not any(is_scaling(each.receiver) for each in before):
             continue  # of passes without the scaler

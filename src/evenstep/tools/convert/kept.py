@@ -1,0 +1,180 @@
+"""What a loss hangs on beside its batch: what earlier batches left, what isn't read, and the size of whole batches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import libcst as cst
+
+from evenstep.tools.convert.edits import Work
+from evenstep.tools.convert.loops import Loops
+from evenstep.tools.convert.models import LIBRARIES
+from evenstep.tools.reading.tree import Node, target_names
+from evenstep.tools.reading.values import BUILTINS, Values
+
+_ADDING = {"append", "appendleft", "extend", "insert", "add", "put", "add_", "copy_", "lerp_", "index_copy_"}
+# Libraries that take samples one by one.
+_BY_SAMPLE = LIBRARIES | {"einops", "timm", "transformers", "torchaudio", "torchtext", "albumentations"}
+_BATCH_SIZE = re.compile(r"(\w+\.)*(batch_?size|bsz?)", re.IGNORECASE)
+_Holder = tuple[Node | None, str]  # the function or class that a name or an attribute belongs to; its text
+
+
+class Kept:
+    """Says what makes a loss another one where each rank has a part of the batch.
+
+    Args:
+        trained: The models that are trained.
+        is_alone: Whether a number is one of a rank's own samples, after the changes so far.
+    """
+
+    def __init__(self, work: Work, loops: Loops, trained: Values, is_alone: Callable[[Node], bool]) -> None:
+        self._work, self._loops, self._trained, self._is_alone = work, loops, trained, is_alone
+        self._script, self._losses = work.script, work.losses
+        self._updates: dict[_Holder, list[tuple[Node, Node]]] = {}  # (what changes a holder, what it is given)
+        for node in self._script.nodes:
+            for target, value in self._changes(node):
+                self._updates.setdefault(self._holder(target), []).append((node, value))
+
+    def remark(self) -> None:
+        """Mark the lines of all losses, and refuse parameters of a batch's size."""
+        script, said = self._script, set[str]()
+        for each in self._loops.passes:
+            for node in sorted(self._losses.slice(each.loss, forwards=True), key=script.order):
+                unread = self._unread(node) if isinstance(node, cst.Call) else None
+                if unread is not None and unread not in said:
+                    said.add(unread)
+                    text = f"{unread} isn't read: if it compares samples, keeps them or adds them up, ranks"
+                    self._work.note(node, f"{text} compute another loss", mark=True)
+                for update in self._kept(node) if isinstance(node, cst.Name | cst.Attribute) else ():
+                    text = f"each rank keeps its own {script.code(node)}, made of its samples: world.mean or"
+                    self._work.note(update, f"{text} world.gather what it is made of", mark=True)
+        for call in self._work.calls():
+            if self._work.short(call) in ("Parameter", "register_buffer", "register_parameter"):
+                nodes = {part for argument in call.args for part in self._losses.slice(argument.value)}
+                if any(_BATCH_SIZE.fullmatch(script.code(part)) for part in nodes):
+                    text = "its shape is that of a whole batch, of which a rank has a part: give it a shape of its own"
+                    self._work.refuse(call, f"{text} (1, ...), which torch repeats for each sample")
+
+    # ------------------------------------------------------------------ what is kept over steps
+
+    def _changes(self, node: Node) -> Iterator[tuple[Node, Node]]:
+        """(what is changed, what it is given) by a node."""
+        match node:
+            case cst.Assign():
+                for target in node.targets:
+                    names: list[Node] = [*target_names(target.target)]
+                    yield from ((self._base(each), node.value) for each in names or [target.target])
+            case cst.AugAssign():
+                yield self._base(node.target), node.value
+            case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value=method))) if method in _ADDING:
+                yield from ((self._base(base), each.value) for each in node.args)
+
+    def _base(self, node: Node) -> Node:
+        """What is changed by `bank[:8] = x` or `center.data.mul_(0.9).add_(x)`."""
+        match node:
+            case cst.Subscript(value=base):
+                return self._base(base)
+            case cst.Attribute(value=base, attr=cst.Name(value="data")) if self._script.code(base) != "self":
+                return self._base(base)
+            case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value=method))) if method.endswith("_"):
+                return self._base(base)
+        return node
+
+    def _holder(self, node: Node) -> _Holder:
+        script, text = self._script, self._script.code(node)
+        if isinstance(node, cst.Name):
+            return script.scope(text, node), text
+        function = script.function(node)
+        return script.class_of(function) if function is not None and text.startswith("self.") else None, text
+
+    def _kept(self, node: cst.Name | cst.Attribute) -> list[Node]:
+        """What leaves a rank's own samples, without their gradients, in what is read at the next step again."""
+        script, loops = self._script, self._loops
+        around = [each for each in script.loops(node) if each in loops.training]
+        is_own = isinstance(node, cst.Name) and script.scope(node.value, node) is script.function(node)
+        if is_own and not around:
+            return []  # it ends with the function
+        if any(
+            isinstance(loop, cst.For) and script.code(node) in map(script.code, target_names(loop.target))
+            for loop in around
+        ):
+            return []
+        updates = [each for each in self._updates.get(self._holder(node), ()) if not self._is_first(each[0])]
+        if is_own:
+            updates = [each for each in updates if script.is_inside(each[0], around[0])]
+        else:
+            updates = [each for each in updates if loops.at(each[0]) & loops.training]
+        anew = {update for update, value in updates if self._begins_anew(update, value, node)}
+        if self._is_anew(node, anew) if is_own else any(not self._is_conditional(each) for each in anew):
+            return []
+        return [
+            update
+            for update, value in updates
+            if update not in anew or (is_own and script.order(update) > script.order(node))
+            if self._is_alone(value) and not self._losses.models(value, self._trained)
+        ]
+
+    def _begins_anew(self, update: Node, value: Node, node: Node) -> bool:
+        """Whether something is set as a whole, to what isn't made of what it was."""
+        code = self._script.code
+        is_whole = isinstance(update, cst.Assign) and self._is_whole(update)
+        return is_whole and code(node) not in {*map(code, self._script.inside(value))}
+
+    def _is_anew(self, node: Node, anew: set[Node]) -> bool:
+        """Whether what is read was set before, in the same round whatever came to pass."""
+        blocks = [each for each in self._script.ancestors(node) if isinstance(each, cst.IndentedBlock)]
+        order, inside = self._script.order, self._script.is_inside
+        before = [
+            each for block in blocks for each in block.body if order(each) < order(node) and not inside(node, each)
+        ]
+        return any(self._sets(each, anew) for each in before)
+
+    def _sets(self, statement: Node, anew: set[Node]) -> bool:
+        match statement:
+            case cst.IndentedBlock(body=body):
+                return any(self._sets(each, anew) for each in body)
+            case cst.If(body=body, orelse=orelse):
+                return orelse is not None and self._sets(body, anew) and self._sets(orelse, anew)
+            case cst.Else(body=body) | cst.Try(body=body) | cst.With(body=body):
+                return self._sets(body, anew)
+            case cst.SimpleStatementLine(body=small) | cst.SimpleStatementSuite(body=small):
+                return any(each in anew for each in small)
+        return False
+
+    def _is_conditional(self, update: Node) -> bool:
+        return any(isinstance(each, cst.If) for each in self._script.ancestors(update))
+
+    def _is_first(self, update: Node) -> bool:
+        function = self._script.function(update)
+        return function is not None and function.name.value == "__init__"
+
+    def _is_whole(self, update: cst.Assign) -> bool:
+        """Whether something is set, and not only a part of it."""
+        return not any(isinstance(each.target, cst.Subscript) for each in update.targets)
+
+    # ------------------------------------------------------------------ what isn't read
+
+    def _unread(self, call: cst.Call) -> str | None:
+        """What a call gives samples to if it is of another file, but for the models that are trained."""
+        script, flow = self._script, self._work.flow
+        if not any(self._losses.batches(argument.value) - {None} for argument in call.args):
+            return None
+        text, name = script.code(call.func), script.qualified(call.func)
+        if name is not None:
+            return None if name.split(".")[0] in _BY_SAMPLE else name
+        base = call.func.value if isinstance(call.func, cst.Attribute) else call.func
+        for value in flow.of(call.func, "object") | flow.of(base, "object"):
+            if value.definition is None and value not in self._trained and isinstance(value.site, cst.Call):
+                made = value.made_by or self._of_star(value.site.func)
+                if made and made.split(".")[0] not in _BY_SAMPLE:
+                    return f"{text} ({made})"
+        return self._of_star(call.func) or None
+
+    def _of_star(self, func: Node) -> str:
+        """A name that nothing in the file binds: a module gave all of its names."""
+        script, name = self._script, self._script.code(func)
+        is_free = (
+            isinstance(func, cst.Name) and not script.bound(name, func) and name not in {*script.imports, *BUILTINS}
+        )
+        return name if is_free and script.has_stars else ""

@@ -134,6 +134,12 @@ def test_a_bar_of_another_file_is_drawn_by_rank_0(tmp_path: Path):
     assert "        if world.is_main:\n            progress_bar(1, 2, mean_loss)\n        train_step(1)\n" in text
 
 
+def test_what_traces_a_model_gets_the_module(tmp_path: Path):
+    head = "from torch.utils.tensorboard import SummaryWriter\nwriter = SummaryWriter()\n"
+    text = after(tmp_path, head + HEAD + LOOP + "writer.add_graph(model, torch.zeros(1, 4))\n")
+    assert "writer.add_graph(model.module, torch.zeros(1, 4))\n" in text
+
+
 def test_what_is_moved_out_of_a_guard_keeps_its_changes(tmp_path: Path):
     """All ranks call what needs them, with the numbers of all ranks."""
     body = "def run(best):\n" + "".join(f"    {line}\n" for line in LOOP.splitlines()) + "    return best\n\n"

@@ -146,6 +146,26 @@ def test_a_compiled_model_may_be_noted(patches: Patches) -> None:
     assert first.num_calls == 2
 
 
+class Adopting(Subscriber):
+    """Would change a graph that is being traced."""
+
+    def module(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
+        assert not torch.jit.is_tracing()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+def test_a_model_is_traced_as_if_nobody_watched(patches: Patches) -> None:
+    """torch traces twice and compares: what a subscriber computes the first time would be a difference."""
+    watch = Watch()
+    Recorder(watch, Adopting()).install(patches)
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    traced = torch.jit.trace(model, torch.ones(1, 2))  # type: ignore[no-untyped-call]
+    watch.told.clear()
+    model(torch.ones(1, 2))
+    assert watch.told[0] == ("module", "Sequential", 0)
+    assert torch.equal(traced(torch.ones(1, 2)), model(torch.ones(1, 2)))
+
+
 class Steps(Subscriber):
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []

@@ -264,7 +264,8 @@ class Models:
             edits.template(base, "{old}.module" if values <= self.trained else 'getattr({old}, "module", {old})')
         for call in self._work.calls():
             text = script.code(call.func)
-            name = script.qualified(call.func) or (text if text in _ASKING else ".compile")
+            reads = text in _ASKING or text.endswith(".add_graph")  # the latter of TensorBoard's writers, which traces
+            name = script.qualified(call.func) or (text if reads else ".compile")
             if name.endswith((".compile", "DataParallel")):
                 continue
             around = script.inside(call) if name == "torch.save" else [argument.value for argument in call.args]

@@ -284,7 +284,8 @@ class Recorder:
     # ------------------------------------------------------------------ a step
 
     def _module(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if self._is_back or torch.compiler.is_compiling():  # the compiler follows what is called, and would follow us
+        # The compiler and the tracer follow what is called, and would follow us.
+        if self._is_back or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return original(module, *args, **kwargs)
         trains = torch.is_grad_enabled()
         depth = self._training_depth if trains else self._depth

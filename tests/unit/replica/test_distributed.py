@@ -280,7 +280,7 @@ def test_reentrant_checkpoints_may_use_a_parameter_twice(alone):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"module": "text"}, "wraps a torch.nn.Module, not a str"),
+        ({"module": "text"}, "expected a torch.nn.Module, got a str"),
         ({"module": nn.ReLU()}, "ReLU has no parameter that requires a gradient"),
         ({"device_ids": [0, 1]}, "one process drives one device"),
         ({"device_ids": [0]}, "the module is on cpu"),

@@ -435,7 +435,7 @@ TRAINS = """
         pytest.param(
             "drift:rank=1,step=2",
             73,
-            r"drifted apart: ranks 0 and 1 differ in parameter 'weight', .* it is undecidable which is right",
+            r"drifted apart: ranks 0 and 1 differ in parameter 'weight', .* it is undecidable which one is right",
             marks=pytest.mark.extended,
         ),
     ],

@@ -780,7 +780,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[Any]:
-        """Context for a loop that ends earlier on some ranks, which then take part in the others' steps with weight
+        """Context for a loop that ends earlier on some ranks. They then take part in the others' steps with weight
         zero.
 
             with model.join():

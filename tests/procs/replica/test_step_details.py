@@ -460,7 +460,7 @@ def test_a_state_dict_of_one_rank_alone_is_told_to_all(ranks, fresh_seed):
     told = ranks.run(alone, 2, fresh_seed)
     assert told[0] == told[1]
     assert told[0].startswith(
-        "the ranks are at different calls. rank 0: a state_dict of an optimizer; rank 1: world.gather. Every rank"
+        "the ranks make different calls. rank 0: a state_dict of an optimizer; rank 1: world.gather. Every rank"
     )
 
 

@@ -244,7 +244,7 @@ def test_a_tensor_below_a_tuple_comes_back():
 def test_a_state_that_holds_itself_is_refused():
     state = {}
     state["self"] = state
-    with pytest.raises(ConfigurationError, match="holds itself"):
+    with pytest.raises(ConfigurationError, match="contains itself"):
         flatten(state, "thing")
 
 

@@ -124,7 +124,7 @@ def dotted(path: tuple[Any, ...]) -> str:
 
 def _flatten(value: Any, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> Any:
     if len(path) > _MAX_DEPTH:
-        raise ConfigurationError(f"the state of {path[0]!r} holds itself, or is nested too deeply to be saved.")
+        raise ConfigurationError(f"the state of {path[0]!r} contains itself, or is nested too deeply to be saved.")
     if value is None or type(value) in (bool, int):
         return value
     if type(value) is str:

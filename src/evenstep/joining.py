@@ -366,7 +366,7 @@ def _announce(world: World, *, quiet: bool) -> None:
     if placement.remark:
         say(f"evenstep: {placement.remark}")
     if world.why_gloo is not None:
-        say(f"evenstep: Gloo, for want of shared memory: {world.why_gloo}")
+        say(f"evenstep: using Gloo, because there is no shared memory: {world.why_gloo}")
     known = announcement(
         world_size=world.world_size,
         num_nodes=world.num_nodes,

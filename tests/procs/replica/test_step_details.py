@@ -395,7 +395,7 @@ def refused_alone() -> None:
     model, other = wrap(0), nn.Linear(2, 7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mixed = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
-    with pytest.raises(ConfigurationError, match=r"\[7, 2\] is none of the model's"):
+    with pytest.raises(ConfigurationError, match=r"\[7, 2\] isn't one of the model's"):
         evenstep.LocalSGD(model, mixed, every=2)
     local = evenstep.LocalSGD(model, optimizer, every=2)
     with pytest.raises(UsageError, match="another LocalSGD"):

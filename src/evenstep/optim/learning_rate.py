@@ -71,7 +71,7 @@ def scale_learning_rate(
                     "Scale first."
                 )
             if "unscaled_lr" in group:
-                raise UsageError("scale_learning_rate: the rates of this optimizer have already been scaled.")
+                raise UsageError("scale_learning_rate: the rates of this optimizer have been scaled before.")
         world = worlds.chosen(world, who)
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     note(model_of(parameters), who, [*given, ("rule", rule)])

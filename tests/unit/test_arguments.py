@@ -301,7 +301,7 @@ def test_discard_load_and_resume_look_at_their_arguments(tmp_path):
     with pytest.raises(ConfigurationError, match=r"^Checkpointer.resume: strict='no'"):
         checkpoint.resume(strict="no")
     for value in (torch.ones(2), None, "0.5"):
-        with pytest.raises(ConfigurationError, match=r"metric loss=.* is no number"):
+        with pytest.raises(ConfigurationError, match=r"metric loss=.* isn't a number"):
             checkpoint.step(loss=value)
     checkpoint.close()
 

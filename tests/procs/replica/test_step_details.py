@@ -423,7 +423,7 @@ def saved_alone(seed: int, directory: str) -> tuple[list[bool], int]:
         averaged.append(local.step())
         optimizer.zero_grad()
         checkpoint.step()
-    with pytest.raises(UsageError, match="behind an exchange"):
+    with pytest.raises(UsageError, match="after an exchange"):
         checkpoint.save()
     local.average()
     checkpoint.save()

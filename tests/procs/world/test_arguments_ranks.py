@@ -85,7 +85,7 @@ EXPECTED = {
         "ShardedOptimizer.add_param_group on rank 1: a parameter of shape [3] isn't a trained",
     ),
     "after": (MismatchError, "Checkpointer.discard: after is 0 on rank 0 and 1 on rank 1."),
-    "a metric of one rank": (ConfigurationError, "checkpoint on rank 1: metric loss='low' is no number."),
+    "a metric of one rank": (ConfigurationError, "checkpoint on rank 1: metric loss='low' isn't a number."),
     "names of metrics": (MismatchError, "checkpoint: the metrics are lose on rank 0 and loss on rank 1."),
 }
 

@@ -157,9 +157,7 @@ def test_a_run_goes_on_from_a_storage_of_any_kind(root: str, capsys: pytest.Capt
     for _ in range(2):
         run = training(seed=99)
         assert run.checkpoint.resume() == 4
-        assert (
-            f"damaged, passed over and kept: {root}/{folders[6]}/model.safetensors: tensor" in capsys.readouterr().err
-        )
+        assert f"damaged, skipped and kept: {root}/{folders[6]}/model.safetensors: tensor" in capsys.readouterr().err
         run.checkpoint._release()
     assert [(each["step"], each["state"]) for each in tools.list_checkpoints(root)] == [(4, "good"), (6, "damaged")]
     run = training(seed=98, every_steps=1, keep=1)

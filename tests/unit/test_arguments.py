@@ -334,7 +334,7 @@ def test_a_metric_that_never_comes_is_told_at_the_first_save_and_an_error_at_the
         ("run --threads-per-rank 0 x.py", 78, "0 threads per rank"),
         (f"checkpoint list {'a' * 300}", 74, "File name too long"),
         ("checkpoint list nowhere", 74, "nowhere has no checkpoint"),
-        ("checkpoint import x.py run", 74, "is no file of tensors and plain data"),
+        ("checkpoint import x.py run", 74, "isn't a file of only tensors and plain data"),
         ("verify --json nowhere/x.json x.py", 78, "--json nowhere/x.json: can't be written"),
     ],
 )

@@ -647,7 +647,7 @@ def test_a_used_directory_wants_a_decision(tmp_path: Path, saved: Path):
     directory = damaged_copy(saved, tmp_path / "x")
     run = training(directory, every_steps=1)
     with pytest.raises(
-        UsageError, match=r"has checkpoints up to step 4, and this run is at step 0.*discard\(after=0\)"
+        UsageError, match=r"has checkpoints up to step 4, but this run is at step 0.*discard\(after=0\)"
     ):
         run.step()
     run.checkpoint.discard(after=2)

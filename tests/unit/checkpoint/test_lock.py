@@ -160,7 +160,7 @@ def test_a_lock_that_somebody_removed_is_put_back_if_nobody_took_it(tmp_path: Pa
     again.release()
     lock.release()
     assert is_released(tmp_path)
-    with pytest.raises(CheckpointError, match="is no directory"):
+    with pytest.raises(CheckpointError, match="isn't a directory"):
         tools.unlock(str(tmp_path / "none"))
 
 

@@ -185,7 +185,7 @@ def test_attempts_without_local_copies_void_them_too(tmp_path: Path):
 def test_a_run_that_does_not_resume_wants_a_decision(tmp_path: Path):
     is_killed(training(tmp_path).run_to(5))
     run = training(tmp_path)
-    with pytest.raises(UsageError, match=r"has checkpoints up to step 4, and this run is at step 0.*resume\(\)"):
+    with pytest.raises(UsageError, match=r"has checkpoints up to step 4, but this run is at step 0.*resume\(\)"):
         run.step()
     run.checkpoint.discard(after=2)
     assert generations(tmp_path) == [2]
@@ -307,7 +307,7 @@ def test_what_runs_of_long_ago_have_left_is_removed(tmp_path: Path, capsys):
         ({"local": "", "local_every_steps": 2}, "local=''; the path of a directory"),
         ({"local": "x", "local_every_steps": 0}, "local_every_steps=0; a whole number, at least 1"),
         ({"local": "x", "local_every_steps": 2.5}, r"local_every_steps=2\.5; a whole number"),
-        ({"local": "x", "local_every_steps": 9, "every_steps": 8}, "is of no use with every_steps=8"),
+        ({"local": "x", "local_every_steps": 9, "every_steps": 8}, "has no effect with every_steps=8"),
     ],
 )
 def test_arguments_that_make_no_sense(tmp_path: Path, monkeypatch, options, message):

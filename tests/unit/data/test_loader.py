@@ -500,7 +500,7 @@ class _BrokenLength(_NoLength):
         (range(9), {"global_batch_size": 4.0}, "global_batch_size=4.0"),
         (range(9), {"global_batch_size": 2}, "global_batch_size=2 is smaller than the number of ranks, 3"),
         (range(9), {"batch_size": 4}, r"Write global_batch_size=4 .* or global_batch_size=4 \* world.world_size"),
-        (range(9), {"global_batch_size": 4, "sampler": 5}, "sampler=5; something to iterate over"),
+        (range(9), {"global_batch_size": 4, "sampler": 5}, "sampler=5; an object that yields indices"),
         (
             range(9),
             {"global_batch_size": 4, "batch_sampler": [[1]]},

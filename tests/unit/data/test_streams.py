@@ -320,7 +320,7 @@ def test_a_stream_s_own_state_is_faster_and_loses_its_buffer(buffer: int, lost: 
     state = loader.state_dict()
     dataset = Stateful(40, buffer)
     resumed = DataLoader(dataset, 5, collate_fn=list, resume_streams="state", world=stub_world())
-    with pytest.warns(UserWarning, match=r"What lay in its shuffle buffers .* is lost; resume_streams='replay' is"):
+    with pytest.warns(UserWarning, match=r"The records .* in its shuffle buffers are lost; resume_streams='replay' is"):
         resumed.load_state_dict(state)
     assert resumed.state_dict() == state, "nothing was used since"
     left = list(chain.from_iterable(resumed))
@@ -358,7 +358,7 @@ def test_as_many_parts_are_not_enough() -> None:
 def test_only_a_stream_with_a_state_resumes_by_it() -> None:
     with pytest.raises(ConfigurationError, match="resume_streams='state': Numbers has no state_dict"):
         DataLoader(Numbers(40), 5, resume_streams="state", world=stub_world())
-    with pytest.raises(ConfigurationError, match="resume_streams='state' is of streams"):
+    with pytest.raises(ConfigurationError, match="resume_streams='state' is for streams"):
         DataLoader(range(40), 5, resume_streams="state", world=stub_world())
 
 

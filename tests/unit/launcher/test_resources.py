@@ -58,7 +58,7 @@ def test_more_ranks_than_are_of_use_are_remarked_on() -> None:
         ("2", LAPTOP, {"device": "cuda"}, "2 ranks on this node, but it has no GPU"),
         ("9", GPUS, {"device": "cuda"}, "9 ranks on this node, but it has 8 GPUs"),
         ("2", GPUS, {"device": "cuda:8"}, "has 8 GPUs"),
-        ("2", GPUS, {"device": "tpu"}, "no device"),
+        ("2", GPUS, {"device": "tpu"}, "a device"),
         ("129", Host(1, 2, 0), {}, "^129 ranks on a node of 2 CPUs: at most 64 per CPU are allowed"),
         ("60", Host(1, 1, 0), {"servers": 5}, "^65 ranks on a node of 1 CPU"),
     ],

@@ -17,7 +17,7 @@ from evenstep.errors import (
     UsageError,
 )
 
-_ADVICE = "Every rank passes the same arguments."
+_ADVICE = "Pass the same arguments on all ranks."
 _KINDS: dict[str, type[EvenstepError]] = {
     kind.__name__: kind for kind in (ConfigurationError, OtherRankFailedError, UsageError, DataError, MismatchError)
 }

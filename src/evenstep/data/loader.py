@@ -416,9 +416,7 @@ class DataLoader:
         Raises:
             UsageError: The workers of both are the same processes, which serve the newer one.
         """
-        told = (
-            f"DataLoader on rank {self.world.rank}: an iteration of this loader continues after a newer one began"
-        )
+        told = f"DataLoader on rank {self.world.rank}: an iteration of this loader continues after a newer one began"
         if self.num_workers and self._torch_loader.persistent_workers:
             raise UsageError(
                 f"{told}, and persistent workers serve one at a time. Make two loaders, or pass "

@@ -12,8 +12,8 @@ Who reseeds the streams when a model is first called in training:
 | the model's world | random numbers |
 | --- | --- |
 | made by `init`, or a group of its ranks | every rank draws its own |
-| adopted: the script never calls `init` | not reseeded: the script may use them to decide what all ranks do | | in
-reproducible mode | keyed by virtual rank inside the loop, shared outside |
+| adopted: the script never calls `init` | not reseeded: the script may use them to decide what all ranks do |
+| in reproducible mode | keyed by virtual rank inside the loop, shared outside |
 
 The number of a rank is its data rank in the model's world (`ground.coordination.mesh`). With tensor parallelism, ranks
 with parts of one replica have the same number and keep equal streams: some of their computations are the same, and must

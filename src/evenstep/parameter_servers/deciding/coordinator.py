@@ -8,9 +8,11 @@ and then asks the first server for its step. The first server's `Coordinator` de
 same numbered `Decision`s in their order. Hence a push is applied on all servers or on none, and a worker gets one
 version of all parameters.
 
-| mode | gradients are applied | a worker continues | | --- | --- | --- | | "sync" | once a step, of all workers
-together | after the update | | "async" | each push by itself, at once | at once | | "bounded" | each push by itself, at
-once | when the slowest worker is at most `max_staleness` steps behind |
+| mode | gradients are applied | a worker continues |
+| --- | --- | --- |
+| "sync" | once a step, of all workers together | after the update |
+| "async" | each push by itself, at once | at once |
+| "bounded" | each push by itself, at once | when the slowest worker is at most `max_staleness` steps behind |
 """
 
 from __future__ import annotations

@@ -506,7 +506,7 @@ class _BrokenLength(_NoLength):
             {"global_batch_size": 4, "batch_sampler": [[1]]},
             "batch_sampler and global_batch_size exclude each",
         ),
-        (range(9), {"batch_sampler": [[1]], "drop_last": True}, "drop_last=True: the batches of batch_sampler"),
+        (range(9), {"batch_sampler": [[1]], "drop_last": True}, "drop_last=True: all batches of batch_sampler"),
         (range(9), {"batch_sampler": [[1]], "sampler": range(9)}, "batch_sampler and sampler exclude each other"),
         (range(9), {"global_batch_size": 4, "sampler": range(9), "shuffle": True}, "sampler and shuffle exclude"),
         (

@@ -69,7 +69,7 @@ def test_weights_may_change_between_epochs() -> None:
     assert list(resumed) == [[1, 1]] * 2
     sampler.weights = torch.tensor([1.0, 1.0], dtype=torch.float64)
     resumed.load_state_dict(state)
-    with pytest.raises(UsageError, match="of other weights than those that the sampler now has"):
+    with pytest.raises(UsageError, match="with other weights than the sampler has now"):
         next(iter(resumed))
 
 

@@ -1,4 +1,4 @@
-"""Private parts of `torch.utils.data` (torch 2.11 and later): a worker's identity, and how torch watches and ends it."""
+"""Private parts of `torch.utils.data` (torch 2.11 and later): how torch names, watches and ends workers."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ CASES = [
     *each(backward, "loss", torch.ones(()), words="the loss has no gradient"),
     *each(backward, "scaler", 5),
     *each(parallel, "device_ids", 5, "cpu"),
-    *each(parallel, "device_ids", [None], words="None is no device"),
+    *each(parallel, "device_ids", [None], words="None isn't a device"),
     *each(parallel, "dim", "x", None),
     *each(norm, "num_features", 0, -1, "x", None),
     *each(norm, "eps", -1, NAN, "x"),

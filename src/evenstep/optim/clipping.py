@@ -183,7 +183,7 @@ def _norm(gradients: _Gradients, norm_type: float, parameters: Sequence[Tensor],
         transports.setdefault(id(transport), (transport, []))[1].append(hidden)
     parts = [(transport, local_parts(theirs)) for transport, theirs in transports.values()]
     if not any(transport.world_size > 1 and _carries_facts(device) for transport, _ in parts):
-        _settle_alone(parameters, given)
+        _record_arguments(parameters, given)
     is_max = math.isinf(norm_type)
     if (world := worlds.initialised()) is not None and world.virtual_ranks is not None and not is_max:
         return _exact_norm(gradients.whole, parts, norm_type, device, given)
@@ -257,7 +257,7 @@ def _carries_facts(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _settle_alone(parameters: Sequence[Tensor], given: Given) -> None:
+def _record_arguments(parameters: Sequence[Tensor], given: Given) -> None:
     """Record the arguments for comparison in the next backward pass; abort the peers' wait if they are wrong.
 
     Raises:

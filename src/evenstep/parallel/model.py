@@ -21,7 +21,7 @@ from evenstep.replica.monitors.checks import Monitors, Policy
 from evenstep.replica.normalization.sync_batchnorm import replace_torchs
 from evenstep.replica.wrapper.assembly import Divided, build_engine
 from evenstep.replica.wrapper.distributed import Batch, DistributedDataParallel
-from evenstep.replica.wrapper.settings import Settings, settle
+from evenstep.replica.wrapper.settings import Settings, resolve_settings
 from evenstep.transport.core.staged import for_messages
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
@@ -64,7 +64,7 @@ class DividedModel(DistributedDataParallel):
         validate_thread(world, self)
         whole, world = world, world.along("shard") if local_steps else world
         ranks = world.model_ranks
-        settings = settle(
+        settings = resolve_settings(
             ranks,
             module,
             dim=0,

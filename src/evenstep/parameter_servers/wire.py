@@ -385,16 +385,16 @@ class Client:
                 f"{self._who}: tensors of {num_bytes:,} bytes for {self.server}, but the model at the start had "
                 f"{self._most_bytes:,}. Module buffers must keep their sizes."
             )
-        self._settle()
+        self._finish_call()
         self._number += 1
         answer: Future[Message] = Future()
         self._call, self._answer = Message({"kind": kind, "call": self._number, **head}, tensors), answer
         self._is_sent = False
-        self._settle(receives=False)
+        self._finish_call(receives=False)
 
         def finish() -> Message:
             if not answer.done():
-                self._settle()
+                self._finish_call()
             return answer.result()
 
         return finish
@@ -409,7 +409,7 @@ class Client:
             self._line.send(Message({"kind": "bye"}), _TURN_S)
         self._line.close()
 
-    def _settle(self, *, receives: bool = True) -> None:
+    def _finish_call(self, *, receives: bool = True) -> None:
         """Send the call in flight, and receive its answer.
 
         If a transfer ends inside a frame, even by a signal handler's exception, the whole frame is sent again.

@@ -51,7 +51,7 @@ class Agreement:
         if self._begun is None:
             self._begin()
 
-    def settle(self) -> list[tuple[int, bool]] | None:
+    def await_oldest(self) -> list[tuple[int, bool]] | None:
         """Wait for the oldest comparison. Returns None if all ranks agree, else the digests of all. Collective."""
         assert self._begun is not None
         (found, work), self._begun = self._begun, None
@@ -107,7 +107,7 @@ def same_everywhere(
         workers_differ = any(seen.setdefault(step - back, digest) != digest for back, digest in others)
         seen.pop(step - num_workers, None)
         agreement.add(loaded.digests[-1], is_wrong=workers_differ)
-        of_ranks = agreement.settle()
+        of_ranks = agreement.await_oldest()
         if of_ranks is not None:
             rank = next((rank for rank, (_, is_wrong) in enumerate(of_ranks) if is_wrong), None)
             who = f"the workers of rank {rank} got different records"

@@ -144,7 +144,7 @@ class SampleSource(Source):
         expected = (start.drawn or {}).get("digest")
         is_wrong = epoch.is_wrong if isinstance(epoch, Drawing) else expected not in (None, epoch.digest)
         agreement.add(epoch.digest, is_wrong=is_wrong)
-        of_ranks = agreement.settle()
+        of_ranks = agreement.await_oldest()
         if of_ranks is None:
             return
         if not any(is_wrong for _, is_wrong in of_ranks):
@@ -164,7 +164,7 @@ class SampleSource(Source):
 
     def _validate_same(self, agreement: Agreement, epoch: Epoch) -> None:
         """Raise on all ranks unless all have drawn the same next step, or all have ended. Collective."""
-        of_ranks = agreement.settle() if isinstance(epoch, Drawing) else None
+        of_ranks = agreement.await_oldest() if isinstance(epoch, Drawing) else None
         if of_ranks is not None:
             raise self._differ([digest for digest, _ in of_ranks], f"In epoch {epoch.number}")
 

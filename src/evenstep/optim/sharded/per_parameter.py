@@ -117,7 +117,7 @@ class PerParameterPartition:
         group_of = self._groups_by_index()
         self._owners = plan_owners({i: self._parameters[i].numel() for i in group_of}, self._world.world_size)
         if self._world.world_size > 1 and self._owners.keys() != self._homes.keys():
-            self._settle()
+            self._flatten_parameters()
         own = [index for index in group_of if self._owners[index] == self._world.rank]
         inner_groups = []
         for number, group in enumerate(self._groups()):
@@ -140,7 +140,7 @@ class PerParameterPartition:
                 parameter.copy_(master)
         return {key: value for key, value in state.items() if key != MASTER}
 
-    def _settle(self) -> None:
+    def _flatten_parameters(self) -> None:
         """Move parameters of one owner and dtype into one flat tensor, so that few broadcasts carry them."""
         together: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
         for index, owner in sorted(self._owners.items()):

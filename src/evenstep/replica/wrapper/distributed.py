@@ -54,7 +54,7 @@ from evenstep.replica.virtual_ranks.loop import VirtualRankBuffers
 from evenstep.replica.wrapper.assembly import build_engine
 from evenstep.replica.wrapper.model_check import validate_for_virtual_ranks, validate_same_model
 from evenstep.replica.wrapper.reducer import Reducer
-from evenstep.replica.wrapper.settings import Settings, group_of, settle, sparse_parameters, wrapped_inside
+from evenstep.replica.wrapper.settings import Settings, group_of, resolve_settings, sparse_parameters, wrapped_inside
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
@@ -215,7 +215,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             "batched_grad_copy": batched_grad_copy,
             "lazy_bucket_allocation": lazy_bucket_allocation,
         }
-        settings = settle(
+        settings = resolve_settings(
             world,
             module,
             dim=dim,
@@ -396,10 +396,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._dummy.remember_outputs(outputs)
         if with_grad:  # passes of an evaluation are no part of a step
             engine.end_forward(outputs, began_ns, over_dummy=is_empty, is_training=self.training)
-        self._settle()
+        self._enable_fast_path()
         return outputs
 
-    def _settle(self) -> None:
+    def _enable_fast_path(self) -> None:
         """Let forward passes take the fast path from now on, if nothing needs the full one; see `_num_modules`."""
         asks_for_care = (
             self._frozen

@@ -285,7 +285,7 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any, module: 
     return group
 
 
-def settle(
+def resolve_settings(
     world: World,
     module: nn.Module,
     *,

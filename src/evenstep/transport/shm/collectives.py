@@ -644,7 +644,7 @@ def _reduce_scatter(at: ProgramContext, call: Call) -> Program:
         yield from at.sync_point(call)
         return
     call.places = (None,) * at.world_size  # a chunk has a piece of every rank's part, so all tensors are copied
-    length = _share_numel(at, call)
+    length = _part_numel(at, call)
 
     def read(chunk: int) -> None:
         begin, end = chunk * length, min(numel, (chunk + 1) * length)
@@ -653,17 +653,17 @@ def _reduce_scatter(at: ProgramContext, call: Call) -> Program:
         inputs[at.rank] = call.flat[at.rank * numel + begin : at.rank * numel + end]
         at.reduce(call, [call.out[begin:end]], inputs, at.rank * numel + begin)
 
-    yield from _chunk_by_chunk(at, call, -(-numel // length), _stage_shares, read)
+    yield from _chunk_by_chunk(at, call, -(-numel // length), _stage_parts, read)
 
 
-def _share_numel(at: ProgramContext, call: Call) -> int:
+def _part_numel(at: ProgramContext, call: Call) -> int:
     """Elements of each rank's part in a chunk that has a piece of every rank's part."""
     return CHUNK_BYTES // call.flat.dtype.itemsize // at.world_size
 
 
-def _stage_shares(at: ProgramContext, call: Call, chunk: int, numels: Sequence[int] | None = None) -> None:
+def _stage_parts(at: ProgramContext, call: Call, chunk: int, numels: Sequence[int] | None = None) -> None:
     """Stage a piece of every other rank's part. `numels` has the parts' lengths; None: all are equal."""
-    length, start = _share_numel(at, call), 0
+    length, start = _part_numel(at, call), 0
     for rank, numel in enumerate(numels or [call.out.numel()] * at.world_size):
         begin, end = chunk * length, min(numel, (chunk + 1) * length)
         if begin < end and rank != at.rank:
@@ -682,7 +682,7 @@ def _all_to_all(at: ProgramContext, call: Call) -> Program:
             raise MismatchError(problem)
         sent = call.splits[:, 0].tolist()
     call.place, call.places = None, [None] * at.world_size
-    length = _share_numel(at, call)
+    length = _part_numel(at, call)
     own = call.flat[sum(sent[at.rank][: at.rank]) :]
 
     def read(chunk: int) -> None:
@@ -699,7 +699,7 @@ def _all_to_all(at: ProgramContext, call: Call) -> Program:
             start += numel
 
     num_chunks = -(-max(max(row) for row in sent) // length)
-    stage = functools.partial(_stage_shares, numels=sent[at.rank])
+    stage = functools.partial(_stage_parts, numels=sent[at.rank])
     yield from _chunk_by_chunk(at, call, num_chunks, stage, read)
 
 
@@ -734,7 +734,7 @@ PROGRAMS: Mapping[str, _Programs] = {
     "all_reduce": (_eager_all_reduce, _all_reduce, _stage_summands),
     "broadcast": (_eager_broadcast, _broadcast, _stage),
     "all_gather": (_eager_all_gather, _all_gather, _stage),
-    "reduce_scatter": (_eager_reduce_scatter, _reduce_scatter, _stage_shares),
+    "reduce_scatter": (_eager_reduce_scatter, _reduce_scatter, _stage_parts),
     "reduce": (_eager_reduce, _reduce, _stage_summands),
     "gather": (_eager_all_gather, _all_gather, _stage),
     "scatter": (_eager_scatter, _scatter, None),

@@ -211,7 +211,7 @@ def test_damage_is_an_error_of_one_line(tmp_path: Path, fresh_seed: int):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: None, "isn't there|No such file"),
+        (lambda p: None, "doesn't exist|No such file"),
         (lambda p: p.write_bytes(b"no safetensors"), "isn't a safetensors file"),
     ],
 )

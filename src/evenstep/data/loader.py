@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler, IterableDataset, WeightedRandomSampler
 
 import evenstep.world
@@ -173,31 +171,23 @@ class DataLoader:
                 self.num_workers = workers.choose_workers(num_workers, self.world)
                 _validate_queue(queue, self.dataset, world)
                 _validate_order(sampler, batch_sampler, queue, self.shuffle, global_batch_size, max_tokens)
-                make_source = partial(
-                    self._choose_source,
-                    collate_fn,
-                    sample_seed=_choose_sample_seed(sample_seed, self.dataset, self.world),
-                    resume_streams=checks.choice("resume_streams", resume_streams, ("replay", "state")),
-                    lengths=lengths,
+                self._source_settings: dict[str, Any] = {
+                    "collate_fn": collate_fn,
+                    "sample_seed": _choose_sample_seed(sample_seed, self.dataset, self.world),
+                    "resume_streams": checks.choice("resume_streams", resume_streams, ("replay", "state")),
+                    "lengths": lengths,
                     **_sizes(global_batch_size, max_tokens),
-                )
-                make_loader = partial(
-                    workers.torch_loader,
-                    num_workers=self.num_workers,
-                    pin_memory=self.pin_memory,
-                    timeout=timeout,
-                    worker_init_fn=worker_init_fn,
-                    multiprocessing_context=multiprocessing_context,
-                    prefetch_factor=prefetch_factor,
-                    persistent_workers=persistent_workers,
-                )
-
-                def make() -> tuple[Source, TorchDataLoader[Any]]:
-                    source = make_source()
-                    return source, make_loader(source.fetcher)
-
-                self._make = make
-                self._source, self._torch_loader = self._make()
+                }
+                self._loader_settings: dict[str, Any] = {
+                    "num_workers": self.num_workers,
+                    "pin_memory": self.pin_memory,
+                    "timeout": timeout,
+                    "worker_init_fn": worker_init_fn,
+                    "multiprocessing_context": multiprocessing_context,
+                    "prefetch_factor": prefetch_factor,
+                    "persistent_workers": persistent_workers,
+                }
+                self._make_source()
             except EvenstepError as error:
                 raise ConfigurationError(str(error)) from error.__cause__
             # Beyond what a resume depends on: what would make the ranks' samples, or their number, differ.
@@ -211,6 +201,11 @@ class DataLoader:
             self.world.num_orders += 1  # here, where all ranks have agreed that the loader exists
         self._source.connect()
         self._users_epochs = Epochs(self.dataset, sampler, batch_sampler, listener=self)
+
+    def _make_source(self) -> None:
+        """Make the source, and torch's loader of it, by the present seed. Raises `ConfigurationError`."""
+        self._source = self._choose_source(**self._source_settings)
+        self._torch_loader = workers.torch_loader(self._source.fetcher, **self._loader_settings)
 
     @property
     def _is_drawn(self) -> bool:
@@ -381,7 +376,7 @@ class DataLoader:
         mark, base = _read_state(state, facts | {"seed": taken} if is_known else facts, may_resize=not is_fixed)
         if is_known and taken != self.seed:
             self.seed = taken
-            self._source, self._torch_loader = self._make()
+            self._make_source()
         # Of workers of parameter servers, who take batches in any order: where the epoch goes on, and what behind that
         # is done.
         batches = state.get("batches") or {"first": None, "done": {}}

@@ -285,7 +285,7 @@ class Recorder:
 
     def _module(self, original: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         # The compiler and the tracer follow what is called, and would follow us.
-        if self._is_back or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if self._is_back or torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return original(module, *args, **kwargs)
         trains = torch.is_grad_enabled()
         depth = self._training_depth if trains else self._depth

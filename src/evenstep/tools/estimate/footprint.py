@@ -99,6 +99,7 @@ class Footprint:
         passing: While the backward pass runs only.
         activations: What the passes hold at most beside.
         stepping: While the optimizer steps only.
+        lasting: Activations that are there at the end of the backward pass, too: a gradient of weights on its way.
         total: The most at once.
     """
 
@@ -111,6 +112,7 @@ class Footprint:
     activations: int
     stepping: int
     mesh: dict[str, int] = field(default_factory=dict)
+    lasting: int = 0
 
     @property
     def name(self) -> str:
@@ -146,7 +148,7 @@ class Footprint:
         """The most at once."""
         if self.num_ranks == 1 or self.mesh:
             # Shards of gradients come while activations go; buckets are there all the time.
-            passes = self.passing + max(self.activations, self.gradients)
+            passes = self.passing + max(self.activations, self.gradients + (self.lasting if self.mesh else 0))
             return self.parameters + self.optimizer + max(passes, self.gradients + self.stepping)
         return self.parameters + self.optimizer + self.gradients + max(self.passing + self.activations, self.stepping)
 
@@ -219,6 +221,7 @@ def footprint(
         sizes.activation_bytes,
         math.ceil(sizes.stepping_bytes * part),
         mesh,
+        min(sizes.activation_bytes, math.ceil(max((fixed for fixed, _ in sizes.activation_lines), default=0))),
     )
 
 

@@ -274,6 +274,10 @@ def main() -> None:
     """Become a script that is observed: the directory, "record" or "replay", the script and its arguments."""
     root, mode, script, *arguments = sys.argv[1:]
     observed = _Observed(Path(root), mode)
+    if mode == "record":
+        randomness.seed_everything(
+            0
+        )  # the seed that convert writes where there is none: data drawn at random are the same
     with Patches() as patches:
         observed.install(patches)
         try:

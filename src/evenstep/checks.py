@@ -1,7 +1,7 @@
-"""Checks of single arguments, with one form of error message for all of evenstep. Pure.
+"""Checks of single arguments. All their error messages have one form. Pure.
 
-Each function returns the value in the type that is meant, or raises a `ConfigurationError` that begins with `what`: who
-was given which argument, as in "DataLoader: timeout". Numbers and switches may be numpy's.
+Each function returns the value in python's type, or raises a `ConfigurationError` that begins with `what`: the class or
+function, and the argument, as in "DataLoader: timeout". Numbers and switches may be numpy's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LONGEST = 60  # characters of a value that are shown
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: in one line, and not longer than that."""
+    """A value as messages show it: in one line, of at most `_LONGEST` characters."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # a foreign __repr__
@@ -28,14 +28,14 @@ def shown(value: object) -> str:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """ " Did you mean cpu?", where a name that isn't known is close to one that is; else ""."""
+    """ " Did you mean cpu?", if an unknown name is close to a known one; else ""."""
     names = list(known)
     close = [each for each in names if each.startswith(name)] or difflib.get_close_matches(name, names, n=1)
     return f" Did you mean {close[0]}?" if close else ""
 
 
 def option_meant(message: str, help: str) -> str:
-    """The same for an option of which argparse complains, of those that begin a line of the command's help."""
+    """The same for an option that argparse refuses; known options begin a line of the command's help."""
     wrong = re.match(r"(?:unrecognized arguments|ambiguous option): (--[\w-]+)", message)
     return meant(wrong[1], re.findall(r"^  (?:-\w[^-]*)?(--[a-z-]+)", help, re.MULTILINE)) if wrong else ""
 
@@ -46,20 +46,21 @@ def counted(count: int, noun: str) -> str:
 
 
 def needs(what: str, package: str, extra: str) -> str:
-    """How to get a package that isn't there: "a plot needs matplotlib: pip install 'evenstep[bench]'".
+    """How to install a missing package: "a plot needs matplotlib: pip install 'evenstep[bench]'".
 
-    Quoted, because brackets mean something to a shell. Where evenstep came from a checkout it does the same.
+    The name is in quotes, because brackets mean something to a shell. The command also works if evenstep was installed
+    from a checkout.
     """
     return f"{what} needs {package}: pip install 'evenstep[{extra}]'"
 
 
 def refuse(what: str, value: object, wanted: str) -> ConfigurationError:
-    """The error for a value that can't be meant.
+    """The error for a value that isn't allowed.
 
     Args:
-        what: Who was given which argument.
+        what: The function and the argument, for messages.
         value: What was given.
-        wanted: What would be right.
+        wanted: The values that are allowed, in words.
     """
     return ConfigurationError(f"{what}={shown(value)}; {wanted}.")
 
@@ -68,14 +69,14 @@ def whole(what: str, value: Any, *, least: int | None = None, most: int | None =
     """A whole number.
 
     Args:
-        what: Who was given which argument.
+        what: The function and the argument, for messages.
         value: What was given.
-        least: The smallest that makes sense; None: any.
-        most: The largest that makes sense; None: any.
-        otherwise: What else may be given, for the message: "None for all".
+        least: The smallest allowed; None: any.
+        most: The largest allowed; None: any.
+        otherwise: Another value that is allowed, for the message: "None for all".
 
     Raises:
-        ConfigurationError: It is no whole number, or out of range.
+        ConfigurationError: It isn't a whole number, or is out of range.
     """
     try:
         number = None if is_switch_type(value) else operator.index(value)
@@ -100,17 +101,17 @@ def number(
     """A real number.
 
     Args:
-        what: Who was given which argument.
-        value: What was given; NaN never is right.
-        least: The smallest that makes sense.
-        above: What it has to be greater than.
-        most: The largest that makes sense.
-        below: What it has to be smaller than.
-        finite: False: it may be infinite.
-        otherwise: What else may be given, for the message.
+        what: The function and the argument, for messages.
+        value: What was given; NaN is always refused.
+        least: The smallest allowed.
+        above: The number must be greater than this.
+        most: The largest allowed.
+        below: The number must be less than this.
+        finite: False: the number may be infinite.
+        otherwise: Another value that is allowed, for the message.
 
     Raises:
-        ConfigurationError: It is no number, or out of range.
+        ConfigurationError: It isn't a number, or is out of range.
     """
     found = as_float(value)
     if (
@@ -135,7 +136,7 @@ def number(
 def as_float(value: Any) -> float | None:
     """A real number of any kind as a float, also NaN and infinities; None for anything else.
 
-    Texts and switches are no numbers here.
+    A text or a bool doesn't count as a number here.
     """
     if isinstance(value, str | bytes | bytearray | complex) or is_switch_type(value):
         return None
@@ -146,10 +147,10 @@ def as_float(value: Any) -> float | None:
 
 
 def switch(what: str, value: Any, *, otherwise: str = "") -> bool:
-    """True or False; 1 and 0 are taken for them.
+    """True or False; 1 and 0 are accepted, too.
 
     Raises:
-        ConfigurationError: Neither.
+        ConfigurationError: The value is none of these.
     """
     if is_switch_type(value) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
@@ -157,10 +158,10 @@ def switch(what: str, value: Any, *, otherwise: str = "") -> bool:
 
 
 def switches(who: str, otherwise: str = "", **given: Any) -> None:
-    """Several switches; with `otherwise` None is one of their values.
+    """Several switches; with `otherwise` each may be None.
 
     Raises:
-        ConfigurationError: One of them is none.
+        ConfigurationError: One of them isn't a switch.
     """
     for name, value in given.items():
         if not (value is None and otherwise):
@@ -171,7 +172,7 @@ def choice(what: str, value: Any, choices: Sequence[str], *, otherwise: str = ""
     """One of some words.
 
     Raises:
-        ConfigurationError: None of them.
+        ConfigurationError: The value is none of these words.
     """
     if isinstance(value, str) and value in choices:
         return value
@@ -183,7 +184,7 @@ def text(what: str, value: Any, *, wanted: str = "a text", otherwise: str = "") 
     """A text that isn't empty.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: It isn't a text, or is empty.
     """
     if isinstance(value, str) and value:
         return value
@@ -194,7 +195,7 @@ def function(what: str, value: Any, *, otherwise: str = "") -> Callable[..., Any
     """A function, or another object that can be called.
 
     Raises:
-        ConfigurationError: It can't be.
+        ConfigurationError: The value can't be called.
     """
     if callable(value):
         return value  # type: ignore[no-any-return]

@@ -25,9 +25,10 @@ def printable(text: str) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line to stderr at once. What it quotes, such as a file's name or the end of a log, stays text.
+    """Print a line to stderr at once. Control characters inside, as from a file's name or a log, are shown as text.
 
-    Where stderr can't be written, because a disk is full or a terminal closed, nobody reads the line: nothing happens.
+    If stderr can't be written, because a disk is full or a terminal closed, nobody could read the line: the error is
+    ignored.
     """
     if sys.stderr is not None:  # was closed when python started; `print` would take stdout
         with contextlib.suppress(OSError):
@@ -35,10 +36,10 @@ def say(line: str) -> None:
 
 
 def on_stdout(**settings: Any) -> Console:
-    """rich's console for reports. An error of stdout is raised: rich itself ends the process where a reader has gone.
+    """rich's console for reports. It raises an error of stdout, as of a lost reader; rich alone would end the process.
 
     Args:
-        settings: Of `rich.console.Console`.
+        settings: Arguments of `rich.console.Console`.
     """
     from rich.console import Console
 
@@ -57,17 +58,17 @@ def progress(
     interval_s: float = 10.0,
     is_shown: bool = True,
 ) -> Iterator[Item]:
-    """Yield `items` behind a bar on a terminal, or behind a plain line per interval where there is none.
+    """Yield `items`, with a bar on a terminal, or with a plain line per interval elsewhere.
 
     Args:
         items: What is iterated.
-        description: What stands before the bar; None: the epoch, if `items` has one.
+        description: Text before the bar; None: the epoch, if `items` has one.
         total: Number of items; None: `len(items)`, or unknown.
-        interval_s: Seconds between two plain lines. The last item is always followed by one.
-        is_shown: False, on other ranks than 0: only yield.
+        interval_s: Seconds between two plain lines. One more line follows the last item.
+        is_shown: False: show nothing, only yield. So on all ranks but 0.
 
     Raises:
-        ConfigurationError: `items` can't be iterated, or another argument makes no sense. On every rank.
+        ConfigurationError: `items` can't be iterated, or another argument is wrong. Raised on every rank.
     """
     if not isinstance(items, Iterable) and not hasattr(items, "__getitem__"):
         raise checks.refuse("world.progress: items", items, "what a loop can go through: a DataLoader, a list")
@@ -124,7 +125,7 @@ def _lines(items: Iterable[Item], description: str, total: int | None, interval_
 def quieten() -> Callable[[], None]:
     """Have this process log nothing below ERROR and show no warnings. Returns a function that undoes it.
 
-    For ranks other than 0 that share a terminal. What a library logs at ERROR concerns this rank, and is shown.
+    For ranks other than 0 that share a terminal with rank 0. Records at ERROR concern this rank, and are shown.
     """
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))

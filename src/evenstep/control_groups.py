@@ -1,7 +1,7 @@
 """Limits that control groups set to this process's memory and CPU time. Linux; elsewhere there are none.
 
 A process is limited by its own group and by all groups around that one: a container's, say, and those that Slurm or
-systemd nest inside it. Both versions of control groups, also where a system has both.
+systemd nest inside it. Both versions of control groups are read; a system may have both.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 _PROCESS = Path("/proc/self")
-_NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as the largest number that it has
+_NO_LIMIT_BYTES = 1 << 60  # version 1 writes "no limit" as its largest number
 _V2 = ""  # its one hierarchy has no name in /proc/PID/cgroup
 
 
 def memory_limit_bytes(process: Path = _PROCESS) -> int | None:
-    """How much memory the control groups allow to all their processes; None: as much as there is.
+    """How much memory the control groups allow to all their processes together; None: there is no limit.
 
     Args:
         process: The process's folder in /proc.
@@ -27,7 +27,7 @@ def memory_limit_bytes(process: Path = _PROCESS) -> int | None:
 
 
 def free_memory_bytes(process: Path = _PROCESS) -> int | None:
-    """How much memory the control groups still allow; None: as much as there is.
+    """How much memory the control groups still allow; None: there is no limit.
 
     Args:
         process: The process's folder in /proc.
@@ -36,7 +36,7 @@ def free_memory_bytes(process: Path = _PROCESS) -> int | None:
 
 
 def cpu_limit(process: Path = _PROCESS) -> float | None:
-    """As how many CPUs the control groups let their processes compute, on average; None: as all of them.
+    """How many CPUs' time the control groups allow to their processes, on average; None: there is no limit.
 
     Args:
         process: The process's folder in /proc.
@@ -45,18 +45,18 @@ def cpu_limit(process: Path = _PROCESS) -> float | None:
 
 
 def count_cpus() -> int:
-    """Logical CPUs that this process may use: by its affinity, and by its control groups."""
+    """The number of logical CPUs that this process may use, by its affinity and its control groups."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(allowed, math.ceil(cpu_limit() or allowed))
 
 
 def _memory(process: Path) -> Iterator[tuple[int, int]]:
-    """(limit, what is in use and can't be given back), in bytes, of each group that has a limit."""
+    """(limit, memory in use that the kernel can't take back), in bytes, of each group that has a limit."""
     for group, is_v2 in _groups(process, "memory"):
         limit, used = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         try:
-            # The page cache counts as used, and fills a group that reads a data set up to its limit; but the kernel
-            # takes it back when it needs the memory. So `MemAvailable` of a whole node counts it as available, too.
+            # The page cache counts as used, and grows to the group's limit while a data set is read. But the kernel
+            # takes it back when memory is needed; a node's `MemAvailable` counts it as available, too.
             cached = ("inactive_file", "active_file") if is_v2 else ("total_inactive_file", "total_active_file")
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
             in_use = int((group / used).read_text()) - sum(int(stat.get(name, 0)) for name in cached)
@@ -104,7 +104,7 @@ def _groups(process: Path, controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _relative(path: str, root: str) -> PurePosixPath:
-    """A group's place below the one that is mounted; the latter itself where the process is outside of it."""
+    """A group's path below the mounted group; the mounted group itself if the process is outside of it."""
     try:
         inside = PurePosixPath(path).relative_to(root)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Deterministic torch: all switches that make a rank compute the same bits every time.
+"""Deterministic torch: all switches that make a rank compute the same bits each time.
 
 Some causes of other bits can't be switched off: `facts` lists everything else that bits are known to depend on.
 """
@@ -28,14 +28,14 @@ _BACKENDS: tuple[tuple[Any, str, Any], ...] = (
 
 
 def switch_on(device: torch.device, *, threads: int) -> Callable[[], None]:
-    """Have torch compute deterministically on this rank; operations that can't are errors that torch names.
+    """Make torch compute deterministically on this rank. Operations that can't do so raise torch's error.
 
     Args:
         device: Where the rank computes.
-        threads: CPU threads of an operation: sums are divided among them, so bits depend on how many there are.
+        threads: CPU threads of an operation. They divide sums among them, so bits depend on their number.
 
     Returns:
-        Puts everything back to what it was.
+        A function that restores all settings.
     """
     undo = contextlib.ExitStack()
     if device.type == "cuda" and not is_set(_CUBLAS):
@@ -50,7 +50,7 @@ def switch_on(device: torch.device, *, threads: int) -> Callable[[], None]:
     torch.use_deterministic_algorithms(True)
     undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
     torch.set_float32_matmul_precision("highest")  # no TF32 on GPUs, no bfloat16 on CPUs
-    # Not by assignment, which `torch.testing` forbids to whoever imports it. A benchmark would choose by a race.
+    # Not by assignment, which fails after an import of `torch.testing`. Benchmark mode would choose kernels by timing.
     cudnn: Any = torch.backends.cudnn
     undo.callback(
         cudnn.set_flags,
@@ -69,7 +69,7 @@ def switch_on(device: torch.device, *, threads: int) -> Callable[[], None]:
 def facts(device: torch.device) -> dict[str, str]:
     """Everything else that bits depend on. The same facts give the same bits.
 
-    Checkpoints hold them: keys never change. `virtual_ranks` has what people call them.
+    Checkpoints hold them: keys never change. `virtual_ranks` has their names in messages.
     """
     found = {
         "cpu": _cpu_model(),
@@ -99,7 +99,7 @@ def _cpu_model() -> str:
 
 
 def _line_of_build(*words: str) -> str:
-    """The line of torch's build settings that has one of some words; "none" without one."""
+    """The line of torch's build settings that has one of some words; "none" if there is none."""
     for line in torch.__config__.show().splitlines():
         if any(word in line for word in words):
             return line.strip(" -")[:160]

@@ -1,4 +1,4 @@
-"""The device of a rank, tensors by device, and copies that nothing waits for."""
+"""The device of a rank, tensors grouped by device, and copies to the host in the background."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from evenstep.checks import counted
 from evenstep.errors import ConfigurationError
 from evenstep.ground.environment import Placement
 
-Coming = tuple[Tensor, Any]  # a copy on the host, and the event after which it is there
+Coming = tuple[Tensor, Any]  # a copy on the host, and the event after which it is complete
 
 
 def parse_device(requested: str | torch.device) -> torch.device:
-    """A device that ranks can compute on. Pure.
+    """`requested` as a device on which ranks can compute. Pure.
 
     Raises:
-        ConfigurationError: There is no such device, or none of these.
+        ConfigurationError: There is no such device, or ranks can't compute on it.
     """
     try:
         device = torch.device(requested)
     except (RuntimeError, TypeError, ValueError):
-        raise ConfigurationError(f"device={str(requested)!r} is no device; use 'cpu', 'cuda' or 'cuda:1'.") from None
+        raise ConfigurationError(f"device={str(requested)!r} isn't a device; use 'cpu', 'cuda' or 'cuda:1'.") from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigurationError(f"device={str(requested)!r}: evenstep trains on 'cpu' and 'cuda'.")
     return device
@@ -34,9 +34,9 @@ def choose_device(requested: str | torch.device | None, placement: Placement, *,
     """The device of one rank. Pure.
 
     Args:
-        requested: "cpu", "cuda" (the rank's own GPU), "cuda:1" (that one, shared if need be), or None to take GPUs if
+        requested: "cpu", "cuda" (the rank's own GPU), "cuda:1" (that GPU, which ranks may share), or None: GPUs if
             there are any.
-        placement: Where the rank stands among those of its node.
+        placement: The rank's place among those of its node.
         num_gpus: GPUs that torch can use on this node.
 
     Raises:
@@ -52,13 +52,13 @@ def choose_device(requested: str | torch.device | None, placement: Placement, *,
             raise ConfigurationError(f"device={str(requested)!r}, but this node has {_gpus(num_gpus)}.")
         return device
     if num_gpus == 1 and placement.has_one_gpu_of_its_own:
-        return torch.device("cuda", 0)  # another one on every rank, all of them number 0
+        return torch.device("cuda", 0)  # each rank sees another GPU, as its number 0
     if placement.local_world_size > num_gpus:
         most = counted(num_gpus, "rank")
         remedy = f"Start at most {most}, or pass device='cpu', or name one to be shared: device='cuda:0'."
         raise ConfigurationError(
             f"{counted(placement.local_world_size, 'rank')} on this node, but it has {_gpus(num_gpus)}: each rank "
-            f"needs one of its own. " + (remedy if num_gpus else "Pass device='cpu'.")
+            f"needs its own GPU. " + (remedy if num_gpus else "Pass device='cpu'.")
         )
     return torch.device("cuda", placement.local_rank)
 
@@ -68,7 +68,7 @@ def _gpus(count: int) -> str:
 
 
 def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Lists of tensors of one device and dtype, none of them without elements."""
+    """The tensors that have elements, grouped into lists by device and dtype."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -77,7 +77,7 @@ def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def start_copy(values: Tensor) -> Coming:
-    """Ask for values."""
+    """Begin to copy values to the host."""
     if values.device.type != "cuda":
         return values.cpu().clone(), None
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
@@ -88,9 +88,9 @@ def start_copy(values: Tensor) -> Coming:
 
 
 def arrived(coming: Coming) -> list[float]:
-    """Return numbers that `start_copy` has begun to copy, a window ago."""
+    """The numbers that `start_copy` began to copy, one window earlier."""
     host, event = coming
     if event is not None:
-        event.synchronize()  # it has happened
+        event.synchronize()  # the event is over already
     values: list[float] = host.tolist()
     return values

@@ -39,7 +39,7 @@ class EvenstepError(RuntimeError):
 
     Attributes:
         exit_code: Status with which a process ends when the error isn't caught.
-        is_users_mistake: The message says all there is to know; a traceback would only bury it.
+        is_users_mistake: The message says everything; a traceback would only bury it.
         is_consequence: Raised because another rank failed first.
     """
 
@@ -56,19 +56,19 @@ class ConfigurationError(EvenstepError, ValueError, TypeError):
 
 
 class UsageError(EvenstepError):
-    """Calls that don't fit together, found while running: what, where, and what to write instead."""
+    """Calls that don't fit together, found while running. The message says which, where, and what to write instead."""
 
     is_users_mistake = True
 
 
 class DataError(EvenstepError):
-    """A sample can't be loaded: its file is damaged, or its worker died. Data sets may raise it, too."""
+    """A sample can't be loaded: its file is damaged, or its worker died. Data sets may raise this error, too."""
 
     is_users_mistake = True
 
 
 class OtherRankFailedError(UsageError):
-    """Code of the user failed on another rank, in what all ranks do together. Raised on the ranks beside it."""
+    """The user's code failed on one rank while the others waited for it. Raised on the others."""
 
     is_consequence = True
 
@@ -87,7 +87,7 @@ class NonFiniteError(EvenstepError, ArithmeticError):
 
 
 class DriftError(EvenstepError):
-    """Parameters that must be the same on all ranks no longer are. Raised on every rank with the same text."""
+    """Parameters that must be equal on all ranks differ. Raised on every rank with the same text."""
 
     exit_code = 73
     is_users_mistake = True
@@ -108,7 +108,7 @@ class CollectiveTimeoutError(EvenstepError, TimeoutError):
 
 
 class CheckpointError(EvenstepError):
-    """A checkpoint can't be saved or read, is damaged, or isn't one of these objects. Raised on every rank."""
+    """A checkpoint can't be saved or read, is damaged, or belongs to other objects. Raised on every rank."""
 
     exit_code = 74
     is_users_mistake = True

@@ -53,9 +53,7 @@ from evenstep.transport.tree_order import in_tree_order
 from evenstep.virtual_ranks import DEFAULT_VIRTUAL_RANKS, VirtualRanks, disagreements, validate_division, validate_mode
 from evenstep.world import DEFAULT_TIMEOUT_S, LONGEST_TIMEOUT_S, World
 
-_SAME_ARGUMENTS = (
-    "Every rank passes the same; numbers of its own for each rank come from the seed without further doing."
-)
+_SAME_ARGUMENTS = "Pass the same on all ranks; each rank derives its own random numbers from the seed."
 
 
 @excepthook.for_users
@@ -72,7 +70,7 @@ def init(
     threads: int | None = None,
     mesh: Mapping[str, int] | DeviceMesh | None = None,
 ) -> World:
-    """Join the ranks that a launcher started, or be a world of one.
+    """Join the ranks that a launcher started; without a launcher, make a world of one.
 
     Collective: every rank calls this, once. Under `evenstep run`, `evenstep.launch` or `torchrun` the ranks
     rendezvous; without a launcher no process group is made and no port is opened. A process group that the script made
@@ -81,34 +79,35 @@ def init(
     Args:
         seed: Seeds python, numpy (if installed) and torch, equally on all ranks. From the first training forward on
             every rank but 0 draws numbers of its own. None: nothing is seeded.
-        device: "cpu", "cuda" (this rank's own GPU), "cuda:1" (this one, shared if need be); None: what
-            `evenstep run --device` said, else GPUs if there are any.
+        device: "cpu", "cuda" (this rank's own GPU), "cuda:1" (this GPU, which ranks may share); None: as given to
+            `evenstep run --device`, else GPUs if there are any.
         transport: "shared memory", "gloo" or "nccl"; None: NCCL between GPUs of their own, else shared memory between
             CPU ranks of one node, else Gloo.
         timeout_s: Seconds after which a collective, or a save, gives up on a missing rank.
-        quiet: Don't print the line that says what runs where.
-        log_on_all_ranks: Let every rank log and warn where all write to one terminal (`evenstep.launch`, torchrun,
-            mpiexec, srun). Else rank 0 alone does, but for errors. Under `evenstep run` ranks have files of their own,
-            and all is kept.
-        reproducible: The same bits on any number of ranks: see docs/how-to/reproducible.md. Needs a seed, and
+        quiet: Don't print the line that describes the run.
+        log_on_all_ranks: Let every rank log and warn if all write to one terminal (`evenstep.launch`, torchrun,
+            mpiexec, srun). By default only rank 0 does, except for errors. Under `evenstep run` each rank has its own
+            file, and everything is kept.
+        reproducible: Compute the same bits on any number of ranks: see docs/how-to/reproducible.md. Needs a seed, and
             training loops over `model.microbatches(batch)`.
-        virtual_ranks: With `reproducible`: in how many parts every global batch is computed, a power of two that the
-            number of ranks divides; None: 8.
+        virtual_ranks: With `reproducible`: the number of parts in which every global batch is computed, a power of two
+            and a multiple of the number of ranks; None: 8.
         threads: With `reproducible`: CPU threads of every rank, which the bits depend on; None: 1.
-        mesh: How ranks divide the work, sizes by name that multiply to the number of ranks, in any order: "replicate"
+        mesh: How ranks divide the work: sizes by name, in any order, whose product is the number of ranks. "replicate"
             (all parameters on every rank), "shard" (parameters divided, FSDP2), "tensor" (layers divided), "pipeline"
-            (stages). One of them may be -1, for what is left. Ranks along "tensor" and "pipeline" get the same samples.
-            Or a torch `DeviceMesh` of all ranks with these names. None: every rank has samples of its own.
+            (stages). One size may be -1: it is computed from the others. Ranks along "tensor" and "pipeline" get the
+            same samples. Or a torch `DeviceMesh` of all ranks with these names. None: every rank has samples of its
+            own.
 
     Returns:
-        The world, which is also the current one: what constructors take when given `world=None`.
+        The world. It is now the current one, which constructors use for `world=None`.
 
     Raises:
         ConfigurationError: An argument or a launcher's variable is wrong; more ranks than GPUs; a second call with
             other arguments.
         MismatchError: The ranks were given different arguments. Raised on every rank.
-        UsageError: A constructor was called before, and made or adopted a world; or this process was forked from a
-            rank, whose connections it can't use.
+        UsageError: A constructor was called before and made or adopted a world; or this process was forked from a rank
+            and can't use that rank's connections.
     """
     validate_roles()
     seed = randomness.validate_seed("evenstep.init", seed)
@@ -124,7 +123,7 @@ def init(
     if reproducible and sizes is not None:
         raise ConfigurationError(
             "evenstep.init: mesh and reproducible exclude each other. A layer that is divided over ranks adds in "
-            "another order than a whole one, so the bits would depend on the mesh. Leave one of them out."
+            "another order than a whole layer, so the bits would depend on the mesh. Leave one of the two out."
         )
     arguments: dict[str, object] = {
         "seed": seed,
@@ -142,7 +141,7 @@ def init(
             raise UsageError(
                 f"evenstep.init: this process was forked from rank {before.rank} of {before.world_size}, whose "
                 f"connections it can't use. Start it as a new process (subprocess, or multiprocessing's spawn): that "
-                f"is a world of its own."
+                f"makes its own world."
             )
         worlds.validate_is_first()
         made_with = before._init_arguments
@@ -221,11 +220,11 @@ def _join(
     if placement.world_size == 1:
         transports = Transports(LocalTransport(), LocalTransport(), timeout_s, transport)
         at_close = [restore_hook]
-        if needs_group:  # torch's meshes and what stands on them; no port is opened for a group of one
+        if needs_group:  # torch's meshes need a group; a group of one opens no port
             dist.init_process_group(backend.NAME, store=dist.HashStore(), rank=0, world_size=1)
             at_close.insert(0, _destroy_default_group)
         return World(placement, device=chosen, transports=transports, store=None, seed=seed, on_close=at_close)
-    # Before the rendezvous: a rank that leaves it at once closes a socket to which others still connect.
+    # Before the rendezvous: a rank that leaves the rendezvous at once closes a socket to which others still connect.
     validate_transport(transport, chosen)
     shares_a_gpu = chosen.type == "cuda" and requested is not None and torch.device(requested).index is not None
     speaks_nccl = chosen.type == "cuda" and (transport == "nccl" or (transport is None and not shares_a_gpu))
@@ -266,16 +265,17 @@ def open_group(
     is_for_all: bool = True,
     timeout_s: float,
 ) -> SharedMemoryTransport | None:
-    """Make the process group of some ranks; returns their shared memory, None: they have none. Collective.
+    """Make the process group of some ranks; returns their shared memory, or None if they have none. Collective.
 
     Args:
-        store: Of these ranks.
-        placement: This rank's among them.
+        store: The store of these ranks.
+        placement: This rank's place among them.
         device: Where gradients are.
         transport: As for `init`.
         speaks_nccl: The group gets NCCL, too.
-        is_for_all: Of all ranks. False: shared memory does without a group, by which ranks would be numbered.
-        timeout_s: Deadline for the others to come, and of all calls.
+        is_for_all: The group has all ranks. False: with shared memory no group is made, because the group would define
+            the numbering of ranks.
+        timeout_s: Deadline for the arrival of the others, and of all calls.
     """
     shared: SharedMemoryTransport | None = None
     is_ours = device.type == "cpu" and transport != "gloo"
@@ -284,8 +284,8 @@ def open_group(
         is_ours = shared is not None
     if shared is not None and not is_for_all:
         return shared
-    # torch's own Gloo would listen on a port from now on: see [Note: the whole group] in `transport.backend`.
-    # Between nodes it would end the process where ranks call with different sizes.
+    # torch's own Gloo would listen on a port from now on: see [Note: the whole group] in `transport.backend`. Between
+    # nodes it would end the process if ranks call with different sizes.
     usual = "cpu:gloo,cuda:nccl" if speaks_nccl else "gloo"
     dist.init_process_group(
         backend=backend.NAME if is_ours else usual,
@@ -313,9 +313,9 @@ def transports_of(
 
 
 def _complete(placement: Placement, transports: Transports, device: torch.device) -> Placement:
-    """Complete a placement with all ranks' nodes, and refuse GPUs given to two ranks.
+    """Add to a placement which ranks share a node; refuse a GPU that was given to two ranks.
 
-    Launchers other than torchrun don't say, or not reliably, which ranks share a node.
+    Only torchrun says reliably which ranks share a node.
 
     Raises:
         ConfigurationError: Two ranks were given the same GPU, each as its only one. Raised on every rank.
@@ -338,9 +338,9 @@ def _complete(placement: Placement, transports: Transports, device: torch.device
 
 
 def make_reproducible(world: World, *, num_virtual_ranks: int, threads: int) -> None:
-    """Make this world compute the same bits as one of another size from now on.
+    """Make this world compute, from now on, the same bits as a world of any other size.
 
-    Collective. Warns, on rank 0, where the ranks' processors or libraries differ.
+    Collective. Rank 0 warns if the ranks' processors or libraries differ.
 
     Raises:
         ConfigurationError: The virtual ranks can't be divided over the ranks. Raised on all of them.
@@ -366,7 +366,7 @@ def _announce(world: World, *, quiet: bool) -> None:
     if placement.remark:
         say(f"evenstep: {placement.remark}")
     if world.why_gloo is not None:
-        say(f"evenstep: Gloo, for want of shared memory: {world.why_gloo}")
+        say(f"evenstep: using Gloo, because there is no shared memory: {world.why_gloo}")
     known = announcement(
         world_size=world.world_size,
         num_nodes=world.num_nodes,
@@ -378,16 +378,16 @@ def _announce(world: World, *, quiet: bool) -> None:
         mode = f"{world.virtual_ranks.num_virtual_ranks} virtual ranks"
         if placement.announced is None:
             line += f", {mode}"
-        else:  # the launcher couldn't know, and has named its own number of threads
+        else:  # the launcher didn't know the mode, and printed its own number of threads
             threads = "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
             line = f"evenstep: reproducible: {mode}, {threads} per rank in this mode, {world.transport_name}"
     elif known == placement.announced and world.transport_name == _usual_transport(world):
-        return  # the launcher has said the rest
+        return  # the launcher has printed the rest
     say(line)
 
 
 def _usual_transport(world: World) -> str:
-    """The transport of such a world where nothing stands against it, and no argument asks for another."""
+    """The transport of such a world if it is available, and if no argument asks for another."""
     if world.world_size == 1:
         return "local"
     if world.device.type == "cuda":
@@ -398,7 +398,7 @@ def _usual_transport(world: World) -> str:
 
 
 def _has_own_nccl(world: World) -> bool:
-    """Whether `init` has made NCCL's groups, and so has to end them."""
+    """Whether `init` made NCCL's groups, and so has to end them."""
     return world.transport_name == "nccl" and world._adopted_group is None
 
 
@@ -428,10 +428,10 @@ def _explain_rendezvous(placement: Placement, error: Exception) -> str:
 
 
 def _disown() -> None:
-    """Keep a forked child from ending its parent's world, or from saying that it has ended.
+    """Keep a forked child from ending its parent's world, and from reporting that this world has ended.
 
-    Nor may it collect the parent's garbage, or release its groups at the end: they would wait for threads that the
-    child doesn't have.
+    The child may not collect the parent's garbage either, or release its groups at the end: both would wait for threads
+    that the child doesn't have.
     """
     gc.freeze()
     keep_groups()

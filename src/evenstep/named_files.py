@@ -1,7 +1,7 @@
-"""Files that a person names on a command line: the script that is examined, the report that is written.
+"""Files that a person names on a command line: the script to examine, the report to write.
 
-A script is refused with one line where reading it would wait for ever (a pipe), never end (/dev/zero) or give no text,
-and where its name can't be printed. A report replaces its file as a whole, and never a script.
+A script is refused with one line if reading it would wait for ever (a pipe), never end (/dev/zero) or give no text, and
+if its name can't be printed. A report replaces its file as a whole, and never replaces a script.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evenstep.errors import ConfigurationError
 
 MOST_BYTES = 2 << 20  # of a script; of a notebook, with its pictures, `MOST_BYTES_OF_NOTEBOOK`
 MOST_BYTES_OF_NOTEBOOK = 64 << 20
-# Errors of a file or stream that is written which the disk, or the reader of a pipe, has caused.
+# Errors of writing that the disk, or the reader of a pipe, has caused.
 OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS, errno.EPIPE}
 _SCRIPTS = (".py", ".ipynb")
 
@@ -29,7 +29,7 @@ def read_script(script: str | Path) -> bytes:
     """The bytes of a script or notebook that a person has named.
 
     Raises:
-        ConfigurationError: There is none, it is no regular file, larger than a script, binary, or its name has
+        ConfigurationError: The file is missing, not regular, larger than any script, or binary; or its name has
             characters that can't be printed.
     """
     path = Path(script)
@@ -41,7 +41,7 @@ def read_script(script: str | Path) -> bytes:
         if stat.S_ISDIR(mode):
             raise ConfigurationError(f"{path} is a directory. Name the script, such as {path / 'train.py'}.")
         if not stat.S_ISREG(mode):
-            raise ConfigurationError(f"{path} is no regular file. Name the script, such as train.py.")
+            raise ConfigurationError(f"{path} isn't a regular file. Name the script, such as train.py.")
         with path.open("rb") as file:
             data = file.read(most + 1)
     except FileNotFoundError:
@@ -49,9 +49,9 @@ def read_script(script: str | Path) -> bytes:
     except OSError as error:
         raise ConfigurationError(f"{shown(str(path))} can't be read: {error.strerror}.") from None
     if len(data) > most:
-        raise ConfigurationError(f"{path} has more than {most >> 20} MiB, which no script has.")
+        raise ConfigurationError(f"{path} has more than {most >> 20} MiB, too many for a script.")
     if b"\0" in data:
-        raise ConfigurationError(f"{path} is no python script: it has zero bytes, as binary files do.")
+        raise ConfigurationError(f"{path} isn't a python script: it has zero bytes, as binary files do.")
     return data
 
 
@@ -59,12 +59,12 @@ def encoding_of(data: bytes, path: str | Path) -> str:
     """The encoding that a script declares, UTF-8 if it declares none.
 
     Raises:
-        ConfigurationError: It declares none that python knows, or isn't text in it.
+        ConfigurationError: Python doesn't know the encoding, or the file isn't text in it.
     """
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         data.decode(encoding)
-    except (SyntaxError, LookupError, ValueError) as error:  # LookupError: rot13, which is no encoding of text
+    except (SyntaxError, LookupError, ValueError) as error:  # LookupError: rot13, which doesn't encode text
         raise ConfigurationError(
             f"{path} is not text in the encoding it declares (UTF-8 if it declares none): {error}. "
             "Save it as UTF-8, or name its encoding in the first line: # -*- coding: latin-1 -*-"
@@ -73,7 +73,7 @@ def encoding_of(data: bytes, path: str | Path) -> str:
 
 
 def validate_script(script: str | Path) -> None:
-    """Refuse what can't be read as a script; for those that will only run it.
+    """Refuse a file that can't be read as a script; for commands that only run it.
 
     Raises:
         ConfigurationError: As `read_script` and `encoding_of`.
@@ -82,15 +82,15 @@ def validate_script(script: str | Path) -> None:
 
 
 def validate_target(option: str, file: str | None, *sources: str | None) -> None:
-    """Refuse a file that can't be written, or mustn't be. Before runs, which take minutes.
+    """Refuse a report's file that can't or mustn't be written. Called before runs, which take minutes.
 
     Args:
-        option: Which names it: "--json".
+        option: The option that names the file: "--json".
         file: None: nothing is written.
         sources: Files that it mustn't be: scripts, other reports.
 
     Raises:
-        ConfigurationError: It is a script or one of `sources`, a directory, or in a directory that isn't there.
+        ConfigurationError: It is a script, one of `sources`, a directory, or a file in a missing directory.
     """
     if file is None:
         return
@@ -98,7 +98,8 @@ def validate_target(option: str, file: str | None, *sources: str | None) -> None
     shown_path = file if file.isprintable() else ascii(file)
     if path.suffix in _SCRIPTS or any(_is_same(path, Path(each)) for each in sources if each is not None):
         raise ConfigurationError(
-            f"{option} {shown_path}: a script, or the file of another option, stays. Name a new file, such as out.json."
+            f"{option} {shown_path}: this file is a script, or belongs to another option, and isn't replaced. Name a "
+            f"new file, such as out.json."
         )
     try:
         folder = path.absolute().parent
@@ -116,7 +117,7 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def write_report(file: str | Path, text: str) -> None:
-    """Write a report. A file that was there is replaced by all of it, or stays as it is.
+    """Write a report. An old file is replaced by the whole report, or stays as it is.
 
     Raises:
         OSError: It can't be written; `filename` says which.
@@ -132,7 +133,7 @@ def write_report(file: str | Path, text: str) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Put new content in the place of a file, as a whole and on the disk, with the mode and owner of the old one.
+    """Replace a file's content as a whole, and flush it to the disk. The file keeps its mode and owner.
 
     Raises:
         OSError: It can't be written. The file is as it was.

@@ -21,9 +21,9 @@ class Reservation:
     """Reserves a port of the loopback interface, on which no process listens.
 
     The socket is bound and never listens. With SO_REUSEADDR on both sides one process, a rank that hosts a store, can
-    still listen there; without the reservation the system could give the port to another process in between. It is
-    kept from accidents, not from another user, who may listen there first: so torch's own groups of all ranks meet
-    elsewhere (`rendezvous_store.meet_without_port`).
+    still listen there; without the reservation the system could give the port to another process in between. The
+    reservation prevents accidents only: another user may still listen there first. So torch's own groups of all ranks
+    meet elsewhere (`rendezvous_store.meet_without_port`).
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket on one address of this host, and on no other.
 
     Raises:
-        OSError: The address isn't this host's (EADDRNOTAVAIL), the port is in use (EADDRINUSE), there is no such name.
+        OSError: The address isn't this host's (EADDRNOTAVAIL), the port is in use (EADDRINUSE), or the name is unknown.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
@@ -110,8 +110,9 @@ def is_loopback(host: str) -> bool:
 def bind_address(host: str) -> str:
     """The address on which to serve a store that other nodes reach as `host`.
 
-    That address alone, so that no process connects through another network. All addresses where `host` is a name that
-    means loopback on this host only, as Debian's own name does (127.0.1.1): other nodes resolve it differently.
+    It is that address alone, so that no process connects through another network. It is all addresses if `host` is a
+    name that means loopback on this host only, as a Debian host's own name does (127.0.1.1): other nodes resolve it
+    differently.
     """
     try:
         ipaddress.ip_address(host)
@@ -121,7 +122,7 @@ def bind_address(host: str) -> str:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether a name or an address is this host's, and not only loopback."""
+    """Whether a name or an address is this host's, and more than loopback."""
     try:
         address = socket.getaddrinfo(host, None)[0][4][0]
     except OSError:
@@ -148,7 +149,7 @@ def interface_of(address: str) -> str | None:
 
 
 def addresses() -> dict[str, list[str]]:
-    """The IPv4 and IPv6 addresses of every interface that has one, link-local ones aside. Linux."""
+    """The IPv4 and IPv6 addresses of every interface, without link-local ones. Linux."""
     found: dict[str, list[str]] = {}
     for name, address in _interfaces():
         if address.version == 4 or not address.is_link_local:

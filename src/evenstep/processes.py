@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-# They ask a run to save and stop: schedulers, job scripts and submitit, and a connection that was dropped.
+# Signals that ask a run to save and stop. They come from schedulers, job scripts, submitit or a dropped connection.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 # Places in what `stat_fields` returns.
@@ -14,24 +14,25 @@ STATE, PARENT_PID, USER_TICKS, START_TICKS, RESIDENT_PAGES = 0, 1, 11, 19, 21
 
 
 def stays_ignored(which: signal.Signals) -> bool:
-    """Whether whoever started this process had a signal ignored, and meant that: SIGHUP, as `nohup` does."""
+    """Whether this process was started with a signal ignored on purpose: SIGHUP, as by `nohup`."""
     return which == signal.SIGHUP and signal.getsignal(which) == signal.SIG_IGN
 
 
 def boot_id() -> str:
-    """What only processes under this kernel know, since it was started; "" elsewhere than on Linux."""
+    """The id of this kernel's boot, which only processes under it know; "" elsewhere than on Linux."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""
 
 
 def stat_fields(pid: int | str) -> list[str]:
-    """The fields of /proc/PID/stat behind the program's name; empty if there is no such process.
+    """The fields of /proc/PID/stat that follow the program's name; empty if there is no such process.
 
     Args:
         pid: A process, or "self".
 
     Raises:
-        OSError: The system doesn't say: this process has no descriptor left, for example. The other may well be alive.
+        OSError: The system doesn't say: this process has no descriptor left, for example. The process `pid` may be
+            alive.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -44,8 +45,8 @@ def state_and_start(pid: int) -> tuple[str, int]:
     """State and start time of a process; ("", 0) if there is none.
 
     Returns:
-        The state as one letter: T is stopped by a signal, t by a debugger, Z has ended and waits for its parent. And
-        the start in the kernel's ticks, which tells a process from a later one with the same number.
+        The state as one letter: T is stopped by a signal, t by a debugger, Z has ended and waits for its parent. The
+        start in the kernel's ticks distinguishes a process from a later one with the same number.
 
     Raises:
         OSError: As `stat_fields`.
@@ -55,7 +56,7 @@ def state_and_start(pid: int) -> tuple[str, int]:
 
 
 def exists(pid: int) -> bool:
-    """Whether there is a process of this number, be it a zombie. Needs no descriptor."""
+    """Whether there is a process with this number, zombies included. Needs no descriptor."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -66,21 +67,21 @@ def exists(pid: int) -> bool:
 
 
 def is_running(pid: int, start_ticks: int | None = None) -> bool:
-    """Whether a process hasn't ended; a zombie has. Where that can't be seen, whether there is one of this number.
+    """Whether a process is running; a zombie isn't. If its state can't be read: whether the number is in use.
 
     Args:
         pid: Its number.
-        start_ticks: When it started: a later process of the same number is another one. None: any.
+        start_ticks: When it started, since a later process may get the same number. None: any.
     """
     try:
         state, found = state_and_start(pid)
-    except OSError:  # this process has no descriptor left, say: that is no news of the other
+    except OSError:  # this process has no descriptor left, say, which tells nothing about the other
         return exists(pid)
     return state not in ("", "Z", "X") and start_ticks in (None, found)
 
 
 def handles_signal(pid: int, number: int) -> bool:
-    """Whether a process has a handler of a signal of its own; False if it has ended."""
+    """Whether a process has its own handler of a signal; False if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -90,7 +91,7 @@ def handles_signal(pid: int, number: int) -> bool:
 
 
 def time_on_core_ns(pid: int) -> int | None:
-    """How long a process's main thread has run on a processor in all; None where that can't be seen.
+    """The total time for which a process's main thread has run on a processor; None if that can't be read.
 
     A thread that waits for a lock, a socket or another thread doesn't run at all: the number stays the same.
     """
@@ -98,7 +99,7 @@ def time_on_core_ns(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0])
     except (OSError, ValueError, IndexError):
         pass
-    try:  # a kernel without schedstat: in ticks
+    try:  # a kernel without schedstat counts in ticks
         fields = stat_fields(f"{pid}/task/{pid}")
         return (int(fields[USER_TICKS]) + int(fields[USER_TICKS + 1])) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
@@ -106,7 +107,7 @@ def time_on_core_ns(pid: int) -> int | None:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process's main thread has started and that it has not waited for."""
+    """The processes that a process's main thread has started and not waited for."""
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
 """Pytrees of user containers: lists, tuples, named tuples, mappings and dataclasses, taken apart and rebuilt.
 
-Unlike torch's pytrees (`ground.compat.torch_pytree`), which the wrapper uses for what modules take and return, these
+The wrapper uses torch's pytrees (`ground.compat.torch_pytree`) for the inputs and outputs of modules. The pytrees here
 need no registration: a batch may be a dataclass, and a mapping keeps its factory and attributes.
 """
 
@@ -34,14 +34,14 @@ def children_of(node: Any) -> tuple[list[Any], Rebuild] | None:
 
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:
-    """The tensors of what a module returned: of any pytree that torch knows, and of the containers known here."""
+    """The tensors in a module's outputs: in pytrees that torch knows, and in the containers known here."""
     if isinstance(outputs, Tensor):
         yield outputs
         return
     parts: Sequence[Any] = outputs
     if type(outputs) not in (list, tuple):
         parts = torch_pytree.tree_leaves(outputs)
-        if len(parts) == 1 and parts[0] is outputs:  # torch knows no parts of it
+        if len(parts) == 1 and parts[0] is outputs:  # a leaf to torch
             parts = (children_of(outputs) or ((), None))[0]
     for part in parts:
         if type(part) not in _PLAIN:
@@ -68,7 +68,7 @@ def _plan(node: Any, tensors: list[Tensor]) -> Rebuild:
 
 
 def _with_values(node: Mapping[Any, Any], values: Sequence[Any]) -> Any:
-    # A copy keeps what else a mapping carries: the factory of a defaultdict, the encodings of a tokenizer's batch.
+    # A copy keeps a mapping's other contents: the factory of a defaultdict, the encodings of a tokenizer's batch.
     made: Any = copy.copy(node)
     for key, value in zip(list(node), values, strict=True):
         made[key] = value

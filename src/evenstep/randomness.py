@@ -7,17 +7,17 @@ drawn.
 
 [Note: replicas' draws]
 
-Whose streams are whose to reseed, when a model is first called in training:
+Who reseeds the streams when a model is first called in training:
 
 | the model's world | random numbers |
 | --- | --- |
 | made by `init`, or a group of its ranks | every rank draws its own |
-| adopted: the script never calls `init` | the script's: it may decide by them what all ranks do |
+| adopted: the script never calls `init` | not reseeded: the script may use them to decide what all ranks do |
 | in reproducible mode | keyed by virtual rank inside the loop, shared outside |
 
-Ranks are numbered as data ranks of the model's world (`ground.coordination.mesh`). With tensor parallelism, ranks that
-have parts of one replica have the same number: they keep equal streams, which they need for what they compute twice. So
-do the stages of a pipeline, which need the same samples.
+The number of a rank is its data rank in the model's world (`ground.coordination.mesh`). With tensor parallelism, ranks
+with parts of one replica have the same number and keep equal streams: some of their computations are the same, and must
+give equal results. The stages of a pipeline have the same number, too, because they need the same samples.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STREAMS = ("python", "torch", "numpy")  # torch's: on every device
 
 
 def mix(*words: int) -> int:
-    """Hash integers into 64 bits, the order mattering. Pure.
+    """Hash integers into 64 bits; their order matters. Pure.
 
     SplitMix64's finaliser (Steele, Lea and Flood, 2014) applied word by word; neighbouring inputs give unrelated
     outputs, so that (seed, epoch) or (seed, rank) can be used as keys.
@@ -62,12 +62,12 @@ def validate_seed(what: str, seed: Any, *, otherwise: str = "None to seed nothin
     """A seed as python's own number. Pure.
 
     Args:
-        what: Who was given it.
+        what: The function and the argument, for messages.
         seed: What was given.
         otherwise: What None means; "": it is refused.
 
     Raises:
-        ConfigurationError: No whole number from 0 to 2**63 - 1.
+        ConfigurationError: It isn't a whole number from 0 to 2**63 - 1.
     """
     if seed is None and otherwise:
         return None
@@ -86,20 +86,21 @@ def seed_everything(seed: int) -> None:
 
 def _seed_torch(seed: int) -> None:
     if _may_use_accelerators():
-        torch.manual_seed(seed)  # CUDA's generators too, now or when they come to be
+        torch.manual_seed(seed)  # CUDA's generators too, also those that are created later
     else:
-        # Without a device to come, torch would still record the caller's whole stack for it: half a millisecond.
+        # Even without a device, torch would record the caller's whole stack for it: half a millisecond.
         torch.default_generator.manual_seed(seed)
 
 
 @functools.cache
 def _may_use_accelerators() -> bool:
-    # Whether torch was built for any: querying the device itself would start it, and forked processes couldn't use it.
+    # Asked is whether torch was built for the device: a query of the device itself would start it, and forked processes
+    # couldn't use it.
     return torch.accelerator.current_accelerator() is not None
 
 
 def diverge(rank: int, streams: Iterable[str] = STREAMS) -> None:
-    """Reseed random streams of this rank, each from what it would have drawn next; rank 0 keeps its own."""
+    """Reseed this rank's random streams, each from its own next number; rank 0 keeps its streams."""
     for name in streams if rank else ():
         _RESEED[name](rank)
 
@@ -110,7 +111,7 @@ def _reseed_python(rank: int) -> None:
 
 def _reseed_torch(rank: int) -> None:
     drawn = int(torch.randint(1 << 62, (), device="cpu").item())
-    # Signed, because that is what CUDA's generators accept on every torch version.
+    # Signed, because CUDA's generators accept signed seeds on every torch version.
     torch.manual_seed(mix(drawn, rank) >> 1)
 
 
@@ -135,7 +136,7 @@ class RandomState:
 
 
 def capture(*, with_devices: bool = True) -> RandomState:
-    """Take the state of every stream, without starting CUDA or importing numpy; on request those of the CPU alone."""
+    """Read the state of every stream, or of the CPU's alone. Neither starts CUDA nor imports numpy."""
     numpy = sys.modules.get("numpy")
     has_devices = with_devices and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     cuda = tuple(torch.cuda.get_rng_state_all()) if has_devices else ()
@@ -148,7 +149,7 @@ def capture(*, with_devices: bool = True) -> RandomState:
 
 
 def restore(state: RandomState) -> None:
-    """Put every stream back to where `capture` found it."""
+    """Restore every stream to the state that `capture` read."""
     random.setstate(state.python)
     torch.set_rng_state(state.torch_cpu)
     if state.torch_cuda:
@@ -168,7 +169,7 @@ def seed_streams(key: int) -> None:
 
 
 class OwnStreams:
-    """Random streams of one sampler or data set, which go on where they were whatever is drawn in between.
+    """Random streams of one sampler or data set. Draws outside of them don't change them.
 
     Args:
         key: Seeds them.
@@ -181,7 +182,7 @@ class OwnStreams:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Python's, torch's and numpy's streams on the CPU are these inside of the block."""
+        """Inside of the block, these streams replace python's, torch's and numpy's on the CPU."""
         outside = self._outside = _exchanged(self._outside)
         try:
             if self._own is None:
@@ -199,15 +200,16 @@ class _Exchanged(NamedTuple):
 
     [Note: numpy's stream]
     numpy's own functions take 80 to 100 us to read or write it, word by word. So the memory of its generator (a
-    Mersenne Twister's 624 words, and the place in them) is copied, in 1 us. It doesn't hold the second of two normal
-    numbers that were drawn together. Where one is left over, numpy's functions read and write all. None can be left
-    over while the memory is as it was when none was.
+    Mersenne Twister's 624 words, and the position in them) is copied, in 1 us. That memory lacks one part of the state:
+    normal numbers are drawn in pairs, and the second of a pair is stored elsewhere until it is used. While a second
+    number is stored, numpy's functions read and write the whole state. If none was stored before and the memory is
+    unchanged, none is stored now.
 
     Attributes:
         python: `random.getstate()`.
         torch: [bytes], uint8.
-        memory: Of numpy's generator; b"" without numpy, and where that is no Mersenne Twister.
-        numpy: `numpy.random.get_state()`; None where `memory` says all.
+        memory: The memory of numpy's generator; b"" without numpy, or if the generator isn't a Mersenne Twister.
+        numpy: `numpy.random.get_state()`; None if `memory` is the whole state.
     """
 
     python: Any
@@ -216,7 +218,7 @@ class _Exchanged(NamedTuple):
     numpy: Any
 
     def restore(self, present: _Exchanged) -> None:
-        """Put the streams to these; `present` is how they are now."""
+        """Set the streams to these states; `present` has their states now."""
         random.setstate(self.python)
         torch.set_rng_state(self.torch)
         if self.memory and self.numpy is None and present.numpy is None:
@@ -231,7 +233,7 @@ class _Exchanged(NamedTuple):
 
 
 def _exchanged(before: _Exchanged | None) -> _Exchanged:
-    """The streams of the CPU now; `before` is how they were some time before."""
+    """The streams of the CPU now; `before` has their states at an earlier time."""
     numpy, memory, whole = sys.modules.get("numpy"), b"", None
     if numpy is not None:
         if _can_copy_numpys():
@@ -247,7 +249,10 @@ def _exchanged(before: _Exchanged | None) -> _Exchanged:
 
 @functools.cache
 def _can_copy_numpys() -> bool:
-    """Whether a generator's memory is known: its words, then its place. `get_bit_generator` came with numpy 1.24."""
+    """Whether the layout of a generator's memory is known: its words, then its position.
+
+    `get_bit_generator` came with numpy 1.24.
+    """
     numpy = sys.modules["numpy"]
     generator = numpy.random.MT19937(0)
     state, memory = generator.state["state"], ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
@@ -257,7 +262,7 @@ def _can_copy_numpys() -> bool:
 
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
-    """Restore every stream after the block, whatever it draws."""
+    """Restore every stream after the block."""
     state = capture()
     try:
         yield

@@ -1,11 +1,12 @@
-"""Temporary directories that a killed process leaves only until the next one is made.
+"""Temporary directories. One that a killed process has left is removed when the next one is made.
 
 [Note: directories of killed processes]
 
-A process that is killed can't remove its directory. It holds a lock on a file inside, which the kernel releases however
-it ends; whoever makes the next directory removes those whose lock nobody holds. Only directories with such a file are
-looked at: it is written under the lock. It says which kernel keeps the lock, because on a file system that nodes share
-another node may not see it; directories of other kernels are left alone.
+A process that is killed can't remove its directory. It holds a lock on a file inside, and the kernel releases the lock
+however the process ends. The process that makes the next directory removes the directories whose lock nobody holds.
+Directories without such a file are left alone; the file is written under the lock. The file names the kernel that keeps
+the lock, because on a shared file system another node may not see the lock; directories of other kernels are left
+alone.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def private_directory(purpose: str) -> Iterator[Path]:
 
 
 def temporary_root() -> Path:
-    """Where temporary files go, on a disk that isn't full: what writes there later would fail in the middle of a run.
+    """The directory for temporary files; refused if its disk is full, since writes would fail in the middle of a run.
 
     Raises:
         ConfigurationError: There is no such directory, or no room.
@@ -83,7 +84,7 @@ def sweep(root: Path) -> None:
     with contextlib.suppress(OSError), os.scandir(root) as entries:
         for entry in entries:
             if entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False):
-                with contextlib.suppress(OSError):  # another process was faster, or may do what this one mayn't
+                with contextlib.suppress(OSError):  # another process was faster, or this one lacks the permission
                     _remove_if_left(Path(entry.path))
 
 

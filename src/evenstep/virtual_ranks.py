@@ -9,19 +9,19 @@
 
 A rank computes its virtual ranks one after the other. What a virtual rank computes is the same on any number of ranks:
 the same samples in tensors of the same shape, the same random numbers, the same module buffers, the same number of
-threads. What virtual ranks give is added in one binary tree over virtual ranks, of which a rank has a subtree:
+threads. The results of virtual ranks are added in one binary tree over virtual ranks; each rank has a subtree of it:
 
     virtual rank   0   1   2   3   4   5   6   7
             \\ /     \\ /     \\ /     \\ /
-             +       +       +       +            inside the rank, as far as it has both
+             +       +       +       +            inside the rank, if it has both
               \\_____/         \\_____/
                  +               +
                   \\_____________/
                          +                        the rest by the transport, whose order is a tree over ranks
 
 *One rule of division* for loaders (into ranks) and for `microbatches` (into virtual ranks): parts are contiguous,
-differ by at most one, and the longer ones come first. Neighbouring parts of such a division are such a division of what
-they cover, so a rank's share can be cut without knowing the others'.
+differ by at most one, and the longer ones come first. The parts inside one rank's share are again such a division of
+that share. So a rank can cut its share without knowing the others'.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEFAULT_VIRTUAL_RANKS = 8
 _TAG = 0x6C616E65  # keeps these random streams unrelated to others from the same seed
 _VERSION = 1
 _MOST_THREADS = 256
-# What people call the facts that bits depend on, where that is no name of its own.
+# Facts that bits depend on, in words, if the fact's key isn't clear to people.
 _WORDS = {
     "cpu": "the CPU",
     "vector_instructions": "the CPU's vector instructions",
@@ -53,22 +53,22 @@ _WORDS = {
 
 
 def begin_of(length: int, index: int, num_parts: int) -> int:
-    """The beginning of part number `index` of `length` things; for `num_parts`, their end. Pure."""
+    """Where part number `index` of `length` things begins; for index `num_parts`, where the last part ends. Pure."""
     each, rest = divmod(length, num_parts)
     return index * each + min(index, rest)
 
 
 @dataclass
 class VirtualRanks:
-    """The virtual ranks of a run, as one rank has them.
+    """The virtual ranks of a run, on one rank.
 
     Attributes:
         num_virtual_ranks: How many there are, a power of two.
         rank: This rank.
         world_size: Number of ranks; divides `num_virtual_ranks`.
-        seed: Of all random streams.
+        seed: The seed of all random streams.
         facts: What the bits depend on beside virtual ranks and seed (`determinism.facts`).
-        num_loops: Loops over micro-batches so far, of all models; what random streams are keyed by.
+        num_loops: Loops over micro-batches so far, of all models; a part of the random streams' key.
         current: The virtual rank that is being computed; None between loops.
     """
 
@@ -82,12 +82,12 @@ class VirtualRanks:
 
     @property
     def per_rank(self) -> int:
-        """Virtual ranks of each rank."""
+        """The number of virtual ranks on each rank."""
         return self.num_virtual_ranks // self.world_size
 
     @property
     def first(self) -> int:
-        """This rank's first."""
+        """The number of this rank's first virtual rank."""
         return self.rank * self.per_rank
 
     def key(self, virtual_rank: int) -> int:
@@ -105,23 +105,25 @@ class VirtualRanks:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken, on any number of ranks.
+        """Continue from the state that `state_dict` returned, on any number of ranks.
 
-        Warns, on rank 0, of everything that may change bits and isn't as it was.
+        Rank 0 warns of every fact that has changed and may change the bits.
 
         Raises:
-            ConfigurationError: The state is of other virtual ranks or another seed, and so of another run.
+            ConfigurationError: The state has another number of virtual ranks or another seed.
         """
         if state.get("version") != _VERSION:
-            raise ConfigurationError(f"version {_VERSION} of virtual ranks is known, this is {state.get('version')!r}.")
+            raise ConfigurationError(
+                f"version {_VERSION} of virtual ranks is supported, this is {state.get('version')!r}."
+            )
         for name, value, argument in (
             ("virtual_ranks", self.num_virtual_ranks, "virtual_ranks"),
             ("seed", self.seed, "seed"),
         ):
             if state[name] != value:
                 raise ConfigurationError(
-                    f"the run was made with {argument}={state[name]} and goes on with {argument}={value}: other bits. "
-                    f"Pass evenstep.init(reproducible=True, {argument}={state[name]}), or start afresh."
+                    f"the run was made with {argument}={state[name]} and continues with {argument}={value}: the bits "
+                    f"would differ. Pass evenstep.init(reproducible=True, {argument}={state[name]}), or start afresh."
                 )
         self.num_loops = int(state["num_loops"])
         found = changes(state["facts"], self.facts)
@@ -132,7 +134,7 @@ class VirtualRanks:
 
 
 def per_rank(virtual_ranks: VirtualRanks | None) -> int:
-    """Parts of a global batch that each rank has: its virtual ranks, or one. Pure."""
+    """The number of parts of a global batch on each rank: its virtual ranks, or one. Pure."""
     return 1 if virtual_ranks is None else virtual_ranks.per_rank
 
 
@@ -148,7 +150,7 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
 def disagreements(facts: Sequence[dict[str, str]]) -> list[str]:
     """Differences between the ranks of a run, in words. Pure.
 
-    Of each fact, the first rank whose value differs from rank 0's is named.
+    For each fact, the first rank whose value differs from rank 0's is named.
     """
     first = facts[0]
     found = []
@@ -167,24 +169,24 @@ def validate_mode(*, reproducible: Any, virtual_ranks: Any, threads: Any, seed: 
     Args:
         reproducible: See `init`.
         virtual_ranks: See `init`.
-        threads: See `init`; more than there are cores, so that another node's bits can be had here, but not any number.
+        threads: See `init`; may exceed the number of cores up to a limit, to get the bits of a larger node here.
         seed: See `init`.
-        num_cores: Of this node.
+        num_cores: The cores of this node.
 
     Raises:
-        ConfigurationError: Something is wrong with it.
+        ConfigurationError: One of them is wrong.
     """
     checks.switch("evenstep.init: reproducible", reproducible)
     for name, value in (("virtual_ranks", virtual_ranks), ("threads", threads)):
         if value is not None and not reproducible:
-            raise checks.refuse(f"evenstep.init: {name}", value, "it goes with reproducible=True, which is missing")
+            raise checks.refuse(f"evenstep.init: {name}", value, "it needs reproducible=True, which is missing")
         if value is not None:
             checks.whole(f"evenstep.init: {name}", value, least=1)
     most = max(_MOST_THREADS, 4 * num_cores)
     if threads is not None and threads > most:
         raise ConfigurationError(
             f"evenstep.init: threads={threads}; at most {most} on this node, which has {num_cores} cores. Bits depend "
-            f"on the number: pass that of the runs to compare with, or leave it out, for 1."
+            f"on the number: pass the number of the runs that you compare with, or leave it out, for 1."
         )
     if not reproducible:
         return

@@ -2,7 +2,7 @@
 
 A `World` is made by `init` (launched ranks, or one process alone), by `World.from_process_group` (a script that made
 its group itself), or by `World.alone`. It holds two transports: `transport` carries gradients, `control` carries
-everything else, so that the order of the one never depends on the other.
+everything else, so that the order of calls in one never depends on the other.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from evenstep.transport.local import LocalTransport
 Item = TypeVar("Item")
 
 DEFAULT_TIMEOUT_S = 600.0
-LONGEST_TIMEOUT_S = 1e9  # torch counts in milliseconds and 64 bits, and python's timedelta has an end too
+LONGEST_TIMEOUT_S = 1e9  # the limits are torch's 64 bits of milliseconds, and python's timedelta
 _current: World | None = None
 _made_for = ""  # the constructor that made or adopted the current world, because `init` hadn't been called
 
@@ -67,25 +67,26 @@ class World:
         world_size: Number of ranks.
         local_rank, local_world_size: This rank among those of its node, and how many they are.
         node_rank, num_nodes: This node among all nodes, and how many they are.
-        device: Where this rank's model and batches live.
-        seed: What `init` was given. Loaders that are made without a seed take theirs from it; a script that chooses its
-            seed later sets it, to the same on every rank.
+        device: The device of this rank's model and batches.
+        seed: What `init` was given. Loaders made without a seed derive theirs from it; a script that chooses its seed
+            later sets it, to the same value on every rank.
         transport: Carries gradients, on `device`.
         control: Carries everything else, on the CPU.
-        telemetry: What the steps of the models wrapped in this world, or in a group of it, spent their time on.
-        why_gloo: Why CPU ranks don't share memory, where they would if they could; else None.
+        telemetry: The times of steps, by phase: of models wrapped in this world, or in a group of it.
+        why_gloo: Why CPU ranks use Gloo although shared memory was wanted; else None.
         timeout_s: Seconds after which a collective, or a save, gives up on a missing rank.
         store: The rendezvous store of the ranks: small texts by key. None in a world of one.
-        is_closed: `close` has been called: of what ranks have in common only the store is left.
-        ended_at: The line of the user's that has called it, or whose `with` block has; "" until then.
+        is_closed: `close` has been called: only the store is still open.
+        ended_at: The line of the user's code that closed it: the call, or the `with` block; "" until then.
         channels: Transports beside the first two; closed with the world.
-        num_orders: Loaders with a random order that took their seed from this world; each has an order of its own.
-        has_diverged: Random numbers are as they stay: every rank draws its own, or an adopted script what it wants.
+        num_orders: Loaders with a random order that took their seed from this world; each has its own order.
+        has_diverged: The random streams are no longer changed here: every rank draws its own numbers, or, in an adopted
+            world, the streams stay the script's.
         virtual_ranks: In reproducible mode, the virtual ranks of the run; else None.
-        stop_reason: Why this rank is to stop: "SIGTERM", "request_stop()"; None until then.
-        mesh: torch's mesh of the ranks, with named dimensions; None: every rank has samples of its own.
-        data_parallel: The world of the ranks that have other samples than this one and the same part of the model:
-            those along "replicate" and "shard". Without a mesh this world itself.
+        stop_reason: Why this rank shall stop: "SIGTERM", "request_stop()"; None until then.
+        mesh: torch's mesh of the ranks, with named dimensions; None: every rank has its own samples.
+        data_parallel: The world of the ranks that have the same part of the model and different samples: those along
+            "replicate" and "shard". Without a mesh this world itself.
         model_ranks: The world of the ranks that have parts of the same layers: all but those along "pipeline".
     """
 
@@ -130,7 +131,7 @@ class World:
         self.data_parallel: World = self
         self.model_ranks: World = self
         self._at_end: list[Callable[[BaseException | None], object]] = []
-        self.before_close: list[Callable[[], object]] = []  # called where a block ends well
+        self.before_close: list[Callable[[], object]] = []  # called if the `with` block ends without an error
         if device.type == "cpu":
             heap.keep_freed_memory()
 
@@ -167,8 +168,8 @@ class World:
     ) -> World:
         """Adopt a process group that a script made itself.
 
-        Collective: every rank of the group calls this, or the first thing that needs the current world does. The group
-        stays the script's: closing the world leaves it alone.
+        Collective: every rank of the group calls this, or makes an object that needs the current world. The group stays
+        the script's: closing the world doesn't destroy the group.
 
         Args:
             device: Where this rank computes; None: the current CUDA device if the group speaks NCCL, else the CPU.
@@ -176,15 +177,18 @@ class World:
             transport: As for `evenstep.init`.
             timeout_s: As for `evenstep.init`.
             group: The group; None: the default one, with all ranks.
-            mesh: As for `evenstep.init`; only with the default group. This is the current world then, if none is yet.
+            mesh: As for `evenstep.init`; only with the default group. The new world then becomes the current one, if
+                there is none yet.
 
         Raises:
             UsageError: There is no process group, or this rank isn't in it.
-            ConfigurationError: The transport can't be had, or another argument is wrong.
+            ConfigurationError: The transport isn't available, or another argument is wrong.
         """
         sizes = validate_mesh("World.from_process_group: mesh", mesh)
         if sizes is not None and group not in (None, dist.group.WORLD):
-            raise ConfigurationError("World.from_process_group: mesh and group exclude each other; it is of all ranks.")
+            raise ConfigurationError(
+                "World.from_process_group: mesh and group exclude each other; a mesh has all ranks."
+            )
         randomness.validate_seed("World.from_process_group", seed)
         timeout_s = checks.number("World.from_process_group: timeout_s", timeout_s, above=0, most=LONGEST_TIMEOUT_S)
         validate_group("World.from_process_group: group", group)
@@ -204,7 +208,7 @@ class World:
             placement_from_nodes(nodes, dist.get_rank(group)),
             device=chosen,
             transports=transports,
-            # Keys of one group must not meet those of another.
+            # The keys of two groups must differ.
             store=default_store() if group is None else PrefixStore(f"evenstep/{group.group_name}", default_store()),
             seed=seed,
         )
@@ -219,27 +223,30 @@ class World:
                 world.close()
                 raise
             if initialised() is None:
-                set_current(world)  # what takes the current world would else adopt the group again, without the mesh
+                set_current(world)  # else the next user of the world adopts the group again, without the mesh
         return world
 
     # ------------------------------------------------------------------ identity
 
     @property
     def is_initialised(self) -> bool:
-        """Whether `evenstep.init` made this world, or the one that it is a part of.
+        """Whether `evenstep.init` made this world, or the world that contains it.
 
-        Only then are modules moved, and all random streams evenstep's to seed.
+        Only then does evenstep move modules and seed all random streams.
         """
         return self._init_arguments is not None
 
     @property
     def data_rank(self) -> int:
-        """This rank among those that have samples of their own, 0 to data_size - 1; see `mesh`."""
+        """This rank's number among the data ranks, 0 to data_size - 1; see `mesh`.
+
+        Data ranks have different samples.
+        """
         return self.data_parallel.rank
 
     @property
     def data_size(self) -> int:
-        """How many ranks have samples of their own; see `mesh`."""
+        """The number of data ranks, which have different samples; see `mesh`."""
         return self.data_parallel.world_size
 
     @property
@@ -275,8 +282,8 @@ class World:
         if group is None or group is self.process_group:
             return self
         if group not in self._of_groups:
-            # Ranks of one group may all be on nodes of their own, and have no memory to share: left open, it is used
-            # where they have.
+            # The ranks of a group may all be on different nodes. So the transport is left open: shared memory is used
+            # if they share a node.
             requested = None if self._requested_transport == "shared memory" else self._requested_transport
             world = World.from_process_group(
                 device=self.device,
@@ -293,14 +300,16 @@ class World:
         return self._of_groups[group]
 
     def use_mesh(self, mesh: DeviceMesh | Mapping[str, int], *, what: str = "mesh") -> None:
-        """Divide the ranks along the dimensions of a mesh. Collective, once, before anything is made in this world.
+        """Divide the ranks along the dimensions of a mesh.
+
+        Collective. Called once, before any object is made in this world.
 
         Args:
             mesh: As for `evenstep.init`.
-            what: The argument, for messages.
+            what: The function and the argument, for messages.
 
         Raises:
-            ConfigurationError: It isn't one of these ranks. Raised on all of them.
+            ConfigurationError: The mesh doesn't fit these ranks. Raised on all of them.
         """
         sizes = validate_mesh(what, mesh)
         assert sizes is not None
@@ -314,7 +323,7 @@ class World:
         """The world of the ranks that differ from this one only along some dimensions of the mesh. Collective.
 
         Args:
-            names: Of the dimensions; those that the mesh doesn't have count as of size 1.
+            names: The dimensions; one that the mesh lacks counts as of size 1.
         """
         assert self.mesh is not None
         ranks, group = group_along(self.mesh, names)
@@ -335,13 +344,13 @@ class World:
     def diverge_random_streams(self) -> None:
         """Let every rank but 0 draw its own random numbers from now on. Happens once, and not in reproducible mode.
 
-        In an adopted world nothing is changed: its streams are the script's.
+        In an adopted world this does nothing: its streams are the script's.
         """
         if self.has_diverged or self.virtual_ranks is not None:
             return
         self.has_diverged = True
         if self.is_initialised and not (self._part_of is not None and self._part_of.has_diverged):
-            # On a mesh also ranks draw otherwise that aren't in one part of it, as replicas that step each for itself.
+            # On a mesh, ranks outside of this part draw other numbers, too, such as replicas that step independently.
             whole = self if self._part_of is None or self._part_of.mesh is None else self._part_of
             randomness.diverge(whole.data_rank)
 
@@ -352,12 +361,12 @@ class World:
 
     @property
     def draws_its_own(self) -> bool:
-        """Whether random streams have diverged, for a model of all ranks or of some; what a checkpoint remembers."""
+        """Whether random streams have diverged, for a model of all ranks or of some. Saved in a checkpoint."""
         return self.is_initialised and any(each.has_diverged for each in (self, *self._of_groups.values()))
 
     @draws_its_own.setter
     def draws_its_own(self, value: bool) -> None:
-        """Restore it: what it was when the streams of this rank were as they are now."""
+        """Restore the value that belongs to the restored streams."""
         for world in (self, *self._of_groups.values()):
             world.has_diverged = value
 
@@ -378,16 +387,16 @@ class World:
     ) -> Iterator[Item]:
         """Iterate with a progress bar on rank 0.
 
-        Where the output is no terminal, a plain line is printed per interval.
+        If the output isn't a terminal, a plain line is printed per interval.
 
         Args:
             items: What is iterated, on every rank.
-            description: What stands before the bar; None: the epoch, if `items` has one.
+            description: Text before the bar; None: the epoch, if `items` has one.
             total: Number of items; None: `len(items)`, or unknown.
             interval_s: Seconds between two plain lines.
 
         Raises:
-            ConfigurationError: `items` can't be iterated, or another argument makes no sense.
+            ConfigurationError: `items` can't be iterated, or another argument is wrong.
         """
         return console.progress(
             items, description=description, total=total, interval_s=interval_s, is_shown=self.is_main
@@ -396,7 +405,7 @@ class World:
     # ------------------------------------------------------------------ talking to ranks
 
     def barrier(self) -> None:
-        """Collective: return when every rank has come here."""
+        """Collective: return when every rank has called this."""
         self.control.all_reduce(torch.zeros(1, device="cpu")).wait()
 
     @overload
@@ -407,13 +416,13 @@ class World:
     def mean(self, value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
         """The weighted mean over ranks: sum(`weight * value`) / sum(`weight`).
 
-        Collective: every rank calls this, in the same order, with values of one shape. On a mesh, ranks that share
-        samples give the same value and weight, and each sample counts as often as any other; or those that have no
-        loss, such as all stages of a pipeline but the last, give the weight 0.
+        Collective: every rank calls this, in the same order, with values of one shape. On a mesh, ranks with the same
+        samples give the same value and weight, so that all samples count equally. Ranks without a loss, such as all
+        stages of a pipeline but the last, give the weight 0.
 
         Args:
-            value: A number, or a tensor of any shape (its mean is taken element by element). Ignored, even if it is
-                NaN, where the weight is 0.
+            value: A number, or a tensor of any shape (averaged element by element). Ignored if the weight is 0, even if
+                it is NaN.
             weight: Samples, tokens or whatever the value was averaged over on this rank; at least 0.
 
         Returns:
@@ -424,7 +433,8 @@ class World:
             UserWarning: Of a tensor whose gradient is still to be computed, once for a line: the mean has none.
 
         Raises:
-            ConfigurationError: The value is no real number or tensor, or the weight isn't one, where it is seen.
+            ConfigurationError: The value isn't a real number or tensor, or the weight isn't a number. Raised on the
+                rank that gave it.
         """
         given, weight = check_mean(value, weight, rank=self.rank)
         if isinstance(value, Tensor) and torch.is_grad_enabled() and has_pending_graph(value):
@@ -436,7 +446,7 @@ class World:
     def gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, one after the other along the first dimension, in order of rank.
 
-        Collective: every rank calls this, in the same order. On a mesh these are the data ranks' tensors, each once.
+        Collective: every rank calls this, in the same order. On a mesh, each data rank's tensor comes once.
 
         Args:
             tensor: [n, ...]; n may differ between ranks and be 0. A 0-dim tensor counts as [1].
@@ -445,8 +455,9 @@ class World:
             [sum of n, ...], on every rank, on `tensor`'s device. No gradient flows back through it.
 
         Raises:
-            MismatchError: The ranks' dtypes or the shapes behind the first dimension differ. Raised on all ranks.
-            ConfigurationError: No dense tensor.
+            MismatchError: The ranks' dtypes differ, or their sizes in other dimensions than the first. Raised on all
+                ranks.
+            ConfigurationError: It isn't a dense tensor.
         """
         if self.data_parallel is not self:
             return self.data_parallel.gather(tensor)
@@ -455,7 +466,7 @@ class World:
         return gather_rows(carrier, self.control, tensor)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """Rank `src`'s value, on every rank. No pickle travels: JSON and tensors.
+        """Rank `src`'s value, on every rank. Sent as JSON and tensors, never as a pickle.
 
         Collective: every rank calls this, in the same order.
 
@@ -465,7 +476,7 @@ class World:
             src: The rank whose value counts.
 
         Raises:
-            ConfigurationError: The value holds something else, or `src` is no rank. Raised on all ranks.
+            ConfigurationError: The value holds something else, or `src` isn't a rank. Raised on all ranks.
         """
         if not isinstance(src, int) or isinstance(src, bool) or not 0 <= src < self.world_size:
             raise ConfigurationError(f"broadcast_object: src={src!r}, but ranks are 0 to {self.world_size - 1}.")
@@ -476,7 +487,7 @@ class World:
 
         Args:
             value: This rank's.
-            what: Names this exchange in the error that all ranks raise if some are at another one.
+            what: Names this exchange in the error that all ranks raise if some are at another exchange.
         """
         if self.is_closed and self.store is not None:  # for a save at the end
             store = StoreGather(self.store, self.rank, self.world_size, timeout_s=self.timeout_s)
@@ -489,7 +500,7 @@ class World:
 
         They wait for as long as it takes.
 
-        Collective. Yields whether this is rank 0. If the block fails on rank 0 it is not run elsewhere.
+        Collective. Yields whether this is rank 0. If the block fails on rank 0, it isn't run on the others.
 
         Raises:
             UsageError: On the other ranks, when the block raised on rank 0.
@@ -510,21 +521,22 @@ class World:
     def at_end(self, callback: Callable[[BaseException | None], object]) -> None:
         """Register a callback for the end of the `with` block.
 
-        It gets the block's exception, or None if the block ended well, as it does with `sys.exit(0)`. Of the world only
-        the store is left then. All callbacks are called, in this order, also where one of them raises.
+        The callback gets the block's exception, or None if the block ended without one or with `sys.exit(0)`. Only the
+        world's store is still open then. All callbacks are called, in order of registration, even if one of them
+        raises.
         """
         checks.function("world.at_end: callback", callback)
         self._at_end.append(callback)
 
     def cancel_at_end(self, callback: Callable[[BaseException | None], object]) -> None:
-        """Take back what `at_end` was given, so that the world no longer keeps it alive; if it isn't there, nothing."""
+        """Unregister a callback of `at_end`, so that the world no longer keeps it alive. An unknown one is ignored."""
         if callback in self._at_end:
             self._at_end.remove(callback)
 
     def close(self) -> None:
-        """Close transports and groups. Local: waits for no other rank. Twice is once.
+        """Close transports and groups. Local: waits for no other rank. A second call does nothing.
 
-        What fails to close doesn't keep the rest open; its error is raised at the end.
+        If something can't be closed, the rest is closed all the same; then the error is raised.
         """
         global _current
         if self.is_closed:
@@ -551,8 +563,9 @@ class World:
             heartbeat.mark(heartbeat.Phase.ENDED)
             first = [*self.before_close, self.close]
         elif _current is self:
-            # The sockets stay open until this process has said why it ends: peers see the connection break only
-            # after that, so no secondary failure looks like the root cause. Closed at exit, or by the next `init`.
+            # The sockets stay open until this process has reported why it ends. Peers see the connection break only
+            # after that, so no secondary failure looks like the root cause. They are closed at exit, or by the next
+            # `init`.
             _current = None
             abandoned.append(self)
         callbacks, self._at_end = self._at_end, []
@@ -560,18 +573,18 @@ class World:
 
 
 def ended_well(error: BaseException | None) -> bool:
-    """Whether a block that ended with `error` has done its work: `sys.exit(0)` is an orderly end, too."""
+    """Whether a block that ended with `error` ended in good order; `sys.exit(0)` is an orderly end, too."""
     return error is None or (isinstance(error, SystemExit) and not error.code)
 
 
-abandoned: list[World] = []  # that an exception has left open
+abandoned: list[World] = []  # worlds that an exception has left open
 
 
 def current(what: str = "") -> World:
-    """The world that public constructors use when given none.
+    """The world that public constructors use for `world=None`.
 
-    The one that `init` made; else the script's own process group, adopted (collective, the first time); else, in a
-    process without a launcher, a world of one.
+    It is the world that `init` made; else the script's own process group, adopted (collective, the first time); else,
+    in a process without a launcher, a world of one.
 
     Args:
         what: The constructor, for messages.
@@ -591,10 +604,10 @@ def current(what: str = "") -> World:
 
 
 def _placement_of_one() -> Placement:
-    """Where this process stands, if no launcher started it as one of several ranks.
+    """This process's placement, if no launcher started it as one of several ranks.
 
     Raises:
-        UsageError: It is one of several.
+        UsageError: It is one of several ranks.
     """
     placement = current_placement()
     if placement.world_size > 1:
@@ -619,10 +632,10 @@ def validate_is_first() -> None:
 
 
 def chosen(world: World | None, what: str) -> World:
-    """The world that a public constructor (`what`) was given; None: the current one.
+    """The world that was given to a public constructor (`what`); for None, the current one.
 
     Raises:
-        ConfigurationError: No world.
+        ConfigurationError: It isn't a world.
         UsageError: It is closed; or as `current`.
     """
     if world is None:
@@ -635,7 +648,7 @@ def chosen(world: World | None, what: str) -> World:
 
 
 def identity() -> tuple[int, int]:
-    """(data rank, data size), without making or adopting anything: for what only has to know its share."""
+    """(data rank, data size), without making or adopting a world: for callers that only compute their share."""
     if _current is not None and not _is_stale(_current):
         return _current.data_rank, _current.data_size
     if dist.is_available() and dist.is_initialized():
@@ -651,7 +664,7 @@ def set_current(world: World) -> None:
 
 
 def initialised() -> World | None:
-    """The current world, if there is one already; makes and adopts nothing."""
+    """The current world, if there is one already; never makes or adopts one."""
     return None if _current is None or _is_stale(_current) else _current
 
 
@@ -662,7 +675,7 @@ def close_abandoned() -> None:
 
 
 def _call_all(calls: Sequence[Callable[[], object]]) -> None:
-    """Call all of them in order, also where one raises; then print all errors but the first, and raise that."""
+    """Call all in order, even if one raises. Then print all errors but the first, and raise the first."""
     failures: list[BaseException] = []
     for call in calls:
         try:

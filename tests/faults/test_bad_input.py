@@ -119,7 +119,7 @@ def test_without_a_launcher_the_status_is_the_same(tmp_path: Path, mistake: str,
     ("argument", "message"),
     [
         ("seed='zero'", "evenstep: ConfigurationError: evenstep.init: seed='zero'; a whole number from 0 to "),
-        ("device='gpu'", "evenstep: ConfigurationError: device='gpu' is no device"),
+        ("device='gpu'", "evenstep: ConfigurationError: device='gpu' isn't a device"),
         ("5", "evenstep: ConfigurationError: evenstep.init: arguments without a name: none. Write the names of the"),
         ("sed=0", "evenstep: ConfigurationError: evenstep.init: there is no argument sed. Did you mean seed?"),
     ],

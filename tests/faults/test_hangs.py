@@ -86,8 +86,8 @@ def test_the_launcher_gives_up_a_rank_whose_phase_times_out_and_shows_where_it_w
     assert code == 71, command.stderr
     last = command.stderr.splitlines()[-1]
     assert re.match(
-        r"evenstep: rank 1 \(pid \d+\) is in backward of step 5; rank 0 waits since [56] s\. That is more than a rank "
-        r"may take there \(0\.5 s\), so the run was ended$",
+        r"evenstep: rank 1 \(pid \d+\) is in backward of step 5; rank 0 waits since [56] s\. This is longer than "
+        r"allowed in this phase \(0\.5 s\), so the run was ended$",
         last,
     ), last
     assert "evenstep: rank 1 was here:" in command.stderr

@@ -82,7 +82,7 @@ def test_a_rank_whose_loop_is_shorter_is_named_and_the_others_shown_where_they_w
     assert verdict.startswith("evenstep: rank 1 (pid ")
     assert ") had ended with status 0 while rank 0 still waited: its loop was shorter" in verdict
     assert " early, after 4 steps. Rank 0 waited at script.py, line 8. Give all ranks" in verdict
-    assert "under no `if`" in verdict, "a call on rank 0 alone looks like this, too"
+    assert "must not be inside an `if`" in verdict, "a call on rank 0 alone looks like this, too"
 
 
 def test_a_rank_that_raises_ends_the_others_within_seconds(tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ TRAINS = """
         pytest.param(
             "drift:rank=1,step=2",
             73,
-            r"drifted apart: ranks 0 and 1 differ in parameter 'weight', .* it is undecidable which is right",
+            r"drifted apart: ranks 0 and 1 differ in parameter 'weight', .* it is undecidable which one is right",
             marks=pytest.mark.extended,
         ),
     ],

@@ -146,11 +146,11 @@ def test_what_one_rank_refuses_is_an_error_on_all_at_once(ranks: RankPool) -> No
     assert first == third
     for (told, again), (reason, then) in zip(first, second, strict=True):
         assert told == again == then
-        assert "rank 1: no call, for its arguments were refused. Rank 1: " in told
+        assert "rank 1: no call, because its arguments were refused. Rank 1: " in told
         assert told.endswith(reason)
     assert "ranks 0, 2: all_reduce(sum) of float32 [3, 3]; rank 1" in first[0][0]
     reasons = [reason for reason, _ in second]
-    words = ("sparse", "neither true nor false", "src=7", "3 times the elements", "share memory", "has to give out")
+    words = ("sparse", "neither true nor false", "src=7", "3 times the elements", "share memory", "has to pass out")
     assert all(word in reason for word, reason in zip(words, reasons, strict=True)), reasons
 
 

@@ -137,7 +137,7 @@ CASES = [
     *each(backward, "loss", torch.ones(()), words="the loss has no gradient"),
     *each(backward, "scaler", 5),
     *each(parallel, "device_ids", 5, "cpu"),
-    *each(parallel, "device_ids", [None], words="None is no device"),
+    *each(parallel, "device_ids", [None], words="None isn't a device"),
     *each(parallel, "dim", "x", None),
     *each(norm, "num_features", 0, -1, "x", None),
     *each(norm, "eps", -1, NAN, "x"),
@@ -301,7 +301,7 @@ def test_discard_load_and_resume_look_at_their_arguments(tmp_path):
     with pytest.raises(ConfigurationError, match=r"^Checkpointer.resume: strict='no'"):
         checkpoint.resume(strict="no")
     for value in (torch.ones(2), None, "0.5"):
-        with pytest.raises(ConfigurationError, match=r"metric loss=.* is no number"):
+        with pytest.raises(ConfigurationError, match=r"metric loss=.* isn't a number"):
             checkpoint.step(loss=value)
     checkpoint.close()
 
@@ -334,7 +334,7 @@ def test_a_metric_that_never_comes_is_told_at_the_first_save_and_an_error_at_the
         ("run --threads-per-rank 0 x.py", 78, "0 threads per rank"),
         (f"checkpoint list {'a' * 300}", 74, "File name too long"),
         ("checkpoint list nowhere", 74, "nowhere has no checkpoint"),
-        ("checkpoint import x.py run", 74, "is no file of tensors and plain data"),
+        ("checkpoint import x.py run", 74, "isn't a file of only tensors and plain data"),
         ("verify --json nowhere/x.json x.py", 78, "--json nowhere/x.json: can't be written"),
     ],
 )

@@ -92,7 +92,7 @@ def test_a_problem_of_one_rank_is_named_and_that_of_all_is_nobodys():
 def test_the_first_difference_is_told_with_both_values():
     error = judge([said(size=3, seed=1), said(size=3, seed=1), said(size=3, seed=2)])
     assert isinstance(error, MismatchError)
-    assert str(error).startswith("Loader: seed is 1 on rank 0 and 2 on rank 2. Every rank")
+    assert str(error).startswith("Loader: seed is 1 on rank 0 and 2 on rank 2. Pass the same")
     assert "size is None on rank 0 and 4 on rank 1" in str(judge([said(), said(size=4)]))
     assert "rank 0 is at Loader, and rank 1 at Checkpointer" in str(judge([said(), said("Checkpointer")]))
 

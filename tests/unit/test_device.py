@@ -36,10 +36,10 @@ def test_one_rank_is_not_called_one_ranks():
     ("asked", "num_gpus", "message"),
     [
         ("cuda", 1, "2 ranks on this node, but it has 1 GPU"),
-        ("cuda", 0, r"no GPU that torch can use: each rank needs one of its own\. Pass device='cpu'\.$"),
+        ("cuda", 0, r"no GPU that torch can use: each rank needs its own GPU\. Pass device='cpu'\.$"),
         (None, 1, "2 ranks on this node, but it has 1 GPU: .* Start at most 1 rank, or pass device='cpu', or name one"),
         ("cuda:4", 4, "this node has 4 GPUs"),
-        ("gpu", 1, "is no device"),
+        ("gpu", 1, "isn't a device"),
         ("mps", 1, "trains on 'cpu' and 'cuda'"),
     ],
 )

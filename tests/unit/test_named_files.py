@@ -51,8 +51,8 @@ def a_file(name: str, data: bytes) -> str:
 
 
 BAD = {
-    "a pipe": (lambda: a_pipe("pipe.py"), "is no regular file"),
-    "zeros without end": (lambda: os.symlink("/dev/zero", "zero.py") or "zero.py", "is no regular file"),
+    "a pipe": (lambda: a_pipe("pipe.py"), "isn't a regular file"),
+    "zeros without end": (lambda: os.symlink("/dev/zero", "zero.py") or "zero.py", "isn't a regular file"),
     "a directory": (lambda: os.mkdir("folder.py") or "folder.py", "is a directory"),
     "nothing": (lambda: "nowhere.py", "no such script"),
     "a long name": (lambda: "x" * 300 + ".py", "can't be read: File name too long"),
@@ -61,7 +61,7 @@ BAD = {
     "no encoding of text": (lambda: a_file("rot.py", b"# coding: rot13\nk = 1\n"), "not text in the encoding"),
     "no encoding at all": (lambda: a_file("klingon.py", b"# coding: klingon\n"), "not text in the encoding"),
     "no text": (lambda: a_file("latin.py", "x = 'ä'\n".encode("latin-1")), "not text in the encoding"),
-    "a program": (lambda: a_file("elf.py", b"\x7fELF\0\0\0"), "no python script"),
+    "a program": (lambda: a_file("elf.py", b"\x7fELF\0\0\0"), "a python script"),
     "too much": (lambda: a_file("large.py", b"#" * (MOST_BYTES + 1)), "more than 2 MiB"),
 }
 

@@ -211,8 +211,8 @@ def test_evaluation_has_no_virtual_ranks_of_its_own_and_may_use_them(world):
     ("arguments", "told"),
     [
         ({"reproducible": 2}, "reproducible=2; True or False"),
-        ({"virtual_ranks": 8}, "virtual_ranks=8; it goes with reproducible=True"),
-        ({"threads": 2}, "threads=2; it goes with reproducible=True"),
+        ({"virtual_ranks": 8}, "virtual_ranks=8; it needs reproducible=True"),
+        ({"threads": 2}, "threads=2; it needs reproducible=True"),
         ({"reproducible": True}, "without a seed"),
         ({"reproducible": True, "seed": 0, "virtual_ranks": 6}, "virtual_ranks=6; a power of two, such as 4 or 8"),
         ({"reproducible": True, "seed": 0, "virtual_ranks": 0}, "virtual_ranks=0; a whole number"),
@@ -325,7 +325,7 @@ def test_another_machine_is_named():
     with pytest.warns(UserWarning, match="the CPU was A and is B; the GPU was unknown and is C"):
         VirtualRanks(8, 0, 1, 5, {"cpu": "B", "torch": "2.13", "gpu": "C"}).load_state_dict(saved)
     for other in (VirtualRanks(4, 0, 1, 5, facts), VirtualRanks(8, 0, 1, 6, facts)):
-        with pytest.raises(ConfigurationError, match="other bits"):
+        with pytest.raises(ConfigurationError, match="bits would differ"):
             other.load_state_dict(saved)
 
 

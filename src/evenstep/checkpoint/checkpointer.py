@@ -50,30 +50,31 @@ class Checkpointer:
             optimizer.step()
             checkpoint.step()
 
-    It saves the given objects and every random stream of every rank. Replicated state is written once, split across
-    the ranks. The loop waits for a copy to memory only; a thread writes the files. After SIGTERM, SIGUSR1, SIGUSR2,
-    SIGHUP or `world.request_stop()` on any rank, all ranks save at the same step and exit with status 75.
+    It saves the given objects and every random stream of every rank. Replicated state is written once, split across the
+    ranks. The loop waits only for a copy to memory; a thread writes the files. After SIGTERM, SIGUSR1, SIGUSR2, SIGHUP
+    or `world.request_stop()` on any rank, all ranks save at the same step and exit with status 75.
 
     Collective: every rank makes it, with the same arguments, and calls its methods in the same order. `step` is called
     equally often on all ranks: once after each step of the optimizer. Inside an accumulation window it does nothing.
 
     Args:
-        directory: Where checkpoints lie, a folder for each: a path (on several hosts of a shared file system), or a URL
-            that fsspec knows, as "s3://bucket/run"; or a `Storage`, which takes fsspec's options.
-        every_steps: Save after each so many steps; None: not by steps.
-        every_minutes: Save when so many minutes have passed since the last save; None: not by time.
+        directory: Where checkpoints are stored, a folder for each: a path (with several hosts on a shared file system),
+            a URL that fsspec knows, such as "s3://bucket/run", or a `Storage`, which accepts fsspec's options.
+        every_steps: Save after every this many steps; None: not by steps.
+        every_minutes: Save when this many minutes have passed since the last save; None: not by time.
         keep: Number of newest checkpoints to keep.
         keep_every: Checkpoints of multiples of this many steps are kept for good; None: none.
-        best: The name of a metric given to `step` or `save`: a value that beats all before is saved and kept. The first
-            save warns if the metric has not been given; at the end that is an error, after everything is saved.
+        best: The name of a metric given to `step` or `save`: a checkpoint is saved and kept when the metric is better
+            than all earlier values. The first save warns if the metric has not been given; if it was never given, the
+            end of the run is an error, after everything is saved.
         best_is: "lowest" or "highest".
-        local: A directory on each node's own disk, for copies that cost less: one that may differ from node to node. A
-            resume takes the newest step of which the nodes hold every part between them, or the newest checkpoint if
-            that is newer; see the guide for what a lost process or node costs. None: there are no copies.
-        local_every_steps: Write these copies after each so many steps.
+        local: A directory on each node's own disk, for cheaper copies; its path may differ between nodes. A resume uses
+            the newest step of which the nodes together hold every part, or the newest checkpoint if that is newer; the
+            guide explains how many steps a lost process or node costs. None: there are no copies.
+        local_every_steps: Write these copies after every this many steps.
         asynchronous: Write in a thread; False: the loop waits until a checkpoint is complete.
-        on_save_error: "raise", in the next step; "continue" prints a line and trains on.
-        private: Only this user reads and writes the files. False: as the umask says, so that a group may share them.
+        on_save_error: "raise": the next step raises the error; "continue": a line is printed and training continues.
+        private: Only this user can read and write the files. False: the umask decides, so that a group may share them.
         world: The ranks that take part; None: the current world.
         objects: Objects to save, by name; they have `state_dict` and `load_state_dict`. A wrapped model is saved
             without its wrapper.
@@ -83,7 +84,7 @@ class Checkpointer:
 
     Raises:
         ConfigurationError: An argument is wrong. Raised on all ranks if it is wrong on one.
-        MismatchError: The ranks were given different arguments. Raised on all of them.
+        MismatchError: The ranks were given different arguments. Raised on all ranks.
     """
 
     @excepthook.for_users
@@ -129,7 +130,7 @@ class Checkpointer:
         self._continues_on_error = on_save_error == "continue"
         self._asynchronous = bool(asynchronous)
         self.num_steps = 0
-        self._num_apart = 0  # steps since it was counted last: more than one with LocalSGD
+        self._num_apart = 0  # steps since `num_steps` was last increased: may be more than one with LocalSGD
         self._tier: LocalTier | None = None
         self._has_begun = self._has_loaded = False
         self._saver = Saver(storage, self.world, objects, self._directory.commit)
@@ -137,11 +138,11 @@ class Checkpointer:
         self._requests = StatusExchange(self.world)
         self._signals: StopSignals | None = None
         self._is_closed = False
-        self._metrics: dict[str, float] = {}  # given since the last checkpoint, or for its step
-        self._metrics_are_of: int | None = None  # the step whose checkpoint has them
+        self._metrics: dict[str, float] = {}  # metrics given since the last checkpoint, or for its step
+        self._metrics_are_of: int | None = None  # the step whose checkpoint has these metrics
         self._names_given: dict[str, None] = {}
         self._best: float | None = None
-        self._lacks_best = best is not None  # until that metric is given
+        self._lacks_best = best is not None  # until the metric is given
         self._has_warned_of_best = False
         self._last_saved: int | None = None
         self._saved_at = self._stepped_at = time.monotonic()
@@ -150,10 +151,10 @@ class Checkpointer:
     # ------------------------------------------------------------------ before training
 
     def resume(self, *, strict: bool = True) -> int:
-        """Load the newest good checkpoint; with none, start afresh.
+        """Load the newest good checkpoint; if there is none, start afresh.
 
         Collective. A damaged checkpoint is reported and kept, and the one before it is loaded. With `local`, the newest
-        step may be one of which the nodes hold every part between them.
+        step may be one of which the nodes together hold every part.
 
         Args:
             strict: False: load what fits, and print what didn't.
@@ -162,8 +163,8 @@ class Checkpointer:
             Steps before the resume: 0 when starting afresh.
 
         Raises:
-            CheckpointError: There are checkpoints, and none is good; or the newest good one was saved from other
-                objects (all differences are listed); or a rank can't read one; or another job writes here.
+            CheckpointError: There are checkpoints but none is good; or the newest good one was saved from other objects
+                (all differences are listed); or a rank can't read one; or another job writes here.
         """
         self._agree("resume", lambda: {"strict": checks.switch("strict", strict)})
         self._open()
@@ -179,18 +180,18 @@ class Checkpointer:
             except DamagedError as error:
                 problems.append(str(error))
                 self._directory.pass_over(step, str(error))
-                self._print(f"damaged, passed over and kept: {self._where}/{error}")
+                self._print(f"damaged, skipped and kept: {self._where}/{error}")
         if problems:
             lines = "\n  ".join(problems)
             raise CheckpointError(
-                f"no checkpoint in {self._where} can be read:\n  {lines}\nTo start afresh, use another "
-                f"directory, or remove what is in this one."
+                f"no checkpoint in {self._where} can be read:\n  {lines}\nTo start afresh, use another directory, or "
+                f"remove this one's content."
             )
         self._print(f"no checkpoint in {self._where}: the run starts at the beginning")
         return 0
 
     def load(self, step: int, *, strict: bool = True) -> int:
-        """Load the checkpoint of one step; needs no permission to write.
+        """Load the checkpoint of one step. Needs no write permission.
 
         Collective. To train on from there, `discard` the later ones first.
 
@@ -202,7 +203,7 @@ class Checkpointer:
             The step.
 
         Raises:
-            CheckpointError: There is none of this step, it is damaged, or it was saved from other objects.
+            CheckpointError: There is no checkpoint of this step, it is damaged, or it was saved from other objects.
         """
         self._agree("load", lambda: {"step": checks.whole("step", step), "strict": checks.switch("strict", strict)})
         folders = self._directory.list_folders()
@@ -221,8 +222,8 @@ class Checkpointer:
             after: Checkpoints of later steps are removed; 0: all.
 
         Raises:
-            ConfigurationError: It is negative or no whole number. Raised on all ranks if it is so on one.
-            MismatchError: The ranks give different steps.
+            ConfigurationError: The step is negative or not a whole number. Raised on all ranks if it is wrong on one.
+            MismatchError: The ranks pass different steps.
         """
         self._agree("discard", lambda: {"after": checks.whole("after", after, least=0)})
         self._open()
@@ -240,10 +241,11 @@ class Checkpointer:
 
         With `LocalSGD`, steps between two exchanges are counted at the second one, and a save that is due waits for it.
 
-        Collective. An error leaves the model and the earlier checkpoints as they were.
+        Collective. An error leaves the model and the earlier checkpoints unchanged.
 
         Args:
-            metrics: Numbers to store with the next checkpoint, rank 0's; all ranks give the same names.
+            metrics: Numbers to store with the next checkpoint. All ranks pass the same names; rank 0's values are
+                stored.
 
         Raises:
             CheckpointError: The save in the background has failed.
@@ -255,7 +257,7 @@ class Checkpointer:
             return
         self._num_apart += 1
         if any(engine.is_apart for engine in engines):
-            return  # ranks differ until their next exchange, and a save that is due waits for it
+            return  # ranks differ until their next exchange, so a save that is due waits for it
         self._begin()
         self._commit_samples()
         if self._metrics_are_of == self.num_steps:
@@ -266,9 +268,7 @@ class Checkpointer:
         is_best = self._take_metrics(metrics)
         agreed = self._requests.receive(self._status(is_slow))
         for name in self._signals.replaced() if self._signals is not None else ():
-            self._print(
-                f"the script has set a handler of its own for {name}, which doesn't save and stop the run any more"
-            )
+            self._print(f"the script has replaced the handler of {name}: this signal no longer saves and stops the run")
         if agreed.failed:
             self._finish()
         if agreed.stops:
@@ -293,12 +293,12 @@ class Checkpointer:
 
         Raises:
             CheckpointError: It could not be saved, also with `on_save_error="continue"`.
-            UsageError: In the middle of an accumulation, whose gradients would be lost.
+            UsageError: Called in the middle of an accumulation, whose gradients would be lost.
         """
         if any(model.engine.is_accumulating for model in models_among(self._objects)):
             raise UsageError(
                 "checkpoint.save in the middle of an accumulation: its gradients would be lost. Call it after the "
-                "optimizer's step; of LocalSGD, behind an exchange."
+                "optimizer's step; with LocalSGD, after an exchange."
             )
         self._begin()
         self._count()
@@ -306,30 +306,30 @@ class Checkpointer:
         self._save(waits=True, raises=True)
 
     def _count(self) -> int:
-        """Count the steps that ranks have made apart; how many there were before."""
+        """Count the steps that ranks have made independently; returns the number of steps before."""
         before = self.num_steps
         self.num_steps += self._num_apart
         self._num_apart = 0
         return before
 
     def wait(self) -> None:
-        """Wait until the save in the background is a checkpoint. Collective.
+        """Wait until the background save has become a checkpoint. Collective.
 
         Raises:
-            CheckpointError: It has failed.
+            CheckpointError: The save has failed.
         """
         self._finish()
 
     def close(self) -> None:
         """Save once more if there were steps since the last save, and wait until it is written.
 
-        Called at the end of the world's `with` block when that ends well, also by `sys.exit(0)`. Every rank calls it.
-        Rank 0 waits for the parts that the others write, and they for the checkpoint that it makes of them. If one of
-        them has failed, that is printed: its own error ends the run.
+        Called at the end of the world's `with` block if that ends without an error, also by `sys.exit(0)`. Every rank
+        calls it. Rank 0 waits for the parts that the other ranks write, and they wait for the checkpoint that rank 0
+        makes of the parts. If another rank has failed this is printed, and that rank's own error ends the run.
 
         Raises:
-            CheckpointError: The last save has failed, as far as this rank knows, also with `on_save_error="continue"`.
-            UsageError: The metric that `best` names was never given, after a warning. Everything is saved.
+            CheckpointError: This rank knows that the last save has failed; also with `on_save_error="continue"`.
+            UsageError: The metric named by `best` was never given, despite a warning. Everything is saved.
         """
         if self._is_closed:
             return
@@ -340,12 +340,12 @@ class Checkpointer:
                 is_apart = any(model.engine.is_apart for model in models_among(self._objects))
                 if is_apart and self.world.rank == 0:
                     warn(
-                        f"Checkpointer: ranks differ since LocalSGD's last exchange, behind step {self.num_steps}, so "
-                        f"nothing was saved at the end. Call local.average() before.",
+                        f"Checkpointer: ranks differ since LocalSGD's last exchange, after step {self.num_steps}, so "
+                        f"nothing was saved at the end. Call local.average() before the end.",
                     )
                 elif not is_apart:
                     self._count()
-                # All ranks know whether the save before this one failed, and so whether there is another one.
+                # All ranks know whether the previous save failed, so all agree on whether to save again.
                 if (
                     not is_apart
                     and self.num_steps > 0
@@ -365,7 +365,8 @@ class Checkpointer:
             raise UsageError(
                 f"Checkpointer: best={self.policy.best!r}, but no step or save has given a metric of that name (given: "
                 f"{', '.join(self._names_given) or 'none'}), so no checkpoint was kept as the best. The last ones are "
-                f"in {self._where}. Pass it, checkpoint.step(**{{{self.policy.best!r}: value}}), or leave best out."
+                f"in {self._where}. Pass the metric, checkpoint.step(**{{{self.policy.best!r}: value}}), or leave best "
+                f"out."
             )
 
     def __enter__(self) -> Checkpointer:
@@ -383,7 +384,7 @@ class Checkpointer:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds for which the last save blocked the loop, without the wait for the save before it."""
+        """Seconds for which the last save blocked the loop, not counting the wait for the save before it."""
         return self._saver.blocked_s
 
     @property
@@ -429,10 +430,10 @@ class Checkpointer:
         self._report_failure(failure, raises=raises)
 
     def _finish_alone(self, *, raises: bool = False) -> bool:
-        """Wait for the pending save on this rank; raise or print its failure, and return whether there was none.
+        """Wait for the pending save on this rank, raise or print its failure, and return whether it has succeeded.
 
-        A rank that is at its end and only missed another one has no error of its own: that rank's ends the run, or
-        that it made more steps.
+        If this rank is at its end and only missed another rank's part, it raises nothing: the other rank's error ends
+        the run, or the other rank has made more steps.
         """
         failure, by_peer = self._saver.finish_alone()
         self._report_failure(failure, raises=raises, is_only_printed=by_peer)
@@ -445,16 +446,16 @@ class Checkpointer:
         newest = self._directory.newest
         kept = "there is none yet" if newest is None else f"the newest checkpoint is {self._directory.folders[newest]}"
         where = f"{self._where}: {failure}".rstrip(".")
-        text = f"step {step} could not be saved in {where}. What was written of it is removed; {kept}"
+        text = f"step {step} could not be saved in {where}. Its incomplete files are removed; {kept}"
         if is_only_printed:
             self._print(f"{text}.")
             return
         if raises or not self._continues_on_error:
             raise CheckpointError(f"{text}.")
-        self._print(f"{text}. Training goes on.")
+        self._print(f"{text}. Training continues.")
 
     def _commit_samples(self) -> None:
-        """Count the samples of a step that a GradScaler skipped: without an optimizer step no loader commits them."""
+        """Count the samples of a skipped step (by a GradScaler): no loader commits them without an optimizer step."""
         for value in self._objects.values():
             if isinstance(value, DataLoader):
                 value.commit()
@@ -463,7 +464,7 @@ class Checkpointer:
         note(Note.STOPS)
         reasons = self.world.exchange(self.world.stop_reason)
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
-        self.world.stop_reason = None  # handled: a notebook may go on
+        self.world.stop_reason = None  # handled: a notebook may continue
         if self._last_saved != self.num_steps:
             self._save(waits=True, raises=True)
         self._finish(raises=True)
@@ -490,7 +491,7 @@ class Checkpointer:
         self._best, self._lacks_best = value, False
         return True
 
-    # ------------------------------------------------------------------ what lies there
+    # ------------------------------------------------------------------ the directory
 
     def _agree(self, method: str, validate: Callable[[], dict[str, Any]]) -> None:
         validate_on_all_ranks(self.world, f"Checkpointer.{method}", validate)
@@ -511,7 +512,10 @@ class Checkpointer:
             self._signals = StopSignals(self.world)
 
     def _begin(self) -> None:
-        """Collective, before each step and save: open the directory; once, decide what of it counts from now on."""
+        """Collective, before each step and save: open the directory.
+
+        The first call decides which of its content counts.
+        """
         self._open()
         if self._last_saved is None:
             self._directory.refuse_later_than(self.num_steps)
@@ -525,14 +529,14 @@ class Checkpointer:
             self._has_begun = True
 
     def _recover(self, tier: LocalTier, durable_step: int | None, *, strict: bool) -> int | None:
-        """Collective: load the newest step that the nodes hold, if it is newer than a checkpoint's."""
+        """Collective: load the newest step that the nodes hold, if it is newer than the newest checkpoint."""
         resumes = self._directory.resumes
         found = recover(
             tier.storage, self.world, self._objects, resumes=resumes, durable_step=durable_step, strict=strict
         )
         if found is None:
             return None
-        # Checkpoints know neither this step nor its metrics.
+        # The directory's checkpoints don't include this step and its metrics.
         tier.kept, self._last_saved, self._metrics_are_of = found[0], None, None
         text = f"resumed from the local copies of step {found[1].manifest.step} (durable: {durable_step or 'none'})"
         return self._apply(found[1], f"{tier.storage.where}/{found[0]}", text, is_resume=True)
@@ -545,7 +549,7 @@ class Checkpointer:
         )
 
     def _apply(self, found: restore.Found, where: str, line: str, *, is_resume: bool) -> int:
-        """Collective: load what was found; say so, and return its step."""
+        """Collective: load the found state, print a line, and return its step."""
         restore.apply(found, self.world, self._objects, where)
         step = self.num_steps = found.manifest.step
         self._num_apart = 0
@@ -559,7 +563,7 @@ class Checkpointer:
         for line in found.misfits:
             self._print(f"  not loaded: {line}")
         for name in found.unlisted:
-            self._print(f"  {where}/{name} is no part of it, and was left alone")
+            self._print(f"  {where}/{name} isn't a part of it, and was left alone")
         return step
 
     # ------------------------------------------------------------------ the end
@@ -568,9 +572,9 @@ class Checkpointer:
         if ended_well(error):
             self.close()
             return
-        # The pending save is finished if all ranks still can; no other begins.
+        # Finish the pending save if all ranks still can. No other save begins.
         self._is_closed = True
-        if not isinstance(error, SystemExit):  # else signals stay harmless until the process has gone
+        if not isinstance(error, SystemExit):  # after SystemExit signals must stay harmless until the process ends
             self._saver.abandon()
             if self._tier is not None:
                 self._tier.abandon()
@@ -590,10 +594,10 @@ class Checkpointer:
 
 
 def _open_local(local: Any, every_steps: int | None) -> LocalDirectory | None:
-    """The directory that `local` names, or is.
+    """The directory for the argument `local`.
 
     Raises:
-        ConfigurationError: It names none, or not one for this user; or one of both arguments is missing.
+        ConfigurationError: It isn't a directory, or not one for this user; or one of the two arguments is missing.
     """
     if local is None and every_steps is None:
         return None
@@ -602,7 +606,9 @@ def _open_local(local: Any, every_steps: int | None) -> LocalDirectory | None:
         wanted = "the path of a directory on each node's own disk. An object to save takes another name"
         raise checks.refuse("local", local, wanted)
     if local is None or every_steps is None:
-        raise ConfigurationError("local and local_every_steps go together: where copies lie, and how often they come.")
+        raise ConfigurationError(
+            "pass both local (where copies are stored) and local_every_steps (how often they are written)."
+        )
     storage = _open_storage(local, private=True, what="local")
     assert isinstance(storage, LocalDirectory)
     validate_local(storage)
@@ -610,10 +616,10 @@ def _open_local(local: Any, every_steps: int | None) -> LocalDirectory | None:
 
 
 def _open_storage(directory: Any, *, private: bool, what: str = "directory") -> Storage:
-    """The storage that `directory` names, or is.
+    """The storage for the argument `directory`.
 
     Raises:
-        ConfigurationError: Neither a path, a URL nor a `Storage`; or `private` isn't for it.
+        ConfigurationError: It is neither a path, a URL nor a `Storage`; or `private` can't be used with it.
     """
     if isinstance(directory, str | os.PathLike):
         path = os.fspath(directory)
@@ -622,8 +628,8 @@ def _open_storage(directory: Any, *, private: bool, what: str = "directory") -> 
     elif isinstance(directory, Storage):
         if not private:
             raise ConfigurationError(
-                "private=False is for the path of a directory, and a Storage was given. Make it "
-                "so itself, as in LocalDirectory(path, private=False)."
+                "private=False is for the path of a directory, but a Storage was passed. Set it on the Storage, as in "
+                "LocalDirectory(path, private=False)."
             )
         return directory
     raise checks.refuse(what, directory, "the path of a directory, a URL, or a Storage")
@@ -633,7 +639,7 @@ def _validate_objects(objects: Mapping[str, Any]) -> None:
     """Refuse objects that can't be saved.
 
     Raises:
-        ConfigurationError: There is nothing, or something without a state, or under a name that is taken.
+        ConfigurationError: There are no objects, an object has no state, or its name is taken.
     """
     if not objects:
         raise ConfigurationError("there is nothing to save. Pass objects by name: model=model, ...")
@@ -660,20 +666,21 @@ def _validate_local(objects: Mapping[str, Any]) -> None:
             continue
         if not any(each is local for each in objects.values()):
             raise UsageError(
-                "the model has a LocalSGD, whose ranks keep different momenta. Give that to the Checkpointer, in "
-                "place of its optimizer: Checkpointer(..., model=model, local_sgd=local)."
+                "the model has a LocalSGD, whose ranks have different momenta. Pass the LocalSGD to the Checkpointer "
+                "instead of its optimizer: Checkpointer(..., model=model, local_sgd=local)."
             )
         name = next((name for name, each in objects.items() if each is local.optimizer), None)
         if name is not None:
             raise UsageError(
-                f"{name}= is the optimizer of a LocalSGD, which saves what it keeps on every rank. Leave it out."
+                f"{name}= is the optimizer of a LocalSGD, which saves the optimizer's state on every rank. Leave it "
+                f"out."
             )
 
 
 def _facts(
     storage: Storage, policy: Policy, world: World, objects: Mapping[str, Any], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments that must be equal on all ranks, by the names in messages; JSON types."""
+    """Arguments that must be equal on all ranks, by the names for messages; JSON types."""
     return {
         "the directory": _identity(storage, is_one_host=world.num_nodes == 1),
         **asdict(policy),
@@ -685,22 +692,22 @@ def _facts(
 def _identity(storage: Storage, *, is_one_host: bool) -> str:
     if not isinstance(storage, LocalDirectory):
         return storage.where
-    # What a link points to may differ between hosts that mount the same file system at different places.
+    # Don't resolve links: their targets may differ between hosts that mount the same file system at different places.
     return os.path.realpath(storage.root) if is_one_host else os.fspath(storage.root)
 
 
 def _agree_on_metrics(world: World, given: Mapping[str, Any]) -> dict[str, float]:
-    """Collective: rank 0's metrics; every rank gives its own values under the same names.
+    """Collective: rank 0's metrics. Every rank passes its own values under the same names.
 
     Raises:
-        ConfigurationError: A value is no number. Raised on all ranks.
+        ConfigurationError: A value isn't a number. Raised on all ranks.
         MismatchError: The names differ. Raised on all ranks.
     """
     mine: dict[str, Any] = {
         name: float(value) if checks.is_switch_type(value) else checks.as_float(value) for name, value in given.items()
     }
     wrong = [name for name, value in mine.items() if value is None]
-    problem = f"metric {wrong[0]}={checks.shown(given[wrong[0]])} is no number." if wrong else None
+    problem = f"metric {wrong[0]}={checks.shown(given[wrong[0]])} isn't a number." if wrong else None
     seen = world.exchange({"problem": problem, "metrics": mine})
     for rank, each in enumerate(seen):
         if each["problem"] is not None:
@@ -708,7 +715,8 @@ def _agree_on_metrics(world: World, given: Mapping[str, Any]) -> dict[str, float
         if sorted(each["metrics"]) != sorted(seen[0]["metrics"]):
             raise MismatchError(
                 f"checkpoint: the metrics are {', '.join(seen[0]['metrics'])} on rank 0 and "
-                f"{', '.join(each['metrics'])} on rank {rank}. Every rank gives the same names; rank 0's values count."
+                f"{', '.join(each['metrics'])} on rank {rank}. Pass the same names on all ranks; rank 0's values are "
+                f"stored."
             )
     metrics: dict[str, float] = seen[0]["metrics"]
     return metrics

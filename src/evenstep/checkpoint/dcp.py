@@ -1,7 +1,7 @@
 """Directories of `torch.distributed.checkpoint`: written by torch, read here.
 
-torch's reader runs the pickle that is the directory's index, and pickles of plain values. This one makes nothing of the
-index but the records that torch's writer puts there, and has torch read each item as tensors and plain data alone.
+torch's reader unpickles the directory's index, and plain values. This reader accepts in the index only the records of
+torch's writer, and lets torch read each item only as tensors and plain data.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ def write(target: str, state: dict[str, Any]) -> None:
     """Write a state to a new directory.
 
     Raises:
-        FileExistsError: There is something of this name.
+        FileExistsError: The name exists already.
     """
     from torch.distributed.checkpoint.state_dict_saver import save
 
     Path(target).mkdir()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no process group is there
+        warnings.simplefilter("ignore")  # torch warns that there is no process group
         save(state, checkpoint_id=target, no_dist=True)
 
 
 def read(source: str) -> dict[str, Any]:
-    """Read a directory, whatever number of ranks has written it.
+    """Read a directory that any number of ranks has written.
 
     Raises:
-        CheckpointError: It is none, or holds more than tensors and plain data, or doesn't hold what its index says.
+        CheckpointError: It isn't such a directory, contains more than tensors and plain data, or doesn't match its
+            index.
     """
     place = Path(source)
     try:
@@ -58,23 +59,23 @@ def read(source: str) -> dict[str, Any]:
             _put(state, tuple(paths.get(name, (name,))), value)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{source} has no {Path(error.filename).name}: it is no directory of safetensors or of "
+            f"{source} has no {Path(error.filename).name}: it isn't a directory of safetensors or of "
             f"torch.distributed.checkpoint."
         ) from None
     except CheckpointError:
         raise
     except OSError as error:
         raise CheckpointError(f"{error.filename or source}: {error.strerror or error}.") from None
-    except Exception as error:  # whatever a damaged or a foreign pickle leads to
+    except Exception as error:  # a damaged or foreign pickle may raise anything
         first = (str(error).splitlines() or [""])[0]
         raise CheckpointError(f"{source}/{_INDEX} can't be read: {type(error).__name__}: {first}.") from None
     return {key: _with_numbers(value) for key, value in state.items()}
 
 
 class _Index(pickle._Unpickler):
-    """Makes records of torch's writer, and nothing else.
+    """An unpickler that makes only the records of torch's writer.
 
-    It is python's unpickler that is written in python: the one in C can crash the process on damaged content.
+    It derives from the unpickler in python, because the one in C can crash the process on damaged content.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -92,7 +93,7 @@ class _Index(pickle._Unpickler):
         elif module == "torch.serialization" and name == "_get_layout":
             return _layout
         elif module.split(".")[0] == "pathlib" and name in ("Path", "PosixPath", "WindowsPath"):
-            return PurePosixPath  # of the directory in which it was written
+            return PurePosixPath  # the path of the directory in which it was written
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index has")
 
 
@@ -104,14 +105,14 @@ def _layout(name: str) -> torch.layout:
 
 
 def _item(place: Path, name: str, item: Any, stored: list[tuple[Any, Any]]) -> Any:
-    """A value or a tensor, which may lie in several pieces.
+    """A value or a tensor, which may consist of several pieces.
 
     Raises:
-        CheckpointError: It isn't as the index says.
+        CheckpointError: It doesn't match the index.
     """
     if not hasattr(item, "chunks"):
         if len(stored) != 1:
-            raise CheckpointError(f"{place}: {name} lies in {len(stored)} pieces, and is a single value.")
+            raise CheckpointError(f"{place}: {name} has {len(stored)} pieces, but is a single value.")
         return _load(place, name, stored[0][1])
     shape = tuple(item.size)
     whole = torch.empty(shape, dtype=item.properties.dtype, device="cpu")
@@ -133,9 +134,9 @@ def _item(place: Path, name: str, item: Any, stored: list[tuple[Any, Any]]) -> A
 def _load(place: Path, name: str, info: Any) -> Any:
     file = info.relative_path
     if Path(file).name != file:
-        raise CheckpointError(f"{place}: {name} lies in {file!r}, which is no file of this directory.")
+        raise CheckpointError(f"{place}: {name} is in {file!r}, which isn't a file of this directory.")
     if getattr(info, "transform_descriptors", None):
-        raise CheckpointError(f"{place}: {name} is compressed ({info.transform_descriptors}), which isn't read.")
+        raise CheckpointError(f"{place}: {name} is compressed ({info.transform_descriptors}), which isn't supported.")
     with open(place / file, "rb") as opened:
         opened.seek(info.offset)
         content = io.BytesIO(opened.read(info.length))
@@ -147,7 +148,7 @@ def _load(place: Path, name: str, info: Any) -> Any:
 
 
 def _put(state: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
-    """Put a value to its path; numbers in a path are the indices of lists, in any order."""
+    """Store a value at its path. Numbers in a path are indices of lists, in any order."""
     here: Any = state
     for key, following in zip(path, (*path[1:], None), strict=True):
         new: Any = value if following is None else [] if isinstance(following, int) else {}
@@ -163,9 +164,10 @@ def _put(state: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_numbers(state: Any) -> Any:
-    """An optimizer numbers its parameters, in the order of its groups.
+    """Restore an optimizer's parameter numbers, in the order of its groups.
 
-    `torch.distributed.checkpoint` has turned the numbers into text; `get_optimizer_state_dict` has put names there.
+    `torch.distributed.checkpoint` has converted the numbers to text; `get_optimizer_state_dict` has replaced them by
+    names.
     """
     if not (isinstance(state, Mapping) and isinstance(state.get("state"), Mapping)):
         return state

@@ -1,10 +1,10 @@
-"""The directory of a run: which of its folders are checkpoints, and how these come and go.
+"""The directory of a run: which of its folders are checkpoints, and how they are made and removed.
 
 step-0000090-00007-3    written by save 3 of the job that had lock 7: a checkpoint once its manifest is there
 lock-00007.json         which job writes here, and which manifests of earlier jobs count: see `lock`
 
-Nothing is renamed. A manifest is written last, and removed first. A folder without one is what a killed job has left:
-the next job removes it. A damaged checkpoint stays for a person to look at, and is passed over by resumes.
+No folder is renamed. A manifest is written last, and removed first. A folder without a manifest is the leftover of a
+killed job, and the next job removes it. A damaged checkpoint stays for inspection, and resumes skip it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from evenstep.errors import CheckpointError, EvenstepError, UsageError
 from evenstep.ground.health import heartbeat
 from evenstep.world import World
 
-_SEEN_WITHIN_S = 10.0  # by ranks of other nodes, whose file system may look seldom
+_SEEN_WITHIN_S = 10.0  # until ranks of other nodes see a file: their file system may refresh rarely
 _LOOK_EVERY_S = 0.1
 _WAIT_FOR_LOCK_S = EXPIRES_AFTER_S + 5.0
-# Something else lies where a file was; or the file is shorter than it was.
+# Errors that mean damage: something else is in a file's place, or the file is shorter than it was.
 _OTHER_FILE = (0, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
 
 
@@ -41,21 +41,21 @@ def checkpoints_in(storage: Storage) -> dict[int, str]:
 
 
 def _by_step(folders: list[str]) -> dict[int, str]:
-    """Folders of checkpoints by step: of several of one step the last that was written."""
+    """Folders of checkpoints by step; if several have the same step, the last one that was written."""
     return {step_of(folder): folder for folder in folders}
 
 
 def remove_checkpoint(storage: Storage, folder: str) -> None:
-    """Remove a checkpoint, its manifest first: what is left is none, whenever this ends."""
+    """Remove a checkpoint, its manifest first: if this is interrupted, the rest isn't a checkpoint."""
     storage.remove(f"{folder}/{manifests.NAME}")
     storage.remove(folder)
 
 
 def sweep(storage: Storage, lock: Lock) -> None:
-    """Remove what killed jobs have left, and what a later save of the same step has replaced.
+    """Remove leftovers of killed jobs, and checkpoints that a later save of the same step has replaced.
 
     Raises:
-        LockedError: Another job has the lock meanwhile: what it writes is not to be removed.
+        LockedError: Another job now has the lock. Its files must not be removed.
     """
     newest = _by_step(lock.manifests)
     for folder in storage.list():
@@ -69,7 +69,7 @@ def sweep(storage: Storage, lock: Lock) -> None:
 
 
 def _is_replaced(storage: Storage, lock: Lock, folder: str, by: str) -> bool:
-    """Whether two checkpoints of one step are both good, as far as is known; damaged ones are kept."""
+    """Whether two checkpoints of one step are both good, as far as is known. Damaged ones are kept."""
     try:
         return not lock.record["damaged"].keys() & {folder, by} and all(
             read_manifest(storage, each) for each in (folder, by)
@@ -87,11 +87,11 @@ class UnreadableError(CheckpointError):
 
 
 class MissingError(UnreadableError):
-    """A file isn't there. The checkpoint is damaged if no rank finds it, and not if others do."""
+    """A file doesn't exist. The checkpoint is damaged if no rank finds the file, but not if other ranks do."""
 
 
 def why_unread(path: str, error: OSError) -> DamagedError | UnreadableError:
-    """What follows from a file that could not be read: only what was read can differ from what was written."""
+    """The error for a file that can't be read. It is damage only if the file was read and its content differs."""
     if error.errno == errno.ENOENT:
         return MissingError(f"{path}: {error.strerror}")
     if error.errno in _OTHER_FILE:
@@ -100,11 +100,11 @@ def why_unread(path: str, error: OSError) -> DamagedError | UnreadableError:
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """Read the manifest of a checkpoint, and confirm its checksum.
+    """Read the manifest of a checkpoint, and check its checksum.
 
     Raises:
         DamagedError: It is damaged.
-        UnreadableError: This process can't read it; a MissingError if it isn't there.
+        UnreadableError: This process can't read it; a MissingError if it doesn't exist.
     """
     path = f"{folder}/{manifests.NAME}"
     try:
@@ -119,10 +119,10 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
 
 
 class Pending(Protocol):
-    """Writes here.
+    """A writer to the directory.
 
     Attributes:
-        thread: Of the save that is pending; None: none is.
+        thread: The pending save's thread; None: no save is pending.
     """
 
     thread: threading.Thread | None
@@ -132,15 +132,15 @@ _open_here: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
 
 
 class RunDirectory:
-    """The checkpoints of a run, known to all its ranks; only rank 0 changes what others see.
+    """The checkpoints of a run, known to all its ranks. Only rank 0 makes changes that others can see.
 
     Attributes:
-        writer: Writes here; set by who makes it.
-        steps: Metrics by step of each checkpoint. On other ranks than 0 some may have been removed since.
-        folders: By step.
+        writer: Writes to the directory; set by the code that makes the writer.
+        steps: Metrics of each checkpoint, by step. On ranks other than 0 some checkpoints may have been removed since.
+        folders: The folders by step.
         is_open: Whether this job has taken the lock.
-        run: Made with the directory; "" until it is open.
-        resumes: Of earlier attempts: see [Note: what a lock remembers of the run].
+        run: The run's key, made with the directory; "" until it is open.
+        resumes: Resumes of earlier attempts: see [Note: what a lock remembers of the run].
     """
 
     def __init__(self, storage: Storage, world: World, policy: Policy) -> None:
@@ -164,26 +164,27 @@ class RunDirectory:
         return None if step is None else self.steps[step][self._policy.best or ""]
 
     def open(self) -> int:
-        """Collective: take the lock, remove what killed jobs have left, and list the checkpoints.
+        """Collective: take the lock, remove leftovers of killed jobs, and list the checkpoints.
 
         Returns:
             The number of the lock.
 
         Raises:
-            CheckpointError: Another job has the lock, nothing can be written here, or ranks see other directories.
+            CheckpointError: Another job has the lock, the directory can't be written to, or ranks see different
+                directories.
         """
         found: dict[int, Mapping[str, float]] = {}
 
         def lock_and_list() -> None:
             self._succeed_others()
-            # Less than the timeout after which the other ranks give up on this one.
+            # Shorter than the timeout after which the other ranks give this rank up.
             wait_s = min(_WAIT_FOR_LOCK_S, self._world.timeout_s / 2)
             self._lock = take_lock(self.storage, {"world_size": self._world.world_size}, wait_s=wait_s)
             sweep(self.storage, self._lock)
             self.folders = _by_step(self._lock.manifests)
             for step, folder in self.folders.items():
                 found[step] = {}
-                with contextlib.suppress(DamagedError, UnreadableError):  # reported by the load of it
+                with contextlib.suppress(DamagedError, UnreadableError):  # reported when it is loaded
                     found[step] = read_manifest(self.storage, folder).metrics
 
         self._on_main(lock_and_list)
@@ -200,7 +201,7 @@ class RunDirectory:
         return int(number)
 
     def _refuse_unshared(self, key: str) -> None:
-        """Collective: raise where a rank doesn't see the lock that rank 0 has just written."""
+        """Collective: raise if a rank doesn't see the lock that rank 0 has just written."""
         if self._world.world_size == 1:
             return
         problem, until = None, time.monotonic() + _SEEN_WITHIN_S
@@ -218,13 +219,13 @@ class RunDirectory:
         if problems:
             self.close()
             raise CheckpointError(
-                f"{self.storage.where} is no directory that all ranks share: rank 0 has written a file, and "
+                f"{self.storage.where} is not a directory that all ranks share: rank 0 has written a file, but "
                 f"{problems[0]}. Each node would keep a part of every checkpoint. Use a file system that all nodes "
                 f"mount, or an object store."
             )
 
     def _succeed_others(self) -> None:
-        """Wait for what another Checkpointer of this process is saving here, such as that of a cell that ran before."""
+        """Wait for the save of another Checkpointer of this process here, such as an earlier notebook cell's."""
         for other in list(_open_here):
             if other is not self and other._lock is not None and other.storage.where == self.storage.where:
                 say(f"evenstep: a second Checkpointer on {self.storage.where}: the first one saves nothing more there")
@@ -242,7 +243,7 @@ class RunDirectory:
         return dict(self._world.broadcast_object([*found.items()]))
 
     def close(self, after: threading.Thread | None = None) -> None:
-        """Release the lock, at once or when a thread has ended that still writes here."""
+        """Release the lock: at once, or when a thread that is still writing here has ended."""
         lock, self._lock = self._lock, None
         if lock is None:
             return
@@ -257,23 +258,23 @@ class RunDirectory:
         threading.Thread(target=release, name=f"{after.name}, end").start()
 
     def commit(self, folder: str, manifest: Manifest) -> None:
-        """Make a checkpoint of what a folder holds, and remove old ones. On rank 0, in the writer's thread.
+        """Make a checkpoint of a folder's files, and remove old checkpoints. On rank 0, in the writer's thread.
 
         Raises:
-            LockedError: Another job has taken this one for dead, and has the directory.
+            LockedError: Another job has taken the lock, because this job seemed dead.
         """
         self._confirm()
         self.storage.put(f"{folder}/{manifests.NAME}", [manifests.encode(manifest)])
-        self._confirm()  # else a manifest might be reported as saved that another job hasn't seen
+        self._confirm()  # else a manifest that another job hasn't listed might be reported as saved
         heartbeat.mark_commit(manifest.step)
         steps, folders = {**self.steps, manifest.step: manifest.metrics}, {**self.folders, manifest.step: folder}
         going = {step: folders.pop(step) for step in plan_removals(steps, self._policy) if step != manifest.step}
         for old in (*going.values(), self.folders.get(manifest.step)):
             if old is not None:
-                with contextlib.suppress(OSError):  # one too many is kept; the save has succeeded
+                with contextlib.suppress(OSError):  # the save has succeeded, even if an old checkpoint stays
                     self._confirm()
                     remove_checkpoint(self.storage, old)
-        # New dictionaries: the loop may be reading the old.
+        # New dictionaries, because the loop may be reading the old ones.
         self.steps, self.folders = {step: steps[step] for step in folders}, folders
 
     def add_step(self, step: int, folder: str) -> None:
@@ -281,7 +282,7 @@ class RunDirectory:
         self.steps, self.folders = {step: {}, **self.steps}, {**self.folders, step: folder}
 
     def discard(self, after: int) -> None:
-        """Collective: remove the checkpoints of later steps, also those that are known to be damaged."""
+        """Collective: remove the checkpoints of later steps, including damaged ones."""
 
         def remove() -> None:
             self._confirm()
@@ -294,14 +295,14 @@ class RunDirectory:
         self._keep({step for step in self.steps if step <= after})
 
     def pass_over(self, step: int, why: str) -> None:
-        """Collective: leave a damaged checkpoint where it is, and note what is wrong with it."""
+        """Collective: skip a damaged checkpoint, and record its damage."""
         if self._lock is not None:
             with contextlib.suppress(OSError):  # the next resume finds it again
                 self._lock.note_damaged(self.folders[step], why)
         self._keep(self.steps.keys() - {step})
 
     def note_resume(self, step: int, *, is_local: bool) -> None:
-        """Collective: note from which step this job goes on, if it or an earlier one has saved on the nodes' disks."""
+        """Collective: record the step from which this job continues, if the run has saved on the nodes' disks."""
         if is_local or self.resumes:
             self._on_main(lambda: self._lock.note_resume(step) if self._lock is not None else None)
 
@@ -317,14 +318,14 @@ class RunDirectory:
         """Raise a UsageError if there are later checkpoints: the next start would be ambiguous.
 
         Args:
-            step: Where this run is.
-            local: The newest step that is there on the nodes' disks alone.
+            step: This run's step.
+            local: The newest step that is only on the nodes' disks.
         """
         newest = max(self.newest or 0, local)
         if newest > step:
             raise UsageError(
-                f"{self.storage.where} has checkpoints up to step {newest}, and this run is at step {step}: the "
-                f"next start could not tell which to take. Call checkpoint.resume() before the loop, or "
+                f"{self.storage.where} has checkpoints up to step {newest}, but this run is at step {step}, so the "
+                f"next start couldn't decide which one to load. Call checkpoint.resume() before the loop, or "
                 f"checkpoint.discard(after={step}) to remove the later ones, or use another directory."
             )
 

@@ -1,7 +1,7 @@
 """Checkpoints and the files of other programs: torch.save, safetensors, `torch.distributed.checkpoint`.
 
-Each format is a pair here: `export` writes it, `import_file` makes a checkpoint of it. No pickle is run: torch's reader
-of tensors and plain data reads files of `torch.save`, and `dcp` reads the index of `torch.distributed.checkpoint`.
+`export` writes each format, and `import_file` makes a checkpoint from it. No pickle is executed: torch's reader of
+tensors and plain data reads files of `torch.save`, and `dcp` reads the index of `torch.distributed.checkpoint`.
 """
 
 from __future__ import annotations
@@ -73,17 +73,17 @@ def export(
 ) -> str:
     """Write a checkpoint's objects to files that other programs read.
 
-    The target says in which format: a name that ends in ".safetensors" is one file of safetensors; with
-    `max_shard_bytes` it is a directory, to which the pieces and their index are written as model hubs expect them; with
-    `as_dcp` a directory of `torch.distributed.checkpoint`; any other name a file that `torch.load(...,
-    weights_only=True)` reads, without numpy's types: arrays become tensors, and numbers python's own.
+    The target determines the format. A name that ends in ".safetensors" is one safetensors file. With `max_shard_bytes`
+    it is a directory with pieces and their index, as model hubs expect them; with `as_dcp` it is a directory of
+    `torch.distributed.checkpoint`. Any other name is a file that `torch.load(..., weights_only=True)` can read, without
+    numpy's types: arrays become tensors, and numpy numbers become python's.
 
     Args:
         path: The directory of a run, or a checkpoint's folder.
         target: The file or directory to make.
         step: Which one; None: the newest.
-        name: One object's state alone; None: all of them, and the step; in safetensors the one that is named "model".
-        max_shard_bytes: No piece has more bytes of tensors, unless it is a single tensor.
+        name: The one object to export; None: all objects and the step, or for safetensors the object "model".
+        max_shard_bytes: The most bytes of tensors in a piece, unless the piece is a single larger tensor.
         as_dcp: Write a directory of `torch.distributed.checkpoint`.
 
     Returns:
@@ -101,7 +101,8 @@ def export(
         name = "model" if "model" in names else names[0]
         if len(names) > 1 and name != "model":
             raise CheckpointError(
-                f"{path}/{folder} has {', '.join(names)}, and safetensors hold one of them. Name it: --object {name}."
+                f"{path}/{folder} has {', '.join(names)}, but a safetensors file stores only one of them. Choose it: "
+                f"--object {name}."
             )
     if name is not None and name not in names:
         raise CheckpointError(f"{path}/{folder} has no object {name!r}; there are: {', '.join(names)}.")
@@ -122,16 +123,16 @@ def export(
 
 @contextlib.contextmanager
 def _writing(target: str) -> Iterator[None]:
-    """Turns what goes wrong at writing into an error that names the target."""
+    """Context that turns errors of writing into an error that names the target."""
     try:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or target}: {error.strerror or error}. Name something new in a directory that exists."
+            f"{error.filename or target}: {error.strerror or error}. Pass a new name in an existing directory."
         ) from None
     except CheckpointError:
         raise
-    except RuntimeError as error:  # torch's own, where the disk is full
+    except RuntimeError as error:  # torch raises this if the disk is full
         raise CheckpointError(f"{target} could not be written: {str(error).splitlines()[0]}") from None
 
 
@@ -140,7 +141,7 @@ def _write_new(target: str | Path, write: Callable[[Any], object]) -> None:
         try:
             write(file)
         except BaseException:
-            Path(target).unlink(missing_ok=True)  # a part of a file looks like one
+            Path(target).unlink(missing_ok=True)  # an incomplete file looks like a complete one
             raise
 
 
@@ -148,20 +149,20 @@ def _write_safetensors(target: str, state: Any, name: str, max_shard_bytes: int 
     """Write an object's tensors to one file, or to pieces with an index; returns the number of files.
 
     Raises:
-        CheckpointError: The state has something else than tensors in it.
+        CheckpointError: The state contains something other than tensors.
     """
     captured = capture_one(name, dict(state))
     others = [path for path, value in _leaves(state) if not isinstance(value, Tensor)]
     if others or not captured.tensors:
         what = f"{others[0]!r} isn't one" if others else "it has none"
         raise CheckpointError(
-            f"{name} can't be written as safetensors, which hold tensors alone: {what}. Export it to a file of torch "
-            f"(another ending), or another object (--object)."
+            f"{name} can't be written as safetensors, which store only tensors: {what}. Export it to a file of torch "
+            f"(another ending), or export another object (--object)."
         )
     tensors, aliases = captured.tensors, captured.aliases
 
     def write(place: Path | str, keys: list[str]) -> None:
-        # Tied parameters are written once, as model hubs have them; the safetensors package notes them so.
+        # Tied parameters are written once, as on model hubs; the safetensors package records them in this way.
         tied = {alias: key for alias, key in aliases.items() if key in keys}
         layout = plan_layout([entry_of(key, tensors[key]) for key in keys], {"format": "pt", **tied})
 
@@ -177,7 +178,7 @@ def _write_safetensors(target: str, state: Any, name: str, max_shard_bytes: int 
         return 1
     os.mkdir(target)
     pieces = plan_pieces({key: tensor.nbytes for key, tensor in tensors.items()}, max_shard_bytes)
-    if len(pieces) == 1:  # as model hubs have it: no index
+    if len(pieces) == 1:  # as on model hubs, without an index
         write(Path(target) / _SINGLE, pieces[0])
         return 1
     weight_map: dict[str, str] = {}
@@ -192,7 +193,7 @@ def _write_safetensors(target: str, state: Any, name: str, max_shard_bytes: int 
 
 
 def plan_pieces(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Divide tensors, in their order, into files of at most so many bytes; a larger tensor has one of its own. Pure."""
+    """Divide tensors, in their order, into files of a largest size. A larger tensor gets its own file. Pure."""
     pieces: list[list[str]] = []
     room = 0
     for key, num_bytes in sizes.items():
@@ -214,19 +215,19 @@ def import_file(source: str, path: str, name: str | None, step: int | None) -> s
         source: A file of `torch.save`; one that ends in ".safetensors"; a directory with one of those, or with an index
             and pieces; or a directory of `torch.distributed.checkpoint`.
         path: The directory or the URL of the run to make.
-        name: The file is the state of this object; None: a dictionary of states, as `export` writes it; safetensors are
-            the model's.
-        step: Of the checkpoint; None: what the file says, else 0.
+        name: The file is this object's state; None: it is a dictionary of states, as `export` writes it, or in
+            safetensors the model's.
+        step: The checkpoint's step; None: the file's step, or else 0.
 
     Returns:
         A line for the user.
 
     Raises:
-        CheckpointError: The file can't be read so, holds something else, or the directory has checkpoints.
+        CheckpointError: The file can't be read in this way, contains something else, or the directory has checkpoints.
     """
     content = _read(source)
     if not isinstance(content, dict):
-        raise CheckpointError(f"{source} holds a {type(content).__name__}, and no state dictionary.")
+        raise CheckpointError(f"{source} contains a {type(content).__name__}, not a state dictionary.")
     if name is None and _is_safetensors(source):
         name = "model"
     found = content.get("step") if name is None else None
@@ -235,12 +236,12 @@ def import_file(source: str, path: str, name: str | None, step: int | None) -> s
     if not objects or not all(isinstance(key, str) and key.isidentifier() for key in objects) or left_out:
         what = f" (there is {left_out[0]!r})" if left_out else ""
         raise CheckpointError(
-            f"{source} is no dictionary of states by name{what}. If it is the state of one object, say of which: "
+            f"{source} isn't a dictionary of states by name{what}. If it is the state of one object, name the object: "
             f"--object model."
         )
     storage, world = storage_at(path), World.alone(device="cpu")
     if checkpoints_in(storage):
-        raise CheckpointError(f"{path} has checkpoints already; name a new directory.")
+        raise CheckpointError(f"{path} has checkpoints already; pass a new directory.")
     number = step if step is not None else found if isinstance(found, int) else 0
     directory = RunDirectory(storage, world, Policy())
     saver = Saver(storage, world, objects, directory.commit)
@@ -264,7 +265,7 @@ def _read(source: str) -> Any:
     """The content of a file or a directory of another program.
 
     Raises:
-        CheckpointError: It isn't there, or holds more than tensors and plain data.
+        CheckpointError: It doesn't exist, or contains more than tensors and plain data.
     """
     if _is_safetensors(source):
         return _read_safetensors(Path(source))
@@ -275,11 +276,11 @@ def _read(source: str) -> Any:
     except OSError as error:
         raise CheckpointError(f"{source}: {error.strerror or error}.") from None
     except Exception as error:
-        # torch's next sentences advise to read it without that protection.
+        # Leave out torch's next sentences, which advise to read the file without that protection.
         first = (str(error).splitlines() or [""])[0].partition(". ")[0]
         raise CheckpointError(
-            f"{source} is no file of tensors and plain data: {first.rstrip('.')}. Load it where you trust it, and "
-            f"save its state_dict."
+            f"{source} isn't a file of only tensors and plain data: {first.rstrip('.')}. If you trust it, load it with "
+            f"torch and save its state_dict."
         ) from None
 
 
@@ -294,10 +295,12 @@ def _read_safetensors(source: Path) -> dict[str, Tensor]:
             try:
                 index = dict(json.loads((source / _INDEX).read_text())["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{source / _INDEX} is no index of safetensors ({error}).") from None
+                raise CheckpointError(f"{source / _INDEX} isn't a safetensors index ({error}).") from None
             outside = [file for file in index.values() if not isinstance(file, str) or Path(file).name != file]
             if outside:
-                raise CheckpointError(f"{source / _INDEX} names {outside[0]!r}, which is no file beside it.")
+                raise CheckpointError(
+                    f"{source / _INDEX} names {outside[0]!r}, which isn't a file in the same directory."
+                )
             files = [source / file for file in sorted(set(index.values()))]
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -306,9 +309,9 @@ def _read_safetensors(source: Path) -> dict[str, Tensor]:
                 tensors |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  # no dictionary
                 notes = opened.metadata() or {}
         except FileNotFoundError:
-            raise CheckpointError(f"{file} isn't there.") from None
+            raise CheckpointError(f"{file} doesn't exist.") from None
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} is no file of safetensors: {error}.") from None
+            raise CheckpointError(f"{file} isn't a safetensors file: {error}.") from None
         tensors |= {alias: tensors[key] for alias, key in notes.items() if alias not in tensors and key in tensors}
     missing = sorted(set(index) - set(tensors))
     if missing:
@@ -320,7 +323,7 @@ def _read_safetensors(source: Path) -> dict[str, Tensor]:
 
 
 def without_numpy(state: Any) -> Any:
-    """The state without numpy types; changed in place where that is possible."""
+    """The state without numpy types; changed in place if possible."""
     numpy = sys.modules.get("numpy")
     if type(state) in (dict, collections.OrderedDict):
         for key in state:

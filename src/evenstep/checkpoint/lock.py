@@ -1,38 +1,40 @@
-"""One job per directory: a row of lock objects, the sign of life of the highest, and which manifests count.
+"""One job per directory: a row of lock files, heartbeats of the highest one, and which manifests count.
 
-[Note: who holds a lock]
+[Note: the holder of a lock]
 
-    lock-00006.json     of a job that is gone; removed by the next one
-    lock-00007.json     the highest number has the directory; its holder writes it again every `RENEW_EVERY_S`
+    lock-00006.json     belongs to a job that is gone; the next job removes it
+    lock-00007.json     the highest number has the directory; its holder rewrites it every `RENEW_EVERY_S`
 
-    the process that wrote the highest                  it holds the lock
+    the process that wrote the highest number           does it hold the lock?
     has released it                                     no
-    belongs to an earlier attempt of this job           no, wherever it is: the scheduler has started the job again
-    is seen from here, and runs                         yes
-    is seen from here no more                           no
-    can't be seen from here: another node, container    while its signs of life come; when the last is
-                                                        `EXPIRES_AFTER_S` old, no more
+    belongs to an earlier attempt of this job           no, on any node: the scheduler has started the job again
+    can be seen from here, and runs                     yes
+    could be seen from here, but has ended              no
+    can't be seen from here: another node, container    yes, until its last heartbeat is `EXPIRES_AFTER_S` old
 
-One process sees another if both share a kernel (the boot id says so) and a PID namespace. Names of hosts say nothing:
-containers and virtual machines often have the same. An age is measured by the storage's clock: by the time of a file
-that is put just now. The clocks of the hosts don't matter.
+One process can see another if both share a kernel (same boot id) and a PID namespace. Host names don't show this:
+containers and virtual machines often have the same name. Ages are measured by the storage's clock, by writing a new
+file and reading its time. The hosts' clocks don't matter.
 
-A takeover creates the next number, and creating is the one thing that only one of two jobs can do; nothing is deleted
-and created again. So the highest number stays, also when it is released, and numbers are never used twice.
+A takeover creates the file with the next number: creating a file is the one action in which only one of two jobs can
+succeed. No file is deleted and created again. So the highest number stays, even when it is released, and numbers are
+never used twice.
 
 [Note: which manifests count]
 
-A job that was stopped after it had looked at its lock, and has lost it meanwhile, goes on and writes a manifest. So a
-folder's name says under which lock it was written; and whoever takes a lock lists in it, once it is created, the
-manifests that are there. A manifest of an earlier number that isn't listed came later, and is no checkpoint. Where
-nothing is listed, the taker was killed before it could change anything, or the lock can't be read: then all count. A
-holder looks before each manifest and each removal, and once more before it reports that a manifest was saved.
+A job may be suspended right after it has checked its lock, lose the lock meanwhile, and then continue and write a
+manifest. So a folder's name contains the number of the lock under which it was written, and a job that takes a lock
+lists in it the manifests that exist after the lock was created. A manifest of an earlier number that isn't listed was
+written later, and is not a checkpoint. If a lock has no list, its job was killed before it could change anything, or
+the lock can't be read: then all manifests count. A holder checks its lock before each manifest and each removal, and
+once more before it reports that a manifest was saved.
 
 [Note: what a lock remembers of the run]
 
-`run` is made with the directory's first lock and copied by each that follows: nodes keep their local generations under
-it. `resumes` has (number of the lock, step) of attempts that used them: each went on from that step, and what earlier
-attempts have saved on some node behind it is void. An entry that a later one makes needless is dropped.
+`run` is created with the directory's first lock and copied to each later lock: nodes keep their local generations under
+this key. `resumes` has (number of the lock, step) of attempts that used local generations. Each attempt resumed from
+that step, so later steps that earlier attempts have saved on some node are void. Entries that a later entry makes
+redundant are dropped.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class LockedError(CheckpointError):
 
 
 class Place(NamedTuple):
-    """What the name of a checkpoint's folder says; of one step the larger is the later.
+    """The parts of a checkpoint folder's name. For the same step, the larger place is the later one.
 
     Attributes:
         step: Optimizer steps.
@@ -89,7 +91,7 @@ class Place(NamedTuple):
 
 
 def place_of(folder: str) -> Place | None:
-    """The inverse of `Place.folder`; None if it is the name of something else."""
+    """The inverse of `Place.folder`; None for other names."""
     found = _FOLDER.fullmatch(folder)
     return None if found is None else Place(*map(int, found.groups()))
 
@@ -103,12 +105,12 @@ def step_of(folder: str) -> int:
 
 @dataclass(frozen=True)
 class Top:
-    """What lies in a directory: the highest lock, and the checkpoints.
+    """The content of a directory: the highest lock, and the checkpoints.
 
     Attributes:
-        number: Of the lock; 0: there is none.
-        record: Its content; empty where it isn't JSON.
-        names: Of everything there.
+        number: The lock's number; 0: there is none.
+        record: The lock's content; empty if it isn't JSON.
+        names: The names of everything in the directory.
     """
 
     number: int
@@ -117,7 +119,7 @@ class Top:
 
     @property
     def damaged(self) -> dict[str, str]:
-        """By folder, what a resume has found wrong with it."""
+        """By folder, the damage that a resume has found."""
         found = self.record.get("damaged")
         return {str(folder): str(why) for folder, why in found.items()} if isinstance(found, dict) else {}
 
@@ -133,7 +135,7 @@ class Top:
 
 
 def look(storage: Storage) -> Top:
-    """Look at a directory. Needs no lock."""
+    """Read a directory. Needs no lock."""
     for left in reversed(range(_NUM_LOOKS)):
         names = storage.list()
         number = max((int(found[1]) for found in map(_LOCK.fullmatch, names) if found is not None), default=0)
@@ -141,7 +143,7 @@ def look(storage: Storage) -> Top:
             break
         try:
             return Top(number, _parsed(storage.read(_name(number), most_bytes=_MAX_BYTES)), names)
-        except FileNotFoundError:  # a higher one has come meanwhile
+        except FileNotFoundError:  # a higher one was created meanwhile
             if not left:
                 raise
             time.sleep(_LOOK_EVERY_S / 10)
@@ -149,12 +151,12 @@ def look(storage: Storage) -> Top:
 
 
 class Lock:
-    """The lock of a directory, held by this process. A daemon thread gives its signs of life.
+    """The lock of a directory, held by this process. A daemon thread writes its heartbeats.
 
-    It is released when it is no longer referenced, or when this process ends in an orderly way, at the latest.
+    At the latest it is released when it is no longer referenced, or when this process ends in an orderly way.
 
     Attributes:
-        number: Its own.
+        number: Its number.
         manifests: The folders of the checkpoints that were there when it was taken, in the order of their steps.
         record: Its content.
     """
@@ -162,28 +164,28 @@ class Lock:
     def __init__(self, storage: Storage, number: int, manifests: list[str], record: dict[str, Any]) -> None:
         self._storage, self.number, self.manifests, self.record = storage, number, manifests, record
         stop = threading.Event()
-        # The thread must not keep this object alive: see `_release`.
+        # The thread must not reference this object: see `_release`.
         name = f"evenstep lock {storage.where}"
         thread = threading.Thread(target=_renew_until, args=(stop, weakref.ref(self)), name=name, daemon=True)
         self._release = weakref.finalize(self, _release, stop, thread, storage, number, record)
         thread.start()
 
     def note_damaged(self, folder: str, why: str) -> None:
-        """Note what is wrong with a checkpoint: it is kept from then on."""
+        """Record the damage of a checkpoint, which is kept from then on."""
         _write(self._storage, self.number, self.record, damaged={**self.record["damaged"], folder: why})
 
     def note_resume(self, step: int) -> None:
-        """Note from which step this job goes on. Durable."""
+        """Record the step from which this job continues. Durable."""
         resumes = [[lock, each] for lock, each in self.record["resumes"] if each < step]
         _write(self._storage, self.number, self.record, resumes=[*resumes, [self.number, step]])
 
     def confirm(self) -> None:
-        """Look whether this process still has it. Called before every change of what others see.
+        """Check that this process still holds the lock. Called before every change that other jobs can see.
 
-        Nothing is written, so that a save doesn't wait for it; but a lock that somebody removed is put back.
+        Writes nothing, so that a save doesn't wait; except that a lock file that was removed is written again.
 
         Raises:
-            LockedError: Another job has taken the lock: this one was taken for dead.
+            LockedError: Another job has taken the lock, because this one seemed dead.
             OSError: The storage can't be reached.
         """
         top = look(self._storage)
@@ -192,33 +194,33 @@ class Lock:
             who = "another Checkpointer of this process" if is_mine else f"pid {top.record.get('pid')}"
             raise LockedError(
                 f"{self._storage.where} was taken over by {who} on {top.record.get('hostname')}, {_since(top.record)}: "
-                f"{'a second one was made, or ' if is_mine else ''}this process had given no sign of life for "
+                f"{'a second one was made, or ' if is_mine else ''}this process had sent no heartbeat for "
                 f"{EXPIRES_AFTER_S:.0f} s (was it stopped?), or its lock was removed. It saves nothing more there"
             )
         if top.number < self.number:
             self.renew()
 
     def renew(self) -> None:
-        """Give a sign of life. Durable, as its content is: which manifests count must outlive a power failure."""
+        """Write a heartbeat. Durable, like the lock's content: the list of manifests must survive a power failure."""
         _write(self._storage, self.number, self.record)
 
     def release(self) -> None:
-        """End it, if this process still holds it. Twice is once."""
+        """Release it, if this process still holds it. A second call does nothing."""
         self._release()
 
 
 def take_lock(storage: Storage, owner: Mapping[str, object], *, wait_s: float = 0.0) -> Lock:
-    """Lock out other jobs until this process ends, or releases the lock.
+    """Lock out other jobs until this process ends or releases the lock.
 
     Args:
-        storage: What to lock.
-        owner: What others may want to know of this job besides its process; JSON types.
-        wait_s: How long to wait for the next sign of life of a holder that can't be seen from here. If there is one, or
-            the time has passed, the directory stays that holder's.
+        storage: The storage to lock.
+        owner: Information about this job for others, besides its process; JSON types.
+        wait_s: How long to wait for the next heartbeat of a holder that can't be seen from here. If one comes, or the
+            time has passed, that holder keeps the directory.
 
     Raises:
         LockedError: Another process has it, or may have it.
-        OSError: Nothing can be written here.
+        OSError: The storage can't be written to.
     """
     me = {**owner, **_identity(), "key": secrets.token_hex(8)}
     began = time.monotonic()
@@ -230,7 +232,7 @@ def take_lock(storage: Storage, owner: Mapping[str, object], *, wait_s: float = 
             try:
                 age_s = storage.age_s(_name(top.number))
             except FileNotFoundError:
-                continue  # a higher one has come meanwhile
+                continue  # a higher one was created meanwhile
         state = _state(top, max(age_s, waited_s if first is not None and first.record == top.record else 0.0), me)
         if state == "free":
             if (lock := _take(storage, top, me)) is not None:
@@ -240,9 +242,9 @@ def take_lock(storage: Storage, owner: Mapping[str, object], *, wait_s: float = 
         held_by = f"{_who(top.record)}, last heartbeat {age_s:.0f} s ago"
         if state == "held" or has_renewed or waited_s >= wait_s:
             raise LockedError(
-                f"{storage.where} belongs to another job: {held_by}. Let it end, or give this job a directory of its "
-                f"own. A job that gives no sign of life for {EXPIRES_AFTER_S:.0f} s loses the lock. If you know that "
-                f"it is gone: evenstep checkpoint unlock {storage.where}"
+                f"{storage.where} belongs to another job: {held_by}. Let it end, or give this job another directory. A "
+                f"job that sends no heartbeat for {EXPIRES_AFTER_S:.0f} s loses the lock. If you know that it is gone: "
+                f"evenstep checkpoint unlock {storage.where}"
             )
         if first is None:
             first = top
@@ -254,11 +256,11 @@ def take_lock(storage: Storage, owner: Mapping[str, object], *, wait_s: float = 
 
 
 def remove_lock(storage: Storage) -> str:
-    """Take a lock away, whoever holds it, unless that process is seen to run; returns a line for the user.
+    """Remove the lock of any holder, unless that process is seen to run. Returns a line for the user.
 
     Raises:
         LockedError: The holder runs, or another job was faster.
-        OSError: Nothing can be written here.
+        OSError: The storage can't be written to.
     """
     me = {**_identity(), "key": secrets.token_hex(8)}
     top = look(storage)
@@ -270,7 +272,7 @@ def remove_lock(storage: Storage) -> str:
     if lock is None:
         raise LockedError(f"{storage.where} was locked by another job just now.")
     lock.release()
-    return f"{storage.where}: removed the lock of {_who(top.record)}. If that job runs after all, its next save fails"
+    return f"{storage.where}: removed the lock of {_who(top.record)}. If that job still runs, its next save fails"
 
 
 def _take(storage: Storage, top: Top, me: Mapping[str, object]) -> Lock | None:
@@ -279,7 +281,8 @@ def _take(storage: Storage, top: Top, me: Mapping[str, object]) -> Lock | None:
     of_run = {"run": top.record.get("run", secrets.token_hex(8)), "resumes": top.record.get("resumes", [])}
     number, record = 1 + max([top.number, *places]), {**me, **of_run, "manifests": None}
     storage.put_new(_name(number), json.dumps(record).encode())
-    # Whatever it said: a request whose answer got lost was made twice, and a number may have come and gone.
+    # Don't rely on the answer: a request whose answer was lost is sent twice, and another job may have created and
+    # removed the number.
     now = look(storage)
     if now.record.get("key") != me["key"]:
         return None
@@ -294,7 +297,7 @@ def _take(storage: Storage, top: Top, me: Mapping[str, object]) -> Lock | None:
 
 
 def _state(top: Top, age_s: float, me: Mapping[str, object]) -> str:
-    """Whether a lock is "free", "held", or "unknown": its holder can't be seen from here."""
+    """Whether a lock is "free", "held", or "unknown", because its holder can't be seen from here."""
     holder = top.record
     if not top.number or holder.get("released") or _is_mine(holder, me) or _is_earlier_attempt(holder, me):
         return "free"
@@ -308,7 +311,7 @@ def _is_mine(holder: Mapping[str, object], me: Mapping[str, object]) -> bool:
 
 
 def _is_earlier_attempt(holder: Mapping[str, object], me: Mapping[str, object]) -> bool:
-    """Whether a holder is what this job, or this run, was before it was started again."""
+    """Whether a holder is an earlier attempt of this job or this run."""
     theirs, mine = holder.get("attempts"), me["attempts"]
     if not isinstance(theirs, dict) or not isinstance(mine, dict):
         return False
@@ -316,7 +319,7 @@ def _is_earlier_attempt(holder: Mapping[str, object], me: Mapping[str, object]) 
 
 
 def _shares_kernel(holder: Mapping[str, object], me: Mapping[str, object]) -> bool:
-    """Whether both are processes of one kernel and PID namespace, so that one sees the other."""
+    """Whether both processes share a kernel and a PID namespace, so that one can see the other."""
     return all(me[key] and holder.get(key) == me[key] for key in ("boot", "processes"))
 
 
@@ -348,7 +351,7 @@ def _start_of(pid: int) -> int | None:
 
 
 def process_namespace() -> str:
-    """A text that two processes of a host share where a process has the same number for both; "" if that isn't seen."""
+    """A text that is equal for two processes of a host if they share a PID namespace; "" if it can't be read."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -356,7 +359,7 @@ def process_namespace() -> str:
 
 
 def _since(holder: Mapping[str, object]) -> str:
-    """When a lock was taken, for a message; the file may have been edited."""
+    """The time at which a lock was taken, for messages. The file may have been edited."""
     try:
         began = time.localtime(float(str(holder["time"])))
     except (KeyError, ValueError, OverflowError, OSError):
@@ -368,37 +371,37 @@ def _who(holder: Mapping[str, object]) -> str:
     return f"pid {holder.get('pid')} on {holder.get('hostname')}, {_since(holder)}"
 
 
-# ---------------------------------------------------------------------- signs of life
+# ---------------------------------------------------------------------- heartbeats
 
 
 def _renew_until(stop: threading.Event, held: weakref.ref[Lock]) -> None:
-    """Give signs of life: the work of the thread. Ends early if another process has taken the lock."""
+    """Write heartbeats, in the thread. Ends early if another process has taken the lock."""
     while not stop.wait(RENEW_EVERY_S) and (lock := held()) is not None:
-        with contextlib.suppress(OSError):  # the storage may come back
+        with contextlib.suppress(OSError):  # the storage may become reachable again
             try:
                 lock.confirm()
                 lock.renew()
             except LockedError:
-                return  # raised by `confirm`, where somebody hears it
+                return  # `confirm` raises it in the program's thread
         del lock
 
 
 def _release(
     stop: threading.Event, thread: threading.Thread, storage: Storage, number: int, record: dict[str, Any]
 ) -> None:
-    """End the signs of life and release the lock. Must not refer to the `Lock`, whose end calls it."""
+    """End the heartbeats and release the lock. Must not reference the `Lock`: its finaliser calls this."""
     if os.getpid() != record["pid"]:
-        return  # a child that was forked
+        return  # a forked child
     stop.set()
     if thread is not threading.current_thread():
-        thread.join(RENEW_EVERY_S)  # a storage that hangs must not hold up the end of the process
+        thread.join(RENEW_EVERY_S)  # a storage that hangs must not block the end of the process
     with contextlib.suppress(OSError):
         if look(storage).record.get("key") == record["key"]:
             _write(storage, number, record, released=True)
 
 
 def _write(storage: Storage, number: int, record: dict[str, Any], **changes: object) -> None:
-    """Write a lock again. Its content is another each time: whoever waits sees that it is renewed."""
+    """Rewrite a lock. Its content changes each time, so that waiting jobs notice the renewal."""
     record.update(changes, renewed=time.time())
     storage.put(_name(number), [json.dumps(record).encode()])
 

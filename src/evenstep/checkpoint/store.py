@@ -1,13 +1,13 @@
-"""`Storage`: where checkpoints lie, by an object store's verbs: put, open, list and remove.
+"""`Storage`: the store of checkpoints, with an object store's verbs: put, open, list and remove.
 
-`LocalDirectory` has them for a directory, `Storage` itself for whatever fsspec reaches. A path has one or two parts: a
-folder, and a file in it. `evenstep.testing.storage.check_storage` has the cases that both pass.
+`LocalDirectory` implements them for a directory, `Storage` itself for every store that fsspec supports. A path has one
+or two parts: a folder, and a file in it. `evenstep.testing.storage.check_storage` has the cases that both pass.
 
-[Note: what a put promises]
+[Note: the guarantees of put]
 
-A file that `put` has written is there completely or not at all, whoever looks, and survives a power failure once `put`
-has returned. Locally that takes a temporary name, a sync of the file, a rename, a sync of the folder, and a sync of the
-parent of each folder that was made; in an object store one PUT, or one completed upload in parts.
+For every reader, a file written by `put` exists completely or not at all, and it survives a power failure once `put`
+has returned. Locally this needs a temporary name, a sync of the file, a rename, a sync of the folder, and a sync of the
+parent of each new folder; in an object store one PUT, or one completed upload in parts.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from evenstep.ground.compat.c_library import libc
 
 Hook = Callable[[str, str], None]
 
-_PART_BYTES = 64 << 20  # of an upload; S3 takes ten thousand of them
+_PART_BYTES = 64 << 20  # of an upload; S3 accepts ten thousand parts
 _RANGE_BYTES = 16 << 20
-_CHUNK_BYTES = 1 << 20  # still in the cache when its checksum is computed
+_CHUNK_BYTES = 1 << 20  # small enough to be still in the cache for its checksum
 _SEND_BYTES = 4 << 20
 _LEFT_AFTER_S = 60.0
 _TEMPORARY = ".put-"
-# By which fsspec reaches a kind of store, and the extra that brings it.
+# By protocol: the package that fsspec needs, and evenstep's extra that installs it.
 _PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "az": ("adlfs", "az"), "hf": ("huggingface_hub", "hf")}
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _SYNC_FILE_RANGE_WRITE = 2
-_sync_file_range: Any = libc.function("sync_file_range")  # Linux has it, python hasn't
+_sync_file_range: Any = libc.function("sync_file_range")  # Linux has it, but python doesn't
 if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
@@ -54,8 +54,8 @@ class Reader:
     Attributes:
         num_bytes: Its length.
         chunk_bytes: How much to read at once.
-        read_into: Called with an offset and memory: fills it with the bytes from there on; returns how many there were,
-            fewer only at the file's end.
+        read_into: Called with an offset and memory: fills the memory with the file's bytes from that offset on. Returns
+            their number, which is smaller than the memory only at the file's end.
     """
 
     num_bytes: int
@@ -78,7 +78,7 @@ def storage_at(url: str, *, private: bool = True) -> Storage:
     if _URL.match(url) is None and "://" not in url:
         return LocalDirectory(url, private=private)
     if not private:
-        raise ConfigurationError(f"private=False is for a local directory; who may read {url} is its server's matter.")
+        raise ConfigurationError(f"private=False is for a local directory; its server controls who may read {url}.")
     return Storage(url)
 
 
@@ -86,10 +86,10 @@ class Storage:
     """The files of one run's checkpoints, in an object store. All methods may be called from any thread.
 
     Args:
-        url: As in "s3://bucket/run".
-        hook: Called with (operation, path) before each effect: "write" (a part), "put", "remove". What it raises looks
-            like a fault of the storage.
-        options: fsspec's for this kind of store, as in `endpoint_url="http://127.0.0.1:9000"`.
+        url: The URL, such as "s3://bucket/run".
+        hook: Called with (operation, path) before each effect: "write" (a part), "put", "remove". Its exceptions look
+            like faults of the storage.
+        options: fsspec's options for this kind of store, such as `endpoint_url="http://127.0.0.1:9000"`.
 
     Attributes:
         where: Its name in messages.
@@ -102,7 +102,7 @@ class Storage:
         self.where, self._hook = url.rstrip("/"), hook
         if "://" not in url:
             raise ConfigurationError(
-                f"{url!r} is no URL: it takes two slashes, and a Path drops one of them. Give text."
+                f"{url!r} isn't a URL: it needs two slashes, and a Path drops one of them. Pass a str."
             )
         from fsspec.core import url_to_fs
 
@@ -114,7 +114,7 @@ class Storage:
                 raise ConfigurationError(checks.needs(url, *package)) from None
             raise ConfigurationError(f"{url} can't be reached: {error}.") from None
         self._root = root.rstrip("/")
-        # An open file of "memory:" is seen while it is written.
+        # A "memory:" file is visible while it is being written.
         self._part_bytes = sys.maxsize if self._files.protocol == "memory" else _PART_BYTES
 
     def __repr__(self) -> str:
@@ -123,7 +123,7 @@ class Storage:
     def list(self, folder: str = "") -> list[str]:
         """Names of the folders and files here, or of the files of a folder: none if there is no such folder.
 
-        Never cached. Hidden names are left out: they belong to the storage, or to nobody.
+        Never cached. Hidden names are left out: they may belong to the storage.
         """
         return [name for name in self._names(folder) if not name.startswith(".")]
 
@@ -131,7 +131,7 @@ class Storage:
         """Write a file, or replace it. Atomic, and durable on return.
 
         Raises:
-            OSError: It can't be written. What was there is as before.
+            OSError: It can't be written. An existing file is unchanged.
         """
         target, file, buffer = self._path(path), None, bytearray()
         with _as_os_errors(path):
@@ -158,18 +158,18 @@ class Storage:
                 raise
 
     def put_new(self, path: str, content: bytes) -> bool:
-        """Write a file where there is none; False: there is one. Atomic: of several callers one gets True.
+        """Write a file if it doesn't exist. False: it exists. Atomic: only one of several callers gets True.
 
         Raises:
-            OSError: It can't be written, or this storage can't tell.
+            OSError: It can't be written, or this storage doesn't support the condition.
         """
         self._hook("put", path)
         if not self._create(path, content):
             return False
-        # Servers that don't know the condition, and clients that drop it, would let two jobs have one lock.
+        # With servers that don't support the condition, or clients that drop it, two jobs could have one lock.
         if self._create(path, content):
             raise OSError(
-                errno.ENOTSUP, "it can't create a file only where there is none, so that no lock is safe", path
+                errno.ENOTSUP, "it can't create a file only if it doesn't exist, so no lock would be safe", path
             )
         return True
 
@@ -199,7 +199,7 @@ class Storage:
         yield Reader(num_bytes, _RANGE_BYTES, read_into)
 
     def read(self, path: str, *, most_bytes: int) -> bytes:
-        """The content of a file; of a longer one than `most_bytes` one byte more than that."""
+        """The content of a file; if it is longer than `most_bytes`, only `most_bytes` + 1 bytes of it."""
         with self.open(path) as file:
             content = bytearray(min(file.num_bytes, most_bytes + 1))
             return bytes(content[: file.read_into(0, memoryview(content))])
@@ -211,7 +211,7 @@ class Storage:
             self._files.rm(self._path(path), recursive=True)
 
     def age_s(self, path: str) -> float:
-        """Seconds since a file was put, by the storage's own clock; 0 where it keeps no times."""
+        """Seconds since a file was written, by the storage's own clock; 0 if the storage keeps no times."""
         now = f"{_TEMPORARY}{secrets.token_hex(8)}"
         self.put(now, [])
         try:
@@ -220,16 +220,16 @@ class Storage:
             self.remove(now)
 
     def sweep(self) -> None:
-        """Remove what puts have left that a kill has ended: temporary files, and parts of uploads, which cost money."""
+        """Remove leftovers of killed puts: temporary files, and parts of uploads, which cost money."""
         for name in self._names(""):
             if name.startswith(_TEMPORARY):
                 with contextlib.suppress(FileNotFoundError):  # it was in use
                     if self.age_s(name) >= _LEFT_AFTER_S:
                         self.remove(name)
-        if hasattr(self._files, "call_s3"):  # with others they cost nothing, and end by themselves
+        if hasattr(self._files, "call_s3"):  # in other stores such parts are free, and expire by themselves
             bucket, key, _ = self._files.split_path(self._root)
             prefix = f"{key}/step-".lstrip("/")
-            with contextlib.suppress(OSError), _as_os_errors(self.where):  # not every server lets everybody list them
+            with contextlib.suppress(OSError), _as_os_errors(self.where):  # some servers don't let every user list them
                 found = self._files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
                 for each in found.get("Uploads", []):
                     named = {"Bucket": bucket, "Key": each["Key"], "UploadId": each["UploadId"]}
@@ -243,7 +243,7 @@ class Storage:
                 entries = self._files.ls(target, detail=False)
             except FileNotFoundError:
                 return []
-        # An object may have the name of its folder, as consoles make them.
+        # Consoles create objects with the name of their folder.
         found = {entry.rstrip("/") for entry in entries} - {target}
         return sorted(entry.rpartition("/")[2] for entry in found)
 
@@ -254,9 +254,9 @@ class Storage:
                 self._files.pipe_file(target, content, mode="create")
             except FileExistsError:
                 return False
-            except (NotImplementedError, ValueError):  # a client that can't: refused as one that replaces
+            except (NotImplementedError, ValueError):  # the client doesn't support it: treat it as one that overwrites
                 return True
-            except OSError as error:  # a server that words its refusal otherwise than Amazon's
+            except OSError as error:  # some servers' refusals differ from Amazon's
                 if error.errno in (errno.EINVAL, errno.EBUSY) and self._files.exists(target):
                     return False
                 raise
@@ -280,7 +280,7 @@ class LocalDirectory(Storage):
         root: The directory; made when first written to.
         private: Files have mode 0600, folders 0700. False: 0666 and 0777 without the bits of the process's umask.
         hook: Called with (operation, path) before each effect: "mkdir", "create", "write", "sync", "rename", "link",
-            "unlink", "rmdir". What it raises looks like a fault of the disk.
+            "unlink", "rmdir". Its exceptions look like faults of the disk.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, private: bool = True, hook: Hook = _no_hook) -> None:
@@ -307,7 +307,7 @@ class LocalDirectory(Storage):
                 os.link(temporary, self._path(path))
             except FileExistsError:
                 return False
-            except OSError:  # a file system without links; a reader may find the file empty
+            except OSError:  # a file system without links, on which a reader may find the file empty
                 try:
                     descriptor = os.open(self._path(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._file_mode)
                 except FileExistsError:
@@ -326,7 +326,7 @@ class LocalDirectory(Storage):
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if folder else 0)
         parent = os.open(self._path(folder), flags)
         try:
-            # Without waiting: what lies there might be a pipe.
+            # Open without waiting: the path might be a pipe.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             descriptor = os.open(name, flags, dir_fd=parent)
         finally:
@@ -361,7 +361,7 @@ class LocalDirectory(Storage):
             self._hook("rmdir", path)
             try:
                 target.rmdir()
-            except OSError:  # NFS keeps a file that somebody reads, under a name of its own, until that one is done
+            except OSError:  # NFS keeps an open file under another name until its reader closes it
                 if not all(name.startswith(".nfs") for name in os.listdir(target)):
                     raise
         else:
@@ -371,7 +371,7 @@ class LocalDirectory(Storage):
 
     @contextlib.contextmanager
     def _written(self, path: str, chunks: Iterable[bytes | memoryview]) -> Iterator[Path]:
-        """A file of a temporary name, which is synced; its folder is synced at the end."""
+        """Context with a file of a temporary name, which is synced; its folder is synced at the end."""
         target = self._path(path)
         self._make_folder(target.parent)
         temporary = target.with_name(f"{_TEMPORARY}{secrets.token_hex(8)}")
@@ -400,7 +400,7 @@ class LocalDirectory(Storage):
                 left = left[written:]
                 done += written
             if done - sent >= _SEND_BYTES and _sync_file_range is not None:
-                # Pages go to the disk while the next checksums are computed. Only a hint.
+                # Start writing pages to the disk while the next checksums are computed. This is only a hint.
                 _sync_file_range(descriptor, sent, done - sent, _SYNC_FILE_RANGE_WRITE)
                 sent = done
         self._hook("sync", path)
@@ -409,7 +409,7 @@ class LocalDirectory(Storage):
     def _make_folder(self, folder: Path) -> None:
         for path in reversed([path for path in (folder, *folder.parents) if not path.is_dir()]):
             self._hook("mkdir", self._shown(path))
-            if os.path.lexists(path) and not path.is_dir():  # not made by another thread meanwhile
+            if os.path.lexists(path) and not path.is_dir():  # another thread hasn't made the folder meanwhile
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
             path.mkdir(mode=self._folder_mode, exist_ok=True)
             self._sync(path.parent)
@@ -428,13 +428,13 @@ class LocalDirectory(Storage):
     def _names(self, folder: str) -> list[str]:
         try:
             with os.scandir(self._path(folder)) as entries:
-                # Of the folders themselves none is a link: what it points to could change between two looks.
+                # No folder may be a link: its target could change between two accesses.
                 return sorted(entry.name for entry in entries if folder or not entry.is_symlink())
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def _modified_s(self, path: str) -> float:
-        with self.open(path):  # a network file system then asks its server
+        with self.open(path):  # makes a network file system query its server
             return os.lstat(self._path(path)).st_mtime
 
     def _path(self, path: str) -> Path:
@@ -444,18 +444,18 @@ class LocalDirectory(Storage):
 def _parts(path: str) -> list[str]:
     parts = path.split("/") if path else []
     if len(parts) > 2 or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"{path!r} is no path inside a storage")
+        raise ValueError(f"{path!r} isn't a path inside a storage")
     return parts
 
 
 @contextlib.contextmanager
 def _as_os_errors(path: str) -> Iterator[None]:
-    """Turn what clients of object stores raise into an OSError, with its number where a file is missing."""
+    """Context that turns errors of object stores' clients into OSErrors, with the right errno for missing files."""
     try:
         yield
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, f"{os.strerror(errno.ENOENT)} ({error})", path) from error
     except (OSError, EvenstepError):
         raise
-    except Exception as error:  # no route, no credentials, an answer that nobody understands
+    except Exception as error:  # no route, no credentials, an unknown answer
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}", path) from error

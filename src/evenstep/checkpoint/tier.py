@@ -1,20 +1,20 @@
 """`LocalTier`: copies of the newest step on each node's own disk, beside the checkpoints that all nodes share.
 
-    LOCAL/1000/5c0f.../step-0001040-00003-26     a generation, save 26 of the job that had lock 3 of the directory: all
-          user run                               that the ranks of this node hold, and the whole manifest
-                       reached                   that lock, and how many steps have been made: for a line at a resume
+    LOCAL/1000/5c0f.../step-0001040-00003-26     a generation, save 26 of the job that had lock 3 of the directory:
+          user run                               everything that this node's ranks hold, and the whole manifest
+                       reached                   the lock, and the number of steps made, for a line at a resume
 
-No lock is needed: only who has the lock of the shared directory knows the run's key, and what a zombie still writes has
-its lock's number in the folder's name.
+No lock is needed: only the holder of the shared directory's lock knows the run's key. If a job that has lost the lock
+still writes, its folder's name has the old lock's number.
 
-[Note: what holds of local generations]
+[Note: guarantees of local generations]
 
 1. A manifest names bytes that were durable on their nodes before it was posted.
-2. A resume from one gives all ranks the same bits: where nodes differ, one node's count (see `save.commit`).
-3. Nothing durable is decided by what nodes hold: that may be lost at any time.
+2. A resume from one gives all ranks the same bits: if nodes differ, one node's bits are used (see `save.commit`).
+3. Nothing durable depends on the nodes' generations, because they may be lost at any time.
 4. A node keeps the newest complete generation until a newer one is complete, or its disk is full.
-5. No rank waits for a local save but where the next one begins, and no failure of one ends a run.
-6. What a later attempt didn't go on from doesn't count (see [Note: what a lock remembers of the run]).
+5. Ranks wait for a local save only when the next one begins, and a failed local save never ends a run.
+6. Steps after the one from which a later attempt resumed don't count (see [Note: what a lock remembers of the run]).
 """
 
 from __future__ import annotations
@@ -46,37 +46,37 @@ _REACHED = "reached"
 
 
 def validate_local(local: LocalDirectory) -> None:
-    """Refuse a directory in which this user can't have a folder for itself.
+    """Refuse a directory in which this user can't have a private folder.
 
     Raises:
-        ConfigurationError: It is no directory, or can't be reached; or somebody else may write to the folder there.
+        ConfigurationError: It isn't a directory, or can't be reached; or another user may write to the folder in it.
     """
     path, user = _folder_of_user(local.root), os.geteuid()
     try:
         with contextlib.suppress(FileNotFoundError):  # made by the first save
             if not stat.S_ISDIR(os.stat(local.root).st_mode):
-                raise ConfigurationError(f"local={local.where!r} is no directory.")
+                raise ConfigurationError(f"local={local.where!r} isn't a directory.")
             found = os.lstat(path)
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o022:
                 raise ConfigurationError(
-                    f"local={local.where!r}: {path} is not a directory of user {user} to which nobody else may write. "
-                    f"Remove it, or use another directory."
+                    f"local={local.where!r}: {path} must be a directory of user {user}, to which only that user may "
+                    f"write. Remove it, or use another directory."
                 )
     except OSError as error:
         raise ConfigurationError(f"local={local.where!r} can't be used: {error.strerror}.") from None
 
 
 def refuse_inside(local: LocalDirectory, durable: LocalDirectory) -> None:
-    """Refuse the directory of the checkpoints, and what lies in it.
+    """Refuse the directory of the checkpoints, and directories inside it.
 
     Raises:
-        ConfigurationError: It is one of them.
+        ConfigurationError: It is such a directory.
     """
     path, outer = Path(os.path.realpath(local.root)), Path(os.path.realpath(durable.root))
     if path == outer or outer in path.parents:
         raise ConfigurationError(
-            f"local={local.where!r} is the directory of the checkpoints, or lies in it. Give one on each node's own "
-            f"disk."
+            f"local={local.where!r} is the directory of the checkpoints, or inside it. Pass a directory on each node's "
+            f"own disk."
         )
 
 
@@ -85,10 +85,10 @@ def _folder_of_user(root: Path) -> Path:
 
 
 def _try_to_write(storage: LocalDirectory, name: str) -> None:
-    """Refuse a directory that can't be written to; a full disk may have room again.
+    """Refuse a directory that can't be written to. A full disk is accepted, because it may have room later.
 
     Raises:
-        ConfigurationError: It can't.
+        ConfigurationError: It can't be written to.
     """
     try:
         storage.put(name, [])
@@ -96,7 +96,7 @@ def _try_to_write(storage: LocalDirectory, name: str) -> None:
     except OSError as error:
         if error.errno not in _IS_FULL:
             raise ConfigurationError(
-                f"local: {storage.where} can't be written to: {error.strerror}. Give a directory on each node's own "
+                f"local: {storage.where} can't be written to: {error.strerror}. Pass a directory on each node's own "
                 f"disk, or leave local out."
             ) from None
 
@@ -109,13 +109,13 @@ class LocalTier:
         every_steps: Steps between two generations.
         world: The ranks that take part.
         objects: Objects to save, by name.
-        lock_number: Of the durable directory's lock.
-        run: What tells this run from others; rank 0's counts.
+        lock_number: Number of the durable directory's lock.
+        run: The run's unique key; rank 0's is used.
 
     Attributes:
         storage: The generations of this node.
         kept: Folder of the newest complete generation, or of the one that was resumed from; None: there is none.
-        reached: Steps that the last attempt made, as far as it is known.
+        reached: Number of steps that the last attempt made, if it is known.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class LocalTier:
         def validate() -> dict[str, Any]:
             if len(here) > 1:
                 given = ", ".join(f"{local.where!r} leads to {path!r} on rank {rank}" for path, rank in here.items())
-                raise ConfigurationError(f"local: the ranks of a node share one directory. {given}.")
+                raise ConfigurationError(f"local: the ranks of a node must share one directory. {given}.")
             _try_to_write(self.storage, f"probe-{world.rank}")
             return {}
 
@@ -162,8 +162,8 @@ class LocalTier:
         return int(max(self._world.exchange(newest)))
 
     def begin(self) -> None:
-        """Before the first step: remove what this run doesn't go on from."""
-        # Another rank may be writing already.
+        """Before the first step: remove generations from which this run doesn't continue."""
+        # Another rank may already be writing.
         self.remove(lambda folder: folder == self.kept or _order_of(folder)[0] == self._lock_number)
         if self._saver.is_leader:
             with contextlib.suppress(OSError):
@@ -174,7 +174,7 @@ class LocalTier:
 
         Args:
             step: Optimizer steps so far.
-            before: As they were in the call before this one.
+            before: Optimizer steps at the previous call.
             metrics: Numbers to store with it.
             waits: Return when the save has ended.
         """
@@ -188,7 +188,7 @@ class LocalTier:
             self._tells = False
             took = step - self._saved_step
             most = f"{self._between_saves()} + {took} steps"
-            say(f"evenstep: local copies are kept: a lost process costs at most {most}, while local saves succeed")
+            say(f"evenstep: local copies are kept: a lost process costs at most {most}, as long as local saves succeed")
         if is_due:
             self._saver.start(step, metrics)
             self._saved_step = step
@@ -207,45 +207,45 @@ class LocalTier:
             self._end(self._saver.finish())
 
     def close(self, *, removes: bool) -> None:
-        """Wait for the pending save as far as this rank takes part in it. Not collective.
+        """Wait for this rank's part of the pending save. Not collective.
 
         Args:
-            removes: A durable checkpoint has come after all generations: remove them.
+            removes: A durable checkpoint is newer than all generations: remove them.
         """
         if self._saver.writer.is_pending:
             self._end(self._saver.finish_alone()[0])
         if removes:
             self.remove()
             if self._saver.is_leader:
-                with contextlib.suppress(OSError):  # something else lies in it
+                with contextlib.suppress(OSError):  # the folder isn't empty
                     self.storage.remove(_REACHED)
                     self.storage.root.rmdir()
 
     def abandon(self) -> None:
-        """This rank ends with an error."""
+        """Called if this rank ends with an error."""
         self._saver.abandon()
 
     def remove(self, keeps: Callable[[str], bool] = lambda _: False) -> None:
-        """Remove this node's generations, whole and in parts, but some.
+        """Remove this node's generations, complete or not, with exceptions.
 
         Args:
-            keeps: Whether a folder stays.
+            keeps: Returns whether a folder stays.
         """
         if self._saver.is_leader:
             self._remove(keeps)
 
     def _end(self, failure: str | None) -> None:
-        """After a save: keep what is complete, or say what went wrong, once until the next one is complete."""
+        """After a save: keep it if it is complete; otherwise print the error."""
         if failure is None:
             kept = self.kept = self._saver.folder
-            # Another rank may be writing the next one already.
+            # Another rank may already be writing the next generation.
             self.remove(lambda folder: _order_of(folder) >= _order_of(kept))
             return
         self._num_failed += 1
         tells = self._num_failed & (self._num_failed - 1) == 0  # the 1st, 2nd, 4th, 8th ...: it may go on for days
         if tells and self._world.is_main:
             say(
-                f"evenstep: training goes on, and {self._num_failed} of {self._saver.num_saves} local saves have "
+                f"evenstep: training continues, but {self._num_failed} of {self._saver.num_saves} local saves have "
                 f"failed: the local copies of step {self._saved_step} could not be written: {failure}"
             )
         self._saved_step = None
@@ -253,24 +253,25 @@ class LocalTier:
         if isinstance(error, OSError) and error.errno in _IS_FULL and old is not None:
             if tells:
                 say(
-                    f"evenstep: {self.storage.where} is full on rank {self._world.rank}: what is there of step "
-                    f"{step_of(old)} is removed, so that the next local save has room. It takes room for two copies"
+                    f"evenstep: {self.storage.where} is full on rank {self._world.rank}: the copies of step "
+                    f"{step_of(old)} are removed, so that the next local save has room. Local saves need room for two "
+                    f"copies"
                 )
             self.kept = None
             self._remove(lambda folder: folder != old)
 
     def _read_reached(self) -> int:
-        """Collective: of what nodes have noted, the last attempt's; 0: that had no local copies."""
+        """Collective: the last attempt's number of steps, from the nodes' notes; 0: it had no local copies."""
         mine = [0, 0]
-        with contextlib.suppress(OSError, ValueError):  # there is none yet, or a kill has cut it
+        with contextlib.suppress(OSError, ValueError):  # there is none yet, or a kill has cut it short
             lock, step = self.storage.read(_REACHED, most_bytes=100).split()
             mine = [int(lock), int(step)]
         lock, step = max(self._world.exchange(mine))
         return int(step) if lock == self._lock_number - 1 else 0
 
     def _note_reached(self, step: int) -> None:
-        """Every step: it outlives this process, and needn't outlive the node."""
-        with contextlib.suppress(OSError):  # it is only said
+        """Record the number of steps, in every step. The note survives this process, and needn't survive the node."""
+        with contextlib.suppress(OSError):  # it is only used in a message
             descriptor = os.open(self.storage.root / _REACHED, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 os.write(descriptor, f"{self._lock_number:9} {step:12}\n".encode())
@@ -281,21 +282,21 @@ class LocalTier:
         with contextlib.suppress(OSError):  # tried again after the next save
             for folder in self.storage.list():
                 place = place_of(folder)
-                # A job that was taken for dead leaves alone what its successor has.
+                # A job that has lost the lock must not touch its successor's generations.
                 if place is not None and place.lock <= self._lock_number and not keeps(folder):
                     with contextlib.suppress(OSError):
                         remove_checkpoint(self.storage, folder)
 
 
 def _order_of(folder: str) -> tuple[int, int]:
-    """By which a later generation is larger; its step may be smaller."""
+    """A sort key by which later generations are larger, although their step may be smaller."""
     place = place_of(folder)
     assert place is not None, folder
     return place.lock, place.save
 
 
 def _remove_unused(user: Path, key: str) -> None:
-    """Remove the generations of this user's runs that haven't been saved to for long."""
+    """Remove the generations of this user's runs that haven't saved for a long time."""
     for path in user.iterdir():
         unused_s = time.time() - os.lstat(path).st_mtime
         if path.name != key and path.is_dir() and not path.is_symlink() and unused_s > _UNUSED_AFTER_S:

@@ -1,4 +1,4 @@
-"""The sub-commands of `evenstep checkpoint` that look at checkpoints: list, show, verify, diff; and unlock."""
+"""The sub-commands of `evenstep checkpoint` that read checkpoints: list, show, verify, diff; and unlock."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from evenstep.errors import CheckpointError
 
 
 def list_checkpoints(path: str) -> list[dict[str, Any]]:
-    """What manifests say of each checkpoint of a run; JSON types.
+    """Information from the manifest of each checkpoint of a run; JSON types.
 
     Each has "folder", "step" and "state": "good" (nothing but the manifest was read), "damaged" or "unreadable". Good
     ones have "saved" (seconds since 1970), "ranks", "bytes" and "metrics"; others "why".
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is no checkpoint.
     """
     storage = storage_at(path)
     top = look(storage)
@@ -45,7 +45,7 @@ def list_checkpoints(path: str) -> list[dict[str, Any]]:
 
 
 def list_lines(path: str) -> Iterator[str]:
-    """A line for each checkpoint of a run; looks at manifests only."""
+    """A line for each checkpoint of a run; reads only manifests."""
     found = list_checkpoints(path)
     yield f"{'step':>10}  {'saved':19}  {'ranks':>5}  {'MB':>9}  metrics"
     for each in found:
@@ -59,10 +59,10 @@ def list_lines(path: str) -> Iterator[str]:
 
 
 def show_checkpoint(path: str, step: int | None) -> dict[str, Any]:
-    """What a checkpoint's manifest says; JSON types.
+    """The content of a checkpoint's manifest; JSON types.
 
-    Of each object: "kind", and "tensors" by name: "dtype", "shape", "parts" (the file and the number of elements of
-    each) or "alias" (the name of the tensor that it is).
+    For each object: "kind", and "tensors" by name: "dtype", "shape", "parts" (the file and the number of elements of
+    each) or "alias" (the name of the tensor with the same memory).
     """
     storage, folder = locate(path, step)
     manifest = read_manifest(storage, folder)
@@ -114,7 +114,7 @@ def verify(path: str, step: int | None) -> dict[str, list[str]]:
     """Read every byte of one checkpoint, or of all of a run.
 
     Returns:
-        By folder, a line for each thing that is wrong; none: all is well.
+        By folder, a line for each problem; empty if there is none.
     """
     storage, folder = locate(path, step)
     is_run = step is None and storage.where == storage_at(path).where
@@ -151,7 +151,7 @@ def unlock(path: str) -> str:
     """
     storage = storage_at(path)
     if isinstance(storage, LocalDirectory) and not storage.root.is_dir():
-        raise CheckpointError(f"{path} is no directory.")
+        raise CheckpointError(f"{path} isn't a directory.")
     return remove_lock(storage)
 
 
@@ -174,7 +174,7 @@ def _leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _equal(ours: Any, theirs: Any) -> bool:
-    """Whether two leaves, of which one at most is a tensor, have the same type and value; NaN equals NaN."""
+    """Whether two leaves, at most one of them a tensor, have the same type and value; NaN equals NaN."""
     if type(ours) is not type(theirs):
         return False
     return bool(ours == theirs or (ours != ours and theirs != theirs))

@@ -34,39 +34,40 @@ _WORKERS_TAG = 0x776F726B6572  # "worker": other streams from the same seed stay
 _LOADER_TAG = 0x6C6F61646572  # "loader"
 _MOST_ORDERS = 10_000  # loaders of a run, whose states are known
 _STATE_VERSION = 1
-_ADVICE = "Every rank makes its loaders in the same order, from the same data set and with the same arguments."
+_ADVICE = "Make the same loaders on all ranks, in the same order, from the same data set and with the same arguments."
 
 
 class DataLoader:
     """Loads this rank's share of every global batch, onto this rank's device.
 
     Over all ranks every sample comes once per epoch. The global batches, and the order inside them, are the same for
-    any number of ranks and workers; every rank makes the same number of steps. A rank takes a contiguous slice of each
-    global batch; sizes differ by at most one. A short last global batch is divided in the same way, so a rank may get
-    no sample of it: its batch then has tensors of length 0, with the dtype and the other sizes of the usual ones. (For
-    that the rank collates one sample alone and twice, compares the two batches, and removes what grows.)
+    any number of ranks and workers; every rank makes the same number of steps. A rank loads a contiguous slice of each
+    global batch; the slices' sizes differ by at most one. A short last global batch is divided in the same way, so a
+    rank may get no sample of it: its batch then has tensors of length 0, with the usual dtype and other sizes. (The
+    rank makes this batch as follows: it collates one sample alone and twice, compares the two batches, and cuts the
+    dimensions that differ.)
 
     `collate_fn`, `timeout`, `worker_init_fn`, `multiprocessing_context` and `prefetch_factor` are torch's. Random
-    numbers drawn in workers are keyed by (seed, epoch, batch, rank), also after a resume and on any number of workers,
-    and take none from this process's streams; what `worker_init_fn` seeds holds until the first batch.
+    numbers drawn in workers are keyed by (seed, epoch, batch, rank), also after a resume and on any number of workers.
+    They don't change this process's streams. A seed that `worker_init_fn` sets holds until the first batch.
 
-    Epochs. `for epoch in loader.epochs(10): for x, y in loader:` sets every epoch. Without it, every new iteration is
-    the next epoch, whether or not the one before was finished; `set_epoch` chooses the next. With
-    `shuffle=False` the order is that of the data set in every epoch.
+    Epochs. `for epoch in loader.epochs(10): for x, y in loader:` sets every epoch. Without `epochs`, every new
+    iteration is the next epoch, even if the last iteration wasn't finished; `set_epoch` chooses the next epoch. With
+    `shuffle=False` every epoch has the data set's order.
 
     Resuming. `state_dict` holds the position of training: the end of the last batch that an optimizer's step has used,
-    also behind a consumer that reads batches ahead. See docs/how-to/data.md.
+    also if a library between loader and loop reads batches ahead. See docs/how-to/data.md.
 
-    Orders. `sampler` and `batch_sampler` take any: every rank draws the whole order, and takes
-    its slice of each global batch. They don't divide by rank. A resume draws the indices again, loads no data, and
-    raises where they aren't those of the run before. Python's, torch's and numpy's random numbers that they draw are
-    keyed by (seed, epoch), and the script's streams stay as they are. A `set_epoch` of the sampler or of the data set,
-    or of a `.sampler`, `.batch_sampler` or `.dataset` inside, is called with the epoch of each iteration; where the
-    script calls it, that is the epoch. See docs/how-to/orders.md.
+    Orders. `sampler` and `batch_sampler` may be any sampler that doesn't divide by rank: every rank draws the whole
+    order, and loads its slice of each global batch. A resume draws the indices again, loads no data, and raises if they
+    differ from those of the interrupted run. A sampler's random numbers, from python, torch and numpy, are keyed by
+    (seed, epoch), and the script's streams stay as they are. The loader calls `set_epoch` of the sampler and of the
+    data set, and of a `.sampler`, `.batch_sampler` or `.dataset` inside, with the epoch of each iteration. If the
+    script calls one of them, it chooses the loader's epoch. See docs/how-to/orders.md.
 
-    Streams (`IterableDataset`) are divided over ranks and workers by record, or by shard where the data set has shards:
-    [Note: streams] in `data/sources/streams.py`. They keep their own order: `shuffle`, `max_tokens` and
-    `sampler` are refused. Random numbers that they draw themselves are keyed by (seed, epoch), and every rank iterates.
+    Streams (`IterableDataset`) are divided over ranks and workers by record, or by shard if the data set has shards:
+    [Note: streams] in `data/sources/streams.py`. They keep their own order: `shuffle`, `max_tokens` and `sampler` are
+    refused. Random numbers that they draw themselves are keyed by (seed, epoch). Every rank must iterate.
 
     Collective: with several ranks, every rank makes the loader, with the same arguments. For a loader on one rank
     alone pass `world=World.alone()`.
@@ -74,38 +75,41 @@ class DataLoader:
     Args:
         dataset: Has `__len__` and `__getitem__`, and the same length on every rank; or an `IterableDataset`.
         global_batch_size: Samples of one step, on all ranks together; at least the number of ranks.
-        shuffle: A new order each epoch, computed and not stored.
+        shuffle: A new order each epoch. It is computed, not stored.
         num_workers: Processes that load; "auto": a number that suits the rank's cores and device.
-        pin_memory: None: where batches go to a GPU. Without effect where they don't.
-        drop_last: Leave out a last global batch that is short.
+        pin_memory: Copy batches from pinned memory; None: if they go to a GPU. No effect on a CPU.
+        drop_last: Leave out a short last global batch.
         persistent_workers: None: keep workers between epochs if they are expensive to start (not forked).
-        max_tokens: Instead of `global_batch_size`: samples of a global batch times the longest of them, at most.
+        max_tokens: Instead of `global_batch_size`: a limit on a global batch's number of samples times its longest
+            sample.
         lengths: With `max_tokens`: tokens of each sample.
         sample_seed: Key python's, torch's and numpy's random numbers in `__getitem__` by (seed, epoch, sample), so that
             augmentation is the same for any number of ranks and workers. None: in reproducible mode.
-        seed: Of the order and of random numbers; None: the world's, or 0. The second and later loaders with a random
-            order and no seed take one made of it and their number, so that no two have the same order.
-            `load_state_dict` takes up the order of the state.
+        seed: The seed of the order and of random numbers; None: the world's, or 0. Loaders after the first that have a
+            random order and no seed derive one from it and their number, so that no two have the same order.
+            `load_state_dict` takes the order of the state.
         world: The ranks that share the data; None: the current world.
-        sampler: Instead of `shuffle`: gives the indices of an epoch, for all ranks together. One that has `state_dict`
-            and `load_state_dict` is saved with each global batch, and isn't drawn anew by a resume. Refused:
-            `DistributedSampler`, which gives one rank's part.
-        batch_size: Refused: torch counts it per rank. The message says what to write.
+        sampler: Instead of `shuffle`: gives the indices of an epoch, for all ranks together. If it has `state_dict` and
+            `load_state_dict`, its state is saved with each global batch, and a resume loads that state and draws
+            nothing again. Refused: `DistributedSampler`, because it gives one rank's part.
+        batch_size: Refused, because torch counts it per rank. The message says what to write.
         batch_sampler: Instead of `global_batch_size`, `shuffle`, `sampler` and `drop_last`: gives the global batches.
         generator: Refused, and so are `pin_memory_device` and `in_order=False`.
-        pin_memory_device: Empty.
-        in_order: True.
-        resume_streams: How a resumed run finds its place in a stream. "replay": it runs over what is done, which is
-            exact. "state": it loads what the stream's own `state_dict` gave, which is faster, on the same number of
-            ranks and workers; what lay in shuffle buffers then is lost. `state_dict` of the loader is collective then.
-        queue: `ps.queue()` of `evenstep.parameter_server`: workers take global batches from it, each whole, whoever is
-            fastest, as CPU tensors; with `num_workers` some are taken ahead. Not for streams, `state_dict` or `gather`.
+        pin_memory_device: Must be empty.
+        in_order: Must be True.
+        resume_streams: How a resumed run finds its position in a stream. "replay": it reads the consumed records again
+            and drops them; this is exact. "state": it loads the state from the stream's own `state_dict`. This is
+            faster, and needs the same number of ranks and workers; records in shuffle buffers are lost. The loader's
+            `state_dict` is collective then.
+        queue: `ps.queue()` of `evenstep.parameter_server`: each worker takes whole global batches from the queue, at
+            its own speed, as CPU tensors; with `num_workers` some are taken ahead. Excludes streams, `state_dict` and
+            `gather`.
 
     Raises:
         ConfigurationError: An argument is wrong. Raised on all ranks if it is wrong on one.
-        MismatchError: Data set's length, batch size, seed or another argument that decides which sample comes when
-            differs between ranks. Raised on all of them. From the iteration: a stream or a sampler isn't the same
-            everywhere.
+        MismatchError: The data set's length, the batch size, the seed or another argument that the order depends on
+            differs between ranks. Raised on all of them. From the iteration: a stream or a sampler differs between
+            processes.
         UsageError: From the iteration: a resumed sampler gives other samples than before.
     """
 
@@ -139,7 +143,7 @@ class DataLoader:
         resume_streams: str = "replay",
         queue: BatchesToTake | None = None,
     ) -> None:
-        # Workers of parameter servers share no world: each has a loader of its own, and the queue divides.
+        # Workers of parameter servers share no world: each has its own loader, and the queue divides the batches.
         everybody = evenstep.world.chosen(world if queue is None else World.alone(device="cpu"), "DataLoader")
         self.world = everybody.data_parallel
         self._queue = queue
@@ -156,7 +160,7 @@ class DataLoader:
                 for name, value, otherwise in (
                     ("shuffle", shuffle, "None for the data set's order, or the sampler's"),
                     ("drop_last", drop_last, ""),
-                    ("sample_seed", sample_seed, "None for the mode's choice"),
+                    ("sample_seed", sample_seed, "None to follow reproducible mode"),
                     ("pin_memory", pin_memory, "None to pin where batches go to a GPU"),
                     ("persistent_workers", persistent_workers, "None to keep those that are expensive to start"),
                 ):
@@ -190,7 +194,8 @@ class DataLoader:
                 self._make_source()
             except EvenstepError as error:
                 raise ConfigurationError(str(error)) from error.__cause__
-            # Beyond what a resume depends on: what would make the ranks' samples, or their number, differ.
+            # Beside the facts that a resume depends on: facts that would make the ranks' samples, or their number,
+            # differ.
             names = digest_of_names(self.dataset) if isinstance(self._source, SampleSource) else ""
             own = {"sample_seed": bool(sample_seed), "the digest of its file names": names}
             return in_words(self._source.facts()) | own
@@ -242,7 +247,7 @@ class DataLoader:
         is_stream = isinstance(self.dataset, IterableDataset)
         if is_stream:
             _validate_stream(self.dataset, order | {"sample_seed": sample_seed})
-        plan = plan_batches(  # of a stream: to check the size of a step
+        plan = plan_batches(  # for a stream: to check the size of a step
             self.world.world_size if is_stream else _number_of_samples(self.dataset),
             global_batch_size=global_batch_size,
             drop_last=self.drop_last and not is_stream,
@@ -262,19 +267,21 @@ class DataLoader:
                 **common,
             )
         if resume_streams == "state":
-            raise ConfigurationError("resume_streams='state' is of streams; numbered samples resume by their position.")
+            raise ConfigurationError(
+                "resume_streams='state' is for streams; numbered samples resume by their position."
+            )
         return SampleSource(self.dataset, plan, collate_fn, sample_seed=sample_seed, queue=self._queue, **common)
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples of one step, on all ranks together; None with `max_tokens`, or batches of the script's own."""
+        """Samples of one step, on all ranks together; None with `max_tokens` or the script's own batches."""
         return self._source.global_batch_size
 
     def __len__(self) -> int:
-        """Steps of an epoch, on every rank; with `max_tokens` or a sampler, of the present one.
+        """Steps of an epoch, on every rank; with `max_tokens` or a sampler, of the present epoch.
 
         Raises:
-            TypeError: A stream or a sampler that doesn't say how long it is.
+            TypeError: The stream or the sampler has no length.
         """
         return self._source.num_steps(self.epoch)
 
@@ -288,26 +295,26 @@ class DataLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch being iterated; between two iterations, the one that comes next."""
+        """The epoch being iterated; between two iterations, the next epoch."""
         return self._epochs.epoch
 
     @property
     def position(self) -> int:
-        """Samples of the epoch that all ranks together have consumed: up to the last optimizer's step."""
+        """Samples of the epoch that all ranks together have consumed, up to the last optimizer step."""
         return self._progress.committed.position
 
     @property
     def num_samples(self) -> int:
         """This rank's samples in the batch yielded last: the weight of a mean over samples. 0 before the first.
 
-        Whatever the batch looks like: dictionaries, lists, graphs, sequences whose first dimension is time.
+        Correct for any form of batch: dictionaries, lists, graphs, sequences whose first dimension is time.
         """
         return self._num_samples
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. `epochs` does it for you.
 
-        The epoch in which a resumed run was interrupted goes on where it was.
+        The epoch in which a resumed run was interrupted continues at its position.
         """
         epoch = checks.whole("DataLoader.set_epoch: epoch", epoch, least=0)
         if self._epochs.waits is not None and self._epochs.waits.epoch != epoch:
@@ -315,32 +322,32 @@ class DataLoader:
         self._progress.jump(self._epochs.set(epoch))
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Yield the next `num_epochs` epochs, each of which the loader has while the caller's loop runs.
+        """Yield the next `num_epochs` epochs. The loader is in that epoch while the caller's loop runs.
 
-        Begins with the first epoch that isn't finished: 0 in a new loader, also after a look at a first batch. Inside
-        the loop every iteration is of the loop's epoch, however often one iterates. In a resumed run epochs that were
-        finished are counted and left out, and the one that was interrupted goes on where it was.
+        Begins with the first unfinished epoch: 0 in a new loader, even if a first batch was read to inspect it. Inside
+        the loop every iteration is of the loop's epoch, also if there are several. In a resumed run, finished epochs
+        are counted and left out, and the interrupted epoch continues at its position.
 
         Raises:
-            ConfigurationError: `num_epochs` is negative or no whole number.
+            ConfigurationError: `num_epochs` is negative or not a whole number.
         """
         return self._epochs.loop(checks.whole("DataLoader.epochs: num_epochs", num_epochs, least=0))
 
     def commit(self) -> None:
-        """Count the batches that were yielded, and not only read ahead, as consumed.
+        """Count the yielded batches as consumed, without those that were only read ahead.
 
-        The step of any torch optimizer does it, too.
+        The step of any torch optimizer does this, too.
         """
         self._progress.commit()
 
     def state_dict(self) -> dict[str, Any]:
         """The position of training, in JSON types; equal on all ranks, and valid for any number of them.
 
-        Of streams divided by shard it is valid for the same number of ranks and workers. With resume_streams="state",
-        too, and every rank calls this: it is collective then.
+        For streams divided by shard, and with resume_streams="state", it is valid only for the same number of ranks and
+        workers. With resume_streams="state" this is collective: every rank calls it.
         """
         if self._queue is not None:
-            raise UsageError("loader.state_dict: with queue= a position of one worker says nothing of the epoch.")
+            raise UsageError("loader.state_dict: with queue= one worker's position isn't the position of the epoch.")
         mark = self._progress.committed
         state = {
             "version": _STATE_VERSION,
@@ -360,25 +367,25 @@ class DataLoader:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; every rank calls this with the same state.
+        """Continue at the position of a `state_dict`; every rank calls this with the same state.
 
-        Another `global_batch_size` counts from the next batch on, with a warning.
+        A changed `global_batch_size` holds from the next batch on, with a warning.
 
         Raises:
-            ConfigurationError: The state is of another data set, seed, or version: all differences are named, and
+            ConfigurationError: The state has another data set, seed or version. The message names all differences, and
                 nothing is changed.
         """
         is_fixed = isinstance(self._source, StreamSource) or bool(isinstance(state, dict) and state.get("batches"))
         facts, before = self._source.facts(), (self.seed, self._source, self._torch_loader)
         taken = _seed_of_state(state)
-        # The loader of the state may have been made after more loaders, or fewer.
+        # The loader that made the state may have been made after more loaders, or fewer.
         is_known = not self._has_own_seed and taken in map(self._seed_of_number, range(_MOST_ORDERS))
         mark, base = _read_state(state, facts | {"seed": taken} if is_known else facts, may_resize=not is_fixed)
         if is_known and taken != self.seed:
             self.seed = taken
             self._make_source()
-        # Of workers of parameter servers, who take batches in any order: where the epoch goes on, and what behind that
-        # is done.
+        # For workers of parameter servers, which take batches in any order: the position to continue at, and the
+        # finished batches after it.
         batches = state.get("batches") or {"first": None, "done": {}}
         if batches["first"] is not None:
             mark = Mark(mark.epoch, self._source.position_of(mark.epoch, int(batches["first"])))
@@ -391,8 +398,8 @@ class DataLoader:
             mark = mark._replace(state=state["streams"][self.world.rank])
             if self.world.rank == 0:
                 warn(
-                    "DataLoader: the stream goes on from its own state (resume_streams='state'). What lay in its "
-                    "shuffle buffers when that was taken is lost; resume_streams='replay' is exact.",
+                    "DataLoader: the stream continues from its own state (resume_streams='state'). The records that "
+                    "were in its shuffle buffers are lost; resume_streams='replay' is exact.",
                 )
         self._source.done = {int(epoch): frozenset(steps) for epoch, steps in batches["done"].items()}
         self._epochs.resume(mark, base)
@@ -441,15 +448,15 @@ class DataLoader:
             self._epochs.end(epoch, finished=finished)
             if finished and iteration == self._num_iterations:
                 progress.end(self._source.after(epoch))
-            batches.close()  # type: ignore[attr-defined]  # now, and with it the workers
+            batches.close()  # type: ignore[attr-defined]  # now, and the workers with it
 
     def _refuse_or_warn_of_older(self) -> None:
-        """Speak of an iteration that goes on although a newer one has begun.
+        """Warn of, or refuse, an iteration that continues after a newer one has begun.
 
         Raises:
             UsageError: The workers of both are the same processes, which serve the newer one.
         """
-        told = f"DataLoader on rank {self.world.rank}: an iteration goes on after a newer one of the same loader began"
+        told = f"DataLoader on rank {self.world.rank}: an iteration of this loader continues after a newer one began"
         if self.num_workers and self._torch_loader.persistent_workers:
             raise UsageError(
                 f"{told}, and persistent workers serve one at a time. Make two loaders, or pass "
@@ -458,17 +465,17 @@ class DataLoader:
         if self._progress.trains and not self._has_warned_of_iterations:
             self._has_warned_of_iterations = True
             warn(
-                f"{told}. The position of the loader is that of the newer one alone, so a run can't be resumed "
-                f"exactly. Make two loaders.",
+                f"{told}. The loader's position counts the newer one only, so the run can't be resumed exactly. Make "
+                f"two loaders.",
             )
 
     # ------------------------------------------------------------------ evaluation
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All ranks' rows for the iteration that began last, in the order of the data set: the same on any ranks.
+        """All ranks' rows for the iteration that began last, in the order of the data set. Equal on all ranks.
 
-        Collective: every rank calls this after its loop. In the loop, where the order inside a global batch is that of
-        one process already, use `world.gather`.
+        Collective: every rank calls this after its loop. Inside the loop use `world.gather`: one global batch gathered
+        in order of rank is already in the order of one process.
 
         Args:
             rows: [n, ...]: one row for each sample that this rank has seen in the iteration, in that order.
@@ -478,20 +485,22 @@ class DataLoader:
 
         Raises:
             MismatchError: A rank has more or fewer rows than samples. Raised on all of them.
-            UsageError: There was no iteration, or a stream divided by shards, which has no order.
+            UsageError: There was no iteration, or the stream is divided by shards and so has no order.
         """
         if self._queue is not None:
-            raise UsageError("loader.gather: with queue= this worker has any of the samples; evaluate without it.")
+            raise UsageError(
+                "loader.gather: with queue= each worker has an arbitrary part of the samples; evaluate without queue=."
+            )
         if self._iterated is None:
-            raise UsageError("loader.gather: nothing was iterated yet; call it after the loop.")
+            raise UsageError("loader.gather: the loader wasn't iterated yet; call gather after the loop.")
         return self._source.gather(rows, *self._iterated)
 
 
 def _validate_refused(batch_size: Any, generator: Any, pin_memory_device: Any, in_order: Any) -> None:
-    """Raise for arguments of torch's loader that this one doesn't take."""
+    """Raise for arguments of torch's loader that aren't supported here."""
     if batch_size is not None:
         raise ConfigurationError(
-            f"batch_size={batch_size!r}: torch counts it per rank, so the answer would depend on the number of ranks. "
+            f"batch_size={batch_size!r}: torch counts it per rank, so the result would depend on the number of ranks. "
             f"Write global_batch_size={batch_size!r} for that many samples a step on all ranks together, or "
             f"global_batch_size={batch_size!r} * world.world_size for torch's meaning."
         )
@@ -499,33 +508,36 @@ def _validate_refused(batch_size: Any, generator: Any, pin_memory_device: Any, i
         raise ConfigurationError("generator: order and workers take their random numbers from seed=; pass a number.")
     if pin_memory_device:
         raise ConfigurationError(
-            f"pin_memory_device={checks.shown(pin_memory_device)}: batches go to world.device, and are pinned for it."
+            f"pin_memory_device={checks.shown(pin_memory_device)}: batches go to world.device, and memory is pinned "
+            f"for that device."
         )
     if in_order is not True:
-        raise ConfigurationError(f"in_order={in_order!r}: the order of batches is part of the answer here.")
+        raise ConfigurationError(
+            f"in_order={in_order!r}: batches must keep their order here, because the result depends on it."
+        )
 
 
 def _validate_queue(queue: Any, dataset: Any, world: World | None) -> None:
-    """Raise for what doesn't go with a queue.
+    """Raise for arguments that exclude a queue.
 
     Raises:
-        ConfigurationError: It is no queue, or another argument needs to know the batches before they are taken.
+        ConfigurationError: It isn't a queue, or another argument needs the batches to be known in advance.
     """
     if queue is None:
         return
     if not hasattr(queue, "take"):
         raise checks.refuse("queue", queue, "ps.queue() of evenstep.parameter_server")
     if isinstance(dataset, IterableDataset):
-        raise ConfigurationError("queue: a stream's batches have no numbers to divide them by.")
+        raise ConfigurationError("queue: a stream's batches have no numbers, which the queue needs to divide them.")
     if world is not None:
         raise ConfigurationError("world and queue exclude each other: each says how batches are divided.")
 
 
 def _validate_workers(collate_fn: Any, worker_init_fn: Any, timeout: Any, prefetch_factor: Any) -> None:
-    """Raise for arguments that torch's loader would take as they are.
+    """Raise for wrong values that torch's loader would accept.
 
     Raises:
-        ConfigurationError: One of them can't be meant.
+        ConfigurationError: One of them is wrong.
     """
     for name, value in (("collate_fn", collate_fn), ("worker_init_fn", worker_init_fn)):
         if value is not None:
@@ -538,33 +550,37 @@ def _validate_workers(collate_fn: Any, worker_init_fn: Any, timeout: Any, prefet
 def _validate_order(
     sampler: Any, batch_sampler: Any, queue: Any, shuffle: Any, global_batch_size: Any, max_tokens: Any
 ) -> None:
-    """Raise for a sampler that can't be meant, and for arguments that exclude each other."""
+    """Raise for a wrong sampler, and for arguments that exclude each other."""
     if queue is not None and max_tokens is not None:
         raise ConfigurationError("max_tokens with queue=: the batches of a queue have a fixed size, global_batch_size.")
     for name, given in (("sampler", sampler), ("batch_sampler", batch_sampler)):
         if given is None:
             continue
         if not hasattr(given, "__iter__"):
-            raise checks.refuse(name, given, "something to iterate over, which gives indices")
+            raise checks.refuse(name, given, "an object that yields indices when iterated")
         for each in (given, getattr(given, "sampler", None)):
             if isinstance(each, DistributedSampler):
                 raise ConfigurationError(
-                    f"{name}={type(each).__name__}: it gives one rank's part of the order, and the loader divides "
-                    f"every global batch itself, repeats nothing and leaves nothing out. Pass shuffle=True instead."
+                    f"{name}={type(each).__name__}: it gives one rank's part of the order. The loader divides every "
+                    f"global batch itself, repeats no sample and leaves none out. Pass shuffle=True instead."
                 )
         others = {"shuffle": shuffle, "max_tokens": max_tokens}
         if name == "batch_sampler":
             others |= {"global_batch_size": global_batch_size, "sampler": sampler}
         for other, value in others.items():
             if value is not None and value is not False:
-                raise ConfigurationError(f"{name} and {other} exclude each other: each says which samples make a step.")
+                raise ConfigurationError(
+                    f"{name} and {other} exclude each other: both decide which samples make a step."
+                )
         by_weight = type(given) is WeightedRandomSampler and given.replacement
         if queue is not None and not by_weight:
-            raise ConfigurationError(f"{name} with queue=: workers that take any of the batches can't compare them.")
+            raise ConfigurationError(
+                f"{name} with queue=: workers take different batches, so they can't compare a sampler's order."
+            )
 
 
 def _sizes(global_batch_size: Any, max_tokens: Any) -> dict[str, int | None]:
-    """Both sizes of a step, of which one may be None: as the script gives them, or as `evenstep bench` sets them."""
+    """Both sizes of a step, one of which may be None: from the script, or from `evenstep bench`."""
     if global_batch_size is not None:
         global_batch_size = checks.whole("global_batch_size", global_batch_size, least=1)
     if max_tokens is not None:
@@ -581,34 +597,34 @@ def _sizes(global_batch_size: Any, max_tokens: Any) -> dict[str, int | None]:
 def _choose_sample_seed(given: bool | None, dataset: Any, world: World) -> bool:
     """Whether random numbers in `__getitem__` are keyed by sample."""
     if given is False and world.virtual_ranks is not None:
-        raise ConfigurationError("sample_seed=False in reproducible mode, which keys random numbers by sample.")
+        raise ConfigurationError("sample_seed=False in reproducible mode, which has to key random numbers by sample.")
     if given is None:
         return world.virtual_ranks is not None and not isinstance(dataset, IterableDataset)
     return bool(given)
 
 
 def _validate_stream(dataset: Any, others: dict[str, Any]) -> None:
-    """Raise for arguments that don't go with a stream."""
+    """Raise for arguments that a stream excludes."""
     kind = type(dataset).__name__
     for name, value in others.items():
         if value is not None and value is not False:
             raise ConfigurationError(
-                f"{name} doesn't go with {kind}, an IterableDataset: its records come as they come. Shuffle in the "
-                f"data set (its set_epoch is called), or pass one with __len__ and __getitem__."
+                f"{name} doesn't go with {kind}, an IterableDataset: the loader can't reorder its records. Shuffle in "
+                f"the data set (its set_epoch is called), or pass a data set with __len__ and __getitem__."
             )
 
 
 def _number_of_samples(dataset: Any) -> int:
-    """Of a data set that numbers them, at least 1.
+    """The number of samples of a data set that numbers them, at least 1.
 
     Raises:
-        ConfigurationError: It doesn't.
+        ConfigurationError: It doesn't number its samples, or has none.
     """
     kind = type(dataset).__name__
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigurationError(
-            f"{kind} lacks __len__ or __getitem__: the ranks can't divide what can't be counted and numbered. A stream "
-            f"derives from torch.utils.data.IterableDataset."
+            f"{kind} lacks __len__ or __getitem__, without which the ranks can't divide it. A stream has to derive "
+            f"from torch.utils.data.IterableDataset."
         )
     try:
         num_samples = len(dataset)
@@ -638,15 +654,17 @@ def _read_state(state: Any, facts: dict[str, Any], *, may_resize: bool) -> tuple
     Args:
         state: What was given.
         facts: Of this loader's source.
-        may_resize: Global batches may be of another size.
+        may_resize: Global batches may have another size.
 
     Raises:
-        ConfigurationError: It is no state of this loader; all differences are named.
+        ConfigurationError: It isn't a state of this loader; the message names all differences.
     """
     where = "DataLoader.load_state_dict"
     if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
         found = state.get("version") if isinstance(state, dict) else type(state).__name__
-        raise ConfigurationError(f"{where}: version {_STATE_VERSION} of a loader's state is known, this is {found!r}.")
+        raise ConfigurationError(
+            f"{where}: version {_STATE_VERSION} of a loader's state is supported, this is {found!r}."
+        )
     numbers = [state.get(name) for name in ("epoch", "position", "first_epoch")]
     if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
         raise ConfigurationError(f"{where}: epoch, position and first_epoch are {numbers}; whole numbers, at least 0.")
@@ -670,8 +688,8 @@ def _read_state(state: Any, facts: dict[str, Any], *, may_resize: bool) -> tuple
 
 
 def _warn_of_jump(mark: Mark, epoch: int) -> None:
-    """Warn that a resumed run doesn't go on at its position."""
+    """Warn that a resumed run doesn't continue at its position."""
     warn(
         f"DataLoader.set_epoch({epoch}): a state at epoch {mark.epoch}, position {mark.position}, was loaded and is "
-        f"given up. Begin with epoch {mark.epoch}, or use `for epoch in loader.epochs(n)`, which does.",
+        f"dropped. Begin with epoch {mark.epoch}, or use `for epoch in loader.epochs(n)`, which does.",
     )

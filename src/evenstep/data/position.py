@@ -1,33 +1,34 @@
 """The position of a loader: batches that it yielded, and batches that an optimizer has used.
 
 A loader yields a batch; some lines later an optimizer steps. Only then are its samples consumed: a state that is saved
-in between belongs to a model that has not seen them. With accumulation several batches wait for one step. So each
-loader keeps the ends of the batches that it yielded, and the step of any torch optimizer commits those that were used,
-through the hook that torch calls after every step. Nothing is counted that was only prefetched.
+in between belongs to a model that has not used them. With accumulation several batches wait for one step. So each
+loader stores the end positions of the batches that it yielded, and the step of any torch optimizer commits the used
+ones, through the hook that torch calls after every step. Batches that were only prefetched aren't counted.
 
 [Note: consumers that read ahead]
 
-The batch that was yielded last needn't be the one that is trained on: accelerate, for one, takes the next batch out of
-the loader before it hands the present one to the loop. So, while more than one batch waits for a step, the inputs of
-wrapped models are looked at, and batches recognised by the memory of their tensors; a view of one is recognised, too.
-A step commits up to the newest batch that a model was given. The number of batches yielded after that one is how far
-the consumer reads ahead, which holds for steps before which no batch was recognised.
+The loop may train on another batch than the last yielded one: accelerate, for one, reads the next batch from the loader
+before it hands the present batch to the loop. So, while more than one batch waits for a step, the inputs of wrapped
+models are checked, and batches are recognised by the memory of their tensors and of views of these. A step commits up
+to the newest batch that a model was given. The number of batches yielded after that batch is the consumer's distance
+ahead. The same distance is assumed for steps before which no batch was recognised.
 
-A batch is never recognised if the model isn't wrapped, or is given copies (`x.float() / 255`). Then the batch that was
-yielded last counts, and an epoch whose steps show that the consumer read ahead ends with a warning.
+A batch is never recognised if the model isn't wrapped, or is given copies (`x.float() / 255`). Then a step commits up
+to the last yielded batch. If the epoch's steps show that the consumer read ahead, the epoch ends with a warning.
 
 [Note: which epoch comes next]
 
 epoch     `loader.epoch`: the epoch being iterated, or, between two iterations, the next one
 coming    the epoch of the next iteration outside of `epochs`: one more than the last that was *begun*, so that
           a loop that always stops early doesn't see the same samples each time
-first     the start of `epochs`: one more than the last that was *finished*, so that looking at one batch before
+first     the start of `epochs`: one more than the last that was *finished*, so that a batch read before
           training doesn't cost an epoch
 base      `first` when the run began. A resumed run starts there again and leaves out finished epochs, so that the
-          loops of the script, `epochs(2)` and then `epochs(8)`, yield what they would have yielded
+          loops of the script, `epochs(2)` and then `epochs(8)`, have the same epochs as without the interruption
 
-After `resume` the epoch that was interrupted begins in the middle, until it is finished or another one is chosen. As
-long as nothing of it was used since, every iteration begins there: a look at a first batch drops no rest of an epoch.
+After `resume` the interrupted epoch begins at its position, until it is finished or another epoch is chosen. Every
+iteration begins there until an optimizer has used some of it: a first batch that is only read doesn't skip the rest of
+the epoch.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from evenstep.ground.health.users_code import warn
 from evenstep.pytrees import tensors_in
 from evenstep.replica.batches import input_watchers
 
-_MOST_WAITING = 256  # batches that may wait for a step; before, the oldest is forgotten: evaluation has no steps
-_MOST_TENSORS = 16  # of a batch, or of a model's inputs, that are looked at
+_MOST_WAITING = 256  # batches that may wait for a step; more are dropped, oldest first: evaluation has no steps
+_MOST_TENSORS = 16  # of a batch, or of a model's inputs, that are compared
 
 
 class Mark(NamedTuple):
@@ -55,9 +56,10 @@ class Mark(NamedTuple):
     Attributes:
         epoch: Number of the epoch.
         position: Samples of it that all ranks together have consumed.
-        state: What this rank needs beside the position to go on there, such as the state of its stream; often None.
-        drawn: Where a sampler of the script gives the order: "step", the steps up to there; "digest", of what was
-            drawn; "state", the sampler's own, if it has one; "ended", whether that is the state behind an epoch's end.
+        state: What this rank needs beside the position to continue there, such as the state of its stream; often None.
+        drawn: If a sampler of the script gives the order: "step", the number of steps up to the position; "digest", the
+            digest of the indices drawn; "state", the sampler's own state, if it has one; "ended", whether that state is
+            from the end of an epoch.
     """
 
     epoch: int = 0
@@ -67,10 +69,10 @@ class Mark(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """The memory of a tensor, which a view of it has, too.
+    """The memory of a tensor. Views of the tensor lie inside of it.
 
     Attributes:
-        storage: The whole, which tensors of other batches may share. Keeps no memory alive.
+        storage: The whole storage, which tensors of other batches may share. Keeps no memory alive.
         begin: Address of the tensor's first byte.
         end: Address after its last.
     """
@@ -84,9 +86,9 @@ class _Waiting(NamedTuple):
     """A batch that waits for an optimizer's step.
 
     Attributes:
-        number: Of the batch, counted from 1 in an iteration.
+        number: The batch's number in its iteration, counted from 1.
         end: The position at its end.
-        pieces: Of the memory of its first tensors.
+        pieces: The memory of its first tensors.
     """
 
     number: int
@@ -95,7 +97,7 @@ class _Waiting(NamedTuple):
 
 
 class Progress:
-    """The position of one loader that is committed, and the batches that wait for a step.
+    """The committed position of one loader, and the batches that wait for a step.
 
     See [Note: consumers that read ahead].
     """
@@ -110,11 +112,11 @@ class Progress:
         self._waiting: deque[_Waiting] = deque(maxlen=_MOST_WAITING)
         self._num_yielded = 0
         self._newest_given: int | None = None  # number of the newest batch that a model was given since the last step
-        self._num_ahead = 0  # batches that the consumer read after the one that it used
+        self._num_ahead = 0  # how many batches the consumer had read after the one that it used
         self._commits_at_start = self._num_commits
         self._was_recognised = self._is_over = False
         self._yielded_at_step = 0
-        self._gaps: list[int] = []  # batches yielded before the first step, and the most before a later one
+        self._gaps: list[int] = []  # batches yielded before the first step, and the most before a later step
         input_watchers.discard(self)
 
     def start(self) -> None:
@@ -136,8 +138,8 @@ class Progress:
     def end(self, mark: Mark) -> None:
         """The epoch has ended; `mark` is the beginning of the next.
 
-        Without any optimizer's step since its beginning nothing trains here, so the epoch counts as used; until one
-        comes, if the consumer has read the whole epoch ahead.
+        If no optimizer has stepped since the epoch's beginning, nothing is trained here, and the epoch counts as used.
+        A later step corrects that if the consumer has read the whole epoch ahead.
         """
         if not (self._waiting and self.trains):
             self.committed = mark
@@ -146,7 +148,7 @@ class Progress:
         self._is_over = True
 
     def jump(self, mark: Mark) -> None:
-        """Training goes on at `mark`."""
+        """Continue at `mark`."""
         self._begin_anew()
         self.committed = mark
 
@@ -172,17 +174,18 @@ class Progress:
                 return
 
     def _watch(self) -> None:
-        """Look at the inputs of models if what was yielded last needn't be what is used next."""
+        """Check the inputs of models while the next batch to be used isn't certain to be the last yielded one."""
         if len(self._waiting) > (0 if self._num_ahead else 1):
             input_watchers.add(self)
         else:
             input_watchers.discard(self)
 
     def _note_gap(self) -> None:
-        """Warn of a consumer that read ahead, which shows at the epoch's end.
+        """Warn of a consumer that read ahead, which can be seen at the epoch's end.
 
-        It read more batches before the first step than before any later one, and a step after the last batch has none
-        left to use. (Steps of an accumulation that is left over after an epoch use batches that wait.)
+        Such a consumer read more batches before the first step than before any later step, and a step after the last
+        batch had no batch left to use. (A last step of an unfinished accumulation, after the epoch, uses batches that
+        wait.)
         """
         gap, self._yielded_at_step = self._num_yielded - self._yielded_at_step, self._num_yielded
         if gap:
@@ -193,9 +196,9 @@ class Progress:
             self._has_warned = True
             warn(
                 "DataLoader: a library reads batches ahead (accelerate does), and no wrapped model gets the loader's "
-                "tensors. So the position counts batches that were read and not yet used. A resumed run leaves them "
-                "out. Give the model the tensors as they come and convert them inside of it, or convert them in "
-                "collate_fn.",
+                "tensors. So the position counts batches that were read and not yet used, and a resumed run would skip "
+                "them. Give the loader's tensors to the model unchanged and convert them inside the model, or convert "
+                "them in collate_fn.",
             )
 
 
@@ -204,7 +207,7 @@ _is_registered = False
 
 
 def _follow(progress: Progress) -> None:
-    """Let the steps of all optimizers commit it, as long as it lives."""
+    """Let the steps of all optimizers commit `progress`, as long as that object lives."""
     global _is_registered
     _followed.add(progress)
     if not _is_registered:
@@ -222,7 +225,7 @@ def _pieces(batch: Any) -> Iterator[_Piece]:
     for tensor in islice(tensors_in(batch), _MOST_TENSORS):
         try:
             storage, begin = tensor.untyped_storage(), tensor.data_ptr()
-        except (NotImplementedError, RuntimeError):  # without memory of its own: sparse, or a subclass
+        except (NotImplementedError, RuntimeError):  # without its own memory: sparse, or a subclass
             continue
         yield _Piece(weak_storage(storage), begin, begin + tensor.nbytes)
 
@@ -232,7 +235,7 @@ def _lies_in(piece: _Piece, whole: _Piece) -> bool:
 
 
 class EpochCounter:
-    """Counts epochs: see [Note: which epoch comes next]. `set` moves all numbers; iterations and loops move them on."""
+    """Counts epochs: see [Note: which epoch comes next]. `set` sets all numbers; iterations and loops advance them."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -242,7 +245,7 @@ class EpochCounter:
         self._in_loop = False
         self._has_looped = False
         self._resumed = Mark()
-        self.waits: Mark | None = None  # where a resumed run goes on, until it does
+        self.waits: Mark | None = None  # where a resumed run continues, until it has continued
 
     def set(self, epoch: int) -> Mark:
         """Begin the next iteration and the next loop with `epoch`; returns the position in it."""
@@ -265,7 +268,7 @@ class EpochCounter:
         """Begin an iteration; returns its start. Inside a loop every iteration is of the loop's epoch.
 
         Args:
-            committed: What was used until now.
+            committed: The position that is committed now.
         """
         if not self._in_loop:
             self.epoch = committed.epoch if self.waits is committed else self._coming
@@ -273,7 +276,7 @@ class EpochCounter:
         return self._resumed if self._resumed.epoch == self.epoch else Mark(self.epoch)
 
     def end(self, epoch: int, *, finished: bool) -> None:
-        """End the iteration of `epoch`, with its last batch or before."""
+        """End the iteration of `epoch`, after its last batch or earlier."""
         if finished:
             self.waits = None
             self._first = max(self._first, epoch + 1)

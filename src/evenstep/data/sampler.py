@@ -21,11 +21,11 @@ _CHUNK = 16_384  # indices at a time: enough to hide torch's cost per call, few 
 
 
 class DistributedSampler(TorchDistributedSampler[int]):
-    """Divides a data set over ranks, for torch's own `DataLoader`. torch's signature, attributes and lengths.
+    """Divides a data set over ranks, for torch's own `DataLoader`. It has torch's signature, attributes and lengths.
 
-    Like torch's, it gives every rank the same number of samples: the first samples of the epoch are repeated to fill
-    up, or the last ones left out with `drop_last`. `evenstep.DataLoader(global_batch_size=)` needs no sampler and
-    sees every sample exactly once. Unlike torch's, no list of the epoch is made: the first index comes at once and
+    Like torch's, it gives every rank the same number of samples: the first samples of the epoch are repeated at the
+    end, or, with `drop_last`, the last ones are left out. `evenstep.DataLoader(global_batch_size=)` needs no sampler
+    and sees every sample exactly once. Unlike torch's, no list of the epoch is made: the first index comes at once and
     memory doesn't grow with the data set.
 
     Call `set_epoch` before each epoch; forgetting it gives every epoch the same order, and rank 0 warns when the second
@@ -33,16 +33,16 @@ class DistributedSampler(TorchDistributedSampler[int]):
 
     Args:
         dataset: Anything with a length.
-        num_replicas: Number of ranks; None: the current world's. Never starts a collective.
+        num_replicas: Number of ranks; None: the current world's, which is read without a collective.
         rank: This rank; None: the current world's.
         shuffle: A new order each epoch; False: the data set's own.
         seed: The same on all ranks.
         drop_last: Leave out the last samples instead of repeating the first.
-        pad: False: nothing is repeated; some ranks then have one sample less, so use it with
+        pad: False: no sample is repeated. Some ranks then have one sample less: use it with
             `DistributedDataParallel.join`.
 
     Raises:
-        ConfigurationError: A data set without length, or a rank that is none. Also a `ValueError`, as in torch.
+        ConfigurationError: The data set has no length, or the rank doesn't exist. Also a `ValueError`, as in torch.
         UsageError: From the iteration: the data set's length has changed.
     """
 
@@ -60,8 +60,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ConfigurationError(
-                f"DistributedSampler: {type(dataset).__name__} has no samples that could be numbered (it is an "
-                f"IterableDataset or has no __len__). Divide its stream in the data set itself."
+                f"DistributedSampler: {type(dataset).__name__} has no numbered samples (it is an IterableDataset or "
+                f"has no __len__). Divide the stream in the data set itself."
             )
         num_replicas, rank = _choose_rank("DistributedSampler", num_replicas, rank)
         seed = checks.whole("DistributedSampler: seed", seed)
@@ -72,21 +72,21 @@ class DistributedSampler(TorchDistributedSampler[int]):
         if not pad and not drop_last:
             self.total_size = self._size
             self.num_samples = len(range(rank, self._size, num_replicas))
-        self._was_set = True  # since the latest iteration began; as there was none, also by default
+        self._was_set = True  # since the latest iteration began; True before the first
         self._has_warned = False
         self._start = 0  # position at which the next iteration begins
-        self._begun_at = 0  # position at which the latest began
+        self._begun_at = 0  # position at which the latest iteration began
         self._iteration = 0
-        # Counts what the latest iteration has yielded without python code per index: all up to the end of a chunk, less
-        # those that its list iterator has left.
+        # Counts the indices that the latest iteration has yielded, without python code per index: all up to the end of
+        # a chunk, less those left in the chunk's list iterator.
         self._yielded: tuple[int, Iterator[int]] = (0, iter(()))
         self._has_ended = False  # the latest iteration
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; the one in which a resumed run was interrupted goes on there.
+        """Choose the next iteration's epoch. An epoch that was interrupted before a resume continues at its position.
 
         Raises:
-            ConfigurationError: `epoch` is negative or no whole number.
+            ConfigurationError: `epoch` is negative or not a whole number.
         """
         epoch = checks.whole("DistributedSampler.set_epoch: epoch", epoch, least=0)
         if epoch != self.epoch:
@@ -97,13 +97,14 @@ class DistributedSampler(TorchDistributedSampler[int]):
     def state_dict(self, consumed: int | None = None) -> dict[str, int]:
         """The position of training, valid for any number of ranks.
 
-        It is equal on all ranks after their loops have ended, and where they have used equally many samples; take it
-        there. In between, ranks that are at different counts have different positions. It is the data set's size once
-        this rank's iterator has ended, also where this rank had one sample less than others.
+        It is equal on all ranks after their loops have ended, and whenever they have used equally many samples: read it
+        then. In between, ranks with different counts have different positions. Once this rank's iterator has ended, it
+        is the data set's size, also if this rank had one sample less than others.
 
         Args:
-            consumed: Samples that this rank has used of the epoch since its iteration began. None: those that were
-                yielded, which is the same for a loader without workers. Workers prefetch: pass the number.
+            consumed: Samples of the epoch that this rank has used since its iteration began. None: the samples that
+                were yielded, which is right for a loader without workers. Workers prefetch, so pass the number with
+                them.
         """
         end, chunk = self._yielded
         number = end - operator.length_hint(chunk)
@@ -115,10 +116,10 @@ class DistributedSampler(TorchDistributedSampler[int]):
         return {"epoch": self.epoch, "position": position, "seed": self.seed, "size": size}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begin the next iteration where `state_dict` was taken, on any number of ranks.
+        """Begin the next iteration at the position of a `state_dict`, on any number of ranks.
 
         Raises:
-            ConfigurationError: The state is of another data set or seed.
+            ConfigurationError: The state has another data set's size or another seed.
         """
         where = "DistributedSampler.load_state_dict"
         if not isinstance(state, dict):
@@ -126,8 +127,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
         for name, own in (("seed", self.seed), ("size", len(self.dataset))):  # type: ignore[arg-type]
             if state.get(name) != own:
                 raise ConfigurationError(
-                    f"{where}: {name} was {state.get(name)} and is {own}; the samples that "
-                    f"are left can't be distinguished from those that were seen."
+                    f"{where}: {name} was {state.get(name)} and is {own}; the remaining samples can't be distinguished "
+                    f"from the used ones."
                 )
         epoch, position = (checks.whole(f"{where}: {name}", state.get(name), least=0) for name in ("epoch", "position"))
         self.epoch, self._start = epoch, position
@@ -157,7 +158,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         num_left = self._num_left(start)
         for first in range(0, num_left, _CHUNK):
             turns = torch.arange(first, min(first + _CHUNK, num_left), device="cpu")
-            # Positions behind the end are the padding: the epoch again from its beginning, as often as needed.
+            # Positions after the end are the padding: the epoch again from its beginning, as often as needed.
             positions = (start + turns * self.num_replicas + self.rank) % order.num_samples
             chunk = iter(order.at(positions).numpy().tolist())  # torch's `tolist` takes a quarter longer
             if iteration == self._iteration:
@@ -187,7 +188,7 @@ def _choose_rank(what: str, num_replicas: Any, rank: Any) -> tuple[int, int]:
     """Number of ranks and rank as ints; None: the current world's.
 
     Raises:
-        ConfigurationError: There can be no such rank.
+        ConfigurationError: There is no such rank.
     """
     if num_replicas is None or rank is None:
         own_rank, world_size = world.identity()

@@ -1,6 +1,6 @@
-"""What every room stands on: who this rank is, what can be seen of it from outside, and what torch calls privately.
+"""The base of all rooms: this rank's placement, its state as seen from outside, and torch's private names.
 
-By their place in the order of imports, from the roof down:
+In the order of imports; each may import those below it:
 
 1. `coordination`: how ranks agree before they train.
 2. `health`: a rank's heartbeat page, its report when it fails, and the watching of others.

@@ -28,31 +28,33 @@ def launch(
     timeout_s: float | None = None,
     servers: int = 0,
 ) -> Result:
-    """Call `fn(*args)` on `nproc` ranks of this host, each a process of its own, and return rank 0's result.
+    """Call `fn(*args)` on `nproc` ranks of this host, each in its own process, and return rank 0's result.
 
     `fn` calls `evenstep.init()`; the ranks find each other through a file in memory, and no port is opened. In a
     script, call this under `if __name__ == "__main__":`. A function typed into a notebook needs
     `pip install 'evenstep[notebook]'`.
 
-    The processes end with the call, and with the process (and thread) that made it, however that one ends.
+    The processes end with the call. They also end with the process (and thread) that made the call, in whatever way it
+    ends.
 
     Args:
-        fn: What every rank runs; it calls `evenstep.init()` to learn its rank.
+        fn: The function that every rank runs; it calls `evenstep.init()` to get its rank.
         nproc: Number of ranks.
         args: Arguments of `fn`, equal on all ranks.
         kwargs: Keyword arguments of `fn`.
         device: Default of `evenstep.init(device=...)` in the ranks.
         threads_per_rank: Threads of each rank's CPU operations; None: `OMP_NUM_THREADS`, else the physical cores
-            shared out.
+            divided by the number of ranks.
         timeout_s: Seconds after which the ranks are stopped; None: no limit.
         servers: Parameter servers beside the ranks, for an `fn` that uses `evenstep.parameter_server`.
 
     Raises:
         ConfigurationError: An argument is wrong, or `fn` can't be sent; nothing ran.
-        RankFailedError: A rank was killed, or left without an exception that could be passed on.
+        RankFailedError: A rank was killed, or ended without an exception that could be sent.
         CollectiveTimeoutError: The ranks were not done in time.
-        Exception: What the rank that failed first raised; its traceback is the cause, its rank a note. No rank is left.
-            A user's mistake that isn't caught ends the process with one message and the status of `evenstep run`.
+        Exception: The exception of the rank that failed first; its traceback is the cause, its rank a note. No rank is
+            left running. A user's mistake that isn't caught ends the process with one message and the status of
+            `evenstep run`.
     """
     if not callable(fn):
         raise ConfigurationError(
@@ -68,7 +70,7 @@ def launch(
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
         raise checks.refuse(f"{who}kwargs", kwargs, "keyword arguments by name")
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
-        raise ConfigurationError(f"evenstep.launch: args={args!r} is no tuple of arguments. Write args=({args!r},).")
+        raise ConfigurationError(f"evenstep.launch: args={args!r} isn't a tuple of arguments. Write args=({args!r},).")
     environment.refuse_independent_runs(environment.surroundings(), num_nodes=1, what="evenstep.launch")
     plan = plan_ranks(
         str(nproc),

@@ -53,14 +53,14 @@ from evenstep.processes import STOP_SIGNALS, stays_ignored
 
 
 def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
-    """Run a command line and return the exit status: the root cause's, or 128 and the signal that stopped us.
+    """Run a command line and return the exit status: the root cause's, or 128 plus the signal that stopped the run.
 
     Args:
-        arguments: Those of `evenstep run`.
-        may_fork: Ranks may be forked from this process, and the caller lets `BecomeRank` through.
+        arguments: The arguments of `evenstep run`.
+        may_fork: Ranks may be forked from this process, and the caller doesn't catch `BecomeRank`.
 
     Raises:
-        ConfigurationError: Something in the command is wrong; no rank was started.
+        ConfigurationError: The command is wrong; no rank was started.
         BecomeRank: In the ranks.
     """
     args = parse(arguments)
@@ -68,9 +68,9 @@ def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
     flag = behind_the_script(args, arguments)
     if flag is not None:
         script = args.training_script
-        warning = f"{flag} stands behind {script} and is the script's. For evenstep run, write it before the script."
+        warning = f"{flag} comes after {script}, so the script gets it. For evenstep run, write it before the script."
         say(f"evenstep: {warning}")
-    # Before anything queries GPUs: a process that has initialised CUDA can't be forked.
+    # Fork before anything queries GPUs: a process that has initialised CUDA can't be forked.
     may_fork = may_fork and not args.cold_start
     zygote = fork_zygote(preloads=args.max_restarts > 0) if may_fork else None
     try:
@@ -98,11 +98,12 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
     if plan.remark:
         say(f"evenstep: {plan.remark}")
     if args.inject is not None:
-        # By name: nothing of evenstep imports `testing`. A mistake in it is reported here, once.
+        # Imported by name, because no module may depend on `testing`. Parse it here, so that a mistake is reported
+        # once.
         faults = importlib.import_module("evenstep.testing.faults").parse_faults(args.inject)
         num_ranks = most * plan.num_ranks
         beyond = [fault.rank for fault in faults if fault.rank >= num_ranks]
-        if beyond:  # a run without a fault would be taken for one that has survived it
+        if beyond:  # else a run without a fault would look like one that has survived it
             raise ConfigurationError(f"--inject: there is no rank {beyond[0]}; there are {num_ranks}, from 0.")
     choices = OutputChoices.parse(
         redirects=args.redirects, tee="3" if args.all_ranks else args.tee, local_ranks_filter=args.local_ranks_filter
@@ -184,7 +185,7 @@ class _Run:
             directory = Path(self._logs.root_log_dir)
             if self._args.log_dir is None and (self._agent is None or not self._agent.left_logs):
                 shutil.rmtree(directory, ignore_errors=True)
-            with contextlib.suppress(OSError):  # nothing was written, as by a command that was refused
+            with contextlib.suppress(OSError):  # nothing was written, for example after a refused command
                 directory.rmdir()
         return EXIT_PREEMPTED if self._has_saved else 0
 
@@ -202,7 +203,7 @@ class _Run:
         except (ValueError, AssertionError) as error:
             raise ConfigurationError(f"evenstep run: {error}") from None
         config.logs_specs = self._logs
-        config.signals_to_handle = ""  # ours, from before the rendezvous on: `_stopped_by`
+        config.signals_to_handle = ""  # `_stopped_by` handles them, already before the rendezvous
         config.log_line_prefix_template = PREFIX
         if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(line_buffering=True)  # lines of other ranks appear when they are written
@@ -225,14 +226,15 @@ class _Run:
 
 @contextlib.contextmanager
 def _stopped_by(names: str) -> Iterator[None]:
-    """Have signals raise `SignalException` inside, which stops the run.
+    """Context in which signals raise `SignalException`, which stops the run.
 
-    After the first one the others that ask to save and stop mean the same, and are ignored: a second one would end the
-    save that the first began. GNU timeout signals the process that it has started, and then its group, to which that
-    process belongs; Slurm sends what the job asked for, and later SIGTERM. A second Ctrl-C is a person's, and counts.
+    After the first signal other signals that request a save and stop are ignored: a second one would end the save that
+    the first has begun. GNU timeout signals the process that it has started, and then the process's group, which
+    includes it; Slurm sends the signal that the job has requested, and later SIGTERM. A second Ctrl-C comes from a
+    person, and counts.
 
     Args:
-        names: Of the signals, with commas between them.
+        names: Names of the signals, separated by commas.
     """
     found = [getattr(signal, name.strip(), None) for name in names.split(",")]
     chosen = [which for which in found if isinstance(which, signal.Signals) and not stays_ignored(which)]
@@ -250,7 +252,7 @@ def _stopped_by(names: str) -> Iterator[None]:
         yield
     finally:
         for which, handler in before.items():
-            # Once asked, this process is about to end, with a status that a second request must not change.
+            # After the first request this process is about to end, with a status that a second request must not change.
             is_over = is_asked and which in STOP_SIGNALS
             signal.signal(which, signal.SIG_IGN if is_over else handler or signal.SIG_DFL)  # None: python didn't set it
 
@@ -275,11 +277,11 @@ def _quiet_torchelastic() -> Iterator[None]:
 def _check_target(args: Namespace) -> None:
     target = args.training_script
     if args.logs_specs is not None:
-        raise ConfigurationError("--logs-specs: evenstep run has its own. Use --log-dir, --redirects, --tee.")
+        raise ConfigurationError("--logs-specs isn't supported. Use --log-dir, --redirects or --tee.")
     if args.module and args.no_python:
         raise ConfigurationError("--module and --no-python exclude each other: a module is run by python.")
     if args.module:
-        # Only the first part: finding a submodule would import its parent here.
+        # Check only the first part of the name: finding a submodule would import its parent here.
         sys.path.insert(0, str(Path.cwd()))
         try:
             found = importlib.util.find_spec(target.partition(".")[0])

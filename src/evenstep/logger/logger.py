@@ -1,8 +1,8 @@
 """`Logger`: numbers of a run, written by rank 0 to a file that outlives it.
 
-A line goes to the file in one write, so at most the last line can be torn, by a full disk or a power cut: the next
-logger that opens the file cuts that off. Nothing else is ever removed or moved. A run that makes steps again, from its
-last checkpoint on, appends their lines: of two lines of a step the later one counts.
+A line is written in one write, so at most the last line can be incomplete, after a full disk or a power cut. The next
+logger that opens the file removes such a line; nothing else is ever removed or moved. A run that repeats steps after
+its last checkpoint appends their lines: if a step has two lines, the later one counts.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class Logger:
 
     A line: {"step": 7, "attempt": 0, "time": 1790000000.1, "loss": 0.5}. The attempt is the launcher's count of
     restarts. `log` returns when the operating system has the line, so a killed process loses none. A resumed run
-    appends to the same file; of two lines of a step the later one counts.
+    appends to the same file; if a step has two lines, the later one counts.
 
-    Collective: every rank makes it, with the same arguments but for `to`.
+    Collective: every rank makes it, with the same arguments except `to`.
 
     Args:
-        directory: Where `metrics.jsonl` lies. Several loggers of one run may share it.
-        to: Called on rank 0 with what is logged, by name, and the step: the `log` of a run of wandb or trackio.
-            Other ranks may give None. What it raises is a warning, and it isn't called any more.
+        directory: The directory of `metrics.jsonl`. Several loggers of one run may share it.
+        to: Called on rank 0 with the logged values by name, and the step: for example `run.log` of wandb or trackio.
+            Other ranks may pass None. If it raises, the logger warns and doesn't call it again.
         telemetry: Add the times of rank 0's newest finished step to every line, as `time/forward_s` and so on (see
             `world.telemetry`).
-        every: Write only steps that this divides; others return at once, on all ranks.
+        every: Write only steps that are a multiple of this; other calls return at once, on all ranks.
         world: The ranks that log; None: the current world.
 
     Raises:
-        ConfigurationError: `to` is no function, or the directory can't be written. Raised on all ranks.
+        ConfigurationError: `to` isn't a function, or the directory can't be written. Raised on all ranks.
     """
 
     @excepthook.for_users
@@ -78,7 +78,7 @@ class Logger:
         self._attempt = current_placement().restart_count
         self._last_step: int | None = None
         self._file: int | None = None
-        self._writers: dict[str, Tracker] = {}  # by what they write to
+        self._writers: dict[str, Tracker] = {}  # by the name of their destination
         # If rank 0 can't make its file, the others raise here, too; else they would wait for it in a collective.
         problems = self.world.exchange(self._prepare(to))
         for rank, problem in enumerate(problems):
@@ -87,7 +87,7 @@ class Logger:
         self.world.at_end(self._world_ended)
 
     def _prepare(self, to: Tracker | None) -> str | None:
-        """Find out what is wrong, or None; on rank 0 make the directory."""
+        """The problem with the directory, or None. Rank 0 makes the directory."""
         try:
             self.every = checks.whole("every", self.every, least=1)
             if to is not None:
@@ -116,19 +116,19 @@ class Logger:
     ) -> None:
         """Write numbers of a step.
 
-        With `mean` collective: every rank calls this, with the same names. Without it ranks other than 0 need not, and
-        their values are ignored.
+        With `mean` this is collective: every rank calls it, with the same names. Without `mean` only rank 0 needs to
+        call it; other ranks' values are ignored.
 
         Args:
-            values: By name; numbers, or tensors of one element (one on a GPU is waited for).
-            step: Of the run, counted over restarts; not less than in the call before.
+            values: By name; numbers, or tensors of one element (a GPU's tensor is waited for).
+            step: The step of the run, counted over restarts; not less than in the last call.
             mean: Write the mean over all ranks (`world.mean`), instead of rank 0's values.
             weight: With `mean`: the weight of this rank's values, such as its number of samples; 0: they don't count.
 
         Raises:
-            ConfigurationError: A name is no text, a value or the weight no number, or the step no whole number from 0
-                on. With `mean` raised on all ranks, as the next two are.
-            UsageError: The step is less than that of the call before.
+            ConfigurationError: A name isn't a text, a value or the weight isn't a number, or the step isn't a whole
+                number of at least 0. With `mean` this and the next two are raised on all ranks.
+            UsageError: The step is less than in the last call.
             MismatchError: With `mean`: the ranks give other names, or other steps.
         """
         what = "Logger.log(mean=True)" if mean else f"Logger.log on rank {self.world.rank}"
@@ -146,11 +146,14 @@ class Logger:
             weight = checks.number(f"{what}: weight", weight, least=0)
             return {"the step": step, "the list of names": list(numbers)}
 
-        # Other ranks skip the same steps, so one that is no number can't be skipped: there the others wait.
+        # All ranks must skip the same steps. A step that isn't a number isn't skipped, because the other ranks may wait
+        # for this one.
         if (_is_whole(step) and step % self.every) or not (mean or self.world.is_main):
             return
         if mean:
-            validate_on_all_ranks(self.world, what, validate, advice="All ranks log the same names, at the same steps.")
+            validate_on_all_ranks(
+                self.world, what, validate, advice="Log the same names at the same steps on all ranks."
+            )
             if numbers:
                 mine = torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
                 numbers = dict(zip(numbers, self.world.mean(mine, weight).tolist(), strict=True))
@@ -165,11 +168,11 @@ class Logger:
             try:
                 write(dict(numbers), step)
             except Exception as error:
-                # Numbers about a training are worth less than the training.
+                # The training is worth more than its log, so a failing tracker doesn't end it.
                 del self._writers[name]
                 text = f"{error.strerror}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
                 warn(
-                    f"evenstep.Logger: {text}. {name} gets nothing from step {step} on; training goes on.",
+                    f"evenstep.Logger: {text}. {name} gets nothing from step {step} on; training continues.",
                     RuntimeWarning,
                 )
 
@@ -231,7 +234,7 @@ def _items(what: str, values: Mapping[str, float | Tensor]) -> list[tuple[str, f
     for name in values:
         if not isinstance(name, str) or not name or name in _TAKEN:
             raise ConfigurationError(
-                f"{what}: the name {name!r}; names are texts, and `step`, `attempt` and `time` are taken."
+                f"{what}: the name {name!r}; names are texts, and `step`, `attempt` and `time` are reserved."
             )
     return list(values.items())
 
@@ -270,7 +273,7 @@ def write_whole(file: int, text: str) -> None:
     """Append in one write.
 
     Raises:
-        OSError: It didn't fit; a part that was written is removed again.
+        OSError: It didn't fit; a part that was already written is removed.
     """
     data = text.encode()
     before = os.fstat(file).st_size
@@ -287,7 +290,7 @@ def _jsonable(value: float) -> float | str:
 
 
 def times_of(step: StepTimes) -> dict[str, float]:
-    """The times of a step by name, for a line of a log. Pure."""
+    """The times of a step by name, for a line of the log. Pure."""
     times = {
         "forward_s": step.forward_s,
         "backward_s": step.backward_s,

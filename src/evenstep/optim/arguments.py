@@ -1,4 +1,4 @@
-"""What an optimizer over a wrapped model was given: tried out, and what of it the ranks have to agree on."""
+"""Arguments of an optimizer over a wrapped model: tried out, and reduced to facts that ranks compare."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Groups = list[Any]
 
 
 def validate_switches(*, elementwise: Any, **switches: Any) -> None:
-    """Raise for a switch that is none.
+    """Raise for a switch that isn't True or False.
 
     Raises:
-        ConfigurationError: It is something else.
+        ConfigurationError: It has another value.
     """
     checks.switches("", **switches)
-    checks.switches("", otherwise="None where it is one of torch's", elementwise=elementwise)
+    checks.switches("", otherwise="None for torch's own classes", elementwise=elementwise)
 
 
 def listed(params: Any) -> Groups:
     """Return parameters, or groups of them, as lists, because an iterator can be read only once.
 
     Raises:
-        ConfigurationError: Neither.
+        ConfigurationError: It is neither.
     """
     if isinstance(params, Tensor | str | bytes | Mapping) or not isinstance(params, Iterable):
         raise checks.refuse("params", params, "parameters of the model, groups of them, or None for all")
@@ -47,7 +47,7 @@ def listed(params: Any) -> Groups:
 
 
 def try_out(kind: type[optim.Optimizer], params: Groups, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The parameter groups of an optimizer that is thrown away.
+    """The parameter groups of a temporary optimizer.
 
     Raises:
         ConfigurationError: torch refuses the parameters or the arguments.
@@ -59,12 +59,13 @@ def try_out(kind: type[optim.Optimizer], params: Groups, arguments: Mapping[str,
 
 
 def try_whole(kind: type[optim.Optimizer], groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> None:
-    """Make an optimizer that is thrown away: its class may refuse a shape, which only that parameter's owner would see.
+    """Make a temporary optimizer, because its class may refuse a shape, and only that parameter's owner would see it.
 
-    What has no elements is stepped, too, as nothing is lost: some classes divide by their number.
+        Parameters without elements are stepped, too, which changes nothing: some classes divide by the number of
+        elements.
 
     Raises:
-        ConfigurationError: It does, or can't step what has no elements.
+        ConfigurationError: The class refuses a shape, or can't step a parameter without elements.
     """
     with torchs_refusals(kind):
         kind([dict(group) for group in groups], **arguments)
@@ -84,7 +85,7 @@ def try_whole(kind: type[optim.Optimizer], groups: Sequence[Mapping[str, Any]], 
 
 @contextlib.contextmanager
 def torchs_refusals(kind: type[optim.Optimizer]) -> Iterator[None]:
-    """Around a call of torch's: what it refuses is a ConfigurationError.
+    """Context of a call of torch's, whose errors become ConfigurationErrors.
 
     Raises:
         ConfigurationError: With torch's text.
@@ -96,7 +97,7 @@ def torchs_refusals(kind: type[optim.Optimizer]) -> Iterator[None]:
 
 
 def facts_of(groups: Sequence[Mapping[str, Any]], index_of: Callable[[Tensor], int]) -> dict[str, Any]:
-    """Return the facts of parameter groups that must be equal on all ranks, by readable name; JSON types."""
+    """Return the facts about parameter groups that must be equal on all ranks, by readable name, as JSON types."""
     facts: dict[str, Any] = {"the number of parameter groups": len(groups)}
     for number, group in enumerate(groups):
         indices = torch.tensor([index_of(parameter) for parameter in group["params"]], dtype=torch.int64, device="cpu")
@@ -108,7 +109,7 @@ def facts_of(groups: Sequence[Mapping[str, Any]], index_of: Callable[[Tensor], i
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether equal values have equal texts."""
+    """Whether equal values of this type have equal texts."""
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, int | float | str) or (isinstance(value, Tensor) and value.numel() == 1)

@@ -1,8 +1,8 @@
-"""Clipping of gradients that every rank has whole, and of gradients that are divided over ranks.
+"""Clipping of whole gradients, and of gradients that are divided over ranks.
 
 The rule is that of torch's `clip_grad_norm_` (Pascanu et al., "On the difficulty of training recurrent neural
-networks", 2013). Norms are added in float64, whatever the gradients' dtype; in reproducible mode in fixed point, so
-that the order doesn't matter (`exact.py`).
+networks", 2013). Norms are added in float64 for all dtypes of gradients; in reproducible mode in fixed point, so that
+the order doesn't matter (`exact.py`).
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ def clip_grad_norm_(
     norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale gradients so that their norm is at most `max_norm`; the norm is that of the whole gradient on every rank.
+    """Scale gradients so that their norm is at most `max_norm`. On every rank this is the norm of the whole gradient.
 
-    Collective where gradients are divided over ranks (a `ShardedOptimizer`, FSDP2, tensor parallelism, the stages of a
+    Collective if gradients are divided over ranks (a `ShardedOptimizer`, FSDP2, tensor parallelism, the stages of a
     pipeline): every rank calls this, with the same parameters. One pass reads the gradients, a second scales them;
-    nothing waits for a GPU. Behind a `GradScaler`, call `scaler.unscale_` first.
+    nothing waits for a GPU. With a `GradScaler`, call `scaler.unscale_` first.
 
-    All ranks give the same. On CPUs the exchange that the norm of divided gradients makes compares what they were
-    given; elsewhere, and where gradients are whole, the end of the next backward pass does. With an infinite
-    `max_norm`, which only measures and leaves gradients as they are, one rank may call this alone where gradients are
-    whole.
+    All ranks pass the same arguments. For divided gradients on CPUs the exchange for the norm compares the arguments;
+    otherwise the end of the next backward pass does. An infinite `max_norm` only measures the norm and changes nothing:
+    if gradients are whole, one rank may then call this alone.
 
     Args:
         parameters: An optimizer, a module, or parameters.
@@ -60,10 +59,10 @@ def clip_grad_norm_(
         The norm before clipping: 0-dim, float64.
 
     Raises:
-        ConfigurationError: A norm or an exponent makes no sense.
-        MismatchError: The ranks were given different arguments; gradients are as they were.
+        ConfigurationError: A norm or an exponent is invalid.
+        MismatchError: The ranks were given different arguments; gradients are unchanged.
         UsageError: The gradients have not been averaged over ranks yet.
-        NonFiniteError: See `error_if_nonfinite`; gradients are as they were.
+        NonFiniteError: See `error_if_nonfinite`; gradients are unchanged.
     """
     who = "clip_grad_norm_"
     parameters = list(parameters) if isinstance(parameters, Iterator) else parameters
@@ -91,7 +90,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the gradient's norm is {norm.item()}. To clip anyway, leave error_if_nonfinite out."
         )
     if only_measures:
-        return norm  # torch's scale would be inf / inf where a gradient is infinite
+        return norm  # torch's scale would be inf / inf if a gradient is infinite
     if received is not None:
         scale = torch.clamp(received / (norm + 1e-6), max=1.0)
     else:
@@ -99,7 +98,9 @@ def clip_grad_norm_(
         limit = max_norm.reshape(())
         scale = torch.where(torch.isposinf(limit), 1.0, torch.clamp(limit / (norm + 1e-6), max=1.0))
     if scale.device.type == "cpu" and scale.numpy() == 1:
-        return norm  # most steps: all gradients would be read and written for nothing. A GPU would be waited for
+        return (
+            norm  # most steps: avoids reading and writing all gradients. On a GPU this test would wait for the device
+        )
     for same in by_kind(gradients.local):
         torch._foreach_mul_(same, scale.to(same[0].device))
     return norm
@@ -109,14 +110,14 @@ def clip_grad_norm_(
 def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
     """Limit every element of the gradients to [-clip_value, clip_value], divided over ranks or not.
 
-    All ranks give the same; the end of the next backward pass compares what they gave.
+    All ranks pass the same arguments; the end of the next backward pass compares them.
 
     Args:
         parameters: An optimizer, a module, or parameters.
         clip_value: At least 0.
 
     Raises:
-        ConfigurationError: The value makes no sense.
+        ConfigurationError: The value is invalid.
         UsageError: The gradients have not been averaged over ranks yet.
     """
     who = "clip_grad_value_"
@@ -132,13 +133,13 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
 
 
 class _Gradients:
-    """The gradients of some parameters, as far as this rank has them.
+    """This rank's gradients of some parameters.
 
     Attributes:
         hidden: Placeholders of sharded gradients.
-        parts: This rank's shards of them.
+        parts: This rank's shards of these gradients.
         whole: Gradients that every rank has in full.
-        divided: Those of parameters that FSDP2 or tensor parallelism has divided (DTensor).
+        divided: Gradients of parameters that FSDP2 or tensor parallelism has divided (DTensor).
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -160,7 +161,7 @@ class _Gradients:
 
     @property
     def local(self) -> list[Tensor]:
-        """All that this rank has of them, as memory that may be written to."""
+        """This rank's parts of all gradients, as tensors that may be written to."""
         return [*self.parts, *self.whole, *map(local_part, self.divided)]
 
 
@@ -170,19 +171,19 @@ def _norm(gradients: _Gradients, norm_type: float, parameters: Sequence[Tensor],
     Args:
         gradients: The gradients.
         norm_type: Exponent.
-        parameters: Whose they are.
-        given: What this rank was given, and what is wrong with it; it is compared.
+        parameters: The gradients' parameters.
+        given: This rank's arguments and their error, if any; ranks compare them.
     """
     tensors = [*gradients.hidden, *gradients.whole, *gradients.divided]
     device = tensors[0].device if tensors else torch.device("cpu")
-    # Each gradient is divided among the ranks of its own model: several models, several sums.
+    # Each gradient is divided over the ranks of its own model, so several models need several sums.
     transports: dict[int, tuple[Transport, list[GradientPlaceholder]]] = {}
     for hidden in gradients.hidden:
         transport = hidden.bucket.transport
         transports.setdefault(id(transport), (transport, []))[1].append(hidden)
     parts = [(transport, local_parts(theirs)) for transport, theirs in transports.values()]
     if not any(transport.world_size > 1 and _carries_facts(device) for transport, _ in parts):
-        _settle_alone(parameters, given)
+        _record_arguments(parameters, given)
     is_max = math.isinf(norm_type)
     if (world := worlds.initialised()) is not None and world.virtual_ranks is not None and not is_max:
         return _exact_norm(gradients.whole, parts, norm_type, device, given)
@@ -206,7 +207,7 @@ def _exact_norm(
     device: torch.device,
     given: Given,
 ) -> Tensor:
-    """0-dim, float64: as `_norm`, with the same bits however gradients are divided over ranks."""
+    """0-dim, float64: as `_norm`, with the same bits for every division of gradients over ranks."""
     peak = exact.largest(whole, device)
     for transport, own in divided:
         peak = torch.maximum(peak, _over_ranks(transport, exact.largest(own, device), given, is_max=True))
@@ -221,12 +222,12 @@ def _exact_norm(
 def _over_meshes(gradients: Sequence[Any], norm_type: float, device: torch.device) -> Tensor:
     """0-dim, float64: powers of gradients that are divided over meshes, added over the ranks that have parts.
 
-    Collective. Gradients that are divided in the same way are added together, whatever their mesh is.
+    Collective. Gradients that are divided over the same groups are added together, also from different meshes.
 
     Args:
         gradients: DTensors.
         norm_type: Exponent.
-        device: Of the result.
+        device: The result's device.
     """
     is_max = math.isinf(norm_type)
     kinds: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
@@ -245,22 +246,22 @@ def _over_meshes(gradients: Sequence[Any], norm_type: float, device: torch.devic
 
 
 def _added(parameter: Any) -> Any:
-    """The gradient of a DTensor; first added over ranks, where tensor parallelism has left that undone."""
+    """The gradient of a DTensor. It is added over ranks first if tensor parallelism has left it partial."""
     if any(each.is_partial() for each in parameter.grad.placements):
         parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
     return parameter.grad
 
 
 def _carries_facts(device: torch.device) -> bool:
-    """Whether what comes of an exchange is read at once: on a GPU that would wait for it."""
+    """Whether an exchange may also carry argument checksums. Reading them on a GPU would wait for the device."""
     return device.type == "cpu"
 
 
-def _settle_alone(parameters: Sequence[Tensor], given: Given) -> None:
-    """Note the arguments for the next backward pass; abort the peers' wait if they are wrong.
+def _record_arguments(parameters: Sequence[Tensor], given: Given) -> None:
+    """Record the arguments for comparison in the next backward pass; abort the peers' wait if they are wrong.
 
     Raises:
-        ConfigurationError: Something is.
+        ConfigurationError: An argument is wrong.
     """
     if given.problem is not None:
         with abort_peers(parameters):
@@ -270,11 +271,11 @@ def _settle_alone(parameters: Sequence[Tensor], given: Given) -> None:
 
 
 def _over_ranks(transport: Transport, own: Tensor, given: Given, *, is_max: bool) -> Tensor:
-    """0-dim: the sum or the largest over the ranks. What they were given is compared on the way, on CPUs.
+    """0-dim: the sum or the largest over the ranks. On CPUs the same collective compares the ranks' arguments.
 
     Raises:
-        ConfigurationError: Something wrong was given, on some rank.
-        MismatchError: Not all were given the same.
+        ConfigurationError: An argument is wrong on some rank.
+        MismatchError: The ranks' arguments differ.
     """
     op: Op = "max" if is_max else "sum"
     if transport.world_size == 1 or not _carries_facts(own.device):
@@ -300,19 +301,19 @@ def _powers(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -
 
 
 def _exponent(norm_type: Any) -> float:
-    norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type  # as torch takes it
+    norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type  # as torch accepts it
     exponent = checks.number("clip_grad_norm_: norm_type", norm_type, above=0, finite=False)
     world = worlds.initialised()
     if world is not None and world.virtual_ranks is not None and exponent not in (1.0, 2.0, math.inf):
         raise ConfigurationError(
-            f"clip_grad_norm_: norm_type={norm_type} in reproducible mode, where norms are those with exponent 1, 2 or "
+            f"clip_grad_norm_: norm_type={norm_type} in reproducible mode, which supports only the exponents 1, 2 and "
             f"math.inf."
         )
     return exponent
 
 
 def _limit(max_norm: Any) -> float | None:
-    """What ranks compare of a largest norm: None of a tensor on a GPU, which is not read."""
+    """The value of a largest norm that ranks compare; None for a tensor on a GPU, which isn't read."""
     if isinstance(max_norm, Tensor) and max_norm.numel() == 1 and max_norm.device.type != "cpu":
         return None
     return checks.number("clip_grad_norm_: max_norm", max_norm, least=0, finite=False)
@@ -325,7 +326,7 @@ def _listed(parameters: Parameters, who: str) -> list[Tensor]:
     if not isinstance(parameters, Iterable):
         raise checks.refuse(f"{who}: parameters", parameters, "an optimizer, a module, or parameters")
     wrong = next(each for each in parameters if not isinstance(each, Tensor))
-    raise checks.refuse(f"{who}: one of the parameters", wrong, "a tensor (of named_parameters() take the values)")
+    raise checks.refuse(f"{who}: one of the parameters", wrong, "a tensor (of named_parameters() pass only the values)")
 
 
 def _validate_averaged(parameters: Sequence[Tensor], what: str) -> None:
@@ -337,5 +338,5 @@ def _validate_averaged(parameters: Sequence[Tensor], what: str) -> None:
     if model is not None:
         raise UsageError(
             f"{what} on rank {model.world.rank}: gradients have been added on this rank since they were last averaged "
-            f"over ranks, so their norm would be this rank's alone. Clip behind the backward pass that ends the window."
+            f"over ranks, so their norm would be this rank's alone. Clip after the backward pass that ends the window."
         )

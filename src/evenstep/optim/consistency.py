@@ -1,16 +1,17 @@
-"""Argument consistency: the arguments of a step are compared between ranks, and a wrong one is an error on all.
+"""Argument consistency: the arguments of a step are compared between ranks. A wrong one is an error on all ranks.
 
 [Note: a wrong argument on one rank]
 
-A rank with a wrong argument raises, and makes no further call; the others would wait for it until a deadline. There are
-three ways to let them know:
+A rank with a wrong argument raises and makes no further call; the others would wait for it until a deadline. There are
+three ways to inform them:
 
-- A function that all ranks call once compares before it begins (`ground.coordination.agreement.validate_on_all_ranks`).
-- A function with a collective sends two more numbers with it (`Given`): of a checksum of the arguments, or of the
-  problem. Where checksums differ, which all ranks see, ranks exchange their arguments, and all raise the same error.
+- A function that all ranks call once compares arguments before it begins
+  (`ground.coordination.agreement.validate_on_all_ranks`).
+- A function with a collective sends two more numbers with it (`Given`), made from a checksum of the arguments or of the
+  problem. If checksums differ all ranks see it, exchange their arguments, and raise the same error.
 - Otherwise the other ranks get the reason in their next call (`abort_peers`), if shared memory carries it.
 
-Valid arguments that differ are noted where no collective is due (`note`): the header of the next window compares them,
+If a function has no collective, valid arguments are recorded (`note`), and the header of the next window compares them:
 see `replica.monitors.checks`.
 """
 
@@ -40,7 +41,7 @@ _ids_of: weakref.WeakKeyDictionary[Engine, frozenset[int]] = weakref.WeakKeyDict
 
 
 def model_of(parameters: Iterable[Any]) -> DistributedDataParallel | None:
-    """Return the first wrapped model of several ranks that has one of some parameters; None if none has."""
+    """Return the first wrapped model of several ranks that has one of these parameters, or None."""
     models = [model for model in wrapped_models() if model.world.world_size > 1]
     if not models:
         return None
@@ -56,12 +57,12 @@ def model_of(parameters: Iterable[Any]) -> DistributedDataParallel | None:
 
 
 def note(model: DistributedDataParallel | None, who: str, given: Sequence[tuple[str, Any]]) -> None:
-    """Have the ranks compare a call with the end of the next window.
+    """Have the ranks compare a call at the end of the next window.
 
     Args:
-        model: The wrapped model that it is about; None: none.
-        who: What was called.
-        given: Arguments that all ranks give alike, by name: plain values.
+        model: The wrapped model that the call is about, or None.
+        who: The function that was called.
+        given: Arguments that must be equal on all ranks, by name: plain values.
     """
     if model is not None and (model.monitors.options.has_optimizers or model.monitors.are_replicas_alike()):
         model.monitors.options.note(who, given)
@@ -69,13 +70,13 @@ def note(model: DistributedDataParallel | None, who: str, given: Sequence[tuple[
 
 @contextlib.contextmanager
 def abort_peers(about: Any) -> Iterator[None]:
-    """Abort the wait of other ranks with the error that is raised inside: they raise it in their next call.
+    """Context that sends an error raised inside to the other ranks, which raise it in their next call.
 
-    Nothing happens where all ranks raise. Over Gloo and NCCL alone the others wait until this rank has ended.
+    Nothing happens if all ranks raise. With only Gloo or NCCL the others wait until this rank has ended.
 
     Args:
         about: A wrapped model, parameters, or an optimizer over them; nothing is sent if they belong to no model of
-            several ranks. Anything else stands for the argument that the other ranks gave rightly.
+            several ranks. For any other value, this is a wrong argument, and the other ranks may wait with a right one.
     """
     try:
         yield
@@ -88,7 +89,7 @@ def abort_peers(about: Any) -> Iterator[None]:
 
 
 def _transports_of(about: Any) -> list[Transport]:
-    """The transports in which other ranks may wait: the model's, and the control transport."""
+    """The transports in which other ranks may wait: the model's transport, and the control transport."""
     parameters = parameters_of(about)
     if parameters is not None:
         model = model_of(parameters)
@@ -98,7 +99,10 @@ def _transports_of(about: Any) -> list[Transport]:
 
 
 def parameters_of(about: Any) -> list[Tensor] | None:
-    """The parameters of an optimizer or a module, a tensor, or several; None of anything else. Reads no iterator."""
+    """The parameters of an optimizer or a module, a tensor, or several tensors; None for other values.
+
+    Reads no iterator.
+    """
     if isinstance(about, optim.Optimizer):
         return [parameter for group in about.param_groups for parameter in group["params"]]
     if isinstance(about, nn.Module):
@@ -115,9 +119,9 @@ class Given:
 
     Attributes:
         who: The function's name.
-        facts: Arguments that all ranks give alike, by name: plain values.
-        problem: The error in them; None: there is none.
-        changes: The call changes something; else a rank may make it alone where that takes no other rank.
+        facts: Arguments that must be equal on all ranks, by name: plain values.
+        problem: The error in them, or None.
+        changes: The call changes something. If not, a rank may make it alone when it needs no other rank.
     """
 
     who: str
@@ -126,14 +130,14 @@ class Given:
     changes: bool = True
 
     def numbers(self, rank: int, num_ranks: int, *, is_max: bool) -> Tensor:
-        """Return the numbers that travel, [2], float64, read-only: for a sum over ranks, or a max."""
+        """Return the numbers to send, [2], float64, read-only: for a sum over ranks, or a max."""
         return _numbers(self.facts if self.problem is None else str(self.problem), rank, num_ranks, is_max)
 
     def judge(self, transport: Transport, numbers: Sequence[float]) -> None:
-        """Raise where arguments differ. Collective if they do, which all ranks see.
+        """Raise if arguments differ. Collective if they do; all ranks see whether they do.
 
         Args:
-            transport: That carried the numbers, on the CPU.
+            transport: The transport that carried the numbers, on the CPU.
             numbers: Their sum or max over ranks, [2].
 
         Raises:
@@ -150,12 +154,12 @@ class Given:
                 raise finding
             difference = find_difference([[(self.who, each["given"])] for each in received])
             if difference is not None:
-                raise MismatchError(f"{difference}. Every rank passes the same arguments.")
+                raise MismatchError(f"{difference}. Pass the same arguments on all ranks.")
         if self.problem is not None:
             raise self.problem
 
 
-@functools.lru_cache(maxsize=64)  # of the same arguments in each step
+@functools.lru_cache(maxsize=64)  # most steps have the same arguments
 def _numbers(value: tuple[Any, ...] | str, rank: int, num_ranks: int, is_max: bool) -> Tensor:
     found = checksum(value)
     numbers = [found >> 24, -(found >> 24)] if is_max else [contrast(found, rank, num_ranks), 0]

@@ -33,18 +33,20 @@ class ExponentialMovingAverage:
         with average.applied():
             evaluate(model)
 
-    Replicas are equal, so every rank averages for itself and nothing travels; all averages are equal too. Of a divided
-    model a rank averages its own parts. Averages of 16-bit parameters have 32 bits, which a small share of a step would
-    otherwise be lost in. Names are those of the wrapped module, so that averages load into a plain model.
+    Replicas are equal, so every rank averages independently, without communication, and all averages are equal, too.
+    With a divided model a rank averages its own parts. Averages of 16-bit parameters have 32 bits: in 16 bits the small
+    change of a step would be rounded away. Names are those of the wrapped module, so that averages load into a plain
+    model.
 
-    The decay begins smaller, as min(decay, (1 + steps) / (10 + steps)): the start is soon forgotten.
+    At first the decay is smaller, min(decay, (1 + steps) / (10 + steps)), so that the initial values soon lose their
+    weight.
 
     Args:
         model: Its parameters are averaged, and its module buffers copied.
         decay: At least 0 and less than 1; the same on all ranks.
 
     Raises:
-        ConfigurationError: No module, or the decay is out of its range.
+        ConfigurationError: It isn't a module, or the decay is out of its range.
     """
 
     @excepthook.for_users
@@ -57,15 +59,16 @@ class ExponentialMovingAverage:
         self.num_steps = 0
         self._is_applied = False
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
-        with outside_inference_mode():  # else they could never be written to
+        with outside_inference_mode():  # else the averages could never be written to
             self._averages = {name: _copy_of(tensor) for name, tensor in self._tensors().items()}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the parameters as they are now into the average. Call it once per optimizer step.
+        """Add the current parameters to the average. Call it once per optimizer step.
 
         Raises:
-            UsageError: Inside `applied`, where the parameters are the average; or the model has other parameters now.
+            UsageError: Called inside `applied`, where the parameters are the average; or the model has other parameters
+                now.
         """
         if self._is_applied:
             raise UsageError("ExponentialMovingAverage.update inside `with average.applied()`. Leave the block first.")
@@ -85,12 +88,12 @@ class ExponentialMovingAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the model has the averages; afterwards what it had before, also behind an error.
+        """Context in which the model has the averages. Afterwards it has its own values again, also after an error.
 
-        Meanwhile there is a copy of what it had.
+        Meanwhile a copy of its own values takes memory.
 
         Raises:
-            UsageError: Inside `applied`; or the model has other parameters than when the average was made.
+            UsageError: Called inside `applied`; or the model has other parameters than when the average was made.
         """
         if self._is_applied:
             raise UsageError("ExponentialMovingAverage.applied inside itself. Leave the block first.")
@@ -108,10 +111,10 @@ class ExponentialMovingAverage:
         return {"num_steps": self.num_steps, "averages": dict(self._averages)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from averages that `state_dict` gave.
+        """Load averages from `state_dict`.
 
         Raises:
-            ConfigurationError: They are of another model, or something else; nothing was changed.
+            ConfigurationError: They are another model's, or not a result of `state_dict`; nothing was changed.
         """
         where = "ExponentialMovingAverage.load_state_dict"
         given = state.get("averages") if isinstance(state, Mapping) else None
@@ -122,7 +125,7 @@ class ExponentialMovingAverage:
         differing = sorted(own.keys() ^ given.keys()) or [name for name in own if own[name].shape != given[name].shape]
         if differing:
             raise ConfigurationError(
-                f"{where}: averages differ, first in {differing[0]!r}; the average is of another model."
+                f"{where}: the averages belong to another model; the first difference is in {differing[0]!r}."
             )
         self.num_steps = num_steps
         for name, average in own.items():
@@ -133,14 +136,14 @@ class ExponentialMovingAverage:
         return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
 
     def _validated(self, what: str) -> dict[str, Tensor]:
-        """The model's tensors, if they are those that there were."""
+        """The model's tensors, if names, shapes and devices are the same as when the average was made."""
         current = self._tensors()
         found, before = _kinds_of(current), _kinds_of(self._averages)
         if found != before:
             name = min(name for name in found.keys() | before.keys() if found.get(name) != before.get(name))
             raise UsageError(
-                f"ExponentialMovingAverage.{what}: {name!r} was {before.get(name, 'not there')} when the average was "
-                f"made, and is {found.get(name, 'not there')} now. Make the average when the model is complete and on "
+                f"ExponentialMovingAverage.{what}: {name!r} was {before.get(name, 'missing')} when the average was "
+                f"made, and is {found.get(name, 'missing')} now. Make the average when the model is complete and on "
                 f"its device."
             )
         return current

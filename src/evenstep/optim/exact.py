@@ -1,12 +1,12 @@
-"""Sums that have no order: the same bits however the numbers are divided over tensors, devices and ranks.
+"""Sums that don't depend on the order: the same bits for every division over tensors, devices and ranks.
 
 [Note: fixed point]
 
-Squares of float32 are exact in float64. Divided by a power of two of about the largest of them they are numbers from 0
-to 1, of which the first 30 binary places are summed as one whole number and the next 30 as another. Whole numbers have
-no rounding, so the order doesn't matter (the idea of Kulisch's long accumulator, "Computer Arithmetic and Validity",
-2008, with two words). What lies below the 60th place is cut off element by element: an error of less than 2 ** -60 of
-the largest square for each element, far below what a sum in float64 rounds.
+Squares of float32 are exact in float64. Divided by a power of two near the largest square they are numbers from 0 to 1.
+The first 30 binary places are summed as one integer, and the next 30 as another. Sums of integers aren't rounded, so
+the order doesn't matter (the idea of Kulisch's long accumulator, "Computer Arithmetic and Validity", 2008, with two
+words). Places below the 60th are cut off element by element: an error of less than 2 ** -60 of the largest square for
+each element, far below the rounding of a sum in float64.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 _PLACES = 30.0  # 2 ** 33 elements fit in 63 bits
-_BLOCK = 1 << 18  # elements at a time, so that what is computed in between stays in the cache
+_BLOCK = 1 << 18  # elements at a time, so that intermediate results stay in the cache
 
 
 def largest(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """0-dim, float64: the largest absolute value; 0 of nothing, NaN if there is one."""
+    """0-dim, float64: the largest absolute value; 0 without elements, NaN if an element is NaN."""
     peaks = [tensor.detach().abs().amax().to(device, torch.float64) for tensor in tensors if tensor.numel()]
     return torch.stack(peaks).amax() if peaks else torch.zeros((), dtype=torch.float64, device=device)
 
@@ -30,7 +30,7 @@ def words_of(tensors: Sequence[Tensor], peak: Tensor, norm_type: float) -> Tenso
     """[2], int64: the sum of (|x| / scale) ** norm_type in fixed point; see `value_of`.
 
     Args:
-        tensors: float32 or float64, of which the second's squares are rounded, each by itself.
+        tensors: float32 or float64. Squares of float64 are rounded, each by itself.
         peak: 0-dim, float64: the largest |x| of all tensors of all ranks.
         norm_type: 1 or 2.
     """
@@ -48,7 +48,7 @@ def words_of(tensors: Sequence[Tensor], peak: Tensor, norm_type: float) -> Tenso
 
 
 def value_of(words: Tensor, peak: Tensor, norm_type: float) -> Tensor:
-    """0-dim, float64: the sum of |x| ** norm_type, out of the words of all tensors added up."""
+    """0-dim, float64: the sum of |x| ** norm_type, from the sum of all tensors' words."""
     high, low = words.to(torch.float64).unbind()
     total = (high + low * 2.0**-_PLACES) * 2.0**-_PLACES * _scale(peak).pow(norm_type)
     return torch.where(torch.isfinite(peak), total, peak)

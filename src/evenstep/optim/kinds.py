@@ -13,7 +13,7 @@ from evenstep import checks
 from evenstep import world as worlds
 from evenstep.errors import ConfigurationError
 
-# Their step changes an element of a parameter by that element's gradient and state alone.
+# Optimizers whose step changes an element of a parameter only by that element's gradient and state.
 _ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
     optim.ASGD,
     optim.Adadelta,
@@ -35,36 +35,36 @@ _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # state that is one n
 
 
 def _nothing(_: Any) -> None:
-    """Somebody's step."""
+    """A dummy step, to find torch's wrapper around steps."""
 
 
-_AROUND: Any = optim.Optimizer.profile_hook_step(_nothing)  # what torch puts around a step
+_AROUND: Any = optim.Optimizer.profile_hook_step(_nothing)  # torch's wrapper around a step
 
 
 def is_elementwise(kind: type[optim.Optimizer]) -> bool:
-    """Return whether a class steps each element by itself. Pure. False for classes of the user's own."""
+    """Return whether a class is known to step each element by itself. Pure. False for the user's own classes."""
     return kind in _ELEMENTWISE
 
 
 def validate_optimizer(what: str, given: Any) -> None:
-    """Refuse what is no optimizer.
+    """Refuse an argument that isn't an optimizer.
 
     Args:
         what: The function and argument, for the message.
         given: The argument.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: It isn't an optimizer.
     """
     if not isinstance(given, optim.Optimizer):
         raise checks.refuse(what, given, "a torch optimizer")
 
 
 def validate_kind(kind: type[optim.Optimizer]) -> None:
-    """Refuse what can't be divided.
+    """Refuse classes whose steps can't be divided.
 
     Raises:
-        ConfigurationError: No optimizer class, or one whose step looks at all parameters at once.
+        ConfigurationError: It isn't an optimizer class, or its step needs all parameters at once.
     """
     if isinstance(kind, optim.Optimizer):
         made = type(kind).__name__
@@ -77,50 +77,49 @@ def validate_kind(kind: type[optim.Optimizer]) -> None:
     if issubclass(kind, optim.LBFGS):
         raise ConfigurationError(
             "LBFGS searches along a line through all parameters at once, so its step can't be divided over ranks. Use "
-            "it as it is: gradients are equal on all ranks."
+            "it without ShardedOptimizer: gradients are equal on all ranks."
         )
     if issubclass(kind, optim.SparseAdam):
         raise ConfigurationError(
-            "SparseAdam is for sparse gradients, which aren't divided over ranks. Use it as it is."
+            "SparseAdam is for sparse gradients, which aren't divided over ranks. Use it without ShardedOptimizer."
         )
 
 
 def choose_fused(
     kind: type[optim.Optimizer], options: Mapping[str, Any], parameters: Sequence[Tensor], *, in_virtual_ranks: bool
 ) -> bool:
-    """Whether a parameter group's step is to be the fused one: where there is one and the user hasn't chosen. Pure.
+    """Whether to use the fused step for a parameter group: if there is one and the user hasn't chosen. Pure.
 
     Args:
-        kind: Of the optimizer.
-        options: Of the group.
-        parameters: Of the group. torch's fused steps are for real numbers.
-        in_virtual_ranks: In reproducible mode: no. torch's fused steps of a CPU (2.13) round the last elements of a
-            tensor
-            otherwise than those before them, and where a stretch ends depends on the number of ranks.
+        kind: The optimizer's class.
+        options: The group's options.
+        parameters: The group's parameters. torch's fused steps are for real numbers.
+        in_virtual_ranks: The world is in reproducible mode: never fused. torch's fused steps on CPUs (2.13) round the
+            last elements of a tensor differently, and the number of ranks decides which elements are last in a segment.
 
     Raises:
         ConfigurationError: The user has chosen it in reproducible mode.
     """
     if in_virtual_ranks and options.get("fused"):
         raise ConfigurationError(
-            "fused=True in reproducible mode: a fused step rounds the last elements of a stretch otherwise, and where "
-            "stretches end depends on the number of ranks. Leave fused out, or use the plain torch optimizer."
+            "fused=True in reproducible mode: a fused step rounds the last elements of a segment differently, and "
+            "segments depend on the number of ranks. Leave fused out, or use the plain torch optimizer."
         )
     if in_virtual_ranks or not all(kind in _FUSED.get(p.device.type, ()) and p.is_floating_point() for p in parameters):
         return False
-    # torch's fused SGD of a CPU (2.11 to 2.13) computes new values of 16 bits, and writes but the last few of them.
+    # torch's fused SGD on CPUs (2.11 to 2.13) computes 16-bit values, but writes only the last few of them.
     if kind is optim.SGD and any(p.device.type == "cpu" and p.dtype.itemsize < 4 for p in parameters):
         return False
     chosen = options.get("fused") is not None or options.get("foreach") is not None
-    # A rate that is a tensor is rounded as a tensor by torch's other steps, and read as a number by the fused ones.
+    # torch's other steps use a tensor rate in the tensor's precision, but fused steps read it as a number.
     is_tensor = any(isinstance(value, Tensor) for value in (options.get("lr"), *options.get("betas", ())))
     return not (chosen or is_tensor or options.get("differentiable") or options.get("capturable"))
 
 
 def step_without_hooks(kind: type[optim.Optimizer]) -> Callable[[Any], object]:
-    """The step of a class that torch has made an optimizer of, without what torch has put around it.
+    """The step of an optimizer class, without the wrapper that torch puts around it.
 
-    torch's wrapper calls hooks and the profiler. An optimizer inside another one would have it twice, for one step.
+    torch's wrapper calls hooks and the profiler. An optimizer inside another one would run the wrapper twice per step.
     """
     step: Any = kind.step
     is_wrapped = getattr(step, "__code__", None) is _AROUND.__code__
@@ -128,7 +127,7 @@ def step_without_hooks(kind: type[optim.Optimizer]) -> Callable[[Any], object]:
 
 
 def is_divided(key: str, value: Any, parameter: Tensor) -> bool:
-    """Whether an entry of a parameter's state has a number per element. Pure."""
+    """Whether an entry of a parameter's state has a number for each element. Pure."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return False
     return parameter.dim() > 0 or key not in _SCALARS
@@ -138,9 +137,9 @@ def copy_options(kind: type[optim.Optimizer], group: Mapping[str, Any], own: dic
     """Copy the options of the user's group to the inner optimizer's, with the fused step unless one is chosen.
 
     Args:
-        kind: Of the inner optimizer.
-        group: The user's.
-        own: The inner optimizer's; it has `params` of its own already.
+        kind: The inner optimizer's class.
+        group: The user's group.
+        own: The inner optimizer's group; it already has its own `params`.
     """
     own.update((key, value) for key, value in group.items() if key not in ("params", "param_names"))
     world = worlds.initialised()
@@ -151,9 +150,9 @@ def copy_options(kind: type[optim.Optimizer], group: Mapping[str, Any], own: dic
 
 @contextlib.contextmanager
 def options_of_users(groups: Sequence[dict[str, Any]], inner: optim.Optimizer) -> Iterator[None]:
-    """Around a step: all groups of the inner optimizer have the options of the user's groups, which get what it writes.
+    """Context of a step: copies options from the user's groups to the inner optimizer's, and afterwards back.
 
-    Some classes count their steps there, or keep what they adapt: schedule-free ones `k` and `weight_sum`.
+    Some classes write counts or adapted values into their groups: schedule-free ones `k` and `weight_sum`.
     """
     _update_options(groups, inner)
     before = [dict(own) for own in inner.param_groups]
@@ -168,20 +167,20 @@ def _update_options(groups: Sequence[Mapping[str, Any]], inner: optim.Optimizer)
     for group, own in zip(groups, inner.param_groups, strict=True):
         copy_options(type(inner), group, own)
         if own.get("fused") and own.get("momentum") and not group.get("fused") and _begins_in_part(own, inner):
-            own["fused"] = False  # torch's fused SGD knows only parameters that all begin, or none
+            own["fused"] = False  # torch's fused SGD needs momenta for all parameters, or for none
 
 
 def _begins_in_part(own: Mapping[str, Any], inner: optim.Optimizer) -> bool:
-    """Whether some tensors of a group have a momentum already, and others will get theirs in this step."""
+    """Whether some tensors of a group have a momentum already, and others get their first one in this step."""
     has = {inner.state[p].get("momentum_buffer") is not None for p in own["params"] if p.grad is not None}
     return len(has) > 1
 
 
 def defaults_of(kind: type[optim.Optimizer], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that an optimizer class makes of its arguments, as it sets them for a parameter of no model."""
+    """The options that an optimizer class makes from its arguments, read from an instance over a small parameter."""
     return try_out(kind, arguments).defaults
 
 
 def try_out(kind: type[optim.Optimizer], arguments: Mapping[str, Any]) -> optim.Optimizer:
-    """An optimizer of a class, over one small parameter of no model."""
+    """An optimizer of a class, over one small parameter outside of any model."""
     return kind([nn.Parameter(torch.zeros(2, 2, device="cpu"))], **arguments)

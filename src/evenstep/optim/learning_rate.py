@@ -1,8 +1,8 @@
 """Learning rates for larger batches.
 
 The linear rule is that of Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour"
-(2017); the square root is Krizhevsky's, "One weird trick for parallelizing convolutional neural networks" (2014), and
-what Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (2022) find for Adam.
+(2017). The square root rule is Krizhevsky's, "One weird trick for parallelizing convolutional neural networks" (2014),
+and the result of Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (2022), for Adam.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ def scale_learning_rate(
     accumulation_steps: int = 1,
     world: World | None = None,
 ) -> float:
-    """Scale the rates of all parameter groups from the batch that they were found for to the one that is used.
+    """Scale the rates of all parameter groups from the batch size that they were tuned for to the one that is used.
 
-    Every rank calls it once, with the same arguments, before schedulers are made. Rank 0 prints what was decided.
-    No rank waits: ranks whose arguments differ are found in the first backward pass, if the model was wrapped before,
-    and else by their rates.
+    Every rank calls it once, with the same arguments, before schedulers are made. Rank 0 prints the new rates. No rank
+    waits: if arguments differ the first backward pass reports it if the model was wrapped before this call; otherwise
+    the different rates are reported.
 
     Args:
-        optimizer: Its rates are those that suit `base_batch_size`.
-        base_batch_size: Samples per step that the rates were found for.
+        optimizer: Its rates suit `base_batch_size`.
+        base_batch_size: Samples per step that the rates were tuned for.
         global_batch_size: Samples per optimizer step of all ranks together, accumulation included.
         rule: "linear": rates grow with the batch; "sqrt": with its square root.
         accumulation_steps: Micro-batches per step on each rank; only for the message.
         world: The ranks that take part; None: the current world.
 
     Returns:
-        What rates were multiplied by.
+        The factor by which rates were multiplied.
 
     Raises:
-        ConfigurationError: No optimizer, a size that is no positive integer, or an unknown rule.
+        ConfigurationError: It isn't an optimizer, a size isn't a positive integer, or the rule is unknown.
         UsageError: A scheduler was made for the optimizer already, or its rates have been scaled before.
     """
     sizes = {
@@ -67,7 +67,8 @@ def scale_learning_rate(
         for group in optimizer.param_groups:
             if "initial_lr" in group:
                 raise UsageError(
-                    "scale_learning_rate after a scheduler was made, which would go on from the old rates. Scale first."
+                    "scale_learning_rate after a scheduler was made: the scheduler would continue from the old rates. "
+                    "Scale first."
                 )
             if "unscaled_lr" in group:
                 raise UsageError("scale_learning_rate: the rates of this optimizer have been scaled before.")
@@ -78,7 +79,7 @@ def scale_learning_rate(
     ratio = global_batch_size / base_batch_size
     factor = ratio if rule == "linear" else math.sqrt(ratio)
     received = []
-    scaled: list[Tensor] = []  # groups without a rate of their own have one tensor between them, and the defaults
+    scaled: list[Tensor] = []  # groups without their own rate share one tensor with each other and with the defaults
     for group in optimizer.param_groups:
         before = group["lr"]
         if not isinstance(before, Tensor):
@@ -92,7 +93,7 @@ def scale_learning_rate(
         received.append(f"{float(group['unscaled_lr']):.4g} to {float(group['lr']):.4g}")
     default = optimizer.defaults.get("lr")
     if isinstance(default, int | float):
-        optimizer.defaults["lr"] = default * factor  # of groups that are added later
+        optimizer.defaults["lr"] = default * factor  # for groups that are added later
     world.print(
         f"learning rate: {', '.join(dict.fromkeys(received))} ({rule} rule, times {factor:.4g}); global batch "
         f"{global_batch_size} (base {base_batch_size}), about {global_batch_size / world.data_size:.4g} per rank, "

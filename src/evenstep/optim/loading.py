@@ -1,9 +1,9 @@
-"""Loading an optimizer's state so that it goes on with the same bits.
+"""Loading an optimizer's state with its exact bits.
 
-torch's own loading changes two things. It converts what is kept of a parameter to the parameter's dtype, also NAdam's
-products and momenta that an optimizer keeps in float32. And it keeps the layout in memory of the tensors that it is
-given, while fused steps go through a parameter and its state in the order of their memory: in a channels_last model
-every contiguous momentum would belong to another weight.
+torch's own loading changes two things. It converts a parameter's state to the parameter's dtype, including NAdam's
+products and momenta that an optimizer keeps in float32. And it keeps the loaded tensors' memory layout, while fused
+steps process a parameter and its state in the order of their memory: in a channels_last model elements of a contiguous
+momentum would be applied to the wrong weights.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from evenstep.ground.compat.torch_tensors import is_dtensor
 
 
 def load_exactly(optimizer: optim.Optimizer, state_dict: Mapping[str, Any], *, keeps_dtypes: bool = True) -> None:
-    """Load a state dict, laid out as the parameters are.
+    """Load a state dict, in the parameters' memory layout.
 
-    Hooks of the program run, those before loading first and those behind it last.
+    The program's hooks run, before and after loading.
 
     Args:
-        optimizer: One of torch's, or of its interface.
-        state_dict: Such as its own `state_dict` returned.
-        keeps_dtypes: Of all that is kept; False: of single numbers only, the rest takes the parameters'.
+        optimizer: One of torch's, or with torch's interface.
+        state_dict: In the form of the optimizer's own `state_dict`.
+        keeps_dtypes: Keep the dtypes of all state; False: only of single numbers, other state gets the parameters'
+            dtypes.
     """
     given: list[tuple[Tensor, Mapping[str, Any]]] = []
 
     def lay_out(_: optim.Optimizer, found: Any) -> dict[str, Any]:
         numbers = [number for group in found["param_groups"] for number in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        parameter_of = dict(zip(numbers, parameters, strict=False))  # torch refuses another number of them
+        parameter_of = dict(zip(numbers, parameters, strict=False))  # torch refuses different numbers of parameters
         state = dict(found["state"])
         for number, entries in found["state"].items():
             if number in parameter_of and isinstance(entries, Mapping):
@@ -57,7 +58,7 @@ def load_exactly(optimizer: optim.Optimizer, state_dict: Mapping[str, Any], *, k
 
 
 def _laid_out_as(parameter: Tensor, value: Any) -> Any:
-    """A value of the parameter's shape as the parameter lies in memory; anything else as it is."""
+    """A value of the parameter's shape, converted to the parameter's memory layout; other values are unchanged."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or value.dim() == 0:
         return value
     if is_dtensor(value) or value.stride() == torch.empty_like(parameter, device="meta").stride():
@@ -66,11 +67,11 @@ def _laid_out_as(parameter: Tensor, value: Any) -> Any:
 
 
 def _keep_as_it_was(loaded: dict[str, Any], given: Mapping[str, Any], *, keeps_dtypes: bool) -> None:
-    """Put back what torch has loaded otherwise: numbers and texts, and tensors of other dtypes if `keeps_dtypes`.
+    """Restore values that torch has changed: numbers and texts, and tensors of other dtypes if `keeps_dtypes`.
 
     Args:
-        loaded: What is kept of a parameter now; changed.
-        given: What it was to be.
+        loaded: A parameter's state as torch has loaded it; changed in place.
+        given: The state that was to be loaded.
         keeps_dtypes: As in `load_exactly`.
     """
     for key, value in given.items():

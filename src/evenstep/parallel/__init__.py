@@ -1,16 +1,15 @@
-"""Models that are divided over ranks: torch's FSDP2 and tensor parallelism under the loop of replicated ones.
+"""Models that are divided over ranks: torch's FSDP2 and tensor parallelism with the training loop of replicated models.
 
-torch divides the model and moves its parts; what is added here is how a step counts: the windows, weights, empty
-shares and checks of `replica`, whose engine it is.
+torch divides the model and exchanges its parts. This package adds the engine of `replica`: windows, weights, empty
+shares and checks.
 
 Reading order:
 
 - `parallelize`: the functions that users call.
-- `model`: the class that comes back.
-- `exchange`: how a window ends: what FSDP2 has added over ranks is divided once; what it doesn't manage is added.
-- `drift`: replicas of the same parts that differ.
-- `watch`: gradients that aren't finite.
-- `layout`: which parameter is divided over which ranks, and by whom it is added.
-- `blocks`: which modules are sharded by themselves, and whether a tensor plan fits. Pure.
-- `optimizers`: an optimizer that was made too early.
+- `model`: the class that they return.
+- `exchange`: how a window ends: gradients that FSDP2 has added over ranks are divided once; the others are added first.
+- `replicas`: which ranks have the same parts of the model.
+- `layout`: which parameter is divided over which ranks.
+- `blocks`: which modules are sharded by themselves, and whether a tensor plan fits the model. Pure.
+- `optimizers`: finds optimizers that were made before the model was divided.
 """

@@ -16,18 +16,18 @@ _WANTED = "class names, classes, a number of parameters, a function of (name, mo
 
 
 def choose_blocks(module: nn.Module, blocks: Any) -> list[nn.Module]:
-    """The modules that are sharded by themselves, inner ones before those around them; never the whole model.
+    """The modules that are sharded by themselves, inner modules before outer ones; never the whole model.
 
     Args:
         module: The whole model.
-        blocks: Class names or classes; a whole number: modules with at least so many parameters that aren't in a
+        blocks: Class names or classes; a whole number: modules with at least this many parameters that aren't in a
             smaller block; a function that is called with (name, module); None: the members of every `nn.ModuleList`.
 
     Raises:
-        ConfigurationError: It is none of these, or a class of which the model has no module.
+        ConfigurationError: It is none of these, or the model has no module of a class.
     """
     named = [(name, each) for name, each in module.named_modules() if each is not module and _has_parameters(each)]
-    wrapped = {id(inner) for _, each in named if (inner := _inside(each)) is not each}  # whose wrapper stands for them
+    wrapped = {id(inner) for _, each in named if (inner := _inside(each)) is not each}  # their wrapper represents them
     named = [(name, each) for name, each in reversed(named) if id(each) not in wrapped]  # inner ones first
     if blocks is None:
         lists = [each for each in module.modules() if isinstance(each, nn.ModuleList)]
@@ -70,7 +70,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    """What torch.compile or an activation checkpoint has wrapped."""
+    """The module that torch.compile or an activation checkpoint has wrapped."""
     for name in ("_orig_mod", "_checkpoint_wrapped_module"):
         inner = module._modules.get(name)
         if inner is not None:
@@ -84,16 +84,16 @@ def _is_a(module: nn.Module, wanted: str | type) -> bool:
 
 
 def validate_plan(module: nn.Module, plan: Any) -> None:
-    """Refuse a tensor plan of which a part fits no module.
+    """Refuse a tensor plan if a name in it matches no module.
 
-    torch only warns, and the modules that were meant would stay whole.
+    torch only warns, and the intended modules would stay undivided.
 
     Args:
         module: The whole model.
-        plan: What `torch.distributed.tensor.parallel.parallelize_module` takes.
+        plan: As for `torch.distributed.tensor.parallel.parallelize_module`.
 
     Raises:
-        ConfigurationError: A name of the plan is no module's.
+        ConfigurationError: A name in the plan matches no module.
     """
     if not isinstance(plan, Mapping):
         return  # one style, for the module itself; torch checks it
@@ -107,5 +107,5 @@ def validate_plan(module: nn.Module, plan: Any) -> None:
             last = [name for name in names if fnmatch.fnmatchcase(name[-1], parts[-1])]
             hint = f" Is {'.'.join(last[0])!r} meant?" if last else ""
             raise ConfigurationError(
-                f"parallelize: tensor_plan names {pattern!r}, and the model has no such module.{hint}"
+                f"parallelize: tensor_plan names {pattern!r}, but the model has no such module.{hint}"
             )

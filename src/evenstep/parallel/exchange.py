@@ -9,9 +9,9 @@
                             data ranks when the window ends
     then                    a header with the weights, as that of replicated models, and one division
 
-The header is added over all ranks that have parts of the model, so that those of tensor parallelism, which have other
-elements of the same gradients, decide alike. Each of them has the weight of the samples that they share, so sums of
-weights are divided by how many they are.
+The header is added over all ranks that have parts of the model, because ranks of tensor parallelism have different
+elements of the same gradients and must decide alike. Each of these ranks contributes the weight of the samples that
+they share, so sums of weights are divided by their number.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class MeshExchange(AcrossRanks):
 
     Args:
         trained: Its parameters; `world` and `transport` are of all ranks that have parts of the model.
-        sharded: What FSDP2 manages of it.
-        data_transport: Of the data ranks, for the gradients that FSDP2 doesn't add.
+        sharded: The part of the model that FSDP2 manages.
+        data_transport: Connects the data ranks, for the gradients that FSDP2 doesn't add.
     """
 
     def __init__(self, trained: Trained, sharded: ShardedParts, data_transport: Transport) -> None:
@@ -48,7 +48,8 @@ class MeshExchange(AcrossRanks):
         self._sharded = sharded
         self._data = data_transport
         self._num_copies = trained.world.world_size // data_transport.world_size
-        managed = set(map(id, sharded.parameters))  # to look again lets go of gathered ones, which autograd may need
+        # Read `parameters` once: reading it frees gathered parameters that autograd may need.
+        managed = set(map(id, sharded.parameters))
         self._managed = [p for p in trained.parameters if id(p) in managed]
         self._others = [p for p in trained.parameters if id(p) not in managed]
         self._scale_weights({*sharded.dtypes, *(p.dtype for p in trained.parameters)}, sharded.rescale)
@@ -61,15 +62,15 @@ class MeshExchange(AcrossRanks):
         self._sharded.divide_by(self._ending.num_shares if kind is Kind.PLAIN else 1)
 
     def when_added(self, then: Callable[[], None]) -> None:
-        """See `Exchange`: FSDP2 ends its part in a callback of autograd's, which may come behind ours."""
+        """See `Exchange`. FSDP2 ends its part in a callback of autograd's, which may come after ours."""
         self._sharded.when_ended(then)
 
     def open_window(self, saved: SavedGradients, *, is_running: bool) -> None:
-        """See `Exchange`: what an earlier window has left is not divided again."""
+        """See `Exchange`. Gradients of an earlier window are saved, so that they aren't divided again."""
         left = [parameter for parameter in self._parameters if parameter.grad is not None]
         if left and not is_running:
             saved.save(left, is_copied=False)
-        elif left:  # a loss of `loss.backward()` that uses parameters directly: they may have their gradients already
+        elif left:  # in `loss.backward()`, parameters that the loss uses directly may already have new gradients
             saved.save([parameter for parameter in self._managed if parameter.grad is not None], is_copied=False)
 
     # ------------------------------------------------------------------ when it ends
@@ -101,7 +102,7 @@ class MeshExchange(AcrossRanks):
         return self._all_used if all(used) else used
 
     def _publish(self) -> None:
-        """Leave no gradient where no rank has one, and one where any has."""
+        """Set `p.grad` to None if no rank has a gradient, and give one to every rank if any has."""
         for parameter, is_used in zip(self._parameters, self._used, strict=True):
             if not is_used:
                 parameter.grad = None
@@ -109,7 +110,7 @@ class MeshExchange(AcrossRanks):
                 parameter.grad = torch.zeros_like(parameter)
 
     def _add_others(self) -> None:
-        """Add the gradients that FSDP2 doesn't manage over the data ranks, all of a dtype at once."""
+        """Add over the data ranks the gradients that FSDP2 doesn't manage, all gradients of a dtype at once."""
         with_placements_of(self._others)
         if self._data.world_size == 1:
             return
@@ -131,7 +132,7 @@ class MeshExchange(AcrossRanks):
 def with_placements_of(parameters: Iterable[nn.Parameter]) -> None:
     """Bring gradients of DTensors to the layout of their parameters.
 
-    Collective, for those that are still to be added over the ranks of tensor parallelism (`Partial`).
+    Collective for gradients that still have to be added over the ranks of tensor parallelism (`Partial`).
     """
     for parameter in parameters:
         grad: Any = parameter.grad

@@ -1,4 +1,4 @@
-"""Which parameters are divided over which ranks, and who adds their gradients."""
+"""Which parameters are divided over which ranks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def is_divided_module(module: nn.Module) -> bool:
 
 
 def validate_layout(module: nn.Module, sharded: Iterable[nn.Parameter], world: World, who: str) -> None:
-    """Refuse parameters that are divided over other ranks than the mesh says.
+    """Refuse parameters that are divided over other ranks than the mesh's.
 
     Args:
         module: The model, divided.
-        sharded: Those that `fully_shard` manages.
+        sharded: The parameters that `fully_shard` manages.
         world: All ranks.
         who: The caller, for messages.
 
@@ -45,16 +45,16 @@ def validate_layout(module: nn.Module, sharded: Iterable[nn.Parameter], world: W
             continue
         mesh: Any = parameter.device_mesh
         ranks = set(mesh.mesh.flatten().tolist())
-        is_whole = ranks == everybody and mesh.ndim > 1  # beside tensor parallelism
+        is_whole = ranks == everybody and mesh.ndim > 1  # with tensor parallelism
         if id(parameter) in managed and ranks != data and not is_whole:
             raise ConfigurationError(
-                f"{who} on rank {world.rank}: fully_shard has divided {name!r} over ranks {sorted(ranks)}, but those "
-                f"that have samples of their own here are {sorted(data)}. Call evenstep.init(mesh=...) with the sizes "
-                f'that the model has, and fully_shard with its mesh["shard"] or mesh["replicate", "shard"].'
+                f"{who} on rank {world.rank}: fully_shard has divided {name!r} over ranks {sorted(ranks)}, but the "
+                f"ranks with different samples are {sorted(data)}. Call evenstep.init(mesh=...) with the model's "
+                f'sizes, and fully_shard with world.mesh["shard"] or world.mesh["replicate", "shard"].'
             )
         if id(parameter) not in managed and len(ranks & data) > 1:
             raise ConfigurationError(
-                f"{who} on rank {world.rank}: {name!r} is a DTensor over ranks {sorted(ranks)}, which have samples of "
-                f'their own, and not fully_shard\'s. Divide it by parallelize_module over mesh["tensor"], or tell '
-                f"evenstep.init(mesh=...) which ranks share samples."
+                f"{who} on rank {world.rank}: {name!r} is a DTensor over ranks {sorted(ranks)}, which have "
+                f"different samples, and fully_shard doesn't manage it. Divide it with parallelize_module over "
+                f'world.mesh["tensor"], or call evenstep.init(mesh=...) with a mesh in which these ranks share samples.'
             )

@@ -1,4 +1,4 @@
-"""The class that comes back from `parallelize` and `attach`: a divided model under the loop of replicated ones."""
+"""The class that `parallelize` and `attach` return: a divided model with the training loop of a replicated one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from evenstep.replica.monitors.checks import Monitors, Policy
 from evenstep.replica.normalization.sync_batchnorm import replace_torchs
 from evenstep.replica.wrapper.assembly import Divided, build_engine
 from evenstep.replica.wrapper.distributed import Batch, DistributedDataParallel
-from evenstep.replica.wrapper.settings import Settings, settle
+from evenstep.replica.wrapper.settings import Settings, resolve_settings
 from evenstep.transport.core.staged import for_messages
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
@@ -30,10 +30,10 @@ from evenstep.world import World
 class DividedModel(DistributedDataParallel):
     """A model that FSDP2 or tensor parallelism has divided over ranks, with the loop of a replicated one.
 
-    `backward`, `microbatches`, `accumulate`, `unused_parameters`, empty shares and `on_nonfinite` mean what they mean
-    for a `DistributedDataParallel`: gradients are exact global means. `.module` is the model itself, with torch's
-    methods (`unshard`, `set_modules_to_forward_prefetch`). Within a window sharded gradients are whole on each rank
-    (`set_requires_gradient_sync(False)`), which takes memory, and `zero_grad` doesn't drop them.
+    `backward`, `microbatches`, `accumulate`, `unused_parameters`, empty shares and `on_nonfinite` have the same meaning
+    as for a `DistributedDataParallel`: gradients are exact global means. `.module` is the model itself, with torch's
+    methods (`unshard`, `set_modules_to_forward_prefetch`). Within a window each rank has whole gradients of sharded
+    parameters (`set_requires_gradient_sync(False)`). They take memory, and `zero_grad` doesn't drop them.
 
     Made by `evenstep.parallelize` and `evenstep.attach`.
 
@@ -41,10 +41,10 @@ class DividedModel(DistributedDataParallel):
         module: The model, divided.
         world: All ranks, with a mesh.
         who: The function that was called, for messages.
-        on_nonfinite: As for `DistributedDataParallel`; what is inspected is each rank's part of the sum over ranks.
-        broadcast_buffers: As there, among the data ranks.
-        compare_every: As there: between replicas of the same parts.
-        local_steps: Replicas step each for itself: see `parallelize`.
+        on_nonfinite: As for `DistributedDataParallel`; each rank inspects its part of the sum over ranks.
+        broadcast_buffers: As for `DistributedDataParallel`, among the data ranks.
+        compare_every: As for `DistributedDataParallel`, between replicas of the same parts.
+        local_steps: Each replica steps independently: see `parallelize`.
     """
 
     is_divided = True
@@ -64,7 +64,7 @@ class DividedModel(DistributedDataParallel):
         validate_thread(world, self)
         whole, world = world, world.along("shard") if local_steps else world
         ranks = world.model_ranks
-        settings = settle(
+        settings = resolve_settings(
             ranks,
             module,
             dim=0,
@@ -120,7 +120,7 @@ class DividedModel(DistributedDataParallel):
 
     @property
     def peers(self) -> Peers | None:
-        """See `DistributedDataParallel`: with `local_steps`."""
+        """See `DistributedDataParallel`; None without `local_steps`."""
         return self._peers
 
     def _build_engine(self, world: World, settings: Settings, transport: Transport) -> tuple[Engine, Monitors]:
@@ -133,19 +133,19 @@ class DividedModel(DistributedDataParallel):
         return build_engine(self.module, world, settings, transport, divided, recorder=self._recorder())
 
     def _follow_changes(self) -> None:
-        """Registered parameters come and go, as FSDP2 gathers them and lets them go.
+        """Check only for unfrozen parameters: FSDP2 itself registers parameters as it gathers them.
 
         Raises:
-            UsageError: One that was frozen is trained now.
+            UsageError: A parameter that was frozen is trained now.
         """
         if any(parameter.requires_grad for parameter in self._frozen):
             raise UsageError(
                 "a parameter that was frozen when the divided model was attached is trained now; its gradient would "
-                "not be averaged. Freeze parameters behind that, or attach the model again."
+                "not be averaged. Freeze parameters after attaching it, or attach the model again."
             )
 
     def _pad(self, parts: list[Batch], batch: Batch) -> list[Batch]:
-        """FSDP2 gathers parameters in every part, so every data rank needs as many."""
+        """Give all data ranks equally many parts, because FSDP2 gathers parameters in every part."""
         if not self._sharded or self._data.world_size == 1:
             return super()._pad(parts, batch)
         most = torch.tensor([len(parts)], device="cpu")
@@ -158,9 +158,9 @@ class DividedModel(DistributedDataParallel):
         """`evenstep.clip_grad_norm_` of all parameters: by the norm of the whole gradient. Collective.
 
         Args:
-            max_norm: See there.
-            norm_type: See there.
-            error_if_nonfinite: See there.
+            max_norm: See `evenstep.clip_grad_norm_`.
+            norm_type: See `evenstep.clip_grad_norm_`.
+            error_if_nonfinite: See `evenstep.clip_grad_norm_`.
         """
         return clip_grad_norm_(self.engine.parameters, max_norm, norm_type, error_if_nonfinite)
 
@@ -180,25 +180,25 @@ class DividedModel(DistributedDataParallel):
             UsageError: Always.
         """
         raise UsageError(
-            "register_comm_hook: FSDP2 moves the gradients of a divided model. See its set_all_reduce_hook and "
-            "set_custom_reduce_scatter, of model.module."
+            "register_comm_hook: FSDP2 exchanges the gradients of a divided model. Use "
+            "model.module.set_all_reduce_hook or model.module.set_custom_reduce_scatter."
         )
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: every rank has parts of the parameters that all others need.
+        """Refused: every rank has parts of the parameters that all other ranks need.
 
         Raises:
             UsageError: Always.
         """
         raise UsageError(
-            "join: a divided model needs all ranks in every pass. evenstep.DataLoader gives all of them as many steps, "
-            "some of them with an empty share."
+            "join: a divided model needs all ranks in every pass. Use evenstep.DataLoader, which gives all ranks "
+            "equally many steps, if necessary with an empty share."
         )
 
     join_hook = join
 
     def __getstate__(self) -> NoReturn:
-        """Refused: a rank has parts only.
+        """Refused: a rank has only parts of the model.
 
         Raises:
             UsageError: Always.

@@ -1,4 +1,4 @@
-"""Finds optimizers that were made before the model was divided, and would step parameters that nobody uses."""
+"""Finds optimizers that were made before the model was divided, and would step parameters that are no longer used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def validate_none_yet(module: nn.Module, who: str) -> None:
     """Refuse a model that is about to be divided, if an optimizer has its parameters already.
 
     Raises:
-        UsageError: There is one.
+        UsageError: There is such an optimizer.
     """
     own = set(map(id, module.parameters()))
     _refuse(who, lambda optimizer: any(id(p) in own for p in _parameters_of(optimizer)))
@@ -25,8 +25,8 @@ def validate_none_yet(module: nn.Module, who: str) -> None:
 def validate_none_left(module: nn.Module, who: str) -> None:
     """Refuse a model that was divided, if optimizers have the parameters from before.
 
-    Such parameters have the shapes of the whole model's, belong to no module any more, and were never stepped. A script
-    may also optimize tensors that belong to no module, so some of these shapes are not enough.
+    Such parameters have the shapes of the whole model's parameters, belong to no module any more, and were never
+    stepped. A script may also optimize tensors that belong to no module, so a few equal shapes are not enough evidence.
 
     Raises:
         UsageError: There are such optimizers.
@@ -40,12 +40,12 @@ def validate_none_left(module: nn.Module, who: str) -> None:
         if type(p) is nn.Parameter and not is_dtensor(p)
     }
     if not wanted or wanted - _shapes(loose):
-        return  # the usual case, without a look at all modules
+        return  # the usual case, without a search through all modules
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     registered = {id(p) for each in modules for p in each.__dict__.get("_parameters", {}).values()}
     orphans = {key: p for key, p in loose.items() if key not in registered}
     if not wanted - _shapes(orphans):
-        del modules  # which keep alive what the collector is to find
+        del modules  # else this list would keep alive the optimizers that the collector should free
         _refuse(who, lambda optimizer: any(id(p) in orphans for p in _parameters_of(optimizer)))
 
 
@@ -56,16 +56,16 @@ def _shapes(parameters: dict[int, nn.Parameter]) -> Counter[tuple[int, ...]]:
 def _refuse(who: str, is_too_early: Callable[[optim.Optimizer], bool]) -> None:
     if not any(map(is_too_early, _optimizers())):
         return
-    gc.collect()  # of a training that has ended an optimizer may lie in a cycle
+    gc.collect()  # an optimizer of an earlier training may be in a reference cycle
     for optimizer in filter(is_too_early, _optimizers()):
         raise UsageError(
-            f"{who}: {type(optimizer).__name__} was made before the model was divided, and has the whole parameters, "
-            f"which are not trained any more. Make the optimizer after {who}, of model.parameters()."
+            f"{who}: {type(optimizer).__name__} was made before the model was divided, so it has the undivided "
+            f"parameters, which are not trained any more. Make the optimizer after {who}, with model.parameters()."
         )
 
 
 def _optimizers() -> list[optim.Optimizer]:
-    """All of this process, but for those whose constructors have raised: an exception may hold these."""
+    """All optimizers of this process, except those whose constructors have raised: an exception may keep them alive."""
     found = [each for each in gc.get_objects() if issubclass(type(each), optim.Optimizer)]
     return [each for each in found if hasattr(each, "param_groups")]
 

@@ -40,10 +40,10 @@ def parallelize(
     compare_every: int | None = None,
     local_steps: bool = False,
 ) -> DistributedDataParallel:
-    """Divide a model over the ranks of the world's mesh, by torch's own functions, under evenstep's loop.
+    """Divide a model over the ranks of the world's mesh with torch's own functions, for evenstep's training loop.
 
     Collective: every rank calls this, with the same model, before optimizers are made. Parameters and module buffers
-    become equal to rank 0's first. Then, as far as the mesh (`evenstep.init(mesh=...)`) has the dimension:
+    become equal to rank 0's first. Then, for each dimension that the mesh (`evenstep.init(mesh=...)`) has:
 
         tensor              `parallelize_module` with `tensor_plan`
         shard               `fully_shard` of each of the `blocks`, then of the whole; with "replicate", HSDP
@@ -54,24 +54,25 @@ def parallelize(
     Args:
         module: The whole model, on every rank.
         world: The ranks; None: the current world.
-        tensor_plan: What torch's `parallelize_module` takes: styles by the names of modules, `*` for any.
-        blocks: The modules that are sharded by themselves: class names or classes; a whole number, the parameters that
-            a block has at least; a function of (name, module); None: the members of every `nn.ModuleList`.
+        tensor_plan: The plan for torch's `parallelize_module`: styles by the names of modules, `*` for any name.
+        blocks: The modules that are sharded by themselves: class names or classes; a whole number, the least number of
+            parameters of a block; a function of (name, module); None: the members of every `nn.ModuleList`.
         reshard_after_forward: As for torch's `fully_shard`, for every block.
         mp_policy: torch's `MixedPrecisionPolicy`; needs "shard".
         offload_policy: torch's `CPUOffloadPolicy`; needs "shard".
         on_nonfinite: As for `DistributedDataParallel`.
         broadcast_buffers: As there.
-        compare_every: As there; of a divided model replicas of the same parts are compared.
-        local_steps: For `LocalSGD`, without which such a model isn't trained: FSDP2 divides over "shard" alone, and
-            replicas (along "replicate") step each for itself. Without "shard" it changes nothing.
+        compare_every: As for `DistributedDataParallel`; in a divided model replicas of the same parts are compared.
+        local_steps: For `LocalSGD`, which such a model needs for training: FSDP2 divides over "shard" alone, and each
+            replica (along "replicate") steps independently. Without "shard" it changes nothing.
 
     Returns:
         The model with `backward`, `microbatches` and so on, and torch's modules in `.module`.
 
     Raises:
         ConfigurationError: An argument is wrong, or doesn't fit the mesh or the model. Raised on all ranks.
-        UsageError: An optimizer has the model's parameters already; reproducible mode; the model is divided already.
+        UsageError: An optimizer has the model's parameters already, the world is in reproducible mode, or the model is
+            divided already.
         MismatchError: The ranks' models or arguments differ. Raised on all ranks.
     """
     world = worlds.chosen(world, "parallelize")
@@ -85,7 +86,7 @@ def parallelize(
         meta = next((name for name, p in module.named_parameters() if p.is_meta), None)
         if meta is not None:
             raise ConfigurationError(
-                f"parallelize: {meta!r} is on the device meta, and has no values that ranks could be given. Divide the "
+                f"parallelize: {meta!r} is on the device meta, so it has no values that ranks could get. Divide the "
                 f"model with torch's fully_shard, materialise it (to_empty, then initialise), and call evenstep.attach."
             )
         chosen[:] = choose_blocks(module, blocks)
@@ -141,25 +142,26 @@ def attach(
     compare_every: int | None = None,
     local_steps: bool = False,
 ) -> DistributedDataParallel:
-    """Put a model that torch's functions have divided under evenstep's loop.
+    """Give a model that torch's functions have divided the interface for evenstep's training loop.
 
     Collective: every rank calls this, after `fully_shard` and `parallelize_module`, before or after optimizers are
-    made. Parameters stay as they are. Without a mesh in the world, all ranks have samples of their own.
+    made. Parameters stay as they are. Without a mesh in the world, all ranks have different samples.
 
     Args:
         module: The model; one that isn't divided gets a `DistributedDataParallel`.
         world: The ranks; None: the current world.
         on_nonfinite: As for `DistributedDataParallel`.
         broadcast_buffers: As there.
-        compare_every: As there; of a divided model replicas of the same parts are compared.
-        local_steps: As for `parallelize`; `fully_shard` was given `world.mesh["shard"]`.
+        compare_every: As for `parallelize`.
+        local_steps: As for `parallelize`; `fully_shard` must have been called with `world.mesh["shard"]`.
 
     Returns:
         As `parallelize`.
 
     Raises:
-        ConfigurationError: The model is divided over other ranks than the world's mesh says. Raised on all ranks.
-        UsageError: An optimizer was made before the model was divided; reproducible mode. Raised on all ranks.
+        ConfigurationError: The model is divided over other ranks than the world's mesh. Raised on all ranks.
+        UsageError: An optimizer was made before the model was divided, or the world is in reproducible mode. Raised on
+            all ranks.
         MismatchError: The ranks' models differ. Raised on all ranks.
     """
     world = worlds.chosen(world, "attach")
@@ -167,7 +169,7 @@ def attach(
     def validate() -> dict[str, Any]:
         _validate_mode(module, world, "attach", on_nonfinite)
         if isinstance(module, DistributedDataParallel):
-            raise UsageError("attach: the model is evenstep's already.")
+            raise UsageError("attach: the model is already wrapped by evenstep.")
         is_divided = is_divided_module(module)
         if is_divided:
             validate_none_left(module, "fully_shard")
@@ -175,7 +177,7 @@ def attach(
             _validate_local_steps("attach", local_steps, names)
         elif world.mesh is not None and world.model_ranks.world_size > world.data_size:
             raise ConfigurationError(
-                "attach: the mesh has ranks along tensor, and no parameter of the model is divided. Call torch's "
+                "attach: the mesh has ranks along tensor, but no parameter of the model is divided. Call torch's "
                 'parallelize_module(model, world.mesh["tensor"], plan) first, or evenstep.parallelize.'
             )
         return {"whether the model is divided": is_divided, "local_steps": bool(local_steps)}
@@ -201,7 +203,7 @@ def attach(
 
 
 def _validate_together(module: nn.Module, world: World, who: str, validate: Callable[[], dict[str, Any]]) -> None:
-    """Raise on all ranks what is wrong on one; of the same stage of a pipeline all ranks have the same model.
+    """Raise an error of one rank on all ranks, and check that all ranks of a pipeline stage have the same model.
 
     Collective: every rank calls this.
 
@@ -209,7 +211,7 @@ def _validate_together(module: nn.Module, world: World, who: str, validate: Call
         module: The model.
         world: All ranks.
         who: The caller, for messages.
-        validate: As for `validate_on_all_ranks`; what it returns is compared within a stage.
+        validate: As for `validate_on_all_ranks`; its result is compared within a stage.
     """
     stage = world.model_ranks
     facts: dict[str, Any] = {}
@@ -232,18 +234,16 @@ def _validate_mode(module: Any, world: World, who: str, on_nonfinite: Any) -> No
         raise checks.refuse(f"{who}: module", module, "a torch.nn.Module")
     if world.virtual_ranks is not None:
         raise UsageError(
-            f"{who} in reproducible mode: a divided layer adds in another order than a whole one. Use "
-            f"DistributedDataParallel there, or leave reproducible=True out."
+            f"{who} in reproducible mode: a divided layer adds in another order than an undivided one. Use "
+            f"DistributedDataParallel, or leave reproducible=True out."
         )
     if torch.is_inference_mode_enabled():
-        raise ConfigurationError(
-            f"{who} inside torch.inference_mode(): what is made there can't take part in training."
-        )
+        raise ConfigurationError(f"{who} inside torch.inference_mode(): tensors created there can't be trained.")
     validate_policy(on_nonfinite)
 
 
 def _validate_arguments(names: tuple[str, ...], tensor_plan: Any, mp_policy: Any, offload_policy: Any) -> None:
-    """Refuse arguments that the mesh has no dimension for, and a dimension without its argument."""
+    """Refuse an argument for a dimension that the mesh lacks, and a dimension without its argument."""
     for name, given, dimension in (
         ("tensor_plan", tensor_plan, "tensor"),
         ("mp_policy", mp_policy, "shard"),
@@ -251,24 +251,24 @@ def _validate_arguments(names: tuple[str, ...], tensor_plan: Any, mp_policy: Any
     ):
         if given is not None and dimension not in names:
             raise ConfigurationError(
-                f'parallelize: {name} is given, and the mesh has no dimension "{dimension}". Call '
+                f'parallelize: {name} is given, but the mesh has no dimension "{dimension}". Call '
                 f'evenstep.init(mesh={{"{dimension}": ...}}); 1 is a size, too.'
             )
     if "tensor" in names and tensor_plan is None:
         raise ConfigurationError(
-            'parallelize: the mesh has the dimension "tensor", and no tensor_plan says which layers it divides. Pass '
+            'parallelize: the mesh has the dimension "tensor", but there is no tensor_plan. Pass '
             "one, as for torch's parallelize_module, or leave the dimension out."
         )
 
 
 def _validate_local_steps(who: str, local_steps: Any, names: tuple[str, ...], offload_policy: Any = None) -> None:
-    """Refuse what replicas that step each for itself can't have."""
+    """Refuse features that replicas with independent steps can't have."""
     checks.switch(f"{who}: local_steps", local_steps)
     found = [*(name for name in names if name not in DATA), *(["offload_policy"] if offload_policy else [])]
     if local_steps and found:
         raise ConfigurationError(
             f'{who}: local_steps=True is for models that are divided along "shard" alone, with replicas along '
-            f'"replicate", whose parts are on their ranks\' devices. Here there is {", ".join(found)}.'
+            f'"replicate", whose parts are on their ranks\' devices. But there is {", ".join(found)}.'
         )
 
 

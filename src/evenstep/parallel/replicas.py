@@ -15,31 +15,31 @@ from evenstep.world import World
 
 
 def find_replicas(parameters: Sequence[nn.Parameter], world: World, owner: object) -> Replicas | None:
-    """The ranks that differ from this one only along "replicate"; None if they haven't the same parts, or none do.
+    """The ranks that differ from this one only along "replicate"; None if there are none, or their parts differ.
 
     Collective: every rank of the model calls this.
 
     Args:
-        parameters: Those that are trained.
+        parameters: The trained parameters.
         world: All ranks, with a mesh.
         owner: The model.
     """
     mesh = world.mesh
     if mesh is None or "replicate" not in (mesh.mesh_dim_names or ()) or mesh["replicate"].size() == 1:
         return None
-    # Parts that were offloaded to the host are not where the ranks' tensors travel.
+    # Parts that were offloaded to the host aren't on the device of the ranks' transport.
     if any(local_part(p).device.type != world.device.type for p in parameters):
         return None
     replicas = world.along("replicate")
     numbers = ranks_of(replicas)
     if not all(_is_alike(parameter, numbers) for parameter in parameters):
-        return None  # fully_shard over all ranks, whatever the mesh calls them: there are no replicas
+        return None  # fully_shard over all ranks, under any dimension name: there are no replicas
     channel = channel_of(owner, replicas, "parts", world.device)
     return Replicas(replicas.rank, numbers, channel, for_messages(channel, world.device))
 
 
 def _is_alike(parameter: nn.Parameter, ranks: Sequence[int]) -> bool:
-    """Whether ranks have the same part of a parameter: they don't differ along a mesh dimension that divides it."""
+    """Whether ranks have the same part of a parameter: no mesh dimension along which they differ divides it."""
     if not is_dtensor(parameter):
         return True
     mesh, placements = parameter.device_mesh.mesh, parameter.placements

@@ -2,8 +2,9 @@
 
 [Note: a server's process ends]
 
-The script is the same for workers and servers. On a server the `with` statement serves until all workers have left it,
-and python can't skip its body; so the server's process ends there, with status 0. What stands behind is the workers'.
+The script is the same for workers and servers. On a server, entering the `with` statement serves until all workers have
+left it. Python can't skip the statement's body, so the server's process ends there, with status 0. Only workers run the
+body and the code after it.
 """
 
 from __future__ import annotations
@@ -63,40 +64,42 @@ def parameter_server(
     """Train with parameter servers: `with evenstep.parameter_server(...) as ps:`.
 
     On a worker it yields the handle, with `ps.model`, `ps.backward(loss, weight=)` and `ps.step()`. On a server it
-    serves until all workers have left, and the process ends there. A world of one is a worker with its own parameters,
-    in process and without a port. Collective: every worker and server comes here. Use no `evenstep.init` beside it.
+    serves until all workers have left, and the process ends there. In a world of one, the worker holds the parameters
+    itself, without a port. Collective: every worker and server calls this. Don't call `evenstep.init` in the same
+    script.
 
     Modes:
 
-    - "sync": a step waits for all workers and applies the weighted mean of their gradients, as one process would.
+    - "sync": a step waits for all workers and applies the weighted mean of their gradients, as in one process.
     - "async": Downpour SGD (Dean et al., "Large Scale Distributed Deep Networks", 2012): each push is applied when it
-      comes, and nobody waits. A gradient may be of older parameters than those that it changes.
+      arrives, and nobody waits. A gradient may have been computed with older parameters than those that it changes.
     - "bounded": stale synchronous parallel (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
-      Parameter Server", 2013): the same, but no worker is more than `max_staleness` steps ahead of the slowest.
+      Parameter Server", 2013): as "async", but no worker is more than `max_staleness` steps ahead of the slowest.
 
     Args:
-        model_fn: Makes the model, the same on all workers and servers but for its values: those of the servers count.
+        model_fn: Makes the model, the same on all workers and servers. Its values may differ: the servers' count.
         optimizer_fn: Makes a server's optimizer from its share of the parameters, a list of (name, parameter), which
-            torch's optimizers take as it is. Runs on servers only.
+            torch's optimizers accept. Runs on servers only.
         mode: "sync", "async" or "bounded".
-        max_staleness: Of "bounded", in steps; 0: no worker begins a step before all have ended the one before.
+        max_staleness: For "bounded", in steps; 0: no worker begins a step before all have ended the last one.
         scheduler_fn: Makes a learning-rate schedule from a server's optimizer. It steps after every update: once for
             all workers in "sync", once for each push in the other modes.
-        checkpoint: A directory for checkpoints, which are those of `Checkpointer`, with a model, an optimizer, a loader
-            and, with `scheduler_fn`, a scheduler; each server writes its own part. The run begins with the newest that
-            is there, also when the launcher starts all processes again after a server was lost. `optimizer_fn` is
-            called with all parameters, too, to number them. None: no checkpoints.
-        every_steps: Save after so many updates; None: not by their number.
-        every_minutes: Save after so many minutes; None: not by time. The last state is always saved.
+        checkpoint: A directory for checkpoints, in the format of `Checkpointer`: a model, an optimizer, a loader and,
+            with `scheduler_fn`, a scheduler. Each server writes its own part. The run begins with the newest
+            checkpoint, if there is one; so it continues when the launcher has restarted all processes after the loss of
+            a server. `optimizer_fn` is also called with all parameters, to number them. None: no checkpoints.
+        every_steps: Save after each this many updates; None: not by updates.
+        every_minutes: Save after each this many minutes; None: not by time. The last state is always saved.
         keep: Number of newest checkpoints to keep.
-        device: Where a worker's model is. Servers compute on the CPU.
-        interface: The network interface to listen on; None: loopback on one node, else the one that leads to rank 0.
-        timeout_s: How long a worker waits for others in a step, and all at the start and the end.
+        device: The device of a worker's model. Servers compute on the CPU.
+        interface: The network interface to listen on; None: loopback on one node, else the interface that leads to rank
+            0.
+        timeout_s: How long a worker waits for others in a step, and all processes at the start and the end.
 
     Raises:
-        ConfigurationError: An argument is wrong, there is no server or no worker, or model or optimizer can't be
-            trained so. On all of them.
-        MismatchError: A process has another model, or other arguments. On all of them.
+        ConfigurationError: An argument is wrong, there is no server or no worker, or the model or the optimizer isn't
+            supported. Raised on all processes.
+        MismatchError: A process has another model, or other arguments. Raised on all processes.
     """
     checks.function(f"{WHO}model_fn", model_fn)
     checks.function(f"{WHO}optimizer_fn", optimizer_fn)
@@ -128,8 +131,8 @@ class ParameterServer:
     """A worker's handle; made by `parameter_server`.
 
     Attributes:
-        model: This worker's model, with the parameters of its last step or pull. Module buffers, as the statistics of
-            BatchNorm, are this worker's own.
+        model: This worker's model, with the parameters of its last step or pull. Module buffers, such as the statistics
+            of BatchNorm, are this worker's own.
         mode: "sync", "async" or "bounded".
         worker: Number of this worker, from 0.
         num_workers: How many there are.
@@ -145,11 +148,11 @@ class ParameterServer:
         self._recipe, self._mode, self.mode = recipe, mode, mode.name
         self._servers: Servers | None = None
         self._made: Made
-        self._shard: Shard  # of the server in this process
+        self._shard: Shard  # the server in this process
         self._versions: list[int] = []
         self._state = "not begun"
         self._weight = 0.0
-        self._buffers: dict[str, Tensor] = {}  # as they were sent last
+        self._buffers: dict[str, Tensor] = {}  # their values when sent last
         self._leads = False
         self._num_steps = self._num_queues = 0
         self._signals: World | None = None
@@ -161,15 +164,13 @@ class ParameterServer:
     def __enter__(self) -> ParameterServer:
         with excepthook.reporting_mistakes():
             if self._state != "not begun":
-                raise UsageError(
-                    f"{WHO}{self!r} was used before. Call evenstep.parameter_server again for another run."
-                )
+                raise UsageError(f"{WHO}{self!r} was used before. Call evenstep.parameter_server again for a new run.")
             before = worlds.initialised()
             if before is not None and before.world_size > 1:
                 raise UsageError(
                     f"{WHO}there is a world of {before.world_size} ranks (evenstep.init, or a process group), whose "
-                    f"collectives would wait for servers. Leave it out: parameter_server connects workers and servers "
-                    f"itself."
+                    f"collectives would wait for servers. Leave evenstep.init or the process group out: "
+                    f"parameter_server connects workers and servers itself."
                 )
             if environment.settings().measurement is not None:
                 raise ConfigurationError(
@@ -206,11 +207,11 @@ class ParameterServer:
                 try:
                     self._load(servers.leave(""))
                 except Exception as late:
-                    error = late  # servers would wait for ever for whom this worker has given up
+                    error = late  # servers would wait for ever for the workers that this worker doesn't wait for
                     raise
         finally:
             has_stopped = isinstance(error, SystemExit) and error.code == EXIT_PREEMPTED  # the servers know
-            if not (has_stopped or worlds.ended_well(error)):  # the first error counts, whatever else goes wrong
+            if not (has_stopped or worlds.ended_well(error)):  # only the first error is raised
                 self._fail(servers, error)
             self._servers, self._state = None, "ended"
             servers.close()
@@ -219,7 +220,7 @@ class ParameterServer:
             self._at_end.__exit__(kind, error, tb)
 
     def _fail(self, servers: Servers, error: BaseException | None) -> None:
-        """Tell the servers why this worker ends, if they are there."""
+        """Send the servers the reason why this worker ends, if they run."""
         with contextlib.suppress(Exception, SystemExit):
             servers.leave(f"worker {self.worker} failed: {type(error).__name__}: {error}")
 
@@ -228,17 +229,17 @@ class ParameterServer:
         return self.model(*args, **kwargs)
 
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
-        """Take the gradient of `loss` into this step's, which is the mean by weight of its passes.
+        """Add the gradient of `loss` to this step's gradient, the weighted mean over the step's backward passes.
 
-        `p.grad` is that mean at any time, so that it can be clipped before `step`. In "sync" the gradient applied is
-        the mean by weight over all workers, too. With `weight=len(x)` and a mean loss that is the mean over samples.
+        `p.grad` always holds that mean, so that it can be clipped before `step`. In "sync" the gradient applied is the
+        weighted mean over all workers, too. With `weight=len(x)` and a mean loss, it is the mean over samples.
 
         Args:
             loss: A scalar.
-            weight: Not negative; 0: the loss counts for nothing, whatever its value.
+            weight: Not negative; 0: the loss is ignored, even if it is NaN.
 
         Raises:
-            ConfigurationError: `loss` is no scalar, or `weight` no such number.
+            ConfigurationError: `loss` isn't a scalar, or `weight` isn't such a number.
             UsageError: Not inside the `with` statement.
         """
         servers = self.servers("backward")
@@ -258,17 +259,18 @@ class ParameterServer:
         loss.backward(torch.full_like(loss, number / self._weight))  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """Push the gradients of the passes since the last step, and take the parameters that come back.
+        """Push the gradients of the backward passes since the last step, and load the parameters that come back.
 
-        A worker without samples for a step calls it without `backward`: its step counts nothing. Gradients are
+        A worker without samples for a step calls this without `backward`: its step has the weight 0. Gradients are
         released.
 
         Raises:
-            NonFiniteError: A gradient is infinite or not a number; nothing was sent, and the step's passes are
-                forgotten, with their gradients. Its batches count as done with the next step.
-            UsageError: A gradient is sparse, or came without `ps.backward`, or this is not inside the `with` statement.
+            NonFiniteError: A gradient is infinite or not a number. Nothing was sent, and the step's gradients are
+                dropped. The step's batches count as done with the next step.
+            UsageError: A gradient is sparse, or was computed without `ps.backward`; or the call is outside of the
+                `with` statement.
             PeerLostError: A server has gone, or another worker failed.
-            CollectiveTimeoutError: The others have not come in time; the text names them.
+            CollectiveTimeoutError: Other workers are late; the message names them.
             SystemExit: With status 75: a stop was requested, and the run has been saved.
         """
         servers = self.servers("step")
@@ -289,19 +291,19 @@ class ParameterServer:
         self._num_steps += 1
 
     def queue(self, *, prefetch: Callable[[Any], object] | None = None) -> SharedBatches:
-        """Divides the batches of a `DataLoader` over workers: each once an epoch, whoever is fastest.
+        """Divide the batches of a `DataLoader` over workers: each once an epoch, each worker at its own speed.
 
         For `DataLoader(queue=)`, one for each loader; workers make their loaders in the same order. A batch counts as
-        done when `ps.step` has pushed its gradients. What a worker holds when it leaves goes to the others.
+        done when `ps.step` has pushed its gradients. Batches that a worker holds when it leaves go to the others.
 
         Args:
             prefetch: Called with a worker's next batch before the loop has the present one, as in `lambda batch:
-                ps.model.users.prefetch(batch[0])`: rows of embeddings come while the present batch is computed, and
-                are those of before its step (see `RemoteEmbedding.prefetch`). The loop calls `ps.step` once for each
-                batch then. None: no batch is taken ahead.
+                ps.model.users.prefetch(batch[0])`: rows of embeddings arrive while the present batch is computed, with
+                their values before its step (see `RemoteEmbedding.prefetch`). The loop then has to call `ps.step` once
+                for each batch. None: no batch is taken ahead.
 
         Raises:
-            ConfigurationError: `prefetch` is no function.
+            ConfigurationError: `prefetch` isn't a function.
             UsageError: Not inside the `with` statement.
         """
         self.servers("queue")
@@ -312,7 +314,7 @@ class ParameterServer:
         return SharedBatches(lambda: self.servers("queue"), step, self._num_queues, prefetch)
 
     def pull(self) -> None:
-        """Take the newest parameters, as before an evaluation.
+        """Load the newest parameters, as before an evaluation.
 
         Raises:
             UsageError: Not inside the `with` statement.
@@ -321,13 +323,13 @@ class ParameterServer:
         self._load(self.servers("pull").pull())
 
     def staleness(self, *, by_worker: bool = False) -> Any:
-        """How many gradients were applied how stale: {updates in between: gradients}.
+        """A histogram of the staleness of gradients: {staleness: number of gradients}.
 
-        The number counts the updates between the parameters that a gradient was computed with and those that it has
-        changed. What was pushed before the run was started again isn't counted.
+        The staleness of a gradient is the number of updates between the parameters with which it was computed and those
+        that it changed. Pushes from before a restart of the run aren't counted.
 
         Args:
-            by_worker: {worker: such a histogram} instead.
+            by_worker: Return {worker: its histogram} instead.
 
         Raises:
             UsageError: Not inside the `with` statement.
@@ -364,7 +366,7 @@ class ParameterServer:
             table.release_gradients()
 
     def _parts(self) -> list[Message] | None:
-        """What goes to each server; None: this worker had no samples."""
+        """The parts of the push, one for each server; None: this worker had no samples."""
         trained, names = list(self._made.trained.values()), list(self._made.trained)
         of_tables = {name: table.gradients() for name, table in self._made.tables.items()}
         parts = []
@@ -385,14 +387,14 @@ class ParameterServer:
                     if gradient is not None and not _are_finite([gradient])
                 )
                 raise NonFiniteError(
-                    f"{self._gradient_of(wrong)} is infinite or not a number; nothing was sent. Look at the loss."
+                    f"{self._gradient_of(wrong)} is infinite or not a number; nothing was sent. Check the loss."
                 )
             rows = {name: found[server] for name, found in of_tables.items() if found and len(found[server].ids)}
             used = [each is not None for each in gradients]
             if not self._weight and (any(used) or rows):
                 raise UsageError(
-                    "ps.step: there are gradients, and no ps.backward since the last step. Call ps.backward(loss, "
-                    "weight=len(x)) instead of loss.backward(): the weight travels with the gradients."
+                    "ps.step: there are gradients, but no ps.backward since the last step. Call ps.backward(loss, "
+                    "weight=len(x)) instead of loss.backward(): the servers need the weight of the gradients."
                 )
             head = {"weight": self._weight, "used": used, "rows": [[name, each.lr] for name, each in rows.items()]}
             tensors = [tensor for each in rows.values() for tensor in (each.ids, each.values)]
@@ -403,7 +405,10 @@ class ParameterServer:
         return f"worker {self.worker}, step {self._num_steps}: the gradient of {name!r}"
 
     def _changed_buffers(self) -> dict[str, Tensor]:
-        """Copies of the module buffers that differ from what was sent last: torch doesn't count all that it writes."""
+        """Copies of the module buffers that changed since they were sent.
+
+        Values are compared: torch's version counters miss some writes.
+        """
         found = {}
         for name, each in self.model.named_buffers():
             before, now = self._buffers.get(name), each.detach().cpu()
@@ -468,7 +473,7 @@ class ParameterServer:
             raise
 
     def _take(self, servers: Servers) -> None:
-        """Begin with what the servers have."""
+        """Load the servers' parameters at the start."""
         self._made.to(self._recipe.device)
         self.model, self._servers = self._made.model, servers
         mine = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
@@ -482,7 +487,7 @@ class ParameterServer:
         """Be a server: [Note: a server's process ends]."""
         world = World.alone(device="cpu") if self._recipe.checkpoint is None else meeting.open_world()
         server = self._make_server(world)
-        del self._made  # a server needs only its share
+        del self._made  # a server needs its share only
         leader = None if self._roles.server == 0 else meeting.connect(0)
         server.serve(meeting.listen(server, self._at_end), leader)
         self._at_end.close()
@@ -507,5 +512,6 @@ class ParameterServer:
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> bool:
-    # A sum that is finite has no other parts. Flags of all elements take memory, and longer than all else in a step.
+    # If the sum is finite, so are all elements. A flag for each element would need memory, and more time than the rest
+    # of a step.
     return all(bool(torch.isfinite(each.sum())) or bool(torch.isfinite(each).all()) for each in tensors)

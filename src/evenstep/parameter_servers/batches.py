@@ -21,10 +21,10 @@ class SharedBatches:
     """Made by `ParameterServer.queue`.
 
     Args:
-        servers: The connection, as long as there is one.
-        step: Ends a step of this worker's, which has no samples in it; None: nobody waits for those of others.
-        number: Of this loader among the worker's.
-        prefetch: Called with a batch before the loop has the one before it; None: none is taken ahead for that.
+        servers: Returns the connection, as long as there is one.
+        step: Makes a step without samples for this worker; None: workers don't wait for each other's steps.
+        number: The number of this loader among the worker's.
+        prefetch: Called with each batch one step before the loop gets it; None: no batch is taken ahead for that.
     """
 
     def __init__(
@@ -41,20 +41,20 @@ class SharedBatches:
         return f"<SharedBatches {self._number}>"
 
     def take(self, epoch: int, num_batches: int, facts: Mapping[str, Any], load: Load) -> Iterator[tuple[Any, Loaded]]:
-        """This worker's batches of an epoch, each taken when it is asked for, or as far ahead as `load` reads.
+        """This worker's batches of an epoch. Each is taken on demand, or as far ahead as `load` reads.
 
-        In "sync" a worker without a batch takes part in the others' steps until all batches are done. In the other
-        modes it goes on at once.
+        In "sync", a worker without a batch takes part in the others' steps until all batches are done. In the other
+        modes its loop ends at once.
 
         Args:
             epoch: Number of the epoch.
-            num_batches: Of it.
-            facts: What decides which samples a batch has, in JSON types.
-            load: Loads batches, by epoch and number in it, in their order. The epoch is an earlier one where a batch of
-                a worker came back late.
+            num_batches: The batches of the epoch.
+            facts: Values that decide which samples a batch has, in JSON types.
+            load: Loads batches in order, by epoch and number in the epoch. A batch that came back late may be of an
+                earlier epoch.
 
         Yields:
-            What `load` yields.
+            The items of `load`.
 
         Raises:
             MismatchError: Another worker's loader has other batches.
@@ -62,9 +62,9 @@ class SharedBatches:
             UsageError: Not inside the `with` statement, or, with `prefetch`, a batch without a step.
         """
         servers, text = self._servers(), json.dumps(facts, sort_keys=True)
-        # A pass that was left early, as by a look at a first batch, goes on: a new one would be the whole epoch again.
+        # A pass that was left early, as after reading one batch, is continued: a new pass would repeat the whole epoch.
         wanted: Pass = (self._number, epoch, self._num_passes[epoch])
-        taken: deque[Batch] = deque()  # and not yielded yet
+        taken: deque[Batch] = deque()  # taken and not yielded yet
         last: dict[str, Any] = {}
 
         def take() -> Iterator[Step]:
@@ -87,7 +87,7 @@ class SharedBatches:
                     return
                 self._step()
         finally:
-            # The loop was left: before the step of the batch that it had, or with others taken ahead.
+            # The loop was left before the step of its batch, or with batches taken ahead.
             servers.give_back([*([] if yielded is None else [yielded]), *taken])
 
     def _take(self, wanted: Pass, num_batches: int, facts: str, last: dict[str, Any]) -> Batch | None:
@@ -101,7 +101,7 @@ class SharedBatches:
         return (loader, epoch, iteration), number
 
     def _ahead(self, batches: Iterator[tuple[Any, Loaded]]) -> Iterator[tuple[Any, Loaded]]:
-        """With `prefetch`, one behind what is read, and called with each."""
+        """The batches, one late; `prefetch` is called with each as soon as it is loaded."""
         if self._prefetch is None:
             yield from batches
             return

@@ -1,8 +1,8 @@
-"""Checkpoints of a run with parameter servers: those of `Checkpointer`, to which each server writes its own part.
+"""Checkpoints of a run with parameter servers, in the format of `Checkpointer`. Each server writes its own part.
 
-The servers are the ranks of a world of their own. A plain script that makes the same model and optimizer loads what
-they save, and they load its. The state of the queue is a loader's: what a loader without a queue needs to go on, and
-beside it what the queue does.
+The servers are the ranks of their own world. A plain script with the same model and optimizer can load their
+checkpoints, and they can load the script's. The queue's state is saved as a loader's state: it has what a loader
+without a queue needs to continue, and also what the queue needs.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from evenstep.parameter_servers.shard import Shard
 from evenstep.world import World
 
 FIRST_LOADER = 1
-_STATE_VERSION = 1  # of a loader's state
+_STATE_VERSION = 1  # version of a loader's state
 State = dict[str, Any]
 
 
 class _Divided:
-    """What all servers save together, each its own part."""
+    """A state that all servers save together, each its own part."""
 
     def state_shards(self) -> tuple[State, list[SavedShard]]:
-        """(What is the same on all servers, this server's part). Collective where the first needs the others."""
+        """(the state common to all servers, this server's part). Collective if the common state needs all servers."""
         raise NotImplementedError
 
     def state_dict(self) -> State:
-        """What is the same on all servers."""
+        """The state common to all servers."""
         return self.state_shards()[0]
 
 
@@ -48,7 +48,7 @@ class _Model(_Divided):
         self._shard = shard
         named = [*made.model.named_parameters(), *made.model.named_buffers()]
         names = {id(each): name for name, each in named}
-        # By key of the state dict: tied parameters have several.
+        # By key of the state dict; tied parameters have several keys.
         state = made.model.state_dict(keep_vars=True)
         self._name = {key: names[id(each)] for key, each in state.items() if isinstance(each, Tensor)}
         self._trained = set(made.trained)
@@ -61,14 +61,14 @@ class _Model(_Divided):
         return same, [_whole((key,), own[name]) for key, name in self._name.items() if name in own]
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take this server's parameters, and what isn't trained.
+        """Load this server's parameters, and the tensors that aren't trained.
 
         Raises:
-            MismatchError: It is another model's.
+            MismatchError: The state belongs to another model.
         """
         others = sorted(state.keys() ^ self._name.keys())
         if others:
-            raise MismatchError(f"it is of another model: {', '.join(others)} are only in one of both")
+            raise MismatchError(f"it belongs to another model: {', '.join(others)} are only in one of the two")
         own = self._shard.parameters
         with torch.no_grad():
             for key, name in self._name.items():
@@ -84,7 +84,7 @@ class _Optimizer(_Divided):
     def __init__(self, made: Made, shard: Shard, optimizer_fn: Callable[..., Any], world: World) -> None:
         self._shard, self._world = shard, world
         whole = make_optimizer(optimizer_fn, list(made.trained.items()))
-        # For comparisons with what was saved: shapes, and no memory.
+        # On device meta: shapes to compare with the saved state, and no memory.
         self.param_groups = [
             {**group, "params": [each.detach().to("meta") for each in group["params"]]} for group in whole.param_groups
         ]
@@ -119,7 +119,7 @@ class _Optimizer(_Divided):
         return {"state": state, "param_groups": self._groups}, shards
 
     def load_state_dict(self, state: State) -> None:
-        """Take what is kept of this server's parameters, and the options of their groups."""
+        """Load the state of this server's parameters, and the options of their groups."""
         optimizer = self._shard.optimizer
         if optimizer is None:
             return
@@ -145,18 +145,21 @@ class _Scheduler:
         self._scheduler, self._world = shard.scheduler, world
 
     def state_dict(self) -> State:
-        """Collective: the first server has the largest parameter, so it has a schedule where one has."""
+        """Collective. The first server has the largest parameter, so it has a schedule if any server has."""
         state: State = self._world.broadcast_object(self._scheduler and self._scheduler.state_dict())
         return state
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from there."""
+        """Continue from a saved state."""
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state)
 
 
 class _Tables(_Divided):
-    """The trained rows of all servers, of which each writes and, as one of as many, reads its own."""
+    """The trained rows of all servers.
+
+    Each server writes its own rows, and reads only these if the number of servers is the same.
+    """
 
     def __init__(self, shard: Shard, server: int, num_servers: int) -> None:
         self._shard, self._server, self._num_servers = shard, server, num_servers
@@ -171,7 +174,7 @@ class _Tables(_Divided):
         return {"num_servers": self._num_servers, "names": sorted(self._shard.tables)}, own
 
     def state_layouts(self, saved: ObjectEntry) -> dict[str, Layout]:
-        """Of as many servers each reads its own rows, and nothing of the others'."""
+        """If the number of servers is the same, each reads only its own rows."""
         num_servers = saved.structure.get("num_servers") if isinstance(saved.structure, dict) else None
         if num_servers != self._num_servers:
             return {}
@@ -182,17 +185,17 @@ class _Tables(_Divided):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Take this server's rows.
+        """Load this server's rows.
 
         Raises:
-            MismatchError: They are of other tables.
+            MismatchError: The state has other tables.
             ConfigurationError: A table or its optimizer differs.
         """
         names = sorted(self._shard.tables)
         if state["names"] != names:
             raise MismatchError(f"the saved tables of embeddings are {state['names']}, and those of the model {names}")
         for name, table in self._shard.tables.items():
-            for part in state.get(name, {}).values():  # none where no row was trained
+            for part in state.get(name, {}).values():  # empty if no row was trained
                 table.load_state_dict(part)
 
 
@@ -203,7 +206,7 @@ class QueueState:
         self.queue: State = {"passes": [], "first_epochs": {}}
 
     def state_dict(self) -> State:
-        """As `DataLoader.state_dict`, of the loader that made the first queue."""
+        """As `DataLoader.state_dict` of the loader with the first queue."""
         return loader_state(self.queue) | {"queue": self.queue}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -212,13 +215,13 @@ class QueueState:
 
 
 class Checkpoints:
-    """Saves and restores the state of all servers. Collective, but for what says when; in the main thread.
+    """Saves and restores the state of all servers. Collective, except `is_due` and `note`; in the main thread.
 
     Args:
-        recipe: Says where, when and how many, and has the user's functions.
-        made: The whole model, of which nothing is kept.
+        recipe: Has the directory, the intervals, the number of checkpoints, and the user's functions.
+        made: The whole model; not stored here.
         shard: This server's part.
-        world: Of all servers.
+        world: The world of all servers.
     """
 
     def __init__(self, recipe: Recipe, made: Made, shard: Shard, world: World) -> None:
@@ -242,11 +245,11 @@ class Checkpoints:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why this process is to stop; None: it isn't."""
+        """Why this process shall stop; None: it shan't."""
         return self._world.stop_reason
 
     def is_due(self, version: int) -> bool:
-        """Whether to save after so many updates."""
+        """Whether to save after this number of updates."""
         if version == self._last:
             return False
         every_steps, every_minutes = self._policy.every_steps, self._policy.every_minutes
@@ -254,7 +257,7 @@ class Checkpoints:
         return by_steps or (every_minutes is not None and time.monotonic() - self._saved_at >= 60 * every_minutes)
 
     def note(self, version: int) -> None:
-        """A save of so many updates is decided."""
+        """A save at this number of updates was decided."""
         self._saved_at, self._last = time.monotonic(), version
 
     def restore(self, shard: Shard, untrained: Mapping[str, Tensor]) -> tuple[State, dict[str, Tensor]]:
@@ -262,7 +265,7 @@ class Checkpoints:
 
         Args:
             shard: This server's part.
-            untrained: Tensors of the model that aren't trained, of the first server.
+            untrained: The model's untrained tensors, on the first server.
 
         Returns:
             (The queue's state, the tensors that aren't trained).
@@ -275,20 +278,20 @@ class Checkpoints:
     def save(
         self, shard: Shard, queue: Mapping[str, Any], untrained: Mapping[str, Tensor], *, waits: bool, failure: str
     ) -> None:
-        """Save what all servers have now.
+        """Save the present state of all servers.
 
         Collective: a server that has failed takes part, so that the others don't wait for it.
 
         Args:
             shard: This server's part.
             queue: State of the queue.
-            untrained: Tensors of the model that aren't trained; the first server's count.
-            waits: Return when it is complete; else when it is copied.
-            failure: Why this server has nothing to save; "": it has.
+            untrained: The model's untrained tensors; the first server's are saved.
+            waits: Return when the save is complete, instead of when the state is copied.
+            failure: Why this server has nothing to save; "": it has a state.
 
         Raises:
-            CheckpointError: It, or the save before it, has failed.
-            PeerLostError: A server has failed: nothing is saved. On all of them.
+            CheckpointError: This save, or the one before, has failed.
+            PeerLostError: A server has failed: nothing is saved. Raised on all servers.
         """
         self.note(shard.version)
         self._queue.queue = dict(queue)
@@ -314,15 +317,15 @@ class Checkpoints:
 
 
 def _whole(path: tuple[str | int, ...], value: Tensor) -> SavedShard:
-    """A tensor that one server has as a whole."""
+    """The layout of a tensor that one server has as a whole."""
     return SavedShard(path, tuple(value.shape), 0, value.detach().reshape(-1))
 
 
 def loader_state(queue: Mapping[str, Any]) -> State:
-    """What a loader without a queue needs to go on where a queue was. Pure.
+    """The state with which a loader without a queue continues after a queue. Pure.
 
     Returns:
-        As of `DataLoader.state_dict`; its "batches" say where the epoch goes on, and which batches behind it are done.
+        As from `DataLoader.state_dict`. "batches" has the batch to continue at, and the later batches that are done.
     """
     passes = [each for each in queue["passes"] if each["pass"][0] == FIRST_LOADER and each["pass"][2] == 0]
     first_epoch = int(queue["first_epochs"].get(str(FIRST_LOADER), 0))
@@ -351,7 +354,7 @@ def loader_state(queue: Mapping[str, Any]) -> State:
 
 
 def queue_state(state: Mapping[str, Any]) -> State:
-    """What a queue needs to go on where a loader without one was. Pure."""
+    """The state with which a queue continues after a loader without one. Pure."""
     epoch, position, data = int(state["epoch"]), int(state["position"]), state.get("data") or {}
     batches = state.get("batches") or {"first": None, "done": {}}
     first = batches["first"]

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other: addresses, and what proves who belongs to it."""
+"""How the processes of a run find each other, and prove that they belong to it."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from evenstep.transport.core.store_gather import StoreGather
 from evenstep.world import World
 
 _POLL_S = 0.05
-_LONGEST_SILENCE_S = 86_400.0  # `--node-timeout inf`: sockets want a number
+_LONGEST_SILENCE_S = 86_400.0  # for `--node-timeout inf`: sockets need a number
 
 
 class Meeting:
-    """One process's way to the others: first through the store of the run, then by connections.
+    """Connects one process with the others: first through the run's store, then by sockets.
 
     Args:
-        store: Of this run.
+        store: The store of this run.
         placement: This process's.
         roles: This process's.
-        interface: On which servers listen between nodes; None: the one that leads to rank 0.
-        secret: What all processes of the run know, and nobody else; b"": what is in the store has to do.
+        interface: The network interface on which servers listen between nodes; None: the one that leads to rank 0.
+        secret: A secret that only the processes of the run know; b"": a random one in the store is used.
         timeout_s: How long to wait for the others, and for answers.
 
     Attributes:
-        world_size: How many processes they are.
+        world_size: The number of processes.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Meeting:
         """The values of all processes, by rank. Collective.
 
         Raises:
-            CollectiveTimeoutError: Others have not come here in time.
+            CollectiveTimeoutError: Other processes are late.
         """
         return exchange(self._gather, value, what=CALL)
 
@@ -84,11 +84,11 @@ class Meeting:
             EvenstepError: As `validate_on_all_ranks` does.
         """
         facts = {"EVENSTEP_SERVERS": self._roles.num_servers, "EVENSTEP_SECRET_FILE": self._secret != b""}
-        advice = "All workers and servers pass the same."
+        advice = "Pass the same on all workers and servers."
         validate_on_all_ranks(self, CALL, lambda: {**prepare(), **facts}, advice=advice)
 
     def find(self, made: Made) -> None:
-        """Compare the models of all processes, and find out where these are. Collective.
+        """Compare the models of all processes, and get the processes' addresses. Collective.
 
         Raises:
             MismatchError: The models differ.
@@ -96,14 +96,14 @@ class Meeting:
         validate_same_model(made.model.named_parameters(), made.model.named_buffers(), self.exchange)
         seen = self.exchange([environment.node_identity(), secrets.token_hex(16)])
         self._nodes, self._most_bytes = [node for node, _ in seen], made.most_bytes
-        self._run = seen[0][1]  # another one in each attempt: a process of the attempt before is a stranger
+        self._run = seen[0][1]  # differs in each attempt: a process of an earlier attempt is a stranger
 
     def listen(self, server: Server, held: contextlib.ExitStack) -> Listener:
-        """Have others call a server of this process.
+        """Let other processes call a server in this process.
 
         Args:
-            server: It.
-            held: Removes at the end what lies on the disk.
+            server: The server.
+            held: Removes the socket's folder at the end.
 
         Raises:
             ConfigurationError: It can't listen.
@@ -112,8 +112,9 @@ class Meeting:
         where = held.enter_context(private_directory("servers")) if is_one_node else self._own_address()
         if not is_one_node and not self._secret and self._roles.server == 0:
             say(
-                "evenstep: parameter servers: there is no secret file, so whoever reaches the rendezvous of this run "
-                "can take part in it. Give all nodes one: evenstep run --secret-file, or EVENSTEP_SECRET_FILE."
+                "evenstep: parameter servers: there is no secret file, so any process that reaches the rendezvous of "
+                "this run can take part in it. Give all nodes the same file: evenstep run --secret-file, or "
+                "EVENSTEP_SECRET_FILE."
             )
         try:
             listener = Listener(
@@ -132,17 +133,17 @@ class Meeting:
         return listener
 
     def connect(self, server: int) -> Client:
-        """Call a server, as soon as it listens.
+        """Connect to a server as soon as it listens.
 
         Raises:
-            PeerLostError: It has not begun in time, or has gone.
+            PeerLostError: It has not started in time, or has ended.
         """
         key, name, deadline = f"server {server}", self._roles.name_of_server(server), time.monotonic() + self._timeout_s
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 raise PeerLostError(
-                    f"{self._roles.name} waited {self._timeout_s:g} s for {name} to begin. Look at what it says: it "
-                    f"has to run and to come to `with evenstep.parameter_server`."
+                    f"{self._roles.name} waited {self._timeout_s:g} s for {name} to begin. Read its output: it has to "
+                    f"run and to reach `with evenstep.parameter_server`."
                 )
             time.sleep(_POLL_S)
         return Client(
@@ -157,7 +158,7 @@ class Meeting:
         )
 
     def open_world(self) -> World:
-        """The world of all servers, to which alone this belongs. Collective among them."""
+        """The world of all servers. Only servers call this; collective among them."""
         roles, device = self._roles, torch.device("cpu")
         if roles.num_servers == 1:
             return World.alone(device=device)
@@ -173,10 +174,10 @@ class Meeting:
         return Badge(self._secret, f"{self._run} server {server}")
 
     def _own_address(self) -> str:
-        """On which other nodes reach this process.
+        """The address at which other nodes reach this process.
 
         Raises:
-            ConfigurationError: It isn't known.
+            ConfigurationError: There is no such address.
         """
         found: str | None = None
         if self._interface is not None:
@@ -186,7 +187,7 @@ class Meeting:
         if found is None:
             raise ConfigurationError(
                 f"{WHO}{self._roles.name} has no address on "
-                f"{'the way to rank 0' if self._interface is None else f'interface={self._interface!r}'}. Name the "
+                f"{'the route to rank 0' if self._interface is None else f'interface={self._interface!r}'}. Name the "
                 f"network interface that leads to the other nodes: interface='eth0'."
             )
         return found

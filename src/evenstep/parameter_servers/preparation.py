@@ -1,4 +1,4 @@
-"""Before anything connects: the ranks' roles, and what a script has given, made, refused and compared."""
+"""Before the processes connect: the ranks' roles, and the script's arguments, which are built, refused and compared."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Roles:
 
     @property
     def is_alone(self) -> bool:
-        """One process: worker and server at once."""
+        """Whether this one process is worker and server at once."""
         return self.num_servers == 0
 
     @property
     def is_server(self) -> bool:
-        """Whether this process is a server, and nothing else."""
+        """Whether this process is only a server."""
         return self.rank >= self.num_workers
 
     @property
@@ -79,7 +79,7 @@ def assign_roles(placement: Placement, num_servers: int) -> Roles:
         num_servers: How many of the ranks are servers.
 
     Raises:
-        ConfigurationError: Several ranks without a server, or without a worker.
+        ConfigurationError: There are several ranks, but no server or no worker.
     """
     world_size = placement.world_size
     if world_size == 1:
@@ -118,10 +118,10 @@ class Made:
     """A model in parts.
 
     Attributes:
-        model: Whole.
-        trained: Its parameters that are trained, by name.
+        model: The whole model.
+        trained: The trained parameters, by name.
         division: For each server the indices of its parameters.
-        tables: Those of embeddings, by name.
+        tables: The tables of embeddings, by name.
     """
 
     model: nn.Module
@@ -136,13 +136,13 @@ class Made:
 
     @property
     def most_bytes(self) -> int:
-        """Of the tensors of one message: all of the model, and each row with its id."""
+        """The most bytes of the tensors in one message: the whole model, and each row with its id."""
         own = [*self.model.parameters(), *self.model.buffers()]
         rows = (each.num_embeddings * (8 + 8 * each.embedding_dim) for each in self.tables.values())
         return sum(each.numel() * each.element_size() for each in own) + sum(rows)
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same on all workers and servers, in JSON types, but for parameters and module buffers."""
+        """What must be the same on all workers and servers, in JSON types, except parameters and module buffers."""
         facts: dict[str, Any] = {"tables of embeddings": sorted(self.tables)}
         for name, each in self.tables.items():
             facts |= {f"table {name!r}: {key}": value for key, value in each.describe().items()}
@@ -157,9 +157,9 @@ class Made:
         """A server's part of the model, with its optimizer.
 
         Raises:
-            ConfigurationError: It is no optimizer that can be divided, or no schedule of it.
+            ConfigurationError: The optimizer can't be divided, or the schedule isn't one of this optimizer.
         """
-        # Copies: those of a world of one must change in a step only, as others do.
+        # Copies, since in a world of one, too, the server's parameters may change in a step only.
         named = {name: nn.Parameter(self.trained[name].detach().to("cpu", copy=True)) for name in self.names_of(server)}
         optimizer = scheduler = None
         if named:
@@ -173,7 +173,7 @@ def make_model(model_fn: Callable[[], Any], num_servers: int) -> Made:
     """A model, and which server has which of its parameters.
 
     Raises:
-        ConfigurationError: It is no model, or none that workers can train by themselves.
+        ConfigurationError: It isn't a model, or workers can't train it independently.
     """
     model = model_fn()
     if not isinstance(model, nn.Module):
@@ -211,7 +211,8 @@ def make_optimizer(optimizer_fn: Callable[..., Any], parameters: Sequence[tuple[
         parameters: The server's, with their names.
 
     Raises:
-        ConfigurationError: It is none, needs all parameters at once, or has others than it was given.
+        ConfigurationError: It isn't an optimizer, needs all parameters at once, or has other parameters than those
+            given.
     """
     optimizer = optimizer_fn(list(parameters))
     if not isinstance(optimizer, Optimizer):
@@ -228,8 +229,8 @@ def make_optimizer(optimizer_fn: Callable[..., Any], parameters: Sequence[tuple[
     given = {id(parameter) for _, parameter in parameters}
     if any(id(parameter) not in given for group in optimizer.param_groups for parameter in group["params"]):
         raise ConfigurationError(
-            f"{WHO}optimizer_fn returned an optimizer of other parameters than it was given. Pass it those of its "
-            f"argument: lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+            f"{WHO}optimizer_fn returned an optimizer of other parameters than it was given. Pass its argument to the "
+            f"optimizer: lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         )
     return optimizer
 
@@ -238,7 +239,7 @@ def make_scheduler(scheduler_fn: Callable[..., Any] | None, optimizer: Optimizer
     """A server's learning-rate schedule; None: there is none.
 
     Raises:
-        ConfigurationError: It is none, of another optimizer, or needs more than the number of updates.
+        ConfigurationError: It isn't a schedule, has another optimizer, or needs more than the number of updates.
     """
     if scheduler_fn is None:
         return None
@@ -250,8 +251,8 @@ def make_scheduler(scheduler_fn: Callable[..., Any] | None, optimizer: Optimizer
         )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ConfigurationError(
-            f"{WHO}ReduceLROnPlateau needs a metric at each step, which servers don't have. Use a schedule of the "
-            f"number of updates."
+            f"{WHO}ReduceLROnPlateau needs a metric at each step, which servers don't have. Use a schedule that "
+            f"depends only on the number of updates."
         )
     if scheduler.optimizer is not optimizer:
         raise ConfigurationError(f"{WHO}scheduler_fn returned a schedule of another optimizer than it was given.")

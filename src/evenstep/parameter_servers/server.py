@@ -1,15 +1,13 @@
-"""A server: what workers and other servers ask of it, and the one thread that executes what was decided.
+"""A server: the calls of workers and other servers, and the one thread that executes decisions.
 
 [Note: who does what]
-Threads of connections keep what workers push, note what they ask for, and wait for the answer. One thread, the
-process's first, executes decisions in their order: it alone changes parameters, packs answers and saves. So nobody
-holds a lock while an optimizer steps, an answer is packed or a file is written; lookups alone wait for a step of their
-table.
+Threads of connections store the workers' pushes, record their requests, and wait for the answers. One thread, the main
+thread, executes decisions in their order: only this thread changes parameters, packs answers and saves. So nobody holds
+a lock while an optimizer steps, an answer is packed or a file is written; only lookups wait for a step of their table.
 
-The first server decides (`Coordinator`); the others ask it for the decisions behind the last that they have. A server
-that is lost ends the run, on all others too: parameters, the state of optimizers and the queue of batches belong to one
-moment. Started again, the run goes on from the newest checkpoint. A worker that is lost ends no run: see
-`Coordinator.lose`.
+The first server decides (`Coordinator`); the others ask it for the decisions after their last one. The loss of a server
+ends the run everywhere, because parameters, optimizer states and the queue of batches must be of one moment. A
+restarted run continues from the newest checkpoint. The loss of a worker doesn't end the run: see `Coordinator.lose`.
 """
 
 from __future__ import annotations
@@ -33,26 +31,26 @@ from evenstep.parameter_servers.shard import Pushed, Shard
 from evenstep.parameter_servers.wire import Client, Listener, Message
 
 _LOOK_EVERY_S = 0.05
-TURN_S = 5.0  # of a wait: then whoever waits asks again
-_PARTING_S = 10.0  # for the others to leave, when all is done
-_FAILING_S = 0.5  # for those who wait, to be told why
-_GIVEN_UP = "the servers have lost this worker, and the others train on its batches"
+TURN_S = 5.0  # of a wait; then the caller asks again
+_PARTING_S = 10.0  # for the others to leave at the end
+_FAILING_S = 0.5  # to answer waiting calls with the failure
+_GIVEN_UP = "the servers have lost this worker, and other workers train on its batches"
 
 
 class Server:
     """See the top of the file. `answer` and `lose` come in threads of connections.
 
     Args:
-        roles: This process's, and how many others there are.
-        mode: Who waits for whom.
+        roles: This process's, and the numbers of workers and servers.
+        mode: When gradients are applied, and which workers wait.
         shard: This server's share of the parameters, with its optimizer.
         untrained: Tensors of the model that aren't trained, by name.
-        queue: Batches, of the first server.
-        checkpoints: Of the run; None: there are none.
-        timeout_s: How long a step, or a worker's beginning, is waited for.
+        queue: The batches; on the first server.
+        checkpoints: The run's; None: there are none.
+        timeout_s: How long to wait for a step, or for a worker's start.
 
     Attributes:
-        error: What the optimizer, or a function of the script's, has raised here; None: nothing has.
+        error: The exception of the optimizer, or of one of the script's functions, here; None: there was none.
         stops: A stop was requested, and the run has been saved.
     """
 
@@ -72,15 +70,15 @@ class Server:
         self._coordinator = Coordinator(
             mode, range(roles.num_workers), queue, version=shard.version, saves_at_end=checkpoints is not None
         )
-        self._changed = threading.Condition()  # for all that follows
+        self._changed = threading.Condition()  # guards all attributes below
         self._held: dict[Key, Pushed] = {}
-        self._answers: dict[Key, Message] = {}  # of calls that are released, until they are fetched
+        self._answers: dict[Key, Message] = {}  # answers to released calls, until they are fetched
         self._gone: set[int] = set()
-        self._decisions: dict[int, Decision] = {}  # of the first server, until all have them
+        self._decisions: dict[int, Decision] = {}  # on the first server, until all servers have them
         self._had = dict.fromkeys(range(roles.num_workers + 1, roles.num_workers + roles.num_servers), 0)  # by rank
-        self._done = 0  # number of the last decision that was executed
+        self._done = 0  # number of the last executed decision
         self._began_at = time.monotonic()
-        self._moved_at = self._began_at  # behind the last decision; infinite while one is executed
+        self._moved_at = self._began_at  # when the last decision was executed; infinite during one
         self._failure = ""
         self.error: Exception | None = None
         self._has_ended = self._asked_to_stop = self.stops = False
@@ -114,7 +112,7 @@ class Server:
         Raises:
             PeerLostError: A worker has failed, or a server has gone.
             SystemExit: With status 75: a stop was requested, and the run has been saved.
-            Exception: What the optimizer has raised.
+            Exception: The optimizer's.
         """
         try:
             while not self._has_ended:
@@ -134,7 +132,7 @@ class Server:
             self._end(self._failure)
             if leader is not None:
                 leader.close()
-            # Workers learn of a stop in their next call, be it of a server that has nothing to tell them.
+            # Workers get a stop as the answer to their next call, to any server.
             listener.close(self._timeout_s if self.stops else _FAILING_S if self._failure else _PARTING_S)
         if self.error is not None:
             raise self.error
@@ -147,7 +145,7 @@ class Server:
     def execute(self, decisions: Any) -> None:
         """Execute decisions, in their order."""
         for decision in decisions:
-            if self._has_ended:  # what stands behind the end is executed by no server
+            if self._has_ended:  # decisions after the end are executed by no server
                 return
             self._done, self._moved_at = decision.number, math.inf
             answers: Sequence[Tensor] = []
@@ -179,27 +177,27 @@ class Server:
                 self._changed.notify_all()
 
     def _save(self, checkpoints: Checkpoints, decision: Decision) -> None:
-        """Save with the other servers: a server that has failed comes, too, or they would wait for it."""
+        """Save with the other servers. A failed server takes part, too, or they would wait for it."""
         assert decision.saves is not None
         try:
             with self._changed:
                 untrained = dict(self._untrained)
             failure = "" if self.error is None else self._failure
             checkpoints.save(self._shard, decision.saves, untrained, waits=decision.is_last, failure=failure)
-        except SystemExit:  # its own answer to the signal, on all servers
+        except SystemExit:  # the checkpointer's answer to the signal, on all servers
             self.stops = True
         self.stops = self.stops or decision.stops
         if decision.stops and self._roles.server == 0:
             what = (
-                f"saved {checkpoints!r}, from which the run goes on" if self._shard.version else "nothing to save yet"
+                f"saved {checkpoints!r}, from which the run continues" if self._shard.version else "nothing to save yet"
             )
             say(f"evenstep: stop requested; {what}")
 
     def look(self) -> None:
-        """What the first server does by its clock."""
+        """The first server's actions that depend on time."""
         missing = sorted(self._coordinator.expected)
         if missing and time.monotonic() - self._began_at > self._timeout_s:
-            say(f"evenstep: parameter servers: workers {missing} have not come; the others go on without them")
+            say(f"evenstep: parameter servers: workers {missing} have not joined; the others continue without them")
             self._happen(lambda coordinator: coordinator.give_up(missing))
         if self._checkpoints is None or self._has_ended:
             return
@@ -211,7 +209,7 @@ class Server:
 
     @property
     def _is_to_stop(self) -> bool:
-        """Whether this process was asked to stop."""
+        """Whether this process shall stop."""
         return self._checkpoints is not None and self._checkpoints.stop_reason is not None
 
     def _fail(self, failure: str, error: Exception) -> None:
@@ -225,17 +223,18 @@ class Server:
             self._changed.notify_all()
 
     def _name_untrained(self) -> None:
-        """Name what was lost with a worker when all others had ended their loops."""
+        """Print the batches that were lost with a worker after all others had ended their loops."""
         untrained = self._coordinator.untrained
         if untrained:
             named = ", ".join(f"batch {n} of epoch {at[1]} (worker {worker})" for worker, (at, n) in untrained)
             todo = "" if self._checkpoints is None else " Start the same command again: it trains on them."
             say(
-                f"evenstep: parameter servers: not trained on, as their worker was lost after the others had ended: "
+                f"evenstep: parameter servers: not trained on, because their worker was lost after the others had "
+                f"ended:  "
                 f"{named}.{todo}"
             )
 
-    # ------------------------------------------------------------------ what others ask
+    # ------------------------------------------------------------------ calls
 
     def answer(self, rank: int, message: Message) -> Message:
         """Answer a call of a rank."""
@@ -246,9 +245,9 @@ class Server:
         return self._kinds[kind](rank, **head) or Message({})
 
     def lose(self, rank: int) -> None:
-        """A process has gone without having left."""
+        """A process has ended without having left."""
         if self._roles.server != 0:
-            return  # the first server sees it, too, and decides for all
+            return  # the first server notices that, too, and decides for all
         if rank >= self._roles.num_workers:
             self._happen(lambda coordinator: coordinator.fail(f"{self._roles.name_of(rank)} was lost"))
             return
@@ -274,11 +273,11 @@ class Server:
             return [each for number, each in self._decisions.items() if number > after]
 
     def _leads(self, worker: int) -> bool:
-        """Whether a worker's module buffers are those that are saved: that of the lowest number's."""
+        """Whether this worker's module buffers are the saved ones: the lowest worker's are."""
         return self._checkpoints is not None and worker == min(self._coordinator.members, default=worker)
 
     def _decisions_behind(self, rank: int, *, after: int, stops: bool, failure: str) -> Message:
-        """For another server, which says whether it was asked to stop or has failed: what it hasn't executed yet."""
+        """The decisions that another server hasn't executed yet. It reports whether it shall stop or has failed."""
         self._had[rank] = after
         if stops:
             self._stop(rank)
@@ -287,7 +286,7 @@ class Server:
         return Message({"decisions": self._wait_for_decisions(after, _LOOK_EVERY_S * 10)})
 
     def _refusal(self, rank: int) -> Message | None:
-        """What a worker's call is answered with when the run, or its part in it, has ended; None: it hasn't."""
+        """The answer to a worker's call if the run, or the worker's part in it, has ended; else None."""
         if self.stops:
             return Message({"stops": True})
         if self._failure or self._has_ended:
@@ -295,7 +294,7 @@ class Server:
         return Message({"failure": _GIVEN_UP}) if rank in self._gone else None
 
     def _join(self, rank: int) -> Message:
-        """A worker begins: with the tensors of the model that aren't trained."""
+        """A worker joins; the answer has the model's untrained tensors."""
         with self._changed:
             if (refusal := self._refusal(rank)) is not None:
                 return refusal
@@ -303,7 +302,7 @@ class Server:
             return Message({"names": list(self._untrained)}, [each.contiguous() for each in self._untrained.values()])
 
     def _hold(self, rank: int, *, number: int, **pushed: Any) -> None:
-        """Keep what a worker pushes, until it is applied."""
+        """Store a worker's push until it is applied."""
         with self._changed:
             if rank not in self._gone:
                 self._held[rank, number] = self._unpacked(**pushed)
@@ -350,7 +349,7 @@ class Server:
         return self._await(rank, number=number)
 
     def _await(self, rank: int, *, number: int) -> Message:
-        """The parameters, when a worker may go on; "waits": it isn't time yet, ask again."""
+        """The parameters, if a worker may continue; "waits": not yet, ask again."""
         key = (rank, number)
         with self._changed:
             self._changed.wait_for(lambda: key in self._answers or self._refusal(rank) is not None, TURN_S)
@@ -393,7 +392,7 @@ class Server:
         return Message({"staleness": found})
 
     def _stop(self, rank: int) -> None:
-        """Save once more, and end: a process of the run was asked to."""
+        """Save once more, and end, because a process of the run shall stop."""
         with self._changed:
             is_first, self._asked_to_stop = not self._asked_to_stop, True
         if is_first and self._checkpoints is not None:
@@ -401,6 +400,6 @@ class Server:
 
 
 def _batch(values: Any) -> Batch:
-    """A batch that came as JSON."""
+    """A batch, decoded from JSON."""
     (loader, epoch, iteration), number = values
     return (loader, epoch, iteration), number

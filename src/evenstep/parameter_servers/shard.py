@@ -1,4 +1,4 @@
-"""Which server has which parameters, and what it does with its part and its optimizer. No sockets here."""
+"""Which server has which parameters, and a server's own part of them with its optimizer. No sockets here."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Division = list[list[int]]
 
 
 class Pushed(NamedTuple):
-    """What a worker gives a server for a step.
+    """A worker's push to one server, for one step.
 
     Attributes:
-        weight: Sum of its weights, above 0.
+        weight: The sum of the worker's weights, above 0.
         used: Which parameters have a gradient.
         gradients: The worker's mean by weight, packed.
-        rows: The same of rows of embeddings, by table.
+        rows: The gradients of rows of embeddings, by table.
     """
 
     weight: float
@@ -33,11 +33,11 @@ class Pushed(NamedTuple):
 
 
 class Shard:
-    """The parameters of one server. One thread changes them; others look rows up meanwhile.
+    """The parameters of one server. One thread changes them; other threads may look rows up at the same time.
 
     Args:
         parameters: By name: CPU tensors that nobody else changes.
-        optimizer: Of these parameters; None where there are none.
+        optimizer: The optimizer of these parameters; None if there are no parameters.
         scheduler: Sets the optimizer's rate after each update; None: it stays.
         tables: Its shares of tables of embeddings, by name.
 
@@ -55,13 +55,13 @@ class Shard:
         self.parameters, self.optimizer, self.scheduler, self.tables = parameters, optimizer, scheduler, tables
         self.version = 0
         self._rows = threading.Lock()
-        self._packed: tuple[int, list[Tensor]] | None = None  # with the version that it is of
+        self._packed: tuple[int, list[Tensor]] | None = None  # with their version
 
     def __repr__(self) -> str:
         return f"<Shard {len(self.parameters)} parameters, {len(self.tables)} tables, version {self.version}>"
 
     def packed(self) -> list[Tensor]:
-        """The parameters as they are, in memory that doesn't change any more."""
+        """A copy of the present parameters, which isn't changed later."""
         if self._packed is None or self._packed[0] != self.version:
             like = list(self.parameters.values())
             self._packed = self.version, pack(like, like)
@@ -73,10 +73,10 @@ class Shard:
             return self.tables[table].look_up(ids)
 
     def apply(self, pushes: Sequence[Pushed]) -> None:
-        """One step of the optimizer, on the mean by weight of what some workers have pushed.
+        """One step of the optimizer, with the weighted mean of some workers' pushes.
 
         Args:
-            pushes: In the order of their sum; what the first one pushed is changed.
+            pushes: In the order of summation; the first push's tensors are changed in place.
         """
         weight = sum(each.weight for each in pushes)
         parts = [each.weight / weight for each in pushes]
@@ -107,8 +107,8 @@ class Shard:
 def plan_division(sizes: Sequence[int], num_servers: int) -> Division:
     """The parameters of each server: the largest first, each to the server that has the fewest bytes.
 
-    No server has more than the mean and one parameter. Parameters stay whole, because optimizers may look at their
-    shapes.
+    No server has more bytes than the mean plus one parameter. Parameters stay whole, because optimizers may depend on
+    their shapes.
 
     Args:
         sizes: [num_parameters], bytes.
@@ -140,12 +140,12 @@ def pack(like: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> list[Tenso
     for model, tensor in zip(like, tensors, strict=True):
         piece = torch.zeros_like(model) if tensor is None else tensor
         by_dtype.setdefault(model.dtype, []).append(piece.detach().reshape(-1))
-    # `cat` of one tensor copies, too: what is packed must not change while it is sent.
+    # `cat` of one tensor copies, too: packed tensors must not change while they are sent.
     return [torch.cat(pieces).cpu() for pieces in by_dtype.values()]
 
 
 def unpack(like: Sequence[Tensor], packed: Sequence[Tensor]) -> list[Tensor]:
-    """What was packed, as views of `packed` in the shapes of `like`."""
+    """The packed tensors, as views of `packed` in the shapes of `like`."""
     dtypes = list(dict.fromkeys(each.dtype for each in like))
     offsets = dict.fromkeys(dtypes, 0)
     views = []

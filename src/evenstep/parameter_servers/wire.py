@@ -1,27 +1,28 @@
-"""Calls between the processes of a run, over sockets of our own: a client asks, a listener answers.
+"""Calls between the processes of a run, over evenstep's own sockets: a client asks, a listener answers.
 
 [Note: who may connect]
-Processes of one host meet at a Unix socket in a folder of mode 0700, and the kernel says whose process comes. Between
-nodes they meet at a TCP port. On both, each side proves to the other that it has the run's key: an HMAC-SHA256 over two
-fresh random numbers, the run, the attempt, the server and the rank. So a process of an attempt before is a stranger,
-too. A stranger is refused and named, and ends nothing. Nothing is encrypted, and nothing is ever unpickled: a frame is
-a JSON header of bounded length and the raw bytes of the tensors that it describes, at most as many as can be meant.
+Processes of one host meet at a Unix socket in a folder of mode 0700, and the kernel reports the peer's process and
+user. Between nodes they meet at a TCP port. On both, each side proves to the other that it has the run's key: an
+HMAC-SHA256 over two fresh random numbers, the run, the attempt, the server and the rank. So a process of an earlier
+attempt is a stranger, too. A stranger is refused with a message, and the run continues. Nothing is encrypted, and
+nothing is ever unpickled: a frame is a JSON header of bounded length and the raw bytes of the tensors that it
+describes, up to a limit.
 
 [Note: a call is applied once]
-A client numbers its calls and has one in flight. Where its connection breaks it connects again and repeats the call.
-A listener answers a number that it has seen from the answer that it has made, or is making: each call is handled once.
-The client says when it has an answer with tensors. Until then the listener keeps it, and no longer: a copy of the
-parameters for each worker would be kept while the workers compute.
+A client numbers its calls and has one in flight. If its connection breaks, it connects again and repeats the call. For
+a number that it has seen, a listener repeats its answer, or waits for it: each call is handled once. The client
+confirms an answer with tensors. The listener stores the answer only until then: otherwise it would hold a copy of the
+parameters for each worker while the workers compute.
 
 [Note: when a peer is lost]
-The end of a connection is the end of a peer whose process has ended, which one host shows at once. Else the peer has
-`silent_s` to come back: it may only have lost the connection. A client that finds nobody listening has lost its server.
-Between nodes the kernels ask each other whether they are there: a node without power is lost, and a process that is
-busy or stopped isn't. TCP_USER_TIMEOUT can't tell the two apart: it also ends the connection to a process that is
-slow to read, though the kernel there answers. So where bytes are on their way, each turn of a wait looks at when the
-other kernel was last heard of. Waits are counted in such turns: what this process itself has slept through is no
-peer's silence. Children that are forked, as a loader's workers, close their copies of the sockets; else the end would
-never be seen.
+If a connection ends and the peer's process has ended, the peer is lost; on one host that is known at once. Otherwise
+the peer has `silent_s` to connect again: it may only have lost the connection. A client that finds nobody listening has
+lost its server. Between nodes the kernels exchange keepalive probes: a node without power is lost, a busy or stopped
+process isn't. TCP_USER_TIMEOUT can't distinguish the two: it also ends the connection to a process that is slow to
+read, although the kernel there answers. So while bytes are unacknowledged, each turn of a wait checks when the other
+kernel last answered. Waits are counted in such turns, so that a time in which this process itself was stopped doesn't
+count as the peer's silence. Forked children, such as a loader's workers, close their copies of the sockets; else the
+end of a connection would never be seen.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ from evenstep.processes import is_running
 _LENGTH = struct.Struct("!I")
 _HELLO = struct.Struct("!I32s32s")  # the client's rank, its random number and its proof
 _MOST_HEADER_BYTES = 1 << 24
-_NUM_WAITING = 32  # connections that have not proved yet who they are
+_NUM_WAITING = 32  # connections without a proof yet
 _HANDSHAKE_S = 5.0
 _LOOK_EVERY_S = 0.02
 _TURN_S = 1.0  # at most, of a wait
 _SAY_EVERY_S = 1.0
-_LEAST_TRIES = 5  # to connect again, however long this process has slept
+_LEAST_TRIES = 5  # to connect again, even if this process was stopped meanwhile
 _NODE_IS_GONE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH)
 _PEER_IDENTITY = struct.Struct("3i")  # pid, user and group of a Unix socket's other side
 _TCP_INFO = struct.Struct("=3xB20xI28xI")  # unanswered probes, unacknowledged segments, ms since the last answer
@@ -79,7 +80,7 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 class Message(NamedTuple):
-    """What travels.
+    """A message, as sent.
 
     Attributes:
         head: In JSON types.
@@ -95,7 +96,7 @@ class Badge:
     """How a process proves that it belongs to a run.
 
     Attributes:
-        key: Secret of the run; empty between processes of one host.
+        key: The run's secret; empty between processes of one host.
         run: The run, the attempt and the server's role.
     """
 
@@ -103,26 +104,26 @@ class Badge:
     run: str
 
     def proof(self, side: str, rank: int, numbers: bytes) -> bytes:
-        """Of one side ("client", "server") of a connection, over both random numbers; 32 bytes."""
+        """The proof of one side ("client", "server") of a connection, over both random numbers; 32 bytes."""
         return hmac.digest(self.key, f"{side} {rank} {self.run} ".encode() + numbers, hashlib.sha256)
 
 
 class Listener:
-    """Answers the calls of a run's other processes. A thread for each connection.
+    """Answers the calls of a run's other processes, with a thread for each connection.
 
     Args:
         where: A folder for a Unix socket; or the address of this host at which to listen.
-        badge: See there.
-        answer: Called with a rank and its call, in a thread; returns the answer. What it raises is answered as "error".
-        lost: Called with a rank, in a thread, when it is lost without having closed its connection.
-        most_bytes: Of the tensors of one call.
+        badge: Its proof.
+        answer: Called with a rank and its call, in a thread; returns the answer. An exception is answered as "error".
+        lost: Called with a rank, in a thread, if the rank is lost without having closed its connection.
+        most_bytes: The limit for the tensors of one call.
         silent_s: See [Note: when a peer is lost].
 
     Attributes:
         address: For `Client`.
 
     Raises:
-        OSError: It can't listen there.
+        OSError: It can't listen at `where`.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class Listener:
         return f"<Listener {self.address}, {len(self._peers)} peers>"
 
     def close(self, patience_s: float) -> None:
-        """Wait until all peers have left or are lost, for so long at most; then end all connections."""
+        """Wait until all peers have left or are lost, or for the given time; then end all connections."""
         deadline = time.monotonic() + patience_s
         while any(each.connection is not None for each in list(self._peers.values())) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S / 10)
@@ -189,7 +190,7 @@ class Listener:
             except (
                 OSError,
                 RuntimeError,
-            ) as error:  # closed; or no descriptor or thread is left but those of strangers
+            ) as error:  # closed; or strangers use all descriptors or threads
                 if isinstance(error, RuntimeError):
                     connection.close()
                 self._make_room(0)
@@ -201,7 +202,7 @@ class Listener:
                 _end(self._waiting.popleft())
 
     def _attend(self, connection: socket.socket, address: Any) -> None:
-        with connection:  # closed by this thread alone: another's may have the same number by then
+        with connection:  # only this thread closes it: a closed descriptor's number may be in use again
             try:
                 line = Line(connection, self._silent_s)
                 rank = self._admit(line)
@@ -225,7 +226,7 @@ class Listener:
                 self._lost(rank)
 
     def _answer_all(self, rank: int, peer: _Peer, line: Line) -> OSError | None:
-        """Answer the calls of a connection; returns what has ended it, None: the peer has left."""
+        """Answer the calls of a connection; returns the error that ended it, or None if the peer has left."""
         try:
             while self._answer_next(rank, peer, line):
                 pass
@@ -236,7 +237,7 @@ class Listener:
             _end(line.socket)
 
     def _answer_next(self, rank: int, peer: _Peer, line: Line) -> bool:
-        """Answer the next call of a connection, of which nothing is kept here; False: the peer has left."""
+        """Answer the next call of a connection; False: the peer has left. No reference to the call is left here."""
         message = line.receive(self._most_bytes, None)
         kind = message.head["kind"]
         if kind == "had":
@@ -247,10 +248,10 @@ class Listener:
         return kind != "bye"  # type: ignore[no-any-return]
 
     def _admit(self, line: Line) -> int:
-        """The rank of whoever connects, once it has proved that it is one.
+        """The rank of a new connection, after its proof.
 
         Raises:
-            OSError: It hasn't.
+            OSError: The proof is wrong or missing.
         """
         if line.socket.family == socket.AF_UNIX and _identity(line.socket)[1] != os.getuid():
             raise PermissionError(errno.EPERM, "another user's")
@@ -275,7 +276,7 @@ class Listener:
         """[Note: a call is applied once]."""
         number = message.head.pop("call")
         with self._lock:
-            is_new = number > peer.number  # an older one comes from a connection that was cut, and nobody waits for it
+            is_new = number > peer.number  # an older one comes from a broken connection; nobody waits for it
             if is_new:
                 peer.number, peer.answer = number, Future()
             answer = peer.answer
@@ -287,7 +288,10 @@ class Listener:
         return answer.result()
 
     def _comes_back(self, peer: _Peer, connection: socket.socket, end: OSError) -> bool:
-        """Whether a peer connects again in time, or nobody waits for it; see [Note: when a peer is lost]."""
+        """Whether a lost connection can be ignored: the peer connects again in time, or nobody waits for it.
+
+        See [Note: when a peer is lost].
+        """
         for _ in range(0 if end.errno in _NODE_IS_GONE else int(self._silent_s / _LOOK_EVERY_S)):
             if peer.connection is not connection or self._is_closed:
                 return True
@@ -299,15 +303,18 @@ class Listener:
 
 @dataclass
 class _Peer:
-    """What a listener knows of a rank."""
+    """A listener's record of a rank."""
 
     connection: socket.socket | None = None  # None: it has left, or is lost
-    pid: int = 0  # 0: it can't be seen from here
-    number: int = 0  # of its newest call
+    pid: int = 0  # 0: it isn't visible from this host
+    number: int = 0  # the number of its newest call
     answer: Future[Message] = field(default_factory=Future)
 
     def forget(self, number: int) -> None:
-        """It has the answer to a call, and won't repeat it; what comes late from a broken connection gets nothing."""
+        """Drop an answer: the rank has received it and won't repeat the call.
+
+        A late repetition from a broken connection gets no answer.
+        """
         if number == self.number:
             self.answer = Future()
             self.answer.set_result(Message({}))
@@ -321,13 +328,13 @@ class Client:
         badge: The same as the listener's.
         rank: This process's.
         who: This process, for messages.
-        server: The listener's, for messages.
+        server: The listener, for messages.
         timeout_s: How long an answer may take.
         silent_s: See [Note: when a peer is lost].
         most_bytes: Of the tensors of one message.
 
     Raises:
-        PeerLostError: Nobody listens there, it isn't who it should be, or doesn't let this process in.
+        PeerLostError: Nobody listens there, the listener is another process, or it refuses this one.
     """
 
     def __init__(
@@ -348,75 +355,75 @@ class Client:
         self._call = Message({})
         self._answer: Future[Message] | None = None  # of the call in flight
         self._is_sent = True
-        self._error: EvenstepError | None = None  # with which it has given up
+        self._error: EvenstepError | None = None  # the error after which it gave up
         self._line = self._reach()
 
     def __repr__(self) -> str:
         return f"<Client of {self.server} at {self._address}, {self._number} calls>"
 
     def start(self, kind: str, tensors: Sequence[Tensor] = (), **head: Any) -> Callable[[], Message]:
-        """Send a call. An earlier one that nobody has waited for is waited for first.
+        """Send a call, after the answer to an earlier call has arrived.
 
         Args:
-            kind: Of the call.
-            tensors: Nobody may write to them until the answer has come.
-            head: More of the call, in JSON types.
+            kind: The kind of call.
+            tensors: Must not be changed until the answer has arrived.
+            head: Further fields of the call, in JSON types.
 
         Returns:
-            What waits for the answer. It raises PeerLostError where the server is lost, and CollectiveTimeoutError
-            where it doesn't answer in time.
+            A function that waits for the answer. It raises PeerLostError if the server is lost, and
+            CollectiveTimeoutError if it doesn't answer in time.
 
         Raises:
-            UsageError: More than a message may have.
-            EvenstepError: As what waits for the answer; or an earlier call has ended so.
+            UsageError: The tensors are larger than a message may be.
+            EvenstepError: As the returned function does; or an earlier call has failed.
         """
         if self._error is not None:
             raise self._error
         num_bytes = sum(each.numel() * each.element_size() for each in tensors)
         if num_bytes > self._most_bytes:
             raise UsageError(
-                f"{self._who}: tensors of {num_bytes:,} bytes for {self.server}, where the model as it began has "
+                f"{self._who}: tensors of {num_bytes:,} bytes for {self.server}, but the model at the start had "
                 f"{self._most_bytes:,}. Module buffers must keep their sizes."
             )
-        self._settle()
+        self._finish_call()
         self._number += 1
         answer: Future[Message] = Future()
         self._call, self._answer = Message({"kind": kind, "call": self._number, **head}, tensors), answer
         self._is_sent = False
-        self._settle(receives=False)
+        self._finish_call(receives=False)
 
         def finish() -> Message:
             if not answer.done():
-                self._settle()
+                self._finish_call()
             return answer.result()
 
         return finish
 
     def call(self, kind: str, tensors: Sequence[Tensor] = (), **head: Any) -> Message:
-        """`start`, and wait."""
+        """`start`, and wait for the answer."""
         return self.start(kind, tensors, **head)()
 
     def close(self) -> None:
-        """Leave in good order; nobody is lost."""
+        """Leave in good order, so that the listener doesn't report a loss."""
         with contextlib.suppress(OSError):
             self._line.send(Message({"kind": "bye"}), _TURN_S)
         self._line.close()
 
-    def _settle(self, *, receives: bool = True) -> None:
+    def _finish_call(self, *, receives: bool = True) -> None:
         """Send the call in flight, and receive its answer.
 
-        What ends in the middle of a frame, be it by an exception of a signal's, is sent again as a whole.
+        If a transfer ends inside a frame, even by a signal handler's exception, the whole frame is sent again.
 
         Raises:
-            PeerLostError: The server has gone.
-            CollectiveTimeoutError: It takes too long.
+            PeerLostError: The server has ended.
+            CollectiveTimeoutError: The answer takes too long.
         """
         while (answer := self._answer) is not None and (receives or not self._is_sent):
             try:
                 if self._is_sent:
                     message = self._line.receive(self._most_bytes, self._timeout_s)
                     answer.set_result(message)
-                    self._answer, self._call = None, Message({})  # nothing of it is kept
+                    self._answer, self._call = None, Message({})  # references are dropped
                     if message.tensors:
                         self._line.send(Message({"kind": "had", "call": self._number}), self._timeout_s)
                 else:
@@ -430,7 +437,7 @@ class Client:
                 self._begin_again(error)
 
     def _begin_again(self, error: OSError) -> None:
-        """Connect again where that can help."""
+        """Connect again, if that can help."""
         try:
             if isinstance(error, TimeoutError) and error.errno is None:
                 raise CollectiveTimeoutError(
@@ -444,7 +451,7 @@ class Client:
             raise
 
     def _reach(self) -> Line:
-        """Connect; again for `silent_s`, unless nobody listens."""
+        """Connect. Repeat that for `silent_s`, unless nobody listens."""
         for _ in range(_LEAST_TRIES + int(self._silent_s / _LOOK_EVERY_S)):
             try:
                 return self._connect()
@@ -461,7 +468,7 @@ class Client:
         """A connection to the server.
 
         Raises:
-            OSError: There is none. TimeoutError: Its node, or it, doesn't answer.
+            OSError: It can't be reached. TimeoutError: Its node, or the server, doesn't answer.
         """
         if self._address.startswith("unix:"):
             made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -491,13 +498,13 @@ class Client:
 
     def _lost(self, error: OSError) -> PeerLostError:
         return PeerLostError(
-            f"{self._who} lost {self.server} ({error.strerror or error}). Its parameters are gone; what it says "
-            f"itself, or its launcher, tells why."
+            f"{self._who} lost {self.server} ({error.strerror or error}). Its parameters are gone. Its output, or its "
+            f"launcher's, says why."
         )
 
 
 class Line:
-    """A connection: frames there and back, for as long as the other process's node is there.
+    """A connection that sends and receives frames as long as the other process's node answers.
 
     Args:
         connected: A socket.
@@ -526,8 +533,8 @@ class Line:
         """Send a message; the kernel has it when this returns.
 
         Args:
-            message: It.
-            patience_s: How long its head, and each of its tensors, may take; None: for ever.
+            message: The message.
+            patience_s: The time limit for its head, and for each of its tensors; None: no limit.
 
         Raises:
             OSError: The connection has ended. TimeoutError without a number: it took too long.
@@ -542,11 +549,11 @@ class Line:
         """Receive a message.
 
         Args:
-            most_bytes: Of its tensors.
+            most_bytes: The limit for its tensors.
             patience_s: As in `send`.
 
         Raises:
-            OSError: As in `send`. With EBADMSG: what comes is no message.
+            OSError: As in `send`. With EBADMSG: the bytes aren't a message.
         """
         (length,) = _LENGTH.unpack(self.read(_LENGTH.size, patience_s))
         if length > _MOST_HEADER_BYTES:
@@ -556,9 +563,9 @@ class Line:
             described = [(getattr(torch, dtype), tuple(map(int, shape))) for dtype, shape in head.pop("tensors")]
             sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in described]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise OSError(errno.EBADMSG, f"a header that is none: {error}") from None
+            raise OSError(errno.EBADMSG, f"a malformed header: {error}") from None
         if sum(sizes) > most_bytes or any(each < 0 for _, shape in described for each in shape):
-            raise OSError(errno.EBADMSG, f"tensors of {sum(sizes):,} bytes, and at most {most_bytes:,} can be meant")
+            raise OSError(errno.EBADMSG, f"tensors of {sum(sizes):,} bytes, above the limit of {most_bytes:,}")
         tensors = [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape in described]
         for each in tensors:
             self._move(self.socket.recv_into, _bytes_of(each), patience_s)
@@ -596,7 +603,7 @@ class Line:
                 raise TimeoutError("timed out")
 
     def _node_is_silent(self) -> bool:
-        """Whether the other kernel owes an answer for `silent_s`."""
+        """Whether the other kernel has owed an answer for `silent_s`."""
         if self.socket.family == socket.AF_UNIX:
             return False
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
@@ -611,7 +618,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _identity(connection: socket.socket) -> tuple[int, int]:
-    """(pid, user) of a Unix socket's other side; (0, 0) of another."""
+    """(pid, user) of a Unix socket's other side; (0, 0) for other sockets."""
     if connection.family != socket.AF_UNIX:
         return 0, 0
     pid, user, _ = _PEER_IDENTITY.unpack(
@@ -622,7 +629,7 @@ def _identity(connection: socket.socket) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _reached(folder: Path) -> Any:
-    """A short path to a folder: a socket's has at most 107 bytes, and temporary directories may have longer ones."""
+    """A short path to a folder: a socket's path has at most 107 bytes, a temporary directory's may have more."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}"
@@ -631,6 +638,6 @@ def _reached(folder: Path) -> Any:
 
 
 def _end(connection: socket.socket) -> None:
-    """End a connection, also where another thread waits in it, which closes it then."""
+    """End a connection. If another thread waits in it, that thread closes it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -17,7 +17,7 @@ from evenstep.parameter_servers.wire import Client, Message
 
 
 class Direct:
-    """Calls the server of this process, as `Client` does others."""
+    """Calls the server in this process; `Client` calls the others."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -44,14 +44,14 @@ class Servers:
     """All servers, as a worker sees them. Not for several threads at once.
 
     Args:
-        clients: One for each; the first decides.
+        clients: One for each server; the first server decides.
         roles: This worker's.
         timeout_s: For messages.
 
     Attributes:
         who: This worker, for people.
-        num_pushes: That it has made.
-        begun: Batches that its loop has had since the last backward pass.
+        num_pushes: The number of its pushes.
+        begun: Batches that its loop received since the last backward pass.
         used: Batches whose gradients the next push has.
     """
 
@@ -63,7 +63,7 @@ class Servers:
         self.used: list[Batch] = []
 
     def push(self, parts: Sequence[Message] | None, **head: Any) -> list[Message]:
-        """End a step; returns each server's answer, when this worker may go on.
+        """End a step. Returns each server's answer as soon as this worker may continue.
 
         Args:
             parts: For each server the fields of `Pushed`, with packed gradients, then ids and gradients of rows; None:
@@ -77,7 +77,7 @@ class Servers:
             client.start("hold", part.tensors, number=self.num_pushes, **part.head)
             for client, part in zip(self._clients[1:], others, strict=False)
         ]
-        for server, finish in enumerate(kept, start=1):  # all others have it then: see [Note: one order of updates]
+        for server, finish in enumerate(kept, start=1):  # the first server comes last: see [Note: one order of updates]
             self._checked(server, finish())
         tensors = [*first.tensors, *head.pop("buffer_values")]
         return self._release("step", self.num_pushes, tensors, batches=batches, **first.head, **head)
@@ -88,11 +88,11 @@ class Servers:
         return self._release("pull", -self._num_pulls)
 
     def leave(self, failure: str) -> list[Message]:
-        """Tell the servers that this worker has ended; waits until all have, and returns the last parameters."""
+        """Report that this worker has ended; wait until all have, and return the last parameters."""
         return self._release("leave", self.num_pushes + 1, failure=failure)
 
     def look_up(self, table: str, ids: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Ask for rows of a table, for each server some ids; returns what waits for them."""
+        """Request rows of a table: some ids for each server. Returns a function that waits for the rows."""
         calls = [
             client.start("lookup", [each], table=table) if len(each) else None
             for client, each in zip(self._clients, ids, strict=True)
@@ -108,11 +108,11 @@ class Servers:
         return finish
 
     def give_back(self, batches: Sequence[Batch]) -> None:
-        """A loop was left: others take what it has taken, but for batches whose gradients wait for a step."""
+        """The loop was left: return its batches to the queue, except those whose gradients wait for a step."""
         self.begun = [each for each in self.begun if each not in batches]
         given = [each for each in batches if each not in self.used]
         if given and self._clients:
-            with contextlib.suppress(EvenstepError, SystemExit):  # what has ended the loop is told by it
+            with contextlib.suppress(EvenstepError, SystemExit):  # the error that ended the loop is raised instead
                 self.first("give_back", batches=given)
 
     def first(self, kind: str, **head: Any) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Servers:
         return self._checked(0, self._clients[0].call(kind, **head)).head
 
     def join(self) -> dict[str, Tensor]:
-        """Begin; returns tensors of the model that aren't trained, by name, as they are on the first server."""
+        """Join the run; returns the model's untrained tensors by name, from the first server."""
         message = self._checked(0, self._clients[0].call("join"))
         return dict(zip(message.head["names"], message.tensors, strict=True))
 
@@ -143,13 +143,13 @@ class Servers:
         return answers
 
     def _checked(self, server: int, answer: Message) -> Message:
-        """The answer of a server, if it is no failure.
+        """The answer of a server, unless it reports a failure.
 
         Raises:
-            PeerLostError: The run can't go on.
-            CollectiveTimeoutError: Other workers have not come in time.
+            PeerLostError: The run can't continue.
+            CollectiveTimeoutError: Other workers are late.
             SystemExit: With status 75: a stop was requested, and the run has been saved.
-            EvenstepError: A server has failed in it.
+            EvenstepError: A server failed while it handled the call.
         """
         head, name = answer.head, self._roles.name_of_server(server)
         if head.get("stops"):

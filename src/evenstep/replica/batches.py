@@ -1,4 +1,4 @@
-"""Batches as pytrees of tensors: splitting one, the dummy batch in place of an empty one, and who watches inputs."""
+"""Batches as pytrees of tensors: splitting, the dummy batch in place of an empty one, and watchers of inputs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _MIN_ROWS = 2
 
 
 class InputWatcher(Protocol):
-    """Sees what wrapped models are given for training."""
+    """Is called with the training inputs of wrapped models."""
 
     def see(self, inputs: Any) -> None:
         """Called with the pytree of a model's arguments, before a forward pass in grad mode."""
 
 
-# Empty in most steps: a wrapped model leaves its short way as long as there is one.
+# Empty in most steps: wrapped models don't take their fast path while there is a watcher.
 input_watchers: WeakSet[InputWatcher] = WeakSet()
 
 
 def show_inputs(inputs: Any) -> None:
-    """Have the watchers see a pytree of arguments, unless gradients are off: that is evaluation."""
+    """Call the watchers with a pytree of arguments, unless gradients are off, as in evaluation."""
     if input_watchers and torch.is_grad_enabled():
         for watcher in list(input_watchers):
             watcher.see(inputs)
@@ -38,7 +38,8 @@ def show_inputs(inputs: Any) -> None:
 def is_empty_batch(batch: Any, dim: int = 0) -> bool:
     """Whether a batch has no sample: there are tensors with a batch dimension, and all of them have length 0 there.
 
-    One that is longer may be a batch beside an empty one, such as the texts of samples of which none has an image.
+    One longer tensor is enough for samples: a batch may contain an empty tensor, such as the images of samples that
+    only have texts.
     """
     lengths = {leaf.shape[dim] for leaf in pytree.tree_leaves(batch) if has_rows(leaf, dim)}
     return lengths == {0}
@@ -48,12 +49,14 @@ def split(batch: Any, num_parts: int, dim: int = 0) -> list[Any]:
     """Divide a batch into parts that differ by at most one sample. Pure.
 
     Args:
-        batch: A pytree of tensors with n samples along `dim`; tensors that lack it and other values go into every part.
-        num_parts: How many parts; fewer come back when there are fewer samples, none for none.
+        batch: A pytree of tensors with n samples along `dim`. Tensors without that dimension and other values go into
+            every part.
+        num_parts: How many parts; there are fewer if there are fewer samples, and none if there are none.
         dim: The batch dimension.
 
     Raises:
-        ConfigurationError: Not a positive number of parts, no tensor, or tensors of different lengths.
+        ConfigurationError: The number of parts isn't positive, or the batch has no tensor or tensors of different
+            lengths.
     """
     if not isinstance(num_parts, int) or isinstance(num_parts, bool) or num_parts < 1:
         raise ConfigurationError(f"microbatches: n={num_parts!r}; a whole number of at least 1.")
@@ -68,7 +71,7 @@ def split(batch: Any, num_parts: int, dim: int = 0) -> list[Any]:
 
 
 def rows_of(batch: Any, dim: int) -> tuple[list[tuple[Any, bool]], Any, int]:
-    """What a batch can be divided by: (leaves, each with whether it has rows; structure; number of samples). Pure.
+    """Flatten a batch: (leaves, each with whether it has rows; structure; number of samples). Pure.
 
     Raises:
         ConfigurationError: No tensor, or tensors of different lengths.
@@ -79,18 +82,19 @@ def rows_of(batch: Any, dim: int) -> tuple[list[tuple[Any, bool]], Any, int]:
         which = "first dimension" if dim == 0 else f"dimension {dim}"
         found = f"tensors of lengths {sorted(lengths)}" if lengths else f"no tensor with a {which}"
         raise ConfigurationError(
-            f"A batch can't be divided: it has {found}. It is divided along the {which}, which counts its samples: "
-            f"pass a tensor, or a list, tuple or dictionary of tensors with as many. A 0-dim one goes into every part."
+            f"A batch can't be divided: it has {found}. It is divided along the {which}, whose length is the number of "
+            f"samples. Pass a tensor, or a list, tuple or dictionary of tensors with the same length there. A 0-dim "
+            f"tensor goes into every part."
         )
     return [(leaf, has_rows(leaf, dim)) for leaf in leaves], structure, lengths.pop()
 
 
 def pad_parts(parts: Sequence[Any], most: int, batch: Any, dim: int = 0) -> list[Any]:
-    """As many parts as the rank has that has most of them; the empty ones come first. Pure.
+    """Add empty parts in front, up to the number of parts of the rank with the most. Pure.
 
     Args:
-        parts: What this rank's share was divided into.
-        most: That number.
+        parts: The parts of this rank's share.
+        most: The largest number of parts of a rank.
         batch: The share, for its structure.
         dim: The batch dimension.
     """
@@ -105,21 +109,22 @@ def pad_parts(parts: Sequence[Any], most: int, batch: Any, dim: int = 0) -> list
 class DummyBatch:
     """The batch that a module runs on when this rank's share is empty: one remembered sample, repeated.
 
-    Without a sample, if the very first batch is empty, it is zeros of the right shape.
+    If the very first batch is empty there is no sample, and the dummy batch consists of zeros of the right shape.
 
     [Note: outputs of a dummy batch]
 
-    Outputs are cut to length 0 where they depend on the number of rows, so that a criterion takes them beside empty
-    targets. A model may flatten them ([n * tokens, classes]), or return what has nothing to do with rows (a table of
-    biases). So a dummy batch never has as many rows as the batch that its sample is of: an output that is as long in
-    every dimension as it was then doesn't depend on rows, and is left as it is. Where the outputs of then aren't known,
-    or the inputs differed in length, an output is cut if its batch dimension is a multiple of the number of rows.
+    Outputs that depend on the number of rows are cut to length 0, so that a criterion accepts them with empty targets.
+    A model may flatten its outputs ([n * tokens, classes]), or return tensors that have nothing to do with rows (a
+    table of biases). So a dummy batch never has as many rows as the batch from which its sample was taken. An output
+    with the same shape for both batches doesn't depend on rows, and isn't cut. If the outputs of that earlier batch
+    aren't known, or its inputs differed in length, an output is cut if its batch dimension is a multiple of the number
+    of rows.
 
     Args:
         dim: The batch dimension.
 
     Attributes:
-        has_sample: One has been remembered.
+        has_sample: A sample has been remembered.
     """
 
     def __init__(self, dim: int = 0) -> None:
@@ -140,13 +145,13 @@ class DummyBatch:
             for leaf in leaves
         ]
         lengths = {leaf.shape[self._dim] for leaf in leaves if has_rows(leaf, self._dim)}
-        # Of different lengths two may be as long together as two dummies.
+        # If lengths differ, two samples together may be as long as two dummies.
         self._is_comparable = len(lengths) == 1
         self._num_rows = _MIN_ROWS + (lengths == {_MIN_ROWS})
         self.has_sample = True
 
     def remember_outputs(self, outputs: Any) -> None:
-        """Keep the shapes of what the module returned for the batch that was remembered."""
+        """Remember the shapes of the module's outputs for the batch from which the sample was taken."""
         if self._is_comparable:
             self._output_shapes = _shapes(outputs)
 
@@ -167,11 +172,11 @@ class DummyBatch:
             shape = list(empty.shape)
             shape[self._dim] = self._num_rows
             rows = torch.zeros(shape, dtype=empty.dtype, device=empty.device)
-        # What made the empty tensor may be wrapped, too: its pass has to come on this rank as on the others.
+        # The empty tensor may be the output of another wrapped model, whose backward pass must run on this rank, too.
         return rows + empty.sum() if empty.requires_grad else rows
 
     def empty_outputs(self, outputs: Any) -> Any:
-        """Views of the outputs of the dummy batch, without rows and still part of the graph; see the note."""
+        """Views of the dummy batch's outputs, without rows but still in the graph; see the note."""
         shapes = _shapes(outputs)
         known = self._output_shapes if list(map(len, self._output_shapes)) == list(map(len, shapes)) else None
         before = iter(shapes if known is None else known)
@@ -184,17 +189,18 @@ class DummyBatch:
                 found = [dim for dim in dims[:1] if has_rows(output, self._dim) and not then[dim] % self._num_rows]
             else:
                 found = [dim for dim in dims if output.shape[dim] != then[dim]]
-            # A view also of what is left as it is: hooks are put on it, and it may be an output of somebody else's.
+            # A view even of an output that isn't cut: hooks are put on it, and it may be another wrapped model's
+            # output, too.
             return output.narrow(found[0], 0, 0) if found else output.view_as(output)
 
         return pytree.tree_map_only(Tensor, cut, outputs)
 
 
 def _shapes(outputs: Any) -> list[tuple[int, ...]]:
-    """Of all tensors of a pytree."""
+    """The shapes of all tensors of a pytree."""
     return [tuple(leaf.shape) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 def has_rows(leaf: Any, dim: int) -> bool:
-    """Whether this is a tensor with a batch dimension: what isn't goes into every part."""
+    """Whether this is a tensor with a batch dimension. Other values go into every part."""
     return isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim()

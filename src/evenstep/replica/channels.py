@@ -5,14 +5,15 @@ ranks, and never with a bucket, which travels earlier on one rank and later on a
 
 [Note: several wrapped models]
 
-A loss may go through two of them (a GAN, an encoder and a decoder). A rank that has samples sends the buckets of both
-while autograd runs, in the order in which they fill; a rank whose share is empty sends first all of the one, then all
-of the other, when their passes end. And two models may be trained in two threads, whose calls have no common order at
-all. So each wrapped model has a transport of its own for all that its passes and its optimizer's steps send, messages
-included (`Trained.control`), and one for its SyncBatchNorms if it has some; nothing of a step goes over the world's
-`control`. The first model has the world's transport, and a program with one model makes no other.
+A loss may go through two wrapped models (a GAN, an encoder and a decoder). A rank that has samples sends the buckets of
+both while autograd runs, in the order in which they fill; a rank whose share is empty sends first all buckets of one
+model, then all of the other, when their passes end. And two models may be trained in two threads, whose calls have no
+common order at all. So each wrapped model has its own transport for everything that its passes and its optimizer's
+steps send, including messages (`Trained.control`), and another one for its SyncBatchNorms if it has any. Steps send
+nothing over the world's `control`. The first model has the world's transport, and a program with one model makes no
+other.
 
-Models find their transports by the order in which they are wrapped, so that has to be the same on all ranks: one
+Models get their transports in the order in which they are wrapped, so that order has to be the same on all ranks: one
 thread wraps them all (`validate_thread`).
 """
 
@@ -38,15 +39,15 @@ _open: weakref.WeakKeyDictionary[World, dict[tuple[str, torch.device], Transport
 def channel(
     world: World, purpose: str, device: torch.device, process_group: dist.ProcessGroup | None = None
 ) -> Transport:
-    """Return the transport of one purpose and device, whose calls mix with no others.
+    """Return the transport of one purpose and device, which carries no other calls.
 
-    Collective the first time, over the ranks of the group: they open new channels in the same order. There is one per
-    device, because autograd has a thread per device, and their calls have no common order.
+    Collective the first time, over the ranks of the group: all of them open new channels in the same order. There is
+    one per device, because autograd has a thread per device, and the threads' calls have no common order.
 
     Args:
-        world: The ranks; the transport is closed with it.
+        world: The ranks; the transport is closed with the world.
         purpose: A name, the same on all ranks.
-        device: Where the tensors are.
+        device: The tensors' device.
         process_group: Some ranks of the world; None: all.
 
     Raises:
@@ -61,24 +62,24 @@ def channel(
 
 
 def _split_for(members: World, device: torch.device) -> Transport:
-    """Collective: one more transport for tensors on a device, which is closed with its world."""
+    """Collective: make one more transport for tensors on a device. It is closed with its world."""
     made = (members.transport if device.type == members.device.type else members.control).split()
     members.channels.append(made)
     return made
 
 
 class _Pool:
-    """Transports of a world for one purpose and device: an owner has one for itself, and the next owner has it then.
+    """Transports of a world for one purpose and device. One owner uses a transport at a time; a later owner reuses it.
 
     [Note: calls that not all ranks made]
-    A loader's look at its data may have been sent by one rank alone, which has taken a first batch to show it. The next
-    owner's calls would meet that one, as if they belonged together. So a transport over which ranks have made unequally
-    many calls is used no more.
+    A rank that draws one batch to show it makes the loader's comparison of data on that rank alone. The next owner's
+    first call would be matched with that call by mistake. So a transport over which ranks have made different numbers
+    of calls isn't used any more.
 
     Args:
         world: The ranks.
-        device: Where the tensors are.
-        first: Number 0; None: it is made, too.
+        device: The tensors' device.
+        first: Transport number 0; None: it is made when needed, as the others are.
     """
 
     def __init__(self, world: World, device: torch.device, first: Transport | None = None) -> None:
@@ -88,12 +89,15 @@ class _Pool:
         self._busy: set[int] = set()
 
     def take(self, owner: object) -> Transport:
-        """Collective: the first that is free on every rank, until the owner is gone on this one."""
+        """Collective: the first transport that is free on every rank.
+
+        The owner has it until the owner is collected here.
+        """
         world = self._world()
         assert world is not None
         number = self._first_free(world)
         if number == len(self._made):
-            gc.collect()  # a wrapped model is full of cycles: what looks alive may have been left long ago
+            gc.collect()  # wrapped models contain reference cycles: an unused one may not be collected yet
             number = self._first_free(world)
         if number == len(self._made):
             self._made.append(_split_for(world, self._device))
@@ -118,8 +122,8 @@ def bucket_transport(world: World, owner: object) -> Transport:
     Collective: every rank calls this, for its replica of the same model.
 
     Args:
-        world: Whose ranks.
-        owner: Keeps the transport for itself as long as it lives.
+        world: The ranks.
+        owner: Has the transport for itself as long as it lives.
     """
     if world.world_size == 1:
         return world.transport
@@ -130,14 +134,14 @@ def bucket_transport(world: World, owner: object) -> Transport:
 def channel_of(
     owner: object, world: World, purpose: str, device: torch.device, process_group: dist.ProcessGroup | None = None
 ) -> Transport:
-    """As `channel`, for one owner alone as long as it lives. Collective, every time.
+    """As `channel`, for a single owner as long as it lives. Collective every time.
 
     Args:
-        owner: Such as the SyncBatchNorms of one model.
-        world: As in `channel`, with all that follows.
-        purpose: See there.
-        device: See there.
-        process_group: See there.
+        owner: The owner, such as the SyncBatchNorms of one model.
+        world: As in `channel`.
+        purpose: As in `channel`.
+        device: As in `channel`.
+        process_group: As in `channel`.
     """
     members = world.of_group(process_group)
     pools = _pools.setdefault(members, {})
@@ -146,14 +150,15 @@ def channel_of(
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks that have the same parts of a model, as `LocalSGD` needs them, which averages parameters over them.
+    """The ranks that have the same parts of a model. `LocalSGD` averages parameters over them.
 
     Attributes:
         everybody: All ranks that have parts of the model.
         control: Carries messages between all of them, in order with the model's passes.
-        transport: Carries parameters between those that have the same parts as this one.
-        number: Of this rank's replica of the model.
-        mesh: Of all ranks, if each replica is divided over its dimension "shard"; None: each rank has a replica.
+        transport: Carries parameters between the ranks that have the same parts as this one.
+        number: Number of this rank's replica of the model.
+        mesh: The mesh of all ranks, if each replica is divided over its dimension "shard"; None: each rank has a whole
+            replica.
     """
 
     everybody: World
@@ -172,8 +177,8 @@ def validate_thread(world: World, model: object) -> None:
     """Raise if another thread, which still runs, has wrapped models: see [Note: several wrapped models]. Local.
 
     Args:
-        world: Of the model that is to be wrapped.
-        model: The model; those that are alive count.
+        world: The world of the model that is to be wrapped.
+        model: The new wrapper.
 
     Raises:
         UsageError: There is such a thread. Nothing was sent.
@@ -182,13 +187,13 @@ def validate_thread(world: World, model: object) -> None:
         return
     thread, models = threading.current_thread(), _wrapped_by.setdefault(world, weakref.WeakKeyDictionary())
     if _others(models, thread):
-        gc.collect()  # a wrapped model is full of cycles: what looks alive may have been left long ago
+        gc.collect()  # wrapped models contain reference cycles: an unused one may not be collected yet
     for other in _others(models, thread):
         raise UsageError(
             f"DistributedDataParallel on rank {world.rank}: a model is being wrapped in thread {thread.name!r}, and "
-            f"thread {other.name!r} has wrapped one. Ranks find each other's models by the order in which they are "
-            f"wrapped, which isn't the same for two threads on all ranks. Wrap all models in one thread, before the "
-            f"others start; then each of them may be used in a thread of its own."
+            f"thread {other.name!r} has wrapped one. Ranks match models by the order in which they are wrapped, and "
+            f"with two threads that order can differ between ranks. Wrap all models in one thread before you start the "
+            f"others; then each model may be used in a thread of its own."
         )
     models[model] = weakref.ref(thread)
 

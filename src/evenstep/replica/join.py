@@ -2,20 +2,21 @@
 
 [Note: counting active ranks]
 
-torch's `Join` counts the ranks that are still in their loop: ranks that have left it call a collective again and again,
-and each active rank calls it once per step. torch's class does so at forward. This one does so right before the first
-collective of a window's end, so that forward passes without a reduction (accumulation, evaluation) need no counterpart.
-A rank that has left takes part in each window's end as one with an empty share does, with weight zero.
+torch's `Join` counts the ranks that are still in their loop: a rank that has left its loop calls a collective again and
+again, and each active rank calls it once per step. torch's class does so at forward. This class does so right before
+the first collective of a window's end, so that forward passes without a reduction (accumulation, evaluation) need no
+counterpart. A rank that has left takes part in each window's end like a rank with an empty share, with weight zero.
 
 [Note: several joinables]
 
-`Join([a, b])` has the ranks that have left run a's hook and then b's, once per step, and only a is counted. Whether a's
-window ends first depends on the program, and even on whether it calls `loss.backward()` or `model.backward`. So with
-several of our models each active rank names, at the end of every window, the model whose window it is
-(`Uneven.announce`), and a hook of ours on a rank that has left takes part in that window, whichever it is. The first
-window that ends is counted for the first model that is listed.
+With `Join([a, b])` the ranks that have left run a's hook and then b's, once per step, and only a's calls are counted.
+Whether a's window ends first depends on the program, and even on whether it calls `loss.backward()` or
+`model.backward`. So with several of our models each active rank sends, at the end of every window, the number of the
+window's model (`Uneven.announce`), and a hook on a rank that has left takes part in the window of that model. The first
+window of a step to end is counted for the first listed model.
 
-Joinables that aren't ours name nothing. `Join` counts the one that is listed first, so that has to be a model of ours.
+Joinables of other classes send no number. `Join` counts the calls of the first listed joinable, so that one has to be a
+model of ours.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from evenstep.world import World
 
 
 class Joining(Protocol):
-    """A wrapped module, as its join hook sees it."""
+    """A wrapped module: the part of its interface that the join hook uses."""
 
     world: World
     _join_config: JoinConfig
@@ -58,11 +59,11 @@ _BEFORE: JoinConfig = JoinConfig.construct_disabled_join_config()  # type: ignor
 
 
 class Uneven(JoinHook):
-    """One model in a `Join`: its exchange calls it on active ranks, and torch on those that have left.
+    """One model in a `Join`. On active ranks the model's exchange calls it, on ranks that have left torch does.
 
     Args:
         model: The wrapped module.
-        divide_by_initial_world_size: Average plain gradients over all ranks, also over those that have left.
+        divide_by_initial_world_size: Average plain gradients over all ranks, including those that have left.
 
     Attributes:
         divide_by_initial_world_size: As given.
@@ -73,11 +74,11 @@ class Uneven(JoinHook):
         self.divide_by_initial_world_size = divide_by_initial_world_size
         self.has_joined = False
         self._model = weakref.proxy(model)
-        self._num_windows = 0  # that have ended; in each step every model has one
+        self._num_windows = 0  # windows that have ended; every model has one in each step
         self._is_open = False
         self._counted: Any = None  # `Join` is counting this rank for the open window
         joined = _joined_last.get(model.world)
-        # `Join` has all hooks made before it tells the first joinable what it is.
+        # `Join` makes all hooks before it marks the first joinable as the first.
         if joined is None or model in joined or any(each._join_config is not _BEFORE for each in joined):
             joined = _joined_last[model.world] = weakref.WeakKeyDictionary()
         joined[model] = self
@@ -89,9 +90,9 @@ class Uneven(JoinHook):
         """Collective, before the first collective of a window: have the ranks that have left take part in it.
 
         Raises:
-            UsageError: A joinable that isn't ours is listed first, ranks name different models, or this model has had
-                its window in this step.
-            RuntimeError: A rank has left, and the `Join` is to end all loops with the first.
+            UsageError: A joinable of another class is listed first, ranks are in different models' windows, or this
+                model has had its window in this step.
+            RuntimeError: A rank has left, and the `Join` ends all loops when the first one ends.
         """
         if not self._model._join_config.enable:
             leave(self._model)  # a `Join` that is disabled, or could not be made, ends without hooks
@@ -101,7 +102,7 @@ class Uneven(JoinHook):
         hooks = list(self._joined.values())
         number = hooks.index(self)
         for other, each in enumerate(hooks):
-            if each._is_open:  # nobody listens: ranks that have left take part in that window
+            if each._is_open:  # ranks that have left take part in that window, and can't answer
                 raise self._out_of_turn(f"number {number + 1} while that of number {other + 1} wasn't over")
         ended = {each._num_windows for each in hooks}
         if len(ended) == 1:
@@ -110,12 +111,12 @@ class Uneven(JoinHook):
         self._is_open = True
 
     def announce_bucket(self) -> None:
-        """As `announce`, before a bucket is sent. With several models that can wait for the window's end."""
+        """As `announce`, before a bucket is sent. With several models the announcement waits until the window's end."""
         if len(self._joined) == 1 or not self._model._join_config.enable:
             self.announce()
 
     def end_window(self) -> None:
-        """End the window that was announced."""
+        """End the announced window."""
         if self._is_open:
             counted, self._counted, self._is_open = self._counted, None, False
             if counted is not None:
@@ -123,23 +124,24 @@ class Uneven(JoinHook):
             self._num_windows += 1
 
     def lowest_active(self, control: Transport) -> int:
-        """Collective: the first active rank, whose module buffers all ranks take."""
+        """Collective: the lowest active rank. All ranks get its module buffers."""
         lowest = torch.tensor([control.world_size if self.has_joined else control.rank], device="cpu")
         control.all_reduce(lowest, "min").wait()
         return int(lowest)
 
     def main_hook(self) -> None:
-        """Collective, on a rank that has left: take part in the window that the active ranks name, of whichever model.
+        """Collective, on a rank that has left: take part in the announced window, of any of the models.
 
         Raises:
-            UsageError: They disagree, or don't have each model's window once per step. Raised on every rank.
+            UsageError: Active ranks disagree on the model, or don't have each model's window once per step. Raised on
+                every rank.
         """
         for each in self._joined.values():
             each.has_joined = True
         list(self._joined)[self._agree_on_window(-1)]._take_part_without_data()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Collective: parameters and module buffers become those of a rank that left last."""
+        """Collective: all ranks get the parameters and module buffers of a rank that left last."""
         world = self._model.world
         left_last = world.exchange(is_last_joiner)
         src = max(rank for rank, is_last in enumerate(left_last) if is_last)  # torch's choice, under torch's name
@@ -154,8 +156,8 @@ class Uneven(JoinHook):
         first = next(iter(self._joined))
         if not first._join_config.is_first_joinable:
             raise UsageError(
-                f"rank {first.world.rank}: a Join counts the steps of the joinable that is listed first, and that has "
-                f"to be a wrapped model of evenstep's. List models first: Join([model, optimizer])."
+                f"rank {first.world.rank}: a Join counts the steps of the first listed joinable, which has to be an "
+                f"evenstep model. List models first: Join([model, optimizer])."
             )
         return Join.notify_join_context(first)  # type: ignore[arg-type]
 
@@ -176,9 +178,9 @@ class Uneven(JoinHook):
     def _out_of_turn(self, what: str) -> UsageError:
         return UsageError(
             f"rank {self._model.world.rank}: {len(self._joined)} models are in one Join, and gradients were averaged "
-            f"of {what}. Within a Join those of every model are averaged once per step, one model after the other, in "
-            f"the same order on all ranks. Hold back the others with no_sync, or have ranks with equally many batches "
-            f"(evenstep.DataLoader), which need no Join."
+            f"of {what}. Within a Join each model's gradients are averaged once per step, one model after the other, "
+            f"in the same order on all ranks. Hold back additional averages with no_sync, or give all ranks equally "
+            f"many batches (evenstep.DataLoader), so that you need no Join."
         )
 
 
@@ -195,7 +197,7 @@ _entered: weakref.WeakSet[World] = weakref.WeakSet()
 def join_of_one(
     model: Joining, *, throw_on_early_termination: bool, divide_by_initial_world_size: bool
 ) -> Iterator[None]:
-    """torch's `Join` of one of our models, which is left also by way of an exception.
+    """torch's `Join` of one of our models, which is also left when an exception is raised.
 
     Args:
         model: The wrapped module.
@@ -203,12 +205,12 @@ def join_of_one(
         divide_by_initial_world_size: See `Uneven`.
 
     Raises:
-        UsageError: Another model's is entered.
+        UsageError: Another model's `Join` is active.
     """
     if model.world in _entered:
         raise UsageError(
             f"rank {model.world.rank}: join of one model inside that of another: a rank that leaves the inner one "
-            f"would be missing in the outer one's exchanges. Put them into one: "
+            f"would be missing in the outer one's exchanges. Use one Join for both: "
             f"torch.distributed.algorithms.join.Join([first, second])."
         )
     _entered.add(model.world)

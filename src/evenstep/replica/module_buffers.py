@@ -1,12 +1,12 @@
-"""The buffers of a module (running statistics and the like): rank 0's are everybody's, unless a rule says otherwise.
+"""The buffers of a module (running statistics and the like): all ranks get rank 0's, unless a rule says otherwise.
 
 [Note: statistics]
 
-A codebook or a counter is a statistic of all ranks' samples. What a rank has added to one since the window's first
-forward pass is added over ranks; of "mean" it is divided by the number of ranks that had samples. An average that
-decays, and is linear in what each rank adds, is so that of the whole batch where shares have equal sizes. Statistics
-begin as rank 0's. What a program writes into one outside of forward passes with gradients (a start by k-means, a state
-that is loaded) isn't added over ranks: it has to be the same on all of them.
+A codebook or a counter is a statistic of all ranks' samples. The amounts that ranks have added to it since the window's
+first forward pass are added over ranks. With "mean" the sum is divided by the number of ranks that had samples. So a
+decaying average that is linear in each rank's amount equals that of the whole batch if shares have equal sizes.
+Statistics begin as rank 0's. Values that a program writes outside of forward passes with gradients (initialisation by
+k-means, a loaded state) aren't added over ranks: they have to be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def broadcast(tensors: Iterable[Tensor], transport: Transport, *, src: int = 0) 
     for work, flat, tensor in started:
         work.wait()
         if flat.data_ptr() != tensor.data_ptr():
-            # Through `.data`: autograd may have saved the buffer for a graph that is kept, and would take a new
-            # version for a change of the user's.
+            # Through `.data`: autograd may have saved the buffer for a graph that still exists, and would report a new
+            # version as an illegal change by the user.
             tensor.data.copy_(flat.view(tensor.shape))
 
 
@@ -50,7 +50,7 @@ def places_of(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[nn
     """(owner, name in it, whole name) of every module buffer, also of those that are None.
 
     Args:
-        module: Whose, with those of its parts, some of which may be TorchScript's.
+        module: The module; buffers of its parts are included, and parts may be TorchScript's.
         ignored: Whole names that are left out.
     """
     found = [
@@ -62,12 +62,12 @@ def places_of(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[nn
 
 
 def buffer_at(owner: nn.Module, name: str) -> Tensor | None:
-    """What is at a place now."""
+    """The buffer that is at a place now, or None."""
     return owner._buffers[name] if name in owner._buffers else None  # noqa: SIM401
 
 
 class Rule(Enum):
-    """What becomes of a module buffer when a window ends."""
+    """How a module buffer is synchronised when a window ends."""
 
     RANK_0 = "rank 0"
     MEAN = "mean"
@@ -79,9 +79,9 @@ def validate_rules(rules: Mapping[str, str], module: nn.Module, ignored: Collect
     """Refuse rules for module buffers that can't be followed.
 
     Args:
-        rules: By pattern of a name, as of `fnmatch`: what becomes of such buffers.
-        module: That has them.
-        ignored: Names of those that every rank keeps for itself.
+        rules: For each pattern of names, as in `fnmatch`, the name of a `Rule`.
+        module: The module that has the buffers.
+        ignored: Names of buffers that every rank keeps for itself.
 
     Raises:
         ConfigurationError: Naming the pattern or the buffer.
@@ -97,30 +97,30 @@ def validate_rules(rules: Mapping[str, str], module: nn.Module, ignored: Collect
         if not any(fnmatch.fnmatchcase(name, pattern) for name in buffers):
             known = f"those are {', '.join(sorted(buffers))}" if buffers else "it has none"
             raise ConfigurationError(
-                f"{who}: {pattern!r} fits no buffer of the module; {known}. Run a module that makes them later once "
-                f"before it is wrapped."
+                f"{who}: {pattern!r} matches no buffer of the module; {known}. If the module makes its buffers in the "
+                f"forward pass, run it once before you wrap it."
             )
     for name, buffer in buffers.items():
         rule = rule_of(name, rules)
         if rule is Rule.MEAN and not buffer.is_floating_point():
-            raise ConfigurationError(f"{who}: {name!r} is {str(buffer.dtype)[6:]}, which has no mean. Say 'sum'.")
+            raise ConfigurationError(f"{who}: {name!r} is {str(buffer.dtype)[6:]}, which has no mean. Use 'sum'.")
         if rule is Rule.SUM and (buffer.dtype is torch.bool or buffer.is_complex()):
-            raise ConfigurationError(f"{who}: {name!r} is {str(buffer.dtype)[6:]}, which isn't added. Say 'rank 0'.")
+            raise ConfigurationError(f"{who}: {name!r} is {str(buffer.dtype)[6:]}, which can't be added. Use 'rank 0'.")
 
 
 def rule_of(name: str, rules: Mapping[str, str]) -> Rule | None:
-    """The first rule that fits a name; None: there is none. Pure."""
+    """The first rule that matches a name, or None. Pure."""
     return next((Rule(word) for pattern, word in rules.items() if fnmatch.fnmatchcase(name, pattern)), None)
 
 
 @dataclass
 class _Sent:
-    """Buffers of one device that are under way."""
+    """Buffers of one device that are in flight."""
 
     work: Work
     packed: Tensor
     buffers: list[Tensor]
-    before: list[Tensor] | None = None  # of statistics
+    before: list[Tensor] | None = None  # values of statistics at the window's begin; None for other buffers
     is_mean: bool = False
 
 
@@ -128,11 +128,11 @@ class BufferExchange:
     """Makes the persistent buffers of a module equal at the end of a step, packed by device and dtype.
 
     Args:
-        module: Whose buffers; they may be replaced later, not added.
-        transport: Carries them, in order with the gradients.
-        ignored: Names of those that every rank keeps for itself.
+        module: The module. Its buffers may be replaced later, but none added.
+        transport: Carries the buffers, in order with the gradients.
+        ignored: Names of buffers that every rank keeps for itself.
         rules: As in `validate_rules`.
-        is_on: Whether those without a rule are rank 0's. Scripts switch it between steps, on all ranks.
+        is_on: Whether buffers without a rule become rank 0's. Scripts may switch it between steps, on all ranks.
 
     Attributes:
         has_statistics: Some are added over ranks, so `begin_forward` has to be called.
@@ -153,20 +153,20 @@ class BufferExchange:
         self._absent: dict[str, tuple[nn.Module, str]] = {}
         for owner, name, full in places_of(module, ignored):
             rule = rule_of(full, rules or {})
-            # Buffers that aren't saved are caches, which grow as each rank needs.
+            # Non-persistent buffers are caches, which may grow differently on each rank.
             if rule is None and name in getattr(owner, "_non_persistent_buffers_set", ()):
                 rule = Rule.OWN
             if rule in (Rule.MEAN, Rule.SUM) and buffer_at(owner, name) is None:
-                self._absent[full] = owner, name  # as of a normalisation that keeps no statistics
+                self._absent[full] = owner, name  # such as in a normalisation without running statistics
                 continue
             self._places.setdefault(rule, []).append((owner, name))
         self.has_statistics = bool(self._places.keys() & {Rule.MEAN, Rule.SUM})
-        self._before: dict[Rule, list[Tensor]] = {}  # since the window's first forward pass
-        self._has_samples = False  # since then
+        self._before: dict[Rule, list[Tensor]] = {}  # values before the window's first forward pass
+        self._has_samples = False  # whether a forward pass of the window was over samples
         self._src = 0
 
     def begin_forward(self, *, over_dummy: bool) -> None:
-        """Remember statistics as they are before the window's first forward pass.
+        """Copy the statistics before the window's first forward pass.
 
         Args:
             over_dummy: The forward pass is over a dummy batch in place of an empty share.
@@ -188,11 +188,11 @@ class BufferExchange:
         if late:
             self._absent.clear()
             warn(
-                f"buffers: {late[0]!r} has come since the module was wrapped, so it stays each rank's own. Run the "
-                f"module once before it is wrapped.",
+                f"buffers: {late[0]!r} was created after the module was wrapped, so each rank keeps its own. Run the "
+                f"module once before you wrap it.",
             )
         if self.has_statistics:
-            self.begin_forward(over_dummy=True)  # where no forward pass has run nothing has been added
+            self.begin_forward(over_dummy=True)  # without a forward pass in the window nothing was added
             before, self._before = self._before, {}
             for rule in (Rule.MEAN, Rule.SUM):
                 if before[rule]:
@@ -201,7 +201,7 @@ class BufferExchange:
         return sent
 
     def finish(self, started: Sequence[_Sent]) -> None:
-        """Wait, and write what was sent into the module."""
+        """Wait, and write the received values into the module."""
         for each in started:
             each.work.wait()
             if each.before is not None:
@@ -226,7 +226,7 @@ class BufferExchange:
 
     @torch.no_grad()
     def _add(self, buffers: list[Tensor], before: list[Tensor], *, is_mean: bool) -> _Sent:
-        """Begin to add over ranks whether they had samples, and what they have added: [1 + numel], float64."""
+        """Begin to add over ranks: whether a rank had samples, and the amounts that it added; [1 + numel], float64."""
         count = torch.tensor([float(self._has_samples)], dtype=torch.float64, device="cpu")
         added = [now.double() - then.double() for now, then in zip(buffers, before, strict=True)]
         packed = torch.cat([each.to(buffers[0].device).flatten() for each in (count, *added)])
@@ -245,7 +245,7 @@ class BufferExchange:
 
 @contextmanager
 def untouched(module: nn.Module, *, but: Sequence[Tensor] = ()) -> Iterator[None]:
-    """Whatever happens to the module's buffers inside is undone, except to those named in `but`."""
+    """Context that restores the module's buffers at its end, except the buffers in `but`."""
     kept = {id(buffer) for buffer in but}
     places = [(owner, name, buffer_at(owner, name)) for owner, name, _ in places_of(module)]
     saved = [

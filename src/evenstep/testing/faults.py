@@ -1,4 +1,4 @@
-"""Faults on request, at a rank, step and phase: to see what a script, and what evenstep, does about them. Public.
+"""Faults on request, at a rank, step and phase, to test how a script and evenstep react. Public.
 
     evenstep run --nproc-per-node 2 --inject "kill:rank=1,step=7" train.py
 
@@ -7,8 +7,8 @@ or, in a script or a test, on every rank:
     install("raise:rank=0,step=3,phase=backward", rank=world.rank)
 
 A step is one call of an optimizer's `step`, counted from 0. Phases: `forward` (the outermost module's forward begins),
-`backward` (its outputs' gradients have come), `optimizer` (`step` is about to run). Nothing in the script is changed;
-torch's global hooks are used, so that torch's own wrapper can be tested too.
+`backward` (its outputs' gradients have been computed), `optimizer` (`step` is about to run). The script stays
+unchanged: torch's global hooks are used, so that torch's own wrapper can be tested, too.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ KINDS = {
     "kill": "SIGKILL to itself",
     "stop": "SIGSTOP to itself; another process may continue it",
     "raise": "a RuntimeError",
-    "exit": "sys.exit(0), as if it had ended well",
+    "exit": "sys.exit(0), as at an orderly end",
     "segfault": "reads address 0",
     "hang": "never returns, and holds the interpreter lock",
     "nan": "NaN in a gradient, before it is added to the others'",
-    "drift": "another value in the first parameter, so that replicas are no longer equal",
+    "drift": "changes the first parameter, so that replicas are no longer equal",
 }
-_SPOIL = ("nan", "drift")  # need the model
+_SPOIL = ("nan", "drift")  # kinds that need the model
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Fault:
 
     Attributes:
         kind: One of `KINDS`.
-        rank: Who does it.
-        step: In which step, from 0.
-        phase: Where in the step.
+        rank: The rank that fails.
+        step: The step, from 0.
+        phase: The phase of the step.
     """
 
     kind: str
@@ -68,7 +68,7 @@ class Fault:
             raise ConfigurationError(f"fault {self}: rank and step are at least 0.")
         if self.kind in _SPOIL and self.phase != "forward":
             raise ConfigurationError(
-                f"fault {self}: a model is spoilt as its forward pass begins; leave out the phase."
+                f"fault {self}: this fault always happens as the forward pass begins; leave out the phase."
             )
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ def parse_faults(text: str) -> list[Fault]:
     """ "kill:rank=1,step=7; hang:rank=0,step=2" as faults. Pure.
 
     Raises:
-        ConfigurationError: It can't be understood.
+        ConfigurationError: The text is malformed.
     """
     faults = []
     converters: dict[str, Callable[[str], Any]] = {"rank": int, "step": int, "phase": str}
@@ -92,19 +92,19 @@ def parse_faults(text: str) -> list[Fault]:
                 settings[name.strip()] = converters[name.strip()](value.strip())
             except (KeyError, ValueError):
                 raise ConfigurationError(
-                    f"--inject {part!r}: {setting!r} is not understood; write kind:rank=1,step=7 with, if need be, "
+                    f"--inject {part!r}: {setting!r} is malformed; write kind:rank=1,step=7, optionally with "
                     f"phase={'|'.join(PHASES)}."
                 ) from None
         if not {"rank", "step"} <= settings.keys():
             raise ConfigurationError(f"--inject {part!r}: rank= and step= are needed, as in kill:rank=1,step=7.")
         faults.append(Fault(kind.strip(), **settings))
     if not faults:
-        raise ConfigurationError(f"--inject {text!r}: no fault, as in kill:rank=1,step=7.")
+        raise ConfigurationError(f"--inject {text!r}: there is no fault in it; write one, as in kill:rank=1,step=7.")
     return faults
 
 
 def draw_fault(seed: int, *, num_ranks: int, num_steps: int, kinds: Sequence[str] = tuple(KINDS)) -> Fault:
-    """A fault of chance, the same for the same seed. Pure."""
+    """A random fault, the same for the same seed. Pure."""
     draw = random.Random(seed)
     kind = draw.choice(list(kinds))
     phase = "forward" if kind in _SPOIL else draw.choice(PHASES)
@@ -115,11 +115,11 @@ def install(faults: str | Sequence[Fault], *, rank: int) -> Callable[[], None]:
     """Inject the faults of this rank into this process.
 
     Args:
-        faults: For all ranks, as text or as they are.
-        rank: This one.
+        faults: The faults of all ranks, as text or as `Fault`s.
+        rank: This rank.
 
     Returns:
-        What takes it back.
+        A function that removes them.
     """
     wanted = parse_faults(faults) if isinstance(faults, str) else list(faults)
     own = [fault for fault in wanted if fault.rank == rank]
@@ -128,7 +128,7 @@ def install(faults: str | Sequence[Fault], *, rank: int) -> Callable[[], None]:
 
 
 class _Injector:
-    """Counts steps by torch's global hooks, and strikes when one is due."""
+    """Counts steps by torch's global hooks, and causes a fault when its step comes."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._pending = list(faults)
@@ -179,8 +179,8 @@ def _perform(fault: Fault, module: torch.nn.Module | None) -> None:
     elif fault.kind == "segfault":
         ctypes.string_at(0)
     elif fault.kind == "hang":
-        while True:  # a signal ends the call, as when stacks are asked for
-            ctypes.PyDLL(None).sleep(1000)  # a library loaded so keeps the lock while it is called
+        while True:  # a signal ends the call, as a request for stacks does
+            ctypes.PyDLL(None).sleep(1000)  # PyDLL keeps the interpreter lock during a call
     elif module is not None:
         parameter = next(p for p in module.parameters() if p.requires_grad)
         if fault.kind == "drift":

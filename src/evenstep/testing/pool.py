@@ -1,4 +1,4 @@
-"""Rank processes that are kept alive between tests, so that a multi-rank case costs milliseconds and not seconds."""
+"""Rank processes that stay alive between tests, so that a multi-rank case costs milliseconds instead of seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from evenstep.errors import ConfigurationError
 from evenstep.launcher.pool.ranks import RankGroup
 
-_START_S = 110.0  # for processes that import torch beside whatever else a machine does
+_START_S = 110.0  # for processes that import torch on a busy machine
 
 
 class RankPool:
@@ -20,7 +20,7 @@ class RankPool:
     `evenstep.init()` costs nothing the next time. Functions are sent by name: put them at the top level of a module.
 
     Args:
-        max_ranks: How many processes may be alive at once; the groups not used for longest are closed to stay below.
+        max_ranks: The most processes alive at once; the least recently used groups are closed to stay below.
         device: Default of `evenstep.init(device=...)` in the ranks.
 
     Attributes:
@@ -41,7 +41,7 @@ class RankPool:
 
     @property
     def pids(self) -> set[int]:
-        """The processes alive."""
+        """The process ids of the ranks that are alive."""
         return {pid for group in self._groups.values() for pid in group.pids}
 
     def run(self, fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -51,11 +51,11 @@ class RankPool:
             fn: A function of an importable module.
             nproc: Number of ranks.
             args: Arguments, equal on all ranks.
-            timeout_s: Seconds after which the ranks are stopped. The start of new processes has its own.
+            timeout_s: Seconds after which the ranks are stopped. The start of new processes has a separate limit.
 
         Raises:
-            Exception: As `RankGroup.run`. The processes are gone then, and made anew on the next use: a function
-                that expects an exception had better catch it itself.
+            Exception: As `RankGroup.run`. The processes end then, and new ones are made on the next use: a function
+                that expects an exception should catch it itself.
         """
         if nproc < 1 or nproc > self.max_ranks:
             raise ConfigurationError(f"RankPool.run: nproc={nproc}; this pool has 1 to {self.max_ranks} ranks.")
@@ -85,7 +85,7 @@ class RankPool:
             while self._groups and sum(self._groups) + nproc > self.max_ranks:
                 self._groups.popitem(last=False)[1].close()
             group = RankGroup(nproc, num_threads=1, device=self._device)
-            group.run(_begin, timeout_s=_START_S)  # or its start would count as the first case's time
+            group.run(_begin, timeout_s=_START_S)  # else the start would count in the first case's time
             self._groups[nproc] = group
             self.num_groups += 1
         self._groups.move_to_end(nproc)
@@ -93,4 +93,4 @@ class RankPool:
 
 
 def _begin() -> None:
-    """On a rank: it is there."""
+    """On a rank: does nothing, so that the start is complete."""

@@ -1,6 +1,6 @@
 """The slow, obvious engine: after backward, one all-reduce per parameter. The oracle of the fast one.
 
-It shares nothing with the fast engine but the world: no hooks, no buckets, no header, no learned order.
+The two engines have only the world in common. This one has no hooks, no buckets, no header and no learned order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from evenstep.world import World
 
 
 class ReferenceReplica:
-    """Weighted gradient averaging, said in the fewest words.
+    """Weighted gradient averaging, in the simplest form.
 
         replica = ReferenceReplica(module, world)
         replica.add(loss, weight=len(x))     # once per micro-batch
@@ -44,7 +44,7 @@ class ReferenceReplica:
         """Collective: give every parameter its global mean gradient; None where no rank has one.
 
         Args:
-            over_ranks: Divide by the number of ranks (torch's meaning) and not by the sum of the weights.
+            over_ranks: Divide by the number of ranks (as torch does) instead of the sum of the weights.
         """
         device = self._parameters[0].device
         divisor = float(self._world.world_size) if over_ranks else self._weight

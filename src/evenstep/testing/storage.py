@@ -2,7 +2,7 @@
 
     check_storage(lambda: Storage("s3://bucket/run-17", endpoint_url=...))      # a new, empty one at each call
 
-It runs in one process; that two jobs keep out of each other's way is checked as far as one process can.
+It runs in one process; the exclusion of a second job is checked as far as one process can do that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from evenstep.checkpoint.store import Storage
 
 
 def check_storage(factory: Callable[[], Storage]) -> int:
-    """Raise AssertionError where a storage does not do what `Storage` says.
+    """Raise AssertionError if a storage doesn't behave as `Storage` specifies.
 
     Args:
         factory: Makes a storage with nothing in it; called once per case.
@@ -124,7 +124,7 @@ def _locks(storage: Storage) -> None:
     storage.put("step-0000001-00001-1/manifest.json", [b"x"])
     lock = take_lock(storage, {"test": True})
     lock.confirm()
-    again = take_lock(storage, {"test": True})  # the same process: a job may begin anew
+    again = take_lock(storage, {"test": True})  # the same process: a job may restart
     again.confirm()
     try:
         lock.confirm()
@@ -133,7 +133,7 @@ def _locks(storage: Storage) -> None:
     else:
         raise AssertionError("confirm of a lock that was taken over must raise LockedError")
     lock.release()
-    again.confirm()  # whoever has lost a lock doesn't release the next one
+    again.confirm()  # the loser of a lock doesn't release the next holder's
     assert again.manifests == ["step-0000001-00001-1"]
     again.release()
     again.release()

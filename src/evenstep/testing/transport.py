@@ -1,10 +1,10 @@
-"""A conformance suite for transports: what every implementation of `transport.core.transport.Transport` does.
+"""A conformance suite for implementations of `transport.core.transport.Transport`.
 
     def on_a_rank():
         return check_transport(lambda: MyTransport(...))     # called by every rank
 
-Every rank draws the inputs of all ranks from one seed, so each can compute by itself, in plain double precision or
-exact integers, what the collective must give.
+Every rank draws the inputs of all ranks from one seed. So each rank can compute the expected result itself, in plain
+double precision or exact integers.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _BITS: tuple[Op, ...] = ("band", "bor", "bxor")
 
 @dataclass(frozen=True)
 class Coverage:
-    """What to try.
+    """The cases to check.
 
     Attributes:
-        dtypes: Of the tensors.
-        shapes: Of the tensors.
-        shapes_of_all_ops: Those with which every op is tried; with others they take turns.
-        carries: Whether a transport claims to combine values of a dtype with an op; what it doesn't is left out.
+        dtypes: The dtypes of the tensors.
+        shapes: The shapes of the tensors.
+        shapes_of_all_ops: The shapes with which every op is checked; with other shapes the ops take turns.
+        carries: Whether a transport claims to combine values of a dtype with an op; other cases are left out.
         bits_are_equal: The result has the same bits on every rank, also where rounding is involved.
-        seed: Of the values.
+        seed: The seed of the values.
     """
 
     dtypes: Sequence[torch.dtype] = DTYPES
@@ -60,7 +60,7 @@ class Coverage:
 
 
 def ops_of(dtype: torch.dtype) -> tuple[Op, ...]:
-    """The ops that have a meaning for a dtype. Pure."""
+    """The ops that are defined for a dtype. Pure."""
     if dtype.is_complex:
         return _ARITHMETIC
     if dtype.is_floating_point:
@@ -71,13 +71,13 @@ def ops_of(dtype: torch.dtype) -> tuple[Op, ...]:
 
 
 def check_transport(factory: Callable[[], Transport], coverage: Coverage | None = None) -> int:
-    """Raise AssertionError where a transport does not do what `Transport` says.
+    """Raise AssertionError if a transport doesn't behave as `Transport` specifies.
 
     Collective: every rank calls this, with equal arguments.
 
     Args:
         factory: Makes this rank's end of a new transport, which is closed at the end.
-        coverage: What to try; None: everything.
+        coverage: The cases to check; None: all.
 
     Returns:
         The number of collectives that were checked.
@@ -89,8 +89,8 @@ def check_transport(factory: Callable[[], Transport], coverage: Coverage | None 
         for index, dtype in enumerate(coverage.dtypes):
             ops = [op for op in ops_of(dtype) if coverage.carries(op, dtype)]
             for shape in coverage.shapes:
-                # How many elements there are and how they are combined are separate matters: not all pairs. Nor does
-                # it matter to what is only moved which dtype its bytes are.
+                # The number of elements and the op are independent, so not all pairs are checked. The dtype is
+                # irrelevant to collectives that only move bytes.
                 turn = checker.num_turns % max(1, len(ops))
                 some = ops if shape in coverage.shapes_of_all_ops else (ops[turn:] + ops[:turn])[:2]
                 is_small = math.prod(shape) < _MANY
@@ -101,12 +101,12 @@ def check_transport(factory: Callable[[], Transport], coverage: Coverage | None 
         checker.check_split()
     finally:
         transport.close()
-        transport.close()  # twice is once
+        transport.close()  # a second call does nothing
     return checker.num_checked
 
 
 def reference(values: Sequence[Tensor], op: Op) -> Tensor:
-    """What combining must give: float64, complex128 or the integer dtype itself. Slow and plain."""
+    """The expected result of combining: float64, complex128 or the integer dtype itself. Slow and simple."""
     dtype = values[0].dtype
     if dtype is torch.bool:
         name: Op = {"sum": "bor", "max": "bor", "product": "band", "min": "band"}.get(op, op)  # type: ignore[assignment]
@@ -115,12 +115,12 @@ def reference(values: Sequence[Tensor], op: Op) -> Tensor:
         return _fold([value.to(torch.complex128) for value in values], op)
     if dtype.is_floating_point:
         return _fold([value.to(torch.float64) for value in values], op)
-    if dtype is torch.uint64 and op in _ORDER:  # beyond what int64 can order
+    if dtype is torch.uint64 and op in _ORDER:  # too large for int64's order
         pick = max if op == "max" else min
         flat = [pick(column) for column in zip(*(value.reshape(-1).tolist() for value in values), strict=True)]
         return torch.tensor(flat, dtype=dtype, device="cpu").view(values[0].shape)
     whole = [value.to(torch.int64) for value in values]
-    if op == "mean":  # of the sum as it overflows, towards zero
+    if op == "mean":  # of the overflowed sum, rounded towards zero
         total = _fold(whole, "sum").to(dtype).to(torch.int64)
         return (total.abs() // len(values) * total.sign()).to(dtype)
     return _fold(whole, op).to(dtype)
@@ -205,7 +205,7 @@ class _Checker:
         self._same(out, torch.cat([value[begin:end] for value in values]), f"all_to_all {answers}")
 
     def check_uneven(self, values: Sequence[Tensor]) -> None:
-        """Each rank sends another amount to each."""
+        """Each rank sends a different amount to each rank."""
         t, answers = self._transport, f"of {values[0].dtype} {list(values[0].shape)}"
         shared = random.Random(self._coverage.seed + self.num_checked)
         splits = [_cut(values[0].numel(), t.world_size, shared) for _ in values]
@@ -216,7 +216,7 @@ class _Checker:
         out = torch.zeros_like(expected)
         t.all_to_all(out, values[t.rank].clone(), [each.numel() for each in received], splits[t.rank]).wait()
         self._same(out, expected, f"uneven all_to_all {answers} with {splits}")
-        # In place each rank gets as much from another as it sends there.
+        # In place, each rank receives as much from a rank as it sends to it.
         most = values[0].numel() // t.world_size
         sent = [[0] * t.world_size for _ in values]
         for one, two in itertools.combinations_with_replacement(range(t.world_size), 2):
@@ -265,7 +265,7 @@ class _Checker:
         self._close(out, expected, f"reduce_scatter({op}) of {out.dtype} {share} per rank")
 
     def check_sum_of_gradients(self, values: Sequence[Tensor], wide: Sequence[Tensor]) -> None:
-        """Sums with numbers beside them, and with rows: each kind of window, and ranks without samples."""
+        """Sums with a header, and with rows: each kind of window, and ranks without samples."""
         t = self._transport
         shared = random.Random(self._coverage.seed + self.num_checked)
         weights = [shared.choice([0.0, shared.uniform(0.1, 300.0)]) for _ in values]
@@ -359,17 +359,17 @@ class _Checker:
             self._same(got, expected, what)
             return
         self.num_checked += 1
-        # Rounded once per combination in the dtype itself at worst, or once at the end.
+        # At worst rounded once per combination in the dtype itself, or once at the end.
         tolerance = torch.finfo(got.dtype).eps * 2 * self._transport.world_size
         got = got.to(expected.dtype)
-        # Not `torch.testing.assert_close`, which imports DTensor: seconds, in every rank process.
+        # Not `torch.testing.assert_close`, which imports DTensor and so costs seconds in every rank process.
         assert got.shape == expected.shape, f"{what} on rank {self._transport.rank} has shape {list(got.shape)}"
         assert torch.allclose(got, expected, rtol=tolerance, atol=tolerance * 4), (
             f"{what} on rank {self._transport.rank} is off by {(got - expected).abs().max()}: {got}, not {expected}"
         )
 
     def _mine(self, values: Sequence[Tensor]) -> Tensor:
-        """A copy of this rank's tensor; of every other call in memory from `allocate`, on every other rank."""
+        """A copy of this rank's tensor. In every other call, every other rank's copy is in memory from `allocate`."""
         t, value = self._transport, values[self._transport.rank]
         if (self.num_checked + t.rank) % 3 == 0 or self.num_checked % 3 == 1:
             return t.allocate(value.numel(), dtype=value.dtype, device=self._cpu).view(value.shape).copy_(value)
@@ -386,7 +386,7 @@ class _Checker:
 
 
 def _cut(numel: int, num_parts: int, shared: random.Random) -> list[int]:
-    """Parts of random lengths, some empty, that add up to `numel`. Pure but for the draws."""
+    """Random lengths of parts, some 0, that add up to `numel`. Pure except for the draws."""
     cuts = sorted(shared.choice((0, numel, shared.randint(0, numel))) for _ in range(num_parts - 1))
     return [end - begin for begin, end in zip([0, *cuts], [*cuts, numel], strict=True)]
 

@@ -1,4 +1,4 @@
-"""What a call is: plain data, which every transport takes (`core.transport.Transport`)."""
+"""A call as plain data, which every transport accepts (`core.transport.Transport`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-# "mean" is of all numbers but unsigned ones of more than 8 bits, and that of integers is rounded towards zero, as NCCL
-# does; "max" and "min" are of ordered ones, the last three of integers and bool. Of bool, "sum" and "max" are "or",
-# "product" and "min" are "and".
+# "mean" accepts all numbers except unsigned integers of more than 8 bits; a mean of integers is rounded towards zero,
+# as in NCCL. "max" and "min" need ordered numbers. The last three are for integers and bool. For bool, "sum" and "max"
+# are "or", "product" and "min" are "and".
 Op = Literal["sum", "max", "min", "mean", "product", "band", "bor", "bxor"]
 
 
@@ -22,9 +22,9 @@ class Arithmetic:
 
     Attributes:
         function: Combines two tensors; takes `out`.
-        dtype: Of the tensors.
+        dtype: The tensors' dtype.
         carrier: The dtype as which tensors are viewed.
-        accumulator: The dtype to compute in, where it isn't the carrier.
+        accumulator: The dtype to compute in, if it isn't the carrier.
         flip: XORed before and after, so that signed comparison orders unsigned numbers.
     """
 
@@ -51,7 +51,7 @@ class Arithmetic:
 
 
 class Row(NamedTuple):
-    """What one rank adds to the divisor of a sum of gradients. A rank without samples, or one that has left: zeros.
+    """A rank's summand of the divisor of a sum of gradients. Zeros for a rank without samples, or one that has left.
 
     Attributes:
         weight: The sum of its window's weights.
@@ -70,23 +70,25 @@ class Collective:
 
     Attributes:
         kind: Its name, one of `header.COLLECTIVES`.
-        inputs: What this rank gives, in order of rank where it has a part for each; None where it gives nothing.
-        outputs: What it gets, in order of rank where it gets a part from each; the inputs themselves: in place; None
-            where it gets nothing.
-        op: How values are combined; None where they aren't.
-        root: The rank that gives or gets what no other does; -1 where there is none.
-        splits: Of an all_to_all: how many elements of `outputs` come from, and of `inputs` go to each rank; None, on
-            all ranks: equal parts.
+        inputs: This rank's input tensors, in order of rank if it has a part for each; None if it has no input.
+        outputs: This rank's output tensors, in order of rank if it gets a part from each; the inputs themselves if the
+            call is in place; None if it has no output.
+        op: How values are combined; None if they aren't.
+        root: The one rank whose input counts, or that gets the output; -1 if there is none.
+        splits: For an all_to_all: how many elements of `outputs` come from each rank, and how many of `inputs` go to
+            each rank; None, on all ranks: equal parts.
         beside: [n], a few numbers that are added over the ranks in the same call, in place; on all ranks or none.
-        row: Of a sum of real or complex floats: this rank's part of the divisor, on all ranks or none. The result is
-            the sum over `core.reduction.divisor_of` of all rows where the transport `divides`, else the sum.
-        plain: The divisor where no row is weighted, the same on all ranks.
-        packed: The fingerprint that ranks compare. This and what follows is filled in as the call is checked.
-        flat: [numel], contiguous: the inputs; what only counts by its length where this rank gives nothing.
-        out: [numel], contiguous: the outputs; `flat` where they are one, or where this rank gets nothing.
-        back: (to, from): what is copied in the end, where the caller's outputs aren't contiguous.
-        arithmetic: How values are combined; None where they aren't.
-        divisor: What divides the result, as far as it is known before the call; None: nothing does.
+        row: For a sum of real or complex floats: this rank's row for the divisor, on all ranks or none. If the
+            transport `divides`, the result is the sum divided by `core.reduction.divisor_of` all rows; else it is the
+            sum.
+        plain: The divisor if no row is weighted, the same on all ranks.
+        packed: The fingerprint that ranks compare. This and the following attributes are filled in as the call is
+            checked.
+        flat: [numel], contiguous: the inputs. If this rank has no input, only the length counts.
+        out: [numel], contiguous: the outputs; `flat` if they are the same tensor, or if this rank has no output.
+        back: (to, from): a copy to make at the end if the caller's outputs aren't contiguous.
+        arithmetic: How values are combined; None if they aren't.
+        divisor: The divisor of the result, if it is known before the call; None: none.
     """
 
     kind: str
@@ -106,7 +108,7 @@ class Collective:
     divisor: float | None = None
 
     def copy_back(self) -> None:
-        """Copy the result to the caller's outputs, where these aren't contiguous."""
+        """Copy the result to the caller's outputs if these aren't contiguous."""
         if self.back is not None:
             self.back[0].copy_(self.back[1])
 
@@ -115,7 +117,7 @@ class Work(Protocol):
     """The handle of a collective in flight."""
 
     def wait(self) -> None:
-        """Return when the result may be used: on CPU by all threads, on CUDA by work queued later on this stream.
+        """Return when the result may be used: on the CPU by all threads, on CUDA by work queued later on this stream.
 
         Raises:
             PeerLostError: A peer died; the transport can no longer be used.

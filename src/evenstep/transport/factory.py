@@ -35,8 +35,8 @@ class Transports:
         gradients: Carries gradients, on the ranks' devices.
         control: Carries everything else, on the CPU.
         timeout_s: Deadline of a collective.
-        requested: The name that was asked for; None: evenstep chose.
-        why_gloo: Why ranks don't share memory, where they would if they could.
+        requested: The requested name; None: evenstep chose.
+        why_gloo: The reason why ranks don't share memory, if they would otherwise.
     """
 
     gradients: Transport
@@ -47,7 +47,7 @@ class Transports:
 
 
 def validate_transport(name: str | None, device: torch.device) -> None:
-    """Raise ConfigurationError if a transport can't carry what is on a device, whatever the other ranks do. Pure."""
+    """Raise ConfigurationError if a transport can't carry tensors of a device on any rank. Pure."""
     if name is not None:
         checks.choice("transport", name, TRANSPORTS, otherwise="None to let evenstep choose")
     carried = {"nccl": "cuda", "shared memory": "cpu"}
@@ -63,9 +63,9 @@ def open_transports(
     Collective: every rank calls this, in the same order.
 
     Args:
-        name: One of `TRANSPORTS`; None: NCCL on a GPU if the process group speaks it; else shared memory between ranks
+        name: One of `TRANSPORTS`; None: NCCL on a GPU if the process group has it; else shared memory between ranks
             that share a node, and Gloo between nodes; on a GPU that ranks share, Gloo.
-        device: Where this rank's gradients are.
+        device: The device of this rank's gradients.
         timeout_s: Deadline of a collective.
         group: The group; None: the default one.
 
@@ -86,7 +86,7 @@ def open_transports(
     def among(ranks: Sequence[int]) -> ProcessGroupTransport:
         return open_gloo([members[rank] for rank in ranks], timeout_s=timeout_s)
 
-    # Over the store and not over Gloo: every Gloo listens on a port as long as it lives.
+    # Over the store, not over Gloo: every Gloo listens on a port as long as it exists.
     control = StoreGather(store_of(members), dist.get_rank(group), len(members), timeout_s=timeout_s)
     shared = connect_ranks(control, among, timeout_s=timeout_s)
     why_gloo = shared if isinstance(shared, str) else _NONE_TOGETHER if shared.name == "gloo" else None
@@ -99,7 +99,7 @@ def open_transports(
 
 
 def open_shared_memory(store: Store, rank: int, world_size: int, *, timeout_s: float) -> SharedMemoryTransport | None:
-    """Join all ranks of a run through memory that they share, before there is a process group.
+    """Connect all ranks of a run through shared memory, before there is a process group.
 
     Collective: every rank calls this.
 
@@ -126,12 +126,12 @@ def open_between(name: str, ranks: Sequence[int], *, timeout_s: float, alone: bo
         name: "gloo" or "nccl".
         ranks: Their numbers in the default group.
         timeout_s: Deadline of a call.
-        alone: The other ranks don't call this.
+        alone: Other ranks of the default group don't call this.
     """
     if name == "gloo":
         return open_gloo(ranks, timeout_s=timeout_s)
     timeout = timedelta(seconds=timeout_s)
-    # Only the members of a subgroup know of it, so the other ranks can't take part in making a group.
+    # Only the members of a subgroup call this, so the other ranks can't take part in making a group.
     if alone:
         group = make_group_alone(ranks, name, timeout)
     else:
@@ -142,7 +142,7 @@ def open_between(name: str, ranks: Sequence[int], *, timeout_s: float, alone: bo
 def connect_ranks(
     control: StoreGather, subgroup: Callable[[Sequence[int]], ProcessGroupTransport], *, timeout_s: float
 ) -> Transport | str:
-    """Join ranks through memory that they share, as far as they share a node.
+    """Connect ranks through shared memory inside nodes, and Gloo between nodes.
 
     Collective: every rank calls this, in the same order.
 
@@ -156,16 +156,16 @@ def connect_ranks(
     """
     seen = exchange(control, describe_this_process())
     if any(each["problem"] is not None for each in seen) or len((plan := plan_nodes(seen)).nodes) == 1:
-        # Explains it where memory can't be shared.
+        # One node: the connection also returns the reason if memory can't be shared.
         return connect_shared_memory(control, timeout_s=timeout_s, seen=seen)
-    # Imported here, so that the module costs time only in a world of several nodes.
+    # Imported here, so that the import costs time only in a world of several nodes.
     from evenstep.transport.internode.transport import InternodeTransport
 
     node, number = plan.node_and_local_rank(control.rank)
     ranks = plan.nodes[node]
     intra_node: Transport | str = LocalTransport()
     if len(ranks) > 1:
-        # Gloo's threads need cores as well.
+        # Gloo's threads need cores, too.
         of_node = [seen[rank] for rank in ranks]
         intra_node = connect_shared_memory(control.among(ranks), timeout_s=timeout_s, threads_per_rank=2, seen=of_node)
     problems = exchange(control, intra_node if isinstance(intra_node, str) else None)

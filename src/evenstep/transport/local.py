@@ -1,4 +1,4 @@
-"""The transport of a world of one: every collective has already ended. One process takes the same path as many."""
+"""The transport of a world of one: every collective is done at once. So one process runs the same code as several."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DONE = _Done()
 
 
 class LocalTransport(Transport):
-    """The transport of a world of one. Opens nothing, never waits."""
+    """The transport of a world of one. It opens no connection and never waits."""
 
     name = "local"
     is_in_tree_order = True
@@ -37,7 +37,7 @@ class LocalTransport(Transport):
 
     def _start(self, call: Collective) -> Work:
         if call.out is not call.flat or call.row is not None:
-            with torch.no_grad():  # as with more ranks, outputs have no part in the inputs' gradient
+            with torch.no_grad():  # as with more ranks, outputs aren't in the inputs' graph
                 if call.out is not call.flat:
                     call.out.copy_(call.flat)
                 if call.row is not None:

@@ -1,10 +1,10 @@
-"""Sums in a fixed binary tree over ranks, over transports that add in an order of their own (Gloo, NCCL).
+"""Sums in a fixed binary tree over ranks, over transports that add in their own order (Gloo, NCCL).
 
 [Note: exchange, add, gather]
 
-Every rank receives one slice of the vector from every other, adds them in tree order, and sends the sum to the others:
-as many bytes as in a ring, in two steps. Where several ranks share a node, they do this inside each node first, and
-then between the ranks that have the same slice, one per node, so that every node sends each element once:
+Every rank receives one slice of the vector from every other rank, adds the slices in tree order, and sends the sum to
+the others: as many bytes as in a ring, in two exchanges. If several ranks share a node they do this inside each node
+first, and then between the ranks that have the same slice, one per node, so that every node sends each element once:
 
                  node A                 node B
              rank 0   rank 1        rank 2   rank 3
@@ -13,10 +13,11 @@ then between the ranks that have the same slice, one per node, so that every nod
     node              slice 1 --------------- slice 1
     intra-   gather                 gather
 
-With as many consecutive ranks on each node, a power of two, both steps together are the tree over all ranks.
+If every node has the same number of consecutive ranks, and that is a power of two, both levels together are the tree
+over all ranks.
 
-Sums are taken one after the other in the order of their launch, whenever they are awaited: on the CPU in a thread of
-the transport, over groups of its own, on a GPU on a stream of its own.
+Sums run one after the other in the order of their launch, independently of the order in which they are awaited: on the
+CPU in a thread of the transport, over its own groups; on a GPU on its own stream.
 """
 
 from __future__ import annotations
@@ -34,18 +35,18 @@ from evenstep.transport.core.transport import JointWork, Transport
 from evenstep.transport.core.worker_thread import WorkerThread
 from evenstep.transport.internode.plan import NodePlan
 
-Steps = Generator[Work, None, None]  # yields what has to be awaited before the next step
+Steps = Generator[Work, None, None]  # yields works to be awaited before it goes on
 
 
 def in_tree_order(
     transport: Transport, nodes: Sequence[str], subgroup: Callable[[str, Sequence[int]], Transport]
 ) -> Transport:
-    """A transport that adds in a binary tree over ranks: this one, if it does, or an `OrderedTransport` over it.
+    """A transport that adds in a binary tree over ranks: the given one, if it does, or an `OrderedTransport` over it.
 
     Collective: every rank calls this.
 
     Args:
-        transport: Of ranks whose number is a power of two.
+        transport: The transport; its number of ranks is a power of two.
         nodes: By rank, the name of its node.
         subgroup: Opens a transport of a name ("gloo", "nccl") between some ranks; called by these ranks alone.
     """
@@ -61,12 +62,12 @@ def in_tree_order(
 
 
 class OrderedTransport(Transport):
-    """Adds in tree order, and leaves everything else to an inner transport. See [Note: exchange, add, gather].
+    """Adds in tree order, and delegates everything else to an inner transport. See [Note: exchange, add, gather].
 
     Args:
         inner: The inner transport, of the same ranks.
-        levels: The groups of a sum, one after the other: [all ranks], or [the ranks of this node, the ranks of the
-            other nodes with the same local rank]. Used by nothing else.
+        levels: The groups of a sum, one after the other: [all ranks], or [the ranks of this node, the ranks of all
+            nodes with the same local rank]. Nothing else uses these groups.
     """
 
     is_in_tree_order = True
@@ -96,12 +97,12 @@ class OrderedTransport(Transport):
         return self._launch(steps, call, result)
 
     def _ready(self, flat: Tensor) -> Tensor:
-        """The tensor to send: 16 bits as 32, so that sums are rounded once; with Gloo on the CPU."""
+        """The tensor to send: 16 bits converted to 32, so that sums are rounded once; for Gloo on the CPU."""
         wide = flat.float() if flat.dtype in HALF else flat
         return wide.cpu() if self.name == "gloo" else wide
 
     def _launch(self, steps: Steps, call: Collective, result: Tensor) -> Work:
-        """Take the steps after those of all earlier calls. The call's outputs become `result`."""
+        """Run the steps after those of all earlier calls. The call's outputs become `result`."""
 
         def finish() -> None:
             if call.divisor is not None:
@@ -139,7 +140,7 @@ class OrderedTransport(Transport):
         copy_unpadded(flat, whole)
 
     def _sum_of_parts(self, part: Tensor, flat: Tensor) -> Steps:
-        # Part number r belongs to rank r, local rank r % m of node r // m: first those of one local rank together.
+        # Part number r belongs to rank r, local rank r % m of node r // m. Order the parts by local rank first.
         num_local = self._levels[0].world_size if len(self._levels) > 1 else 1
         mine = flat
         if flat.numel() and num_local > 1:
@@ -148,7 +149,7 @@ class OrderedTransport(Transport):
             mine = yield from _exchange_and_add(level, mine)
         part.copy_(mine)
 
-    # ------------------------------------------------------------------ the rest
+    # ------------------------------------------------------------------ other methods
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Transport.allocate`."""

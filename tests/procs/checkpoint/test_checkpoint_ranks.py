@@ -285,7 +285,7 @@ def disks_of_their_own(directory: Path, shares: bool):
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        (False, r"runs/digits is no directory that all ranks share.*rank 1 on .* doesn't see it"),
+        (False, r"runs/digits is not a directory that all ranks share.*rank 1 on .* doesn't see it"),
         (True, r"model.*safetensors was written, .* bytes, and can't be opened by rank 0"),
     ],
 )

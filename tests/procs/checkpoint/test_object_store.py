@@ -75,5 +75,5 @@ def in_memory(url: str):
 
 
 def test_memory_is_no_place_for_several_ranks(ranks):
-    with pytest.raises(CheckpointError, match=r"memory://run is no directory that all ranks share.*rank 1 on"):
+    with pytest.raises(CheckpointError, match=r"memory://run is not a directory that all ranks share.*rank 1 on"):
         ranks.run(in_memory, 2, "memory://run")

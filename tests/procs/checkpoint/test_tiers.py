@@ -279,9 +279,9 @@ def fail(root: Path, code: int):
 def test_a_disk_that_fails_on_one_rank_ends_nothing(ranks, code, tmp_path):
     (zero, held, later), (one, *_) = ranks.run(fail, 2, tmp_path, code)
     assert f"the local copies of step 4 could not be written: rank 1: OSError: [Errno {code}]" in zero
-    assert "training goes on, and 1 of 2 local saves have failed" in zero
+    assert "training continues, but 1 of 2 local saves have failed" in zero
     is_full = code != errno.EIO
-    assert ("is full on rank 1: what is there of step 2 is removed" in one) == is_full
+    assert ("is full on rank 1: the copies of step 2 are removed" in one) == is_full
     assert (held, later) == ([] if is_full else [2], [6])
     assert list(checkpoints_in(LocalDirectory(tmp_path / "saved"))) == [7]
     assert not list(tmp_path.glob("node0/*/*")), "a run that has ended leaves no copies"

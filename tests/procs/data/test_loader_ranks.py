@@ -380,10 +380,10 @@ def with_fewer_rows(rank: int) -> None:
 @SIZES
 def test_ranks_that_differ_later_are_told_too(ranks: RankPool, nproc: int) -> None:
     for make, told in (
-        (sampled_by_weight, "At the beginning of epoch 0, rank 1 is given other samples than rank 0"),
+        (sampled_by_weight, "At the beginning of epoch 0, rank 1 got other samples than rank 0"),
         (with_fewer_rows, "loader.gather: rank 1 has"),
-        (shuffled_by_rank, "In epoch 0, step 2, rank 1 is given other records than rank 0"),
-        (shorter_on_rank_1, "In epoch 0, step 4, it has ended on rank 1 and goes on on rank 0"),
+        (shuffled_by_rank, "In epoch 0, step 2, rank 1 got other records than rank 0"),
+        (shorter_on_rank_1, "In epoch 0, step 4, it has ended on rank 1 and continues on rank 0"),
     ):
         errors = ranks.run(error_of, nproc, make)
         assert len(set(errors)) == 1

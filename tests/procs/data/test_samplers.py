@@ -79,9 +79,9 @@ def error_of(make: Callable[[int], Any], num_workers: int) -> tuple[list[int], s
 @pytest.mark.parametrize(
     ("make", "num_before", "told"),
     [
-        (OwnLoss, 12, "rank 1 is given other samples than rank 0"),
-        (Shorter, 12, "it has ended on rank 1 and goes on on rank 0"),
-        (Divided, 0, "rank 1 is given other samples than rank 0"),
+        (OwnLoss, 12, "rank 1 got other samples than rank 0"),
+        (Shorter, 12, "it has ended on rank 1 and continues on rank 0"),
+        (Divided, 0, "rank 1 got other samples than rank 0"),
     ],
 )
 def test_samplers_that_differ_are_an_error_on_all_ranks_before_that_batch(

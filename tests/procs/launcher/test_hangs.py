@@ -189,7 +189,7 @@ def test_before_the_first_step_it_says_that_this_may_be_in_order_and_a_setting_t
     code, command = call(tmp_path, FLAGS, script)
     assert code == 0, command.stderr
     assert "rank 1 waits in barrier, before the first step, at script.py:8" in command.stderr
-    assert "No step has been finished yet, and a first one may take long" in command.stderr
+    assert "No step has been finished yet, and the first step may take long" in command.stderr
     code, command = call(tmp_path, [*FLAGS[:-2], "inf", "script.py"], script)
     assert code == 0
     assert "waits" not in command.stderr

@@ -111,7 +111,9 @@ def test_a_flag_behind_the_script_is_the_scripts_and_that_is_said(tmp_path: Path
         tmp_path, ["--nproc-per-node", "1", "--device", "cpu", "script.py", "--nproc-per-node", "2"], script
     )
     assert (code, command.stdout) == (0, "1 --nproc-per-node 2\n")
-    said = "--nproc-per-node stands behind script.py and is the script's. For evenstep run, write it before the script."
+    said = (
+        "--nproc-per-node comes after script.py, so the script gets it. For evenstep run, write it before the script."
+    )
     assert command.stderr.splitlines()[0] == f"evenstep: {said}"
     assert len(command.stderr.splitlines()) == 2
 

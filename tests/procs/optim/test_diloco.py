@@ -280,7 +280,7 @@ def wrong(seed: int) -> None:
     alien = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"outer": alien}, ConfigurationError, r"outer: its parameter of shape \[2, 2\]"),
-        ({"outer": inner}, ConfigurationError, "outer: the optimizer of local steps"),
+        ({"outer": inner}, ConfigurationError, "outer: this is the optimizer of the local steps"),
         ({"outer": 0.7}, ConfigurationError, "outer=0.7"),
         ({"transfer_dtype": torch.int8}, ConfigurationError, "transfer_dtype"),
         ({"transfer_dtype": torch.bfloat16 if world.rank else None}, MismatchError, "transfer_dtype is None on rank 0"),

@@ -592,8 +592,8 @@ SHARD, TENSOR, STAGES = {"shard": 2}, {"tensor": 2}, {"pipeline": 2, "shard": 2}
     ("make", "mesh", "kind", "told"),
     [
         (no_such_class, SHARD, "ConfigurationError", "blocks='Blok': the model has no such module; it has Block"),
-        (no_such_module, TENSOR, "ConfigurationError", "tensor_plan names 'blocks.*.upp', and the model has no such"),
-        (no_plan, TENSOR, "ConfigurationError", "no tensor_plan says which layers it divides"),
+        (no_such_module, TENSOR, "ConfigurationError", "tensor_plan names 'blocks.*.upp', but the model has no such"),
+        (no_plan, TENSOR, "ConfigurationError", "there is no tensor_plan"),
         (no_dimension, {"replicate": 2}, "ConfigurationError", 'the mesh has no dimension "shard"'),
         (optimizer_first, SHARD, "UsageError", "SGD was made before the model was divided"),
         (optimizer_before_fully_shard, SHARD, "UsageError", "SGD was made before the model was divided"),

@@ -518,6 +518,6 @@ print("trained")
     )
     run = Command(tmp_path, ["run", "--servers", "1", "--nproc-per-node", "1", "--device", "cpu", "train.py"])
     assert run.wait() == 78, run.stderr
-    assert "trains without evenstep.parameter_server, so no rank is a server. Leave it out." in run.stderr
+    assert "trains without evenstep.parameter_server, so no rank is a server. Leave --servers out." in run.stderr
     assert "Traceback" not in run.stderr
     assert "trained" not in run.stdout

@@ -104,7 +104,7 @@ def refused(kind: str, elementwise: bool = True) -> None:
         evenstep.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
     module[0].requires_grad_(True)
     for _ in range(2):  # told again
-        with pytest.raises(UsageError, match=f"'0.weight' is trained now.*{kind} the model can't follow"):
+        with pytest.raises(UsageError, match=f"'0.weight' is trained now.*{kind} buckets can't be laid out again"):
             model(x)
     module[0].requires_grad_(False)
     if kind == "inside of an accumulation window":
@@ -141,7 +141,7 @@ def changed_within_a_join() -> None:
     with model.join():
         model(x).sum().backward()
         module[0].requires_grad_(True)
-        with pytest.raises(UsageError, match="within a join the model can't follow"):
+        with pytest.raises(UsageError, match="within a join buckets can't be laid out again"):
             model(x)
         module[0].requires_grad_(False)
         model(x).sum().backward()

@@ -340,7 +340,7 @@ def look_at_buckets():
     with pytest.raises(ConfigurationError, match=r"with \(state, bucket\)"):
         other.register_comm_hook(None, lambda bucket: bucket)
     other.register_comm_hook(None, lambda state, bucket: bucket.buffer())
-    with pytest.raises(ConfigurationError, match=r"returns a torch\.futures\.Future"):
+    with pytest.raises(ConfigurationError, match=r"must return a torch\.futures\.Future"):
         other(torch.ones(1, 8)).sum().backward()
 
 

@@ -338,7 +338,7 @@ def test_a_rank_that_has_left_is_told_of_a_mistake(ranks, nproc, after):
 def one_join_in_another():
     world = evenstep.init(quiet=True)
     first, second = (evenstep.DistributedDataParallel(make(s)) for s in (1, 2))
-    with pytest.raises(UsageError, match=r"Put them into one: .*Join\(\[first, second\]\)"), first.join():  # noqa: SIM117
+    with pytest.raises(UsageError, match=r"Use one Join for both: .*Join\(\[first, second\]\)"), first.join():  # noqa: SIM117
         with second.join():
             pass
     for _ in range(2):  # whoever leaves by way of an exception has left

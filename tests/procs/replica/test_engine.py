@@ -1080,7 +1080,7 @@ def replaced(how):
     else:
         model.module.layers[0].weight = nn.Parameter(model.module.layers[0].weight.detach().clone())
     for _ in range(2):
-        with pytest.raises(UsageError, match=r"'layers.0.weight' is another one than when the model was wrapped"):
+        with pytest.raises(UsageError, match=r"'layers.0.weight' was replaced after the model was wrapped"):
             model(x, [0, 1])
     model = evenstep.DistributedDataParallel(model.module)
     model(x, [0, 1]).sum().backward()

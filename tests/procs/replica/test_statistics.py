@@ -88,7 +88,7 @@ def test_statistics_are_those_of_all_ranks_samples(ranks, fresh_seed, nproc, num
 def refusals() -> None:
     world = evenstep.init(quiet=True)
     for rules, words in (
-        ({"codebok": "mean"}, "fits no buffer"),
+        ({"codebok": "mean"}, "matches no buffer"),
         ({"mean": "average"}, "'rank 0', 'mean', 'sum', 'own'"),
         ({"seen": "mean"}, "has no mean"),
         (["mean"], "a dictionary"),
@@ -169,7 +169,7 @@ class Lazy(nn.Module):
 
 def lazy() -> list[str]:
     evenstep.init(quiet=False)
-    with pytest.raises(ConfigurationError, match=r"'codebook' fits no buffer.*Run a module that makes them later once"):
+    with pytest.raises(ConfigurationError, match=r"'codebook' matches no buffer.*run it once before you wrap it"):
         evenstep.DistributedDataParallel(Lazy(), buffers={"codebook": "mean"})
     model = evenstep.DistributedDataParallel(Lazy(), buffers={"*": "mean"})
     with warnings.catch_warnings(record=True) as caught:
@@ -177,10 +177,10 @@ def lazy() -> list[str]:
         for _ in range(2):
             model(torch.randn(3, 3)).square().sum().backward()
     assert model.module.codes.tolist() == [2.0, 2.0]
-    return [str(each.message) for each in caught if "has come since" in str(each.message)]
+    return [str(each.message) for each in caught if "was created after" in str(each.message)]
 
 
 def test_a_statistic_that_comes_later_is_named(ranks):
     first, second = ranks.run(lazy, 2)
     assert len(first) == len(second) == 1
-    assert first[0].startswith("buffers: 'codebook' has come since the module was wrapped")
+    assert first[0].startswith("buffers: 'codebook' was created after the module was wrapped")

@@ -204,7 +204,7 @@ def test_what_one_rank_is_refused_the_others_learn(ranks, fresh_seed, case):
     way, what, usual, other, text = REFUSED[case]
     seen = ranks.run(told, 2, fresh_seed, False, 1, way, what, usual, other)
     assert seen[0][0] == MismatchError.__name__, seen[0]
-    assert "rank 1: no call, for its arguments were refused. Rank 1: " + text in seen[0][1]
+    assert "rank 1: no call, because its arguments were refused. Rank 1: " + text in seen[0][1]
     assert seen[1][0] == ConfigurationError.__name__
     assert seen[1][1].startswith(text)
 

@@ -395,7 +395,7 @@ def refused_alone() -> None:
     model, other = wrap(0), nn.Linear(2, 7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mixed = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
-    with pytest.raises(ConfigurationError, match=r"\[7, 2\] is none of the model's"):
+    with pytest.raises(ConfigurationError, match=r"\[7, 2\] isn't one of the model's"):
         evenstep.LocalSGD(model, mixed, every=2)
     local = evenstep.LocalSGD(model, optimizer, every=2)
     with pytest.raises(UsageError, match="another LocalSGD"):
@@ -423,7 +423,7 @@ def saved_alone(seed: int, directory: str) -> tuple[list[bool], int]:
         averaged.append(local.step())
         optimizer.zero_grad()
         checkpoint.step()
-    with pytest.raises(UsageError, match="behind an exchange"):
+    with pytest.raises(UsageError, match="after an exchange"):
         checkpoint.save()
     local.average()
     checkpoint.save()
@@ -460,7 +460,7 @@ def test_a_state_dict_of_one_rank_alone_is_told_to_all(ranks, fresh_seed):
     told = ranks.run(alone, 2, fresh_seed)
     assert told[0] == told[1]
     assert told[0].startswith(
-        "the ranks are at different calls. rank 0: a state_dict of an optimizer; rank 1: world.gather. Every rank"
+        "the ranks make different calls. rank 0: a state_dict of an optimizer; rank 1: world.gather. Every rank"
     )
 
 

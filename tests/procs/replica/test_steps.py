@@ -74,7 +74,7 @@ def test_a_step_on_gradients_that_were_not_averaged_is_named_once(ranks, fresh_s
     (text,) = first
     assert text.startswith("rank 0: SGD.step at ")
     assert "test_steps.py:" in text
-    assert ("no_sync" if kind == "no_sync" else "past the wrapper") in text
+    assert ("no_sync" if kind == "no_sync" else "bypassed the wrapper") in text
     assert all(len(each) <= 1 for each in others)  # where warnings are shown
 
 

@@ -269,4 +269,4 @@ def wrapped_in_two_threads():
 def test_models_are_wrapped_in_one_thread(ranks):
     for rank, told in enumerate(ranks.run(wrapped_in_two_threads, 2)):
         assert told.startswith(f"DistributedDataParallel on rank {rank}: a model is being wrapped in thread ")
-        assert "Wrap all models in one thread, before the others start" in told
+        assert "Wrap all models in one thread before you start the others" in told

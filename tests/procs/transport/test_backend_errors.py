@@ -50,7 +50,7 @@ REFUSED: dict[str, Make] = {
     "outputs are float32 [1]": lambda g, odd: g.gather(
         [tensors(1) if odd else tensors(3, 3)] if g.rank() == 1 else [], tensors(3), root=1
     ),
-    "inputs are float32 [2]; there is one for each of 2 ranks, of one dtype": lambda g, odd: g.alltoall(
+    "inputs are float32 [2]; pass one tensor for each of 2 ranks, of one dtype": lambda g, odd: g.alltoall(
         tensors(1, 1), tensors(2) if odd else tensors(1, 1)
     ),
 }  # fmt: skip
@@ -142,7 +142,7 @@ def test_between_nodes_they_are_errors_on_all_too(ranks: RankPool) -> None:
     told = ranks.run(between_nodes, 3, "aab", timeout_s=120)
     for rank, (sparse, unequal, total) in enumerate(told):
         assert sparse == told[0][0]
-        assert "rank 1: all_reduce over gloo, of what shared memory doesn't carry" in sparse
+        assert "rank 1: all_reduce over gloo of tensors that shared memory doesn't carry" in sparse
         assert "2 outputs for 1 inputs" in unequal
         assert unequal.startswith("ConfigurationError" if rank == 1 else "MismatchError")
         assert total == "[[6.0, 0.0], [0.0, 6.0]]"
@@ -277,8 +277,11 @@ def sparse_on_one_rank() -> list[str]:
 def test_what_one_rank_leaves_to_gloo_is_a_mismatch_at_once(ranks: RankPool) -> None:
     first, second = ranks.run(sparse_on_one_rank, 2, timeout_s=150)
     for each in (*first[:3], *second[:3]):
-        assert "rank 0: all_reduce(sum) of float32 [3, 3]; rank 1: all_reduce over gloo, of what shared memory" in each
-    assert "rank 0: broadcast from rank 0 of float32 [3, 3]; rank 1: no call, for its arguments were" in first[3]
+        assert (
+            "rank 0: all_reduce(sum) of float32 [3, 3]; rank 1: all_reduce over gloo of tensors that shared memory"
+            in each
+        )
+    assert "rank 0: broadcast from rank 0 of float32 [3, 3]; rank 1: no call, because its arguments were" in first[3]
     assert f" Rank 1: {second[3][:200]}" in first[3]
 
 

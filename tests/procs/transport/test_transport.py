@@ -140,7 +140,7 @@ def test_which_divisor_comes_along_is_compared(ranks: RankPool, case: str, size:
         assert divided in message
         assert {"plain": "by 5", "none": "rank 1: all_reduce(sum)", "integers": "refused"}[case] in message
     if case == "integers":
-        assert "all_reduce on rank 1: a divisor is for a sum of real or complex floats, not sum of int32" in last
+        assert "all_reduce on rank 1: a divisor needs a sum of real or complex floats, not sum of int32" in last
 
 
 def divide_by_rows(seed: int) -> int:
@@ -408,7 +408,7 @@ def test_init_shares_memory_unless_told_otherwise(ranks: RankPool) -> None:
     assert ranks.run(which, 2, "gloo", True)[0][:2] == ("gloo", "gloo")
     carrier, control, told = ranks.run(which, 2, None, False)[0]
     assert (carrier, control) == ("gloo", "gloo")
-    assert told.startswith("evenstep: Gloo, for want of shared memory: rank 0: no, says 0\n")
+    assert told.startswith("evenstep: using Gloo, because there is no shared memory: rank 0: no, says 0\n")
 
 
 def refused_transports() -> list[str]:
@@ -457,7 +457,7 @@ def test_what_nobody_expected_is_never_taken_for_a_later_calls(ranks: RankPool) 
     first, second = ranks.run(splits_that_do_not_meet, 2)
     assert first[0] == "[0.0, 0.0]"
     # Whose deadline passes first closes the connection, and the other has lost its peer.
-    unheard = ("lost a peer in all_to_all number", "waited in vain in all_to_all number")
+    unheard = ("lost a peer in all_to_all number", "waited too long in all_to_all number")
     assert all(any(words in each for words in unheard) for each in [*first[1:], *second])
     assert "in all_to_all number 1 (4 x float32) over gloo" in second[0]
 
@@ -486,8 +486,8 @@ def shares_of_other_sizes() -> list[str]:
 def test_gloo_refuses_shares_that_do_not_add_up_before_anything_is_sent(ranks: RankPool) -> None:
     for rank, told in enumerate(ranks.run(shares_of_other_sizes, 2)):
         assert told[0] == (
-            f"all_gather on rank {rank}: out is float32 [7] and tensor float32 [4]; out has 2 times the elements of "
-            f"tensor, and its dtype."
+            f"all_gather on rank {rank}: out is float32 [7] and tensor float32 [4]; out must have 2 times the "
+            f"elements of tensor, and its dtype."
         )
         assert "tensor float64 [4]" in told[1]
         assert "out_splits=[1, 3] and splits=[1, 2]" in told[2]

@@ -71,7 +71,7 @@ EXPECTED = {
     "init_sync": (MismatchError, "DistributedDataParallel: init_sync is True on rank 0 and False on rank 1."),
     "bucket sizes": (MismatchError, "DistributedDataParallel: bytes of a bucket is [1048576, 3145728] on rank 0 and"),
     "directory": (MismatchError, "Checkpointer: the directory is "),
-    "every_steps": (MismatchError, "Checkpointer: every_steps is 2 on rank 0 and 3 on rank 1. Every rank passes"),
+    "every_steps": (MismatchError, "Checkpointer: every_steps is 2 on rank 0 and 3 on rank 1. Pass the same"),
     "a Checkpointer of one rank": (ConfigurationError, "Checkpointer on rank 1: directory=5; the path of a directory"),
     "a loader's samples": (MismatchError, "DataLoader: sample_seed is False on rank 0 and True on rank 1."),
     "a loader's function": (ConfigurationError, "DataLoader on rank 1: collate_fn=3; a function, or None."),
@@ -82,10 +82,10 @@ EXPECTED = {
     "a second optimizer": (ConfigurationError, "ShardedOptimizer: parameter 'weight' belongs to another"),
     "a group of one rank": (
         ConfigurationError,
-        "ShardedOptimizer.add_param_group on rank 1: a parameter of shape [3] is none of those",
+        "ShardedOptimizer.add_param_group on rank 1: a parameter of shape [3] isn't a trained",
     ),
     "after": (MismatchError, "Checkpointer.discard: after is 0 on rank 0 and 1 on rank 1."),
-    "a metric of one rank": (ConfigurationError, "checkpoint on rank 1: metric loss='low' is no number."),
+    "a metric of one rank": (ConfigurationError, "checkpoint on rank 1: metric loss='low' isn't a number."),
     "names of metrics": (MismatchError, "checkpoint: the metrics are lose on rank 0 and loss on rank 1."),
 }
 

@@ -148,7 +148,7 @@ def test_a_launcher_that_cannot_be_joined_is_named(tmp_path):
     result = run(tmp_path, "import evenstep\nevenstep.init()", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0")
     assert result.returncode != 0
     assert "OMPI_COMM_WORLD_SIZE=2" in result.stderr
-    assert "Set what is missing on every rank" in result.stderr
+    assert "Set the missing ones on every rank" in result.stderr
 
 
 CHILD = """

@@ -34,7 +34,7 @@ def means():
         with pytest.raises(ConfigurationError, match=r"world.mean on rank \d: (value=|the value is complex)"):
             world.mean(value)
     for value in ([1.0], 2.0, torch.eye(2).to_sparse()):
-        with pytest.raises(ConfigurationError, match="it takes dense tensors"):
+        with pytest.raises(ConfigurationError, match="pass a dense tensor"):
             world.gather(value)
     # float32 has no odd number above 2^24.
     whole = world.mean(torch.tensor([2**24 + 1, -(2**53)]))
@@ -118,7 +118,7 @@ def objects():
         world.broadcast_object({"x": object()} if world.rank == 0 else None)
     circle = []
     circle.append(circle)
-    for unsendable, words in ((circle, "holds itself"), (torch.eye(2).to_sparse(), "only dense")):
+    for unsendable, words in ((circle, "contains itself"), (torch.eye(2).to_sparse(), "only dense")):
         with pytest.raises(ConfigurationError, match=words):
             world.broadcast_object(unsendable if world.rank == 0 else None)
         last = world.world_size - 1

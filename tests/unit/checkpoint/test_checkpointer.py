@@ -282,7 +282,7 @@ def test_on_save_error_continue_trains_on_and_says_so(tmp_path: Path, capsys: py
     run.run_to(4)
     run.checkpoint.close()
     assert "Input/output error" in (told := capsys.readouterr().err)
-    assert "Training goes on" in told
+    assert "Training continues" in told
     assert steps(tmp_path) == [4]
 
 
@@ -441,7 +441,7 @@ def test_no_flipped_bit_is_loaded(saved: Path, tmp_path: Path, fresh_seed: int, 
             assert run.checkpoint.resume() == 2
             run.checkpoint._release()
             told = capsys.readouterr().err
-            assert f"damaged, passed over and kept: {copy}/step-0000004-00001-2/{path.name}: " in told
+            assert f"damaged, skipped and kept: {copy}/step-0000004-00001-2/{path.name}: " in told
             left = ["lock-00002.json", "step-0000002-00001-1", "step-0000004-00001-2"]
             assert sorted(p.name for p in copy.iterdir()) == left
         flip(path, bit)
@@ -469,7 +469,7 @@ def test_a_missing_file_falls_back_and_an_extra_one_is_told(saved: Path, tmp_pat
     (directory / "step-0000004-00001-2" / "notes.txt").write_text("mine")
     run = training(directory)
     assert run.checkpoint.resume() == 4
-    assert "step-0000004-00001-2/notes.txt is no part of it" in capsys.readouterr().err
+    assert "step-0000004-00001-2/notes.txt isn't a part of it" in capsys.readouterr().err
     run.checkpoint._release()
     (directory / "step-0000004-00001-2" / "model.safetensors").unlink()
     (directory / "step-0000002-00001-1" / "manifest.json").write_bytes(b"x")
@@ -586,7 +586,7 @@ def test_what_is_kept_by_steps_and_by_metric(tmp_path: Path):
     again.step(loss=0.1)
     again.wait()
     assert 16 in steps(tmp_path)
-    with pytest.raises(ConfigurationError, match="metric loss='low' is no number"):
+    with pytest.raises(ConfigurationError, match="metric loss='low' isn't a number"):
         again.step(loss="low")
     again.close()
 
@@ -647,7 +647,7 @@ def test_a_used_directory_wants_a_decision(tmp_path: Path, saved: Path):
     directory = damaged_copy(saved, tmp_path / "x")
     run = training(directory, every_steps=1)
     with pytest.raises(
-        UsageError, match=r"has checkpoints up to step 4, and this run is at step 0.*discard\(after=0\)"
+        UsageError, match=r"has checkpoints up to step 4, but this run is at step 0.*discard\(after=0\)"
     ):
         run.step()
     run.checkpoint.discard(after=2)
@@ -750,7 +750,7 @@ def test_a_handler_that_the_script_sets_later_replaces_ours_and_one_line_says_so
         assert heard == [signal.SIGUSR1]
     said = [line for line in capsys.readouterr().err.splitlines() if "handler" in line]
     assert said == [
-        "evenstep: the script has set a handler of its own for SIGUSR1, which doesn't save and stop the run any more"
+        "evenstep: the script has replaced the handler of SIGUSR1: this signal no longer saves and stops the run"
     ]
 
 

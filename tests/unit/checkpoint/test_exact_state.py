@@ -106,10 +106,10 @@ class Box:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"__metadata__": torch.ones(3)}, r"box\['__metadata__'\] has the name that safetensors' files have"),
-        ({"text": "\ud83d\ude00"}, r"box\['text'\] is a text with a half of a character"),
-        ({"\ud83d\ude00": 1}, "is a text with a half of a character"),
-        ({1: {"\ud83d": torch.ones(3)}}, "is a text with a half of a character"),
+        ({"__metadata__": torch.ones(3)}, r"box\['__metadata__'\] has a name that safetensors files reserve"),
+        ({"text": "\ud83d\ude00"}, r"box\['text'\] is a text with half of a character"),
+        ({"\ud83d\ude00": 1}, "is a text with half of a character"),
+        ({1: {"\ud83d": torch.ones(3)}}, "is a text with half of a character"),
     ],
 )
 def test_what_could_not_be_read_again_is_refused_when_saving(tmp_path: Path, state: Any, message: str) -> None:

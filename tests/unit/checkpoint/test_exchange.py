@@ -211,8 +211,8 @@ def test_damage_is_an_error_of_one_line(tmp_path: Path, fresh_seed: int):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: None, "isn't there|No such file"),
-        (lambda p: p.write_bytes(b"no safetensors"), "no file of safetensors"),
+        (lambda p: None, "doesn't exist|No such file"),
+        (lambda p: p.write_bytes(b"no safetensors"), "isn't a safetensors file"),
     ],
 )
 def test_files_that_are_none(tmp_path: Path, make, message):
@@ -224,9 +224,9 @@ def test_files_that_are_none(tmp_path: Path, make, message):
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{", "is no index of safetensors"),
-        ('{"weight_map": {"a": "../a.safetensors"}}', "no file beside it"),
-        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors isn't there"),
+        ("{", "isn't a safetensors index"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "isn't a file in the same directory"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors doesn't exist"),
         ('{"weight_map": {"b": "one.safetensors"}}', "lists 'b', which one.safetensors doesn't have"),
     ],
 )
@@ -241,7 +241,7 @@ def test_what_an_export_refuses(run, tmp_path: Path):
     path, _, _ = run
     (tmp_path / "there").mkdir()
     for options in ({"as_dcp": True}, {"max_shard_bytes": 100}):
-        with pytest.raises(CheckpointError, match=r"there: File exists\. Name something new"):
+        with pytest.raises(CheckpointError, match=r"there: File exists\. Pass a new name"):
             export(path, str(tmp_path / "there"), None, None, **options)
     with pytest.raises(CheckpointError, match=r"optimizer can't be written as safetensors.*'param_groups' isn't one"):
         export(path, str(tmp_path / "o.safetensors"), None, "optimizer")

@@ -201,7 +201,7 @@ class Odd:
     [
         (
             {"a": [1, {"b": Odd()}]},
-            r"thing\['a'\]\[1\]\['b'\] is a .*Odd, which can't be saved: checkpoints hold no pickle",
+            r"thing\['a'\]\[1\]\['b'\] is a .*Odd, which can't be saved, because checkpoints contain no pickle",
         ),
         ({"f": print}, r"thing\['f'\] is a builtins.builtin_function_or_method"),
         ({"s": {1, 2}}, r"thing\['s'\] is a builtins.set"),
@@ -219,8 +219,8 @@ class Odd:
         ({"d": collections.defaultdict(list)}, r"thing\['d'\] is a collections.defaultdict"),
         ({"m": numpy.ma.array([1], mask=[1])}, r"thing\['m'\] is a numpy.ma.*MaskedArray"),
         ({Word.YES: 1}, r"Word.YES.* is a .*Word, which can't be saved"),
-        ({(torch.ones(1), 2): 1}, "has a tensor or a number of numpy's in it"),
-        ({"a": {numpy.float64(2): 1}}, "has a tensor or a number of numpy's in it"),
+        ({(torch.ones(1), 2): 1}, "contains a tensor or a numpy number"),
+        ({"a": {numpy.float64(2): 1}}, "contains a tensor or a numpy number"),
         ({"t": torch.empty(2, device="meta")}, r"thing\['t'\] is a torch.float32 tensor on meta"),
     ],
 )
@@ -244,7 +244,7 @@ def test_a_tensor_below_a_tuple_comes_back():
 def test_a_state_that_holds_itself_is_refused():
     state = {}
     state["self"] = state
-    with pytest.raises(ConfigurationError, match="holds itself"):
+    with pytest.raises(ConfigurationError, match="contains itself"):
         flatten(state, "thing")
 
 
@@ -391,14 +391,14 @@ def test_a_copy_of_no_part_is_refused(changes):
     content = manifests.encode(
         replace(manifest, objects={"model": replace(manifest.objects["model"], tensors={"w": wrong})})
     )
-    with pytest.raises(ValueError, match=r"copy of none of its parts|isn't listed"):
+    with pytest.raises(ValueError, match=r"matches none of its parts|isn't listed"):
         manifests.decode(content)
 
 
 @pytest.mark.parametrize("node", [-1, 0.5, "0", True])
 def test_a_node_is_a_whole_number(node):
     file = {"bytes": 1, "header_bytes": 1, "header_crc32": 1, "node": node}
-    with pytest.raises(ValueError, match="no whole number"):
+    with pytest.raises(ValueError, match="a whole number"):
         manifests.decode(resealed(objects={}, files={"a": file}))
 
 
@@ -466,7 +466,7 @@ def resealed(**changes) -> bytes:
     "name", ["../model.safetensors", "/etc/passwd", "a/b", "..", ".hidden", "", "a\0b", "manifest.json"]
 )
 def test_names_that_leave_the_folder_are_refused(name):
-    with pytest.raises(ValueError, match="no plain name"):
+    with pytest.raises(ValueError, match="isn't a plain name"):
         manifests.decode(resealed(files={name: {"bytes": 1, "header_bytes": 1, "header_crc32": 1}}))
 
 
@@ -482,7 +482,7 @@ def test_a_manifest_that_asks_for_too_much_is_refused():
         ({"shape": [10**9], "part": {"numel": 10**9}}, "larger than its file"),
         ({"shape": [5]}, "don't make up"),
         ({"part": {"start": 1}}, "don't make up"),
-        ({"shape": [-4]}, "no whole number"),
+        ({"shape": [-4]}, "a whole number"),
         ({"dtype": "object"}, "dtype 'object'"),
         ({"part": {"file": "other"}}, "isn't listed"),
         ({"shape": None}, "lacks something"),

@@ -41,8 +41,8 @@ def test_two_jobs_do_not_share_a_directory_and_a_dead_one_does_not_keep_it(tmp_p
     child.start()
     told = ours.recv()
     assert f"belongs to another job: pid {os.getpid()} on " in told
-    assert "give this job a directory of its own" in told
-    assert "no sign of life for 60 s loses the lock" in told
+    assert "give this job another directory" in told
+    assert "no heartbeat for 60 s loses the lock" in told
     assert told.endswith(f"evenstep checkpoint unlock {tmp_path}")
     ours.send("go")
     child.join()
@@ -131,7 +131,7 @@ def test_a_holder_that_was_stopped_for_long_has_lost_its_lock(tmp_path: Path, mo
     lock.renew()
     as_of(tmp_path, 59.5)
     again = take_lock(LocalDirectory(tmp_path), {}, wait_s=30)
-    with pytest.raises(LockedError, match="given no sign of life for 60 s"):
+    with pytest.raises(LockedError, match="sent no heartbeat for 60 s"):
         lock.confirm()
     lock.release()
     again.confirm()
@@ -160,7 +160,7 @@ def test_a_lock_that_somebody_removed_is_put_back_if_nobody_took_it(tmp_path: Pa
     again.release()
     lock.release()
     assert is_released(tmp_path)
-    with pytest.raises(CheckpointError, match="is no directory"):
+    with pytest.raises(CheckpointError, match="isn't a directory"):
         tools.unlock(str(tmp_path / "none"))
 
 

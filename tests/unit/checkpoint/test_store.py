@@ -48,7 +48,7 @@ def test_every_storage_does_what_a_storage_does(root: str):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("s3:/bucket/run", "it takes two slashes, and a Path drops one"),
+        ("s3:/bucket/run", "it needs two slashes, and a Path drops one"),
         ("nowhere://bucket/run", "can't be reached: Protocol not known: nowhere"),
         ("gs://bucket/run", "needs gcsfs: pip install 'evenstep\\[gs\\]'"),
         ("az://bucket/run", "needs adlfs: pip install 'evenstep\\[az\\]'"),
@@ -81,7 +81,7 @@ def test_a_store_that_cannot_create_only_is_refused_for_a_lock(monkeypatch: pyte
         really(self, path, value)
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
-    with pytest.raises(OSError, match="can't create a file only where there is none, so that no lock is safe"):
+    with pytest.raises(OSError, match="can't create a file only if it doesn't exist, so no lock would be safe"):
         take_lock(storage, {})
 
 
@@ -157,9 +157,7 @@ def test_a_run_goes_on_from_a_storage_of_any_kind(root: str, capsys: pytest.Capt
     for _ in range(2):
         run = training(seed=99)
         assert run.checkpoint.resume() == 4
-        assert (
-            f"damaged, passed over and kept: {root}/{folders[6]}/model.safetensors: tensor" in capsys.readouterr().err
-        )
+        assert f"damaged, skipped and kept: {root}/{folders[6]}/model.safetensors: tensor" in capsys.readouterr().err
         run.checkpoint._release()
     assert [(each["step"], each["state"]) for each in tools.list_checkpoints(root)] == [(4, "good"), (6, "damaged")]
     run = training(seed=98, every_steps=1, keep=1)

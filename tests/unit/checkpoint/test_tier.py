@@ -185,7 +185,7 @@ def test_attempts_without_local_copies_void_them_too(tmp_path: Path):
 def test_a_run_that_does_not_resume_wants_a_decision(tmp_path: Path):
     is_killed(training(tmp_path).run_to(5))
     run = training(tmp_path)
-    with pytest.raises(UsageError, match=r"has checkpoints up to step 4, and this run is at step 0.*resume\(\)"):
+    with pytest.raises(UsageError, match=r"has checkpoints up to step 4, but this run is at step 0.*resume\(\)"):
         run.step()
     run.checkpoint.discard(after=2)
     assert generations(tmp_path) == [2]
@@ -209,7 +209,7 @@ def test_a_full_disk_drops_the_copy_before_and_training_goes_on(tmp_path: Path, 
         run.checkpoint._tier.finish()
         found = capsys.readouterr().err
         assert ("the local copies of step 4 could not be written: rank 0: OSError: [Errno 28]" in found) == told
-        assert ("is full on rank 0: what is there of step 2 is removed" in found) == told
+        assert ("is full on rank 0: the copies of step 2 are removed" in found) == told
         assert generations(tmp_path) == []
     run.run_to(9)
     is_killed(run)
@@ -298,8 +298,8 @@ def test_what_runs_of_long_ago_have_left_is_removed(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"local": "x"}, "local and local_every_steps go together"),
-        ({"local_every_steps": 2}, "local and local_every_steps go together"),
+        ({"local": "x"}, "pass both local .* and local_every_steps"),
+        ({"local_every_steps": 2}, "pass both local .* and local_every_steps"),
         ({"local": "s3://bucket/x", "local_every_steps": 2}, "local='s3://bucket/x'; the path of a directory"),
         ({"local": "memory://x", "local_every_steps": 2}, "local='memory://x'; the path of a directory"),
         ({"local": 3, "local_every_steps": 2}, "local=3; the path of a directory"),
@@ -307,7 +307,7 @@ def test_what_runs_of_long_ago_have_left_is_removed(tmp_path: Path, capsys):
         ({"local": "", "local_every_steps": 2}, "local=''; the path of a directory"),
         ({"local": "x", "local_every_steps": 0}, "local_every_steps=0; a whole number, at least 1"),
         ({"local": "x", "local_every_steps": 2.5}, r"local_every_steps=2\.5; a whole number"),
-        ({"local": "x", "local_every_steps": 9, "every_steps": 8}, "is of no use with every_steps=8"),
+        ({"local": "x", "local_every_steps": 9, "every_steps": 8}, "has no effect with every_steps=8"),
     ],
 )
 def test_arguments_that_make_no_sense(tmp_path: Path, monkeypatch, options, message):
@@ -342,7 +342,7 @@ def test_a_directory_that_is_not_this_users_is_refused(tmp_path: Path, monkeypat
         monkeypatch.setattr(tiers.os, "geteuid", lambda: mine + 1)
         user.rename(local / str(mine + 1))
     with pytest.raises(
-        ConfigurationError, match=r"local='.*(is no directory|can't be used|is not a directory of user)"
+        ConfigurationError, match=r"local='.*(isn't a directory|can't be used|must be a directory of user)"
     ):
         training(tmp_path, local)
     assert not (tmp_path / "saved").exists()

@@ -61,7 +61,7 @@ def test_a_module_or_a_program_that_is_not_there(capsys: pytest.CaptureFixture[s
         (["--nproc-per-node", "0"], "at least 1 rank"),
         (["--nproc-per-node", "many"], "use auto, cpu, gpu or a number"),
         (["--threads-per-rank", "0"], "0 threads per rank"),
-        (["--device", "gpu0"], "no device"),
+        (["--device", "gpu0"], "a device"),
         (["--nnodes", "none"], "--nnodes none"),
         (["--nnodes", "2", "--node-rank", "5"], "--node-rank 5: with --nnodes 2 it lies between 0 and 1"),
         (["--nnodes", "1:4", "--node-rank=-1"], "--node-rank -1"),

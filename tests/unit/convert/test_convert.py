@@ -485,9 +485,9 @@ def test_a_wrong_call(
 
 def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "train.py")
-    with pytest.raises(ConfigurationError, match="no regular file"):
+    with pytest.raises(ConfigurationError, match="a regular file"):
         convert(str(tmp_path / "train.py"))
-    with pytest.raises(ConfigurationError, match="no regular file"):
+    with pytest.raises(ConfigurationError, match="a regular file"):
         convert("/dev/zero")
     with pytest.raises(ConfigurationError, match="too long"):
         convert("x" * 300)

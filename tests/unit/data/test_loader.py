@@ -501,13 +501,13 @@ class _BrokenLength(_NoLength):
         (range(9), {"global_batch_size": 4.0}, "global_batch_size=4.0"),
         (range(9), {"global_batch_size": 2}, "global_batch_size=2 is smaller than the number of ranks, 3"),
         (range(9), {"batch_size": 4}, r"Write global_batch_size=4 .* or global_batch_size=4 \* world.world_size"),
-        (range(9), {"global_batch_size": 4, "sampler": 5}, "sampler=5; something to iterate over"),
+        (range(9), {"global_batch_size": 4, "sampler": 5}, "sampler=5; an object that yields indices"),
         (
             range(9),
             {"global_batch_size": 4, "batch_sampler": [[1]]},
             "batch_sampler and global_batch_size exclude each",
         ),
-        (range(9), {"batch_sampler": [[1]], "drop_last": True}, "drop_last=True: the batches of batch_sampler"),
+        (range(9), {"batch_sampler": [[1]], "drop_last": True}, "drop_last=True: all batches of batch_sampler"),
         (range(9), {"batch_sampler": [[1]], "sampler": range(9)}, "batch_sampler and sampler exclude each other"),
         (range(9), {"global_batch_size": 4, "sampler": range(9), "shuffle": True}, "sampler and shuffle exclude"),
         (

@@ -284,7 +284,7 @@ def test_gathered_rows_have_the_order_of_the_data_set(
 
 def test_rows_are_counted() -> None:
     loader = DataLoader(range(10), 4, world=stub_world())
-    with pytest.raises(Exception, match="nothing was iterated yet"):
+    with pytest.raises(Exception, match="the loader wasn't iterated yet"):
         loader.gather(torch.zeros(10))
     next(iter(loader))
     assert loader.gather(torch.arange(4)).tolist() == [0, 1, 2, 3], "as far as it came"

@@ -345,7 +345,7 @@ def test_training_on_two_iterations_at_once_is_warned_of() -> None:
     expected = list(zip(list(reference), list(reference), strict=True))
     assert list(zip(loader, loader, strict=True)) == expected, "nothing trains, so the position doesn't matter"
     optimizer = _optimizer()
-    with pytest.warns(UserWarning, match="an iteration goes on after a newer one of the same loader began"):
+    with pytest.warns(UserWarning, match="an iteration of this loader continues after a newer one began"):
         deque((optimizer.step() for _ in zip(loader, loader, strict=True)), maxlen=0)
 
 
@@ -388,7 +388,7 @@ def test_a_peek_and_torchs_own_loops_keep_the_place() -> None:
         assert seen == [(3, 2), (4, 3)], use
     (resumed,) = _loaders(12, 1, global_batch_size=4)
     resumed.load_state_dict(state)
-    with pytest.warns(UserWarning, match=r"a state at epoch 3, position 4, was loaded and is given up"):
+    with pytest.warns(UserWarning, match=r"a state at epoch 3, position 4, was loaded and is dropped"):
         resumed.set_epoch(0)
     assert len(list(resumed)) == 3
 

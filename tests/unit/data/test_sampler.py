@@ -156,7 +156,7 @@ def test_a_data_set_that_changed_its_length(size: int) -> None:
 def test_states_of_other_samplers_are_refused() -> None:
     state = DistributedSampler(range(20), 2, 0).state_dict()
     for other in (DistributedSampler(range(21), 2, 0), DistributedSampler(range(20), 2, 0, seed=1)):
-        with pytest.raises(ConfigurationError, match="can't be distinguished from those that were seen"):
+        with pytest.raises(ConfigurationError, match="can't be distinguished from the used ones"):
             other.load_state_dict(state)
 
 
@@ -194,8 +194,8 @@ class _Stream(IterableDataset[int]):
         ((range(10), 0, 0), "num_replicas=0; a whole number, at least 1"),
         ((range(10), 2.0, 0), "num_replicas=2.0; a whole number"),
         ((range(10), 2, True), "rank=True; a whole number"),
-        ((_Stream(), 2, 0), "_Stream has no samples that could be numbered"),
-        ((iter([]), 2, 0), "list_iterator has no samples that could be numbered"),
+        ((_Stream(), 2, 0), "_Stream has no numbered samples"),
+        ((iter([]), 2, 0), "list_iterator has no numbered samples"),
     ],
 )
 def test_bad_arguments(arguments: tuple[object, ...], told: str) -> None:

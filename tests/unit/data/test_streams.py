@@ -123,7 +123,7 @@ def test_shards_are_divided_where_there_are_enough(num_workers: int) -> None:
     assert all(len({number // 10 % 2 for number in batch}) == 1 for batch in batches), "each worker its own shards"
     with pytest.raises(TypeError, match="no length"):
         len(loader)
-    with pytest.raises(UsageError, match="no order that could be restored"):
+    with pytest.raises(UsageError, match="no order to restore"):
         loader.gather(torch.zeros(28))
     loader = DataLoader(Sharded(), 4, collate_fn=list, num_workers=2, world=stub_world())
     for step, _ in enumerate(loader):
@@ -255,7 +255,7 @@ def test_parts_divide_one_order_of_shards_and_draw_otherwise_inside() -> None:
 def test_workers_that_run_through_different_streams_are_an_error() -> None:
     unseeded = Shuffled(40, lambda numbers: np.random.default_rng().shuffle(numbers))
     loader = DataLoader(unseeded, 8, num_workers=2, world=stub_world())
-    with pytest.raises(MismatchError, match="In epoch 0, step 1, the workers of rank 0 are given different records"):
+    with pytest.raises(MismatchError, match="In epoch 0, step 1, the workers of rank 0 got different records"):
         list(loader)
     loader = DataLoader(unseeded, 8, num_workers=1, world=stub_world())
     assert sorted(torch.cat(list(loader)).tolist()) == list(range(40)), "one process alone may draw as it likes"
@@ -320,7 +320,7 @@ def test_a_stream_s_own_state_is_faster_and_loses_its_buffer(buffer: int, lost: 
     state = loader.state_dict()
     dataset = Stateful(40, buffer)
     resumed = DataLoader(dataset, 5, collate_fn=list, resume_streams="state", world=stub_world())
-    with pytest.warns(UserWarning, match=r"What lay in its shuffle buffers .* is lost; resume_streams='replay' is"):
+    with pytest.warns(UserWarning, match=r"The records .* in its shuffle buffers are lost; resume_streams='replay' is"):
         resumed.load_state_dict(state)
     assert resumed.state_dict() == state, "nothing was used since"
     left = list(chain.from_iterable(resumed))
@@ -358,7 +358,7 @@ def test_as_many_parts_are_not_enough() -> None:
 def test_only_a_stream_with_a_state_resumes_by_it() -> None:
     with pytest.raises(ConfigurationError, match="resume_streams='state': Numbers has no state_dict"):
         DataLoader(Numbers(40), 5, resume_streams="state", world=stub_world())
-    with pytest.raises(ConfigurationError, match="resume_streams='state' is of streams"):
+    with pytest.raises(ConfigurationError, match="resume_streams='state' is for streams"):
         DataLoader(range(40), 5, resume_streams="state", world=stub_world())
 
 

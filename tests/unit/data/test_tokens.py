@@ -223,7 +223,7 @@ def test_files_that_are_cut_off(tmp_path: Path, arguments: dict[str, Any], told:
         ({"dtype": None}, "whole numbers"),
         ({"dtype": "u2, u4"}, "whole numbers"),
         ({"dtype": bool}, "whole numbers"),
-        ({"documents": [3, 3]}, "have 6 tokens together, and there are 10"),
+        ({"documents": [3, 3]}, "have 6 tokens together, but there are 10"),
         ({"documents": [1] * 10}, "no document has two tokens"),
         ({"documents": [11, -1]}, "documents are numbers of tokens"),
         ({"documents": [5.0, 5.0]}, "documents are numbers of tokens"),

@@ -48,7 +48,7 @@ def write(path: Path, text: str) -> Path:
         (b"print 'hello'\n", r"broken\.py:1: this is not python"),
         (b"x = '\xff\xfe'\n", r"not text in the encoding it declares"),
         (b"# -*- coding: klingon -*-\nx = 1\n", r"not text in the encoding it declares.*unknown encoding"),
-        (b"\x7fELF\x00\x00\x00", r"no python script"),
+        (b"\x7fELF\x00\x00\x00", r"a python script"),
         (b"x = " + b"(" * 3000 + b")" * 3000, r"broken\.py:1: .*too many nested parentheses"),
         (b"x = " + b"-" * 3000 + b"1", r"broken\.py: .*nest"),
         (b"x = 1" + b" + 1" * 5000, r"broken\.py: .*nest"),

@@ -166,7 +166,7 @@ def test_a_node_that_has_to_be_told_where_the_others_are() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--standalone --nnodes 2", "--standalone is one host, --nnodes 2 are more"),
+        ("--standalone --nnodes 2", "--standalone means one host, but --nnodes 2 means more"),
         ("--nnodes 1:2 --master-addr a", "--nnodes 1:2: a number that changes needs --rdzv-backend c10d"),
         ("--nnodes 1:2 --rdzv-endpoint a:1", "--nnodes 1:2: a number that changes needs --rdzv-backend c10d"),
     ],

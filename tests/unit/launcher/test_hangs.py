@@ -179,7 +179,7 @@ def test_ranks_that_wait_in_different_places_are_all_named() -> None:
     ranks.train(20, 0.5)
     ranks.hold({0: BACKWARD, 1: BARRIER})
     told, *places = ranks.go(12)
-    assert told.startswith("all ranks wait for each other since 10 s, and not in the same place")
+    assert told.startswith("all ranks wait for each other since 10 s, but in different places")
     assert places == [
         "rank 0 waits in backward of step 20, at train.py:30 in main",
         "rank 1 waits in barrier of step 20, at train.py:55 in main",
@@ -212,7 +212,7 @@ def test_who_sleeps_while_nobody_waits_is_asked_less_and_less_often() -> None:
 def test_what_may_take_long_has_longer_and_a_first_step_says_so() -> None:
     ranks = Ranks()
     ranks.hold({0: BARRIER})
-    assert "No step has been finished yet, and a first one may take long" in ranks.go(12)[0]
+    assert "No step has been finished yet, and the first step may take long" in ranks.go(12)[0]
     compiling = Ranks()
     compiling.train(20, 0.5)
     compiling.hold({0: BACKWARD, 1: COMPILING})
@@ -233,7 +233,7 @@ def test_a_rank_that_does_not_answer_is_named_without_a_stack() -> None:
     ranks.hold({0: BACKWARD, 1: ""})
     ranks.seen[1] = replace(ranks.seen[1], state="D")
     told, where = ranks.go(12)
-    assert "it doesn't say where; process state D" in told
+    assert "its place isn't known; process state D" in told
     assert where.startswith("rank 0 waits in backward")
 
 
@@ -339,7 +339,7 @@ def test_a_stack_that_comes_late_is_shown_when_it_comes() -> None:
     ranks.stacks[1] = ""
     ranks.hold({0: BACKWARD})
     said = ranks.go(2)
-    assert "it doesn't say where" in said[0]
+    assert "its place isn't known" in said[0]
     assert not any("is here" in line for line in said)
     ranks.stacks[1] = ASLEEP
     (shown,) = ranks.go(20)

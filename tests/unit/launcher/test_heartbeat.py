@@ -402,5 +402,7 @@ def test_two_nodes_of_one_rank_are_refused_while_the_others_are_awaited() -> Non
 
 def test_an_address_of_another_node_cannot_be_listened_on() -> None:
     handler = FixedNodesRendezvous("192.0.2.77", 29500, node_rank=0, num_nodes=2, run_id="none", timeout_s=9)
-    with pytest.raises(ConfigurationError, match=r"can't listen at 192.0.2.77:29500: .*--master-addr names the node"):
+    with pytest.raises(
+        ConfigurationError, match=r"can't listen at 192.0.2.77:29500: .*--master-addr must be an address of the node"
+    ):
         handler.next_rendezvous()

@@ -237,7 +237,7 @@ def test_status(exits: list[Exit], reports: list[CrashReport], status: int) -> N
 @pytest.mark.parametrize(
     ("kills", "says"),
     [
-        (1, "SIGKILL: out of memory; it held 2.0 GiB, the other ranks up to 1.0 GiB when last looked at"),
+        (1, "SIGKILL: out of memory; it held 2.0 GiB, the other ranks up to 1.0 GiB when last checked"),
         (0, "SIGKILL (from outside: the kernel killed none for memory)"),
         (None, "SIGKILL: out of memory, or killed from outside; it held 2.0 GiB"),
     ],

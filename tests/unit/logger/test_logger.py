@@ -129,7 +129,7 @@ def test_a_full_disk_does_not_end_the_training(world: World, tmp_path: Path, mon
         log.log({"loss": 1.0}, step=0)
         with monkeypatch.context() as patched:
             patched.setattr(logger, "write_whole", _fail)
-            with pytest.warns(RuntimeWarning, match="No space left.*from step 1 on; training goes on"):
+            with pytest.warns(RuntimeWarning, match="No space left.*from step 1 on; training continues"):
                 log.log({"loss": 2.0}, step=1)
         log.log({"loss": 3.0}, step=2)
     assert len(json_lines(tmp_path)) == 1
@@ -183,7 +183,7 @@ def test_a_tracker_that_fails_does_not_end_the_training(world: World, tmp_path: 
 
     with Logger(tmp_path, to=fail, world=world) as log:
         with pytest.warns(
-            RuntimeWarning, match=r"ValueError: no network. to=.*nothing from step 0 on; training goes on"
+            RuntimeWarning, match=r"ValueError: no network. to=.*nothing from step 0 on; training continues"
         ):
             log.log({"loss": 1.0}, step=0)
         log.log({"loss": 2.0}, step=1)

@@ -65,7 +65,7 @@ def test_a_plan_names_modules():
     validate_plan(model, {"layers.*.up": 1, "head": 1, "": 1})
     validate_plan(model, object())
     for wrong in ("layers.up", "layer.*.up", "layers.*.u", "layers.*.up.weight"):
-        with pytest.raises(ConfigurationError, match="and the model has no such module"):
+        with pytest.raises(ConfigurationError, match="but the model has no such module"):
             validate_plan(model, {wrong: 1})
     with pytest.raises(ConfigurationError, match=r"Is 'layers.0.up' meant\?"):
         validate_plan(model, {"blocks.*.up": 1})

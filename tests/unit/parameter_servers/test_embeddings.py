@@ -293,7 +293,7 @@ def test_the_rate_may_change(table: Any):
 def test_copies_share_the_servers_and_pickles_have_none(table: Any):
     ids = torch.tensor([1, 2])
     assert torch.equal(copy.deepcopy(table.model)(ids), table.model(ids))
-    with pytest.raises(UsageError, match=r"'users': forward: there are no servers"):
+    with pytest.raises(UsageError, match=r"'users': forward: no server has this table"):
         pickle.loads(pickle.dumps(table.model))(ids)
 
 
@@ -337,7 +337,9 @@ def test_sync_looks_nothing_up_ahead():
     with evenstep.parameter_server(
         lambda: evenstep.RemoteEmbedding(5, 2, name="users"), torch.optim.SGD, mode="sync"
     ) as ps:
-        with pytest.raises(ConfigurationError, match=r"'users' on worker 0 .*: prefetch in mode='sync'.*Leave it out"):
+        with pytest.raises(
+            ConfigurationError, match=r"'users' on worker 0 .*: prefetch in mode='sync'.*Leave prefetch out"
+        ):
             ps.model.prefetch(torch.tensor([1]))  # type: ignore[operator]
         loader = evenstep.DataLoader(torch.arange(5), 2, queue=ps.queue(prefetch=ps.model.prefetch))  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError, match="prefetch in mode='sync'"):
@@ -347,11 +349,11 @@ def test_sync_looks_nothing_up_ahead():
 def test_without_servers():
     alone = evenstep.RemoteEmbedding(4, 2)
     for call in (lambda: alone(torch.tensor([1])), lambda: alone.prefetch(torch.tensor([1])), alone.rows):
-        with pytest.raises(UsageError, match="there are no servers that have this table"):
+        with pytest.raises(UsageError, match="no server has this table"):
             call()
     with evenstep.parameter_server(lambda: alone, torch.optim.SGD):
         alone.rows()
-    with pytest.raises(UsageError, match="there are no servers"):
+    with pytest.raises(UsageError, match="no server has this table"):
         alone.rows()
 
 

@@ -46,8 +46,8 @@ def test_a_batch_without_samples_is_told_what_one_is():
         split(torch.tensor(1.0), 2)
     assert str(refused.value) == (
         "A batch can't be divided: it has no tensor with a first dimension. It is divided along the first dimension, "
-        "which counts its samples: pass a tensor, or a list, tuple or dictionary of tensors with as many. A 0-dim one "
-        "goes into every part."
+        "whose length is the number of samples. Pass a tensor, or a list, tuple or dictionary of tensors with the same "
+        "length there. A 0-dim tensor goes into every part."
     )
 
 

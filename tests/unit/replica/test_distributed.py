@@ -280,12 +280,12 @@ def test_reentrant_checkpoints_may_use_a_parameter_twice(alone):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"module": "text"}, "wraps a torch.nn.Module, not a str"),
+        ({"module": "text"}, "expected a torch.nn.Module, got a str"),
         ({"module": nn.ReLU()}, "ReLU has no parameter that requires a gradient"),
         ({"device_ids": [0, 1]}, "one process drives one device"),
         ({"device_ids": [0]}, "the module is on cpu"),
         ({"output_device": 0}, "the module is on cpu"),
-        ({"process_group": object()}, "is no torch.distributed.ProcessGroup"),
+        ({"process_group": object()}, "isn't a torch.distributed.ProcessGroup"),
         ({"module": nn.LazyLinear(3)}, "parameter 'weight' has no shape yet"),
         ({"bucket_cap_mb_list": [1, 0]}, r"bucket_cap_mb_list\[1\]=0; a number, greater than 0"),
         ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25'; a number, greater than 0"),

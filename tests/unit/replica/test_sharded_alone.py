@@ -250,7 +250,7 @@ def test_hooks_of_state_dicts_see_the_state_and_may_change_it(world: evenstep.Wo
     for number, state in before["state"].items():
         assert torch.equal(doubled["state"][number]["momentum_buffer"], 2 * state["momentum_buffer"])
     handle.remove()
-    with pytest.raises(UsageError, match=r"isn't kept by parameter.*state_dict"):
+    with pytest.raises(UsageError, match=r"not stored by parameter.*state_dict"):
         sharded.state[next(model.parameters())]
     torch.optim.SGD(build(6).parameters(), lr=0.01, momentum=0.9).load_state_dict(doubled)
 

@@ -41,7 +41,7 @@ def test_what_a_fault_says_of_itself_is_understood(kind: str) -> None:
         ("kill", "rank= and step= are needed"),
         ("explode:rank=1,step=2", "'explode': use one of kill"),
         ("delay:rank=1,step=2", "'delay': use one of kill"),
-        ("kill:rank=one,step=2", "'rank=one' is not understood"),
+        ("kill:rank=one,step=2", "'rank=one' is malformed"),
         ("kill:rank=1,step=2,phase=lunch", "no phase 'lunch'"),
         ("kill:rank=1,step=-2", "at least 0"),
         ("nan:rank=1,step=2,phase=optimizer", "leave out the phase"),

@@ -1,7 +1,7 @@
 """`manifest.json`: the contents of a checkpoint, with checksums of every part. Pure.
 
-The first line holds the format's version and a CRC-32 of everything behind that line, so that a flipped bit or a
-missing byte in the manifest itself is found too. All of it together is plain JSON.
+The first line has the format's version and a CRC-32 of everything after that line, so that a flipped bit or a missing
+byte in the manifest itself is found, too. The whole file is plain JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_BYTES = 1 << 28
 
 _FIRST_LINE = '{"evenstep_checkpoint": %d, "crc32": "%08x",\n'
 _FIRST_PATTERN = re.compile(rb'\{"evenstep_checkpoint": (\d{1,9}), "crc32": "([0-9a-f]{8})",\n')
-# Most parts are no boxes, and only the local tier has copies: left out, they make the file shorter.
+# Most parts aren't boxes, and only the local tier has copies. Leaving these fields out makes the file shorter.
 _LEFT_OUT: Mapping[str, object] = {"sizes": None, "copies": (), "node": None}
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
 
@@ -37,8 +37,8 @@ class Part:
         key: The part's name in that file.
         start: First element of this part in the flattened tensor.
         numel: Number of elements in this part.
-        crc32: Of the bytes.
-        sizes: Lengths of a box whose elements don't follow one another in the flattened tensor; None: they do.
+        crc32: Checksum of the bytes.
+        sizes: Lengths of a box whose elements aren't consecutive in the flattened tensor; None: they are.
     """
 
     file: str
@@ -72,9 +72,10 @@ class TensorEntry:
 
     Attributes:
         dtype: Its name, without "torch.".
-        shape: Of the whole.
-        parts: Cover the tensor once, in order of their first elements; one, unless it is divided over the ranks.
-        copies: The same bytes as some of the parts, in files of other nodes.
+        shape: Shape of the whole tensor.
+        parts: Cover the tensor once, in order of their first elements; a single part unless it is divided over the
+            ranks.
+        copies: Parts with the same bytes as some of `parts`, in files of other nodes.
     """
 
     dtype: str
@@ -96,7 +97,7 @@ class ObjectEntry:
         kind: Its class, for messages.
         structure: Argument of `tree.unflatten`.
         tensors: By name; `structure` refers to them.
-        aliases: Names of tensors that are another one of this object (tied parameters).
+        aliases: Names of tensors that are the same as another tensor of this object (tied parameters).
         placed: (path, name) of tensors that were divided over the ranks; they aren't in `structure`.
     """
 
@@ -114,8 +115,8 @@ class FileEntry:
     Attributes:
         bytes: Its length.
         header_bytes: Length of everything before the first tensor.
-        header_crc32: Of those bytes.
-        node: The node whose local tier it lies in; None: all ranks share it.
+        header_crc32: Checksum of those bytes.
+        node: The node whose local tier has it; None: all ranks share it.
     """
 
     bytes: int
@@ -129,13 +130,13 @@ class Manifest:
     """The description of one checkpoint.
 
     Attributes:
-        step: Optimizer steps that were made.
-        world_size: Ranks that saved it.
-        time: Seconds since 1970, when it was begun.
-        versions: Of evenstep, torch and python.
-        metrics: Given to `step` and `save`, the latest of each.
-        objects: By the names given to the `Checkpointer`; the random streams are one of them.
-        files: By name.
+        step: Number of optimizer steps.
+        world_size: Number of ranks that saved it.
+        time: When the save began, in seconds since 1970.
+        versions: Versions of evenstep, torch and python.
+        metrics: The latest value of each metric given to `step` and `save`.
+        objects: The objects, by the names given to the `Checkpointer`; the random streams are one of them.
+        files: The files by name.
     """
 
     step: int
@@ -152,11 +153,11 @@ class Manifest:
         return sum(file.bytes for file in self.files.values())
 
     def choose(self, *present: Collection[str]) -> Manifest | None:
-        """This manifest with parts that can be read; None if a part and all its copies are missing.
+        """This manifest with readable parts; None if a part and all its copies are missing.
 
         Args:
-            present: Names of files that are there; those of an earlier argument are preferred to those of a later one,
-                and parts to their copies.
+            present: Names of existing files. Files in an earlier argument are preferred to those in a later one, and
+                parts to their copies.
         """
         objects = {}
         for owner, item in self.objects.items():
@@ -173,7 +174,7 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """The file's content."""
-    # JSON has no infinity: Python's reader and ours know it, which is enough for metrics.
+    # JSON has no infinity, but python's reader and ours accept it, which is enough for metrics.
     content = asdict(
         manifest, dict_factory=lambda fields: {k: v for k, v in fields if k not in _LEFT_OUT or v != _LEFT_OUT[k]}
     )
@@ -192,7 +193,7 @@ def decode(content: bytes) -> Manifest:
     if found is None:
         raise ValueError("its first line is not that of a checkpoint")
     if int(found[2], 16) != zlib.crc32(rest):
-        raise ValueError(f"its checksum is {zlib.crc32(rest):08x}, and {found[2].decode()} is written in it")
+        raise ValueError(f"its checksum is {zlib.crc32(rest):08x}, but {found[2].decode()} is written in it")
     if int(found[1]) != VERSION:
         raise ValueError(f"it has version {int(found[1])} of the format; this evenstep reads version {VERSION}")
     try:
@@ -234,11 +235,11 @@ def _part(found: Mapping[str, Any]) -> Part:
 
 
 def validate(manifest: Manifest) -> None:
-    """Raise ValueError where a manifest is inconsistent: it may come from anywhere, with a valid checksum."""
+    """Raise ValueError if a manifest is inconsistent: even with a valid checksum it may come from anywhere."""
     counts: list[object] = [manifest.step, manifest.world_size]
     for name, file in manifest.files.items():
         if not _SAFE_NAME.fullmatch(name) or name == NAME:
-            raise ValueError(f"it names the file {name[:80]!r}, which is no plain name inside its folder")
+            raise ValueError(f"it names the file {name[:80]!r}, which isn't a plain name inside its folder")
         counts += [file.bytes, file.header_bytes, file.header_crc32, 0 if file.node is None else file.node]
     for owner, item in manifest.objects.items():
         for name, target in item.aliases.items():
@@ -255,17 +256,17 @@ def validate(manifest: Manifest) -> None:
                     raise ValueError(f"{owner}/{name} is larger than its file")
                 counts += part.sizes or ()
     if not all(type(count) is int and count >= 0 for count in counts):
-        raise ValueError("it has a count that is no whole number of at least 0")
+        raise ValueError("it has a count that isn't a whole number of at least 0")
     for owner, item in manifest.objects.items():
         for name, tensor in item.tensors.items():
             if not _is_covered(tensor):
                 raise ValueError(f"the parts of {owner}/{name} don't make up its {tensor.numel} elements")
             if {copy.place for copy in tensor.copies} - {part.place for part in tensor.parts}:
-                raise ValueError(f"a copy of {owner}/{name} is a copy of none of its parts")
+                raise ValueError(f"a copy of {owner}/{name} matches none of its parts")
 
 
 def _is_covered(tensor: TensorEntry) -> bool:
-    """Whether the parts hold each element of a tensor once."""
+    """Whether the parts contain each element of a tensor once."""
     boxes: list[tuple[Shape, Shape]] = []
     for part in tensor.parts:
         if part.sizes is not None and (

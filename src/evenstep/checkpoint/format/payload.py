@@ -4,8 +4,8 @@
     JSON      {"name": {"dtype": "F32", "shape": [...], "data_offsets": [begin, end]}, ..., "__metadata__": {...}}
     rest      the tensors, one after the other without gaps
 
-The safetensors package would join everything into one `bytes`; this module plans the file so that a save copies each
-tensor once, to its place in the file. The package reads these files (Hugging Face, safetensors format 0.4).
+The safetensors package would join everything into one `bytes` object; this module plans the file so that a save copies
+each tensor only once, to its place in the file. The package reads these files (Hugging Face, safetensors format 0.4).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAX_HEADER_BYTES = 100_000_000  # as the safetensors package has it
+MAX_HEADER_BYTES = 100_000_000  # the same limit as in the safetensors package
 
 _NAMES = {
     torch.float64: "F64",
@@ -37,7 +37,7 @@ _NAMES = {
     torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
-    # As pairs of numbers: not every reader knows complex ones.
+    # Complex numbers are stored as pairs: not every reader supports complex dtypes.
     torch.complex64: "F32",
     torch.complex128: "F64",
 }
@@ -50,8 +50,8 @@ class Entry:
 
     Attributes:
         key: Its name in the file.
-        dtype: In memory: "float32", "complex64".
-        shape: In memory.
+        dtype: Its dtype in memory: "float32", "complex64".
+        shape: Its shape in memory.
     """
 
     key: str
@@ -70,9 +70,9 @@ class Layout:
 
     Attributes:
         header: Everything before the first tensor.
-        entries: In file order.
-        offsets: Of each entry, from the end of the header.
-        payload_bytes: Length of all entries.
+        entries: The entries in file order.
+        offsets: Offset of each entry, from the end of the header.
+        payload_bytes: Total length of the entries.
     """
 
     header: bytes
@@ -87,7 +87,7 @@ class Layout:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a name.
+    """The dtype with a name.
 
     Raises:
         ValueError: torch or safetensors has no such dtype.
@@ -126,18 +126,19 @@ def parse_header(text: bytes, entries: Sequence[Entry], payload_bytes: int) -> d
 
     Args:
         text: The JSON part of the header.
-        entries: Tensors that the file must hold. It may hold others: a node's copies that differ aren't in a manifest.
+        entries: Tensors that the file must contain. It may contain others: copies of a node that differ aren't in a
+            manifest.
         payload_bytes: Bytes after the header.
 
     Raises:
-        ValueError: The header doesn't say what is expected.
+        ValueError: The header doesn't match the expected entries.
     """
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError("its header is no JSON") from None
+        raise ValueError("its header isn't JSON") from None
     if not isinstance(found, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header isn't a JSON object")
     found.pop("__metadata__", None)
     expected = {entry.key: entry for entry in entries}
     if missing := sorted(expected.keys() - found.keys()):
@@ -171,5 +172,5 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(b"")
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.tensor = tensor  # type: ignore[attr-defined]  # `memory` doesn't own what it shows, and must keep it
+    memory.tensor = tensor  # type: ignore[attr-defined]  # `memory` doesn't own its bytes, so it must keep the tensor
     return memoryview(memory).cast("B")

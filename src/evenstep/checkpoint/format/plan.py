@@ -18,7 +18,7 @@ from evenstep import checks
 from evenstep.checkpoint.format.payload import Entry
 from evenstep.errors import ConfigurationError
 
-# An object smaller than this is not worth a file per rank: a synced file costs milliseconds.
+# Smaller objects aren't split into a file per rank: a synced file costs milliseconds.
 _MIN_SPLIT_BYTES = 8 << 20
 
 
@@ -27,9 +27,9 @@ class FilePlan:
     """One payload and its writer.
 
     Attributes:
-        name: Of the file.
-        owner: The object whose tensors these are.
-        rank: Its writer.
+        name: The file's name.
+        owner: The object that has the tensors.
+        rank: The rank that writes it.
         entries: Its tensors.
     """
 
@@ -44,13 +44,13 @@ class Policy:
     """When to save, and what to keep.
 
     Attributes:
-        every_steps: Save after each so many steps; None: not by steps.
-        every_minutes: Save when so many minutes have passed since the last save; None: not by time.
+        every_steps: Save after every this many steps; None: not by steps.
+        every_minutes: Save when this many minutes have passed since the last save; None: not by time.
         keep: Number of newest checkpoints to keep.
         keep_every: Checkpoints of multiples of this many steps are kept for good; None: none.
         best: The metric whose best checkpoint is kept; None: none.
         best_is: "lowest" or "highest".
-        local_every_steps: Save to the nodes' own disks after each so many steps; None: never.
+        local_every_steps: Save to the nodes' own disks after every this many steps; None: never.
     """
 
     every_steps: int | None = None
@@ -71,14 +71,14 @@ class Policy:
             found["every_minutes"] = checks.number(
                 "every_minutes", self.every_minutes, above=0, finite=False, otherwise="None"
             )
-        for name, number in found.items():  # of python's own kinds, whatever was given
+        for name, number in found.items():  # convert to python's own number types
             object.__setattr__(self, name, number)
         if self.best is not None:
             checks.text("best", self.best, wanted="the name of a metric: best='loss'")
         checks.choice("best_is", self.best_is, ("lowest", "highest"))
         if self.every_steps is not None and (self.local_every_steps or 0) > self.every_steps:
             raise ConfigurationError(
-                f"local_every_steps={self.local_every_steps} is of no use with every_steps={self.every_steps}: local "
+                f"local_every_steps={self.local_every_steps} has no effect with every_steps={self.every_steps}: local "
                 f"copies are for the steps between two checkpoints. Make it smaller, or leave local out."
             )
 
@@ -87,9 +87,9 @@ def plan_files(objects: Mapping[str, Sequence[Entry]], world_size: int, suffix: 
     """Split the replicated tensors into files, and the files over the ranks.
 
     Args:
-        objects: The tensors of each, equal on all ranks.
+        objects: By object, its tensors, equal on all ranks.
         world_size: Number of ranks.
-        suffix: Of the objects' names in those of the files.
+        suffix: Added to the objects' names in file names.
     """
     load = [0] * world_size
     plans: list[FilePlan] = []
@@ -120,7 +120,7 @@ def shard_file(owner: str, rank: int, world_size: int) -> str:
 
 
 def is_shard_file(name: str) -> bool:
-    """Whether it is a name that `shard_file` gives."""
+    """Whether it is a name from `shard_file`."""
     return "-shards-" in name
 
 
@@ -134,10 +134,10 @@ def is_better(value: float, than: float | None, policy: Policy) -> bool:
 
 
 def best_step(metrics: Mapping[int, Mapping[str, float]], policy: Policy) -> int | None:
-    """The step whose metric is best; the earlier of equals.
+    """The step with the best metric; the earliest one if several are equal.
 
     Args:
-        metrics: Of each step that was saved.
+        metrics: The metrics of each saved step.
         policy: Names the metric.
     """
     found: int | None = None
@@ -150,10 +150,10 @@ def best_step(metrics: Mapping[int, Mapping[str, float]], policy: Policy) -> int
 
 
 def plan_removals(metrics: Mapping[int, Mapping[str, float]], policy: Policy) -> list[int]:
-    """The steps whose checkpoints are to be removed.
+    """The steps whose checkpoints have to be removed.
 
     Args:
-        metrics: Of each step that was saved.
+        metrics: The metrics of each saved step.
         policy: What to keep.
     """
     steps: Iterable[int] = sorted(metrics)

@@ -1,4 +1,4 @@
-"""The random streams of all ranks, as state that a checkpoint can hold."""
+"""The random streams of all ranks, as state that a checkpoint can store."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def capture_streams(world: World) -> dict[str, Any]:
 def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
     """Restore this rank's random streams.
 
-    A new rank gets streams derived from rank 0's; or rank 0's own where all ranks draw the same (before they diverge,
-    in reproducible mode, and where the script has seeded them alike). Ranks that share samples on a mesh get the same.
+    A new rank gets streams derived from rank 0's; or rank 0's own if all ranks draw the same numbers (before they
+    diverge, in reproducible mode, or if the script has seeded them equally). Ranks that share samples on a mesh get the
+    same streams.
 
     Args:
         ranks: Results of `capture_streams` on each rank of the run that saved.
@@ -58,7 +59,7 @@ def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
     numpy_state = None
     if mine["numpy"] is not None:
         with contextlib.suppress(ImportError):
-            import numpy  # before restoring: imported later it would begin with a fresh stream
+            import numpy  # before restoring: a later import would start with a fresh stream
 
             saved = mine["numpy"]
             keys = numpy.array(_unpacked(saved["words"]), dtype=numpy.uint32)
@@ -66,7 +67,7 @@ def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
     python = mine["python"]
     cuda: Sequence[Tensor] = mine["cuda"]
     if not torch.cuda.is_available() or len(cuda) != torch.cuda.device_count():
-        cuda = ()  # saved on a host with other GPUs
+        cuda = ()  # saved on a host with a different number of GPUs
     randomness.restore(
         RandomState(
             python=(python["version"], _unpacked(python["words"]), python["gauss"]),
@@ -92,7 +93,7 @@ def _unpacked(packed: Tensor) -> tuple[int, ...]:
 
 
 def _is_shared(ranks: Sequence[Mapping[str, Any]], stream: str) -> bool:
-    """Whether several ranks drew the same numbers; of one alone, that isn't known."""
+    """Whether several ranks drew the same numbers. False for a single rank, for which this isn't known."""
     parts = ("torch", "cuda") if stream == "torch" else (stream,)
     return len(ranks) > 1 and all(_equal(each[part], ranks[0][part]) for each in ranks[1:] for part in parts)
 

@@ -34,7 +34,7 @@ class Split:
 
     Attributes:
         dim: The tensor's dimension; None: every rank along this mesh dimension has the same.
-        factor: Into how many chunks the mesh dimensions behind this one have divided `dim` before it.
+        factor: Number of chunks into which later mesh dimensions have divided `dim` before this one.
     """
 
     dim: int | None
@@ -70,13 +70,13 @@ def whole(shape: Shape) -> Region:
 def regions_of(
     shape: Shape, held: Shape, mesh_sizes: Sequence[int], coordinate: Sequence[int], splits: Sequence[Split]
 ) -> list[Region]:
-    """What a rank holds of a tensor; without empty regions.
+    """The regions of a tensor that a rank holds, without empty ones.
 
     Args:
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         held: Shape of the tensor that the rank holds.
-        mesh_sizes: Of the mesh.
-        coordinate: The rank's, in the mesh.
+        mesh_sizes: The mesh's sizes.
+        coordinate: The rank's coordinate in the mesh.
         splits: One for each dimension of the mesh.
 
     Raises:
@@ -115,11 +115,11 @@ def held_regions(value: DTensor) -> list[Region]:
 
 
 def _orders(length: int, steps: list[tuple[int, int, int]]) -> Iterable[Runs]:
-    """The indices that a rank may hold along one dimension: as FSDP2 divides on top of another division, and else."""
+    """The indices that a rank may hold along one dimension, in both orders of division: FSDP2's, and mesh order."""
     inner = [step for step in steps if step[2] == 1]
     outer = [step for step in steps if step[2] > 1]
     if len(outer) == 1 and steps[0] == outer[0] and outer[0][2] == math.prod(size for size, _, _ in inner):
-        # What really happened. Replayed from the left, an uneven division may come out otherwise.
+        # The order in which torch divides. Divided from the left, an uneven division may give other indices.
         yield _divide(length, [*inner, (outer[0][0], outer[0][1], 1)])
     yield _divide(length, steps)
 
@@ -133,7 +133,7 @@ def _divide(length: int, steps: Iterable[tuple[int, int, int]]) -> Runs:
 
 
 def _chunk(runs: Runs, num_chunks: int, index: int) -> Runs:
-    """The elements that `torch.chunk` gives to chunk `index`, of which there may be fewer than asked for."""
+    """The elements that `torch.chunk` gives to chunk `index`. There may be fewer chunks than requested."""
     size = -(-_length(runs) // num_chunks)
     begin, end = index * size, (index + 1) * size
     found, position = [], 0
@@ -193,7 +193,7 @@ def is_consecutive(shape: Shape, sizes: Shape) -> bool:
 def boxes_of_elements(shape: Shape, start: int, numel: int) -> list[tuple[Shape, Shape, int]]:
     """Consecutive elements of a flattened tensor as boxes: (offsets, sizes, place among the elements).
 
-    At most two for each dimension and one more: the end of a row, whole rows, the beginning of a row.
+    There are at most two for each dimension, plus one: the end of a row, whole rows, the beginning of a row.
     """
     if numel == 0:
         return []
@@ -233,7 +233,7 @@ def is_tiled(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
 
 
 def _is_tiled(shape: Shape, boxes: list[tuple[Shape, Shape]]) -> bool:
-    """Sweep along the first dimension; boxes that begin and end alike are looked at together."""
+    """Sweep along the first dimension. Boxes with the same begin and end are checked together."""
     if not shape:
         return len(boxes) == 1
     spans: dict[tuple[int, int], list[tuple[Shape, Shape]]] = {}

@@ -8,8 +8,9 @@ A value that JSON lacks becomes a dictionary with one key that begins with "~":
     {"~ordered": {...}}         {"~dict": [[key, value], ...]}     keys that aren't plain
     {"~module": state, "metadata": ...}    a module's state dictionary with torch's versions of its parts
 
-A value comes back with its type. So a type that merely derives from one of these (an enum of strings, a named tuple, a
-defaultdict, a masked array) is refused instead of turned into its base. Only parameters come back as tensors.
+A value is restored with its type. So a type that only derives from one of these (an enum of strings, a named tuple, a
+defaultdict, a masked array) is refused instead of converted to its base. The exception are parameters, which are
+restored as tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MAX_DEPTH = 200
 
 
 def unwrapped(value: Any) -> Any:
-    """The model inside wrappers of replication and `torch.compile`; any other object as it is."""
+    """The model inside wrappers of replication and `torch.compile`; other objects are returned unchanged."""
     while isinstance(value, nn.Module):
         if isinstance(value, nn.parallel.DistributedDataParallel | nn.DataParallel):
             value = value.module
@@ -56,17 +57,17 @@ def flatten(value: Any, owner: str) -> tuple[Any, dict[str, Tensor]]:
         The JSON structure, and the tensors by name: their path, joined by dots. Two names may have one tensor.
 
     Raises:
-        ConfigurationError: Something else is in it; the message has its path and type.
+        ConfigurationError: It contains something else; the message has its path and type.
     """
     tensors: dict[str, Tensor] = {}
     return _flatten(value, (owner,), tensors), tensors
 
 
 def unflatten(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild the state that `flatten` was given, with the tensors of `tensors`.
+    """Rebuild the argument of `flatten`, with the tensors of `tensors`.
 
     Raises:
-        ValueError: The structure names a tensor that isn't there, or isn't one that `flatten` makes.
+        ValueError: The structure names a missing tensor, or isn't a result of `flatten`.
     """
     if isinstance(structure, list):
         return [unflatten(item, tensors) for item in structure]
@@ -124,14 +125,14 @@ def dotted(path: tuple[Any, ...]) -> str:
 
 def _flatten(value: Any, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> Any:
     if len(path) > _MAX_DEPTH:
-        raise ConfigurationError(f"the state of {path[0]!r} holds itself, or is nested too deeply to be saved.")
+        raise ConfigurationError(f"the state of {path[0]!r} contains itself, or is nested too deeply to be saved.")
     if value is None or type(value) in (bool, int):
         return value
     if type(value) is str:
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             raise ConfigurationError(
-                f"{shown(path)} is a text with a half of a character in it (a surrogate), which no file holds. Decode "
-                f"it without surrogates, or keep its bytes."
+                f"{shown(path)} is a text with half of a character in it (a surrogate), which files can't store. "
+                f"Decode it without surrogates, or store its bytes."
             )
         return value
     if type(value) is float:
@@ -154,16 +155,17 @@ def _flatten(value: Any, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> A
     is_number = numpy is not None and isinstance(value, numpy.generic)
     if numpy is not None and (is_number or type(value) is numpy.ndarray) and value.dtype.kind in "biufc":
         try:
-            copied = torch.from_numpy(numpy.array(value))  # a copy that is the tensor's own
+            copied = torch.from_numpy(numpy.array(value))  # a copy that only the tensor uses
         except (TypeError, ValueError):
             raise ConfigurationError(
-                f"{shown(path)} is a numpy array of dtype {value.dtype.str}, which no checkpoint can hold: tensors "
-                f"have this machine's byte order and at most 64 bits a number. Convert it."
+                f"{shown(path)} is a numpy array of dtype {value.dtype.str}, which no checkpoint can store: tensors "
+                f"have this machine's byte order and at most 64 bits per number. Convert it."
             ) from None
         return {"~number" if is_number else "~array": _put(copied, path, tensors)}
     raise ConfigurationError(
-        f"{shown(path)} is a {type(value).__module__}.{type(value).__qualname__}, which can't be saved: checkpoints "
-        f"hold no pickle. Keep numbers, strings, tensors, lists, tuples and dictionaries in the state."
+        f"{shown(path)} is a {type(value).__module__}.{type(value).__qualname__}, which can't be saved, because "
+        f"checkpoints contain no pickles. Keep only numbers, strings, tensors, lists, tuples and dictionaries in the "
+        f"state."
     )
 
 
@@ -198,8 +200,8 @@ def _flatten_plain(value: Any, path: tuple[Any, ...]) -> Any:
     structure = _flatten(value, path, tensors)
     if tensors:
         raise ConfigurationError(
-            f"{shown(path)} has a tensor or a number of numpy's in it, which can't be saved there. Use strings or "
-            f"plain numbers as keys."
+            f"{shown(path)} contains a tensor or a numpy number, which can't be saved there. Use strings or plain "
+            f"numbers as keys."
         )
     return structure
 
@@ -208,7 +210,7 @@ def _put(tensor: Tensor, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> s
     name = base = dotted(path[1:]) or "value"
     if name == "__metadata__":
         raise ConfigurationError(
-            f"{shown(path)} has the name that safetensors' files have for what is no tensor. Give it another one."
+            f"{shown(path)} has a name that safetensors files reserve for metadata. Give it another name."
         )
     number = 1
     while name in tensors:  # {"a.b": t, "a": {"b": t}}
@@ -223,8 +225,8 @@ def _validate_tensor(tensor: Tensor, path: tuple[Any, ...]) -> None:
     if is_dtensor(tensor):
         if any(split_of(placement) is None for placement in tensor.placements):
             raise ConfigurationError(
-                f"{shown(path)} is a DTensor of placements {tensor.placements}: each rank has a summand of it, and no "
-                f"part. Redistribute it before it is saved."
+                f"{shown(path)} is a DTensor of placements {tensor.placements}: each rank has a summand of it, not a "
+                f"part. Redistribute it before saving."
             )
         tensor = local_part(tensor)
     if type(tensor) not in _PLAIN_TENSORS:
@@ -234,9 +236,11 @@ def _validate_tensor(tensor: Tensor, path: tuple[Any, ...]) -> None:
     elif tensor.is_quantized or tensor.device.type == "meta":
         problem = f"a {tensor.dtype} tensor on {tensor.device}"
     if problem is not None:
-        raise ConfigurationError(f"{shown(path)} is {problem}, which can't be saved; checkpoints hold dense tensors.")
+        raise ConfigurationError(
+            f"{shown(path)} is {problem}, which can't be saved; checkpoints store only dense tensors."
+        )
 
 
 def shown(path: tuple[Any, ...]) -> str:
-    """A path as a person would write it: optimizer['state'][0]['exp_avg']."""
+    """A path in python notation: optimizer['state'][0]['exp_avg']."""
     return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])

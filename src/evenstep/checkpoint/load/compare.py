@@ -22,8 +22,8 @@ def differences(name: str, saved: ObjectEntry, target: Any) -> list[str]:
     """A line for each difference between a saved object and one of this run.
 
     Args:
-        name: Of the object.
-        saved: Its entry in the manifest.
+        name: The object's name.
+        saved: The object's entry in the manifest.
         target: The object of this run.
     """
     target = unwrapped(target)
@@ -39,7 +39,7 @@ def differences(name: str, saved: ObjectEntry, target: Any) -> list[str]:
 
 
 def _outer_differences(name: str, structure: Mapping[str, Any], target: LocalSGD) -> list[str]:
-    """A line if only one of two LocalSGD has an outer optimizer, or theirs step other groups of parameters."""
+    """A line if only one of two LocalSGDs has an outer optimizer, or if these step different groups of parameters."""
     here = None if target.outer is None else target.outer.state_dict()["param_groups"]
     kept = structure.get("outer")
     saved, wanted = (
@@ -52,7 +52,7 @@ def _outer_differences(name: str, structure: Mapping[str, Any], target: LocalSGD
 
 
 def fitting(state: Any, target: Any) -> Any:
-    """The part of a saved state that fits: of a model, the tensors of the same names, shapes and dtypes."""
+    """The part of a saved state that fits: a model's tensors with the same names, shapes and dtypes."""
     target = unwrapped(target)
     if not isinstance(target, nn.Module):
         return state
@@ -69,9 +69,9 @@ def load_into(target: Any, state: Any, *, strict: bool, keeps_dtypes: bool) -> N
 
     Args:
         target: The object.
-        state: Of it.
-        strict: A model has all that the state has, and the other way round.
-        keeps_dtypes: What an optimizer keeps has the dtypes that were saved; False: those of its parameters.
+        state: The state.
+        strict: The model and the state must have the same entries.
+        keeps_dtypes: An optimizer's state keeps its saved dtypes; False: it gets its parameters' dtypes.
     """
     target = unwrapped(target)
     if isinstance(target, nn.Module):
@@ -88,7 +88,7 @@ def _module_differences(name: str, saved: ObjectEntry, target: nn.Module) -> lis
     structure: Any = saved.structure if isinstance(saved.structure, dict) else {}
     state = structure.get("~module", structure.get("~ordered", structure))
     placed = {path[0] for path, _ in saved.placed if len(path) == 1}
-    # Not what lies deeper, in an extra state.
+    # Not deeper entries, inside an extra state.
     have = {key: text for key, text in have.items() if key in state or key in placed}
     want = {key: _dtype_and_shape(value) for key, value in target.state_dict().items() if isinstance(value, Tensor)}
     lines = [f"{name}: {key} {have[key]} was saved, and this model has none" for key in have if key not in want]
@@ -111,7 +111,7 @@ def _optimizer_differences(name: str, saved: ObjectEntry, groups: Any, target: A
         lines.append(f"{name}: groups of {counts[0]} parameters were saved, and there are {counts[1]} here")
     options = {key for group in groups for key in group}, {key for group in here for key in group}
     missing, new = sorted(options[0] - options[1] - {"initial_lr"}), sorted(options[1] - options[0] - {"initial_lr"})
-    if missing and new:  # one of them alone may be another version of torch
+    if missing and new:  # only one of the two may be due to another version of torch
         lines.append(
             f"{name}: saved from {saved.kind} with {', '.join(missing)}; a {_kind(target)} here, with {', '.join(new)}"
         )

@@ -1,7 +1,7 @@
-"""Resuming from generations that nodes keep on disks of their own: what a node lacks it gets from a peer.
+"""Resuming from generations on the nodes' own disks: a node gets missing files from a peer.
 
-Nothing has to be right in advance: a file that can't be sent, stored or read, or that is damaged, no longer counts as
-held, and the plan is made again: with another copy of it, an older generation, or the durable checkpoint.
+Nothing is assumed in advance: a file that can't be sent, stored or read, or that is damaged, no longer counts as held,
+and the plan is made again, with another copy, an older generation, or the durable checkpoint.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ def recover(
     durable_step: int | None,
     strict: bool,
 ) -> tuple[str, Found] | None:
-    """Collective: read the newest generation of which the nodes hold every part between them, and change nothing.
+    """Collective: read the newest generation of which the nodes together hold every part, and change nothing.
 
     Args:
         storage: This node's generations.
         world: The ranks.
-        objects: Of this run, by name.
+        objects: Objects of this run, by name.
         resumes: As in `plan_recovery`.
         durable_step: As in `plan_recovery`.
         strict: As in `restore.find`.
 
     Returns:
-        The generation's folder, and what was read of it; None: the durable checkpoint is to be taken, if there is one.
+        The generation's folder, and the state that was read; None: use the durable checkpoint, if there is one.
 
     Raises:
-        CheckpointError: It is good, but doesn't fit the objects.
+        CheckpointError: The generation is good, but doesn't fit the objects.
     """
     nodes = world.exchange(world.node_rank)
     leads = nodes.index(world.node_rank) == world.rank  # the first rank of its node
@@ -85,13 +85,13 @@ def recover(
         bad = damaged_files(storage, plan.folder, chosen, here) if leads else {}
         lost = {(plan.folder, nodes[rank], file) for rank, each in enumerate(world.exchange([*bad])) for file in each}
         fewer = [replace(h, files=frozenset(f for f in h.files if (h.folder, h.node, f) not in lost)) for h in holdings]
-        # If all that is held is good, a node can't store what it lacks.
+        # If all held files are good, a node can't store a file that it lacks.
         holdings = fewer if lost else [each for each in holdings if each.folder != plan.folder]
     return None
 
 
 def _list_holdings(storage: Storage, world: World, nodes: Sequence[int], *, leads: bool) -> list[Holding]:
-    """Collective: what all nodes hold, a disk that can't be read nothing."""
+    """Collective: the holdings of all nodes. A disk that can't be read holds nothing."""
     listed, texts = [], {}
     if leads:
         with contextlib.suppress(OSError):
@@ -115,7 +115,7 @@ def _list_holdings(storage: Storage, world: World, nodes: Sequence[int], *, lead
 
 
 def _parts_of_this_rank(manifest: Manifest, objects: Mapping[str, Any]) -> Manifest:
-    """A manifest of what this rank reads, and no more."""
+    """A manifest of only the parts that this rank reads."""
     kept = {}
     for name in (*objects, RANDOM):
         if (item := manifest.objects.get(name)) is not None:
@@ -135,10 +135,10 @@ def _parts_of_this_rank(manifest: Manifest, objects: Mapping[str, Any]) -> Manif
 def _fetch(
     storage: Storage, world: World, nodes: Sequence[int], plan: Recovery, wanted: set[str], *, leads: bool
 ) -> str:
-    """Collective: copy to each node the files that its ranks want and it lacks.
+    """Collective: copy to each node the files that its ranks need and it lacks.
 
     Returns:
-        Why a node can't send a file, equal on all ranks. What a node can't store it still lacks.
+        Why a node can't send a file, equal on all ranks. A node that can't store a file still lacks it.
     """
     of_ranks = world.exchange(sorted(wanted))
     taken = {
@@ -148,13 +148,16 @@ def _fetch(
         if problem := _copy(storage, world, nodes.index(plan.holders[file]), plan, file, takes=file in taken):
             return problem
     if taken:
-        with contextlib.suppress(OSError):  # with it this node is a holder, should a peer be lost next
+        with contextlib.suppress(OSError):  # with the manifest this node is a holder, in case a peer is lost later
             storage.put(f"{plan.folder}/{manifests.NAME}", [manifests.encode(plan.manifest)])
     return ""
 
 
 def _copy(storage: Storage, world: World, src: int, plan: Recovery, file: str, *, takes: bool) -> str:
-    """Collective: send a file from rank `src` to those that take it; returns why `src` can't, equal on all ranks."""
+    """Collective: send a file from rank `src` to the ranks that need it.
+
+    Returns why `src` can't, equal on all ranks.
+    """
     path, num_bytes, problems = f"{plan.folder}/{file}", plan.manifest.files[file].bytes, [""]
 
     def receive() -> Iterator[memoryview]:
@@ -169,7 +172,7 @@ def _copy(storage: Storage, world: World, src: int, plan: Recovery, file: str, *
     received = receive()
     drop = partial(deque[memoryview], maxlen=0)
     consumers: list[Callable[[Iterator[memoryview]], object]] = [partial(storage.put, path), drop] if takes else [drop]
-    for consume in consumers:  # to the end, as every rank does: what a full disk doesn't take is dropped
+    for consume in consumers:  # to the end, as on every rank: bytes that a full disk can't store are dropped
         try:
             consume(received)
         except OSError as error:
@@ -181,7 +184,10 @@ def _copy(storage: Storage, world: World, src: int, plan: Recovery, file: str, *
 
 
 def _chunk(storage: Storage, path: str, begin: int, num_bytes: int) -> Tensor | str:
-    """Bytes of a file, [num_bytes] uint8, or why they can't be read; behind its end anything, with a wrong checksum."""
+    """Bytes of a file, [num_bytes] uint8, or why they can't be read.
+
+    After the file's end they are undefined, so the checksum is wrong.
+    """
     chunk = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     try:
         with storage.open(path) as source:

@@ -1,4 +1,4 @@
-"""Where what is read goes: which elements of a saved tensor this rank reads, and into which memory."""
+"""Which elements of a saved tensor this rank reads, and into which memory."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Layout:
     """The place of a tensor's elements in this rank's memory.
 
     Attributes:
-        shape: Of the memory.
-        regions: What of the whole tensor lies in it, and where.
-        like: A DTensor that has its mesh and, if it has its shape, its placements; None: a plain tensor.
+        shape: The memory's shape.
+        regions: The regions of the whole tensor in it, and their places.
+        like: A DTensor with the same mesh and, if it has the same shape, the same placements; None: a plain tensor.
     """
 
     shape: Shape
@@ -37,7 +37,7 @@ class Layout:
     like: DTensor | None = None
 
     def finished(self, memory: Tensor, shape: Shape) -> Tensor:
-        """The tensor of an object's state, once `memory` is read. Nothing is communicated."""
+        """The tensor of an object's state, once `memory` is filled. Without communication."""
         return memory if self.like is None else wrapped_like(self.like, memory, shape)
 
 
@@ -66,17 +66,17 @@ class Copy:
         ]
 
     def target(self, memory: Tensor) -> Tensor:
-        """Where they belong."""
+        """The elements' place in the memory."""
         return memory[_index(self.at, self.sizes)]
 
 
 def plain(shape: Shape) -> Layout:
-    """Of a tensor that this rank has as a whole."""
+    """The layout of a tensor that this rank has as a whole."""
     return Layout(shape, (whole(shape),))
 
 
 def plan_copies(part: Part, shape: Shape, layout: Layout) -> list[Copy]:
-    """What is to be copied from a part of a tensor of `shape`. Pure."""
+    """The copies to make from a part of a tensor of `shape`. Pure."""
     copies = []
     for (offsets, sizes, place), region in itertools.product(part.boxes(shape), layout.regions):
         shared = common((offsets, sizes), (region.offsets, region.sizes))
@@ -88,10 +88,10 @@ def plan_copies(part: Part, shape: Shape, layout: Layout) -> list[Copy]:
 
 
 def find_layouts(owner: str, saved: ObjectEntry, target: Any) -> dict[str, Layout]:
-    """The layouts of those tensors that are DTensors in an object of this run, or those that it says itself.
+    """The layouts of tensors that are DTensors in an object of this run, or for which the object returns a layout.
 
-    An optimizer that has made no step has no state to look at: what it keeps in a parameter's shape is divided as the
-    parameter is, and other tensors of a divided parameter are the same on all ranks of its mesh.
+    An optimizer that has made no step has no state yet: state in a parameter's shape is divided as the parameter is,
+    and other tensors of a divided parameter are the same on all ranks of its mesh.
 
     Args:
         owner: Name of the object, for messages.
@@ -99,7 +99,7 @@ def find_layouts(owner: str, saved: ObjectEntry, target: Any) -> dict[str, Layou
         target: The object of this run.
 
     Raises:
-        ConfigurationError: It can't be told which elements of a DTensor this rank has.
+        ConfigurationError: The elements of a DTensor on this rank can't be determined.
     """
     target = unwrapped(target)
     if hasattr(target, "state_layouts"):
@@ -131,7 +131,7 @@ def find_layouts(owner: str, saved: ObjectEntry, target: Any) -> dict[str, Layou
 
 
 def _parameters_in(saved: ObjectEntry, prefix: str, optimizer: Any) -> Iterator[tuple[str, Shape, Tensor]]:
-    """(name, shape, parameter) of what an optimizer has saved for its parameters, but for single numbers."""
+    """(name, shape, parameter) of the saved state of an optimizer's parameters, without single numbers."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for name, entry in saved.tensors.items():
         index = name.removeprefix(prefix).partition(".")[0]
@@ -152,7 +152,7 @@ def _regions_of(owner: str, name: str, value: DTensor) -> tuple[Region, ...]:
 
 
 def _row_layouts(owner: str, saved: ObjectEntry, local: LocalSGD) -> dict[str, Layout]:
-    """The row of this rank's replica; or all rows, where there were another number of replicas."""
+    """The row of this rank's replica; all rows if the number of replicas has changed."""
     found = {}
     for name, (num_rows, *shape), parameter in _parameters_in(saved, f"{ROWS}.", local.optimizer):
         regions: tuple[Region, ...] = (whole(tuple(shape)),)

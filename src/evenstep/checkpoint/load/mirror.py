@@ -5,8 +5,8 @@
     local disk     model.safetensors   optimizer.safetensors        |
                         |  by each rank      |                      |
 
-Nothing has to be agreed. A rank that can't see a copy reads the object store, as all do where the disk is full. A copy
-that is damaged is no damage of the checkpoint: everything is read again from the object store.
+No agreement is needed. A rank that can't see a copy reads the object store; if the disk is full all ranks do. A damaged
+copy doesn't mean a damaged checkpoint: everything is read again from the object store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NUM_THREADS = 4  # each reads a file, in pieces: one connection wouldn't fill t
 
 
 class _Mirror(Storage):
-    """An object store, of which some files of a folder lie on the local disk, too."""
+    """An object store with copies of some files of a folder on the local disk."""
 
     def __init__(self, storage: Storage, copies: LocalDirectory) -> None:
         self.where, self._storage, self._copies = storage.where, storage, copies
@@ -47,16 +47,16 @@ class _Mirror(Storage):
         with contextlib.ExitStack() as held:
             try:
                 reader = held.enter_context(self._copies.open(path.rpartition("/")[2]))
-            except OSError:  # there is no copy of it, or this rank can't see it
+            except OSError:  # there is no copy, or this rank can't see it
                 reader = held.enter_context(self._storage.open(path))
             yield reader
 
 
 def find_once(storage: Storage, world: World, folder: str, objects: Mapping[str, Any], *, strict: bool) -> Found:
-    """Collective: `restore.find`, for which a node reads each file of an object store once.
+    """Collective: `restore.find`, but each node reads each file of an object store only once.
 
     Args:
-        storage: As in `find`; of a directory, nodes have a page cache.
+        storage: As in `find`. Directories are read directly, because nodes have a page cache for them.
         world: As in `find`.
         folder: As in `find`.
         objects: As in `find`.
@@ -77,7 +77,7 @@ def find_once(storage: Storage, world: World, folder: str, objects: Mapping[str,
                     for tensor in item.tensors.values()
                     for part in tensor.parts
                     if name in objects_here
-                    # Of a ShardedOptimizer every rank reads the whole state.
+                    # Every rank reads the whole state of a ShardedOptimizer.
                     and (not is_shard_file(part.file) or hasattr(unwrapped(objects_here[name]), "state_shards"))
                 }
                 with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -85,11 +85,14 @@ def find_once(storage: Storage, world: World, folder: str, objects: Mapping[str,
                 own = str(directory)
             except (OSError, EvenstepError) as error:
                 held.close()
-                say(f"evenstep: each rank of this node reads {storage.where}/{folder}, for want of a copy: {error}")
+                say(
+                    f"evenstep: each rank of this node reads {storage.where}/{folder}, because there is no local copy: "
+                    f"{error}"
+                )
         if paths := dict(each for each in world.exchange((world.node_rank, own)) if each[1]):
             here = paths.get(world.node_rank)
             mirror = storage if here is None else _Mirror(storage, LocalDirectory(here))
-            with contextlib.suppress(DamagedError, UnreadableError):  # perhaps it is a copy that is so
+            with contextlib.suppress(DamagedError, UnreadableError):  # perhaps only a copy is damaged or unreadable
                 return find(mirror, world, folder, objects, strict=strict)
     return find(storage, world, folder, objects, strict=strict)
 

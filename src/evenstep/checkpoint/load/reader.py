@@ -1,4 +1,4 @@
-"""Reading a checkpoint, and confirming the checksum of every byte."""
+"""Reading a checkpoint, and checking the checksum of every byte."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from evenstep.checkpoint.format.tree import unflatten
 from evenstep.checkpoint.load.layouts import Copy, Layout, plain, plan_copies
 from evenstep.checkpoint.store import Reader, Storage
 
-_SMALL_BYTES = 8 << 20  # read by one thread
+_SMALL_BYTES = 8 << 20  # up to this size one thread reads
 _NUM_THREADS = 2
 
-# By object and tensor name: where this rank has its part of a DTensor.
+# By object and tensor name: the layout of this rank's part of a DTensor.
 Layouts = Mapping[str, Mapping[str, Layout]]
 
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A part of a tensor that is read.
+    """A part of a tensor to read.
 
     Attributes:
-        name: Of the tensor, in messages.
+        name: The tensor's name for messages.
         part: Its place in the files.
         num_bytes: Its length.
         out: Memory to read into; None: only confirm the checksum.
-        copies: If not all of it goes to one place: read it to other memory, and copy this ...
-        memory: ... to here.
-        confirms: Whether this rank confirms the checksum, whatever its share is.
+        copies: If the part doesn't go to one place as a whole: it is read to other memory, and these copies are made
+            ...
+        memory: ... to this memory.
+        confirms: Whether this rank checks the checksum, independently of `share`.
     """
 
     name: str
@@ -65,17 +66,18 @@ def read_objects(
     """Read the states of some objects, on the CPU.
 
     Args:
-        storage: Where the checkpoint lies.
+        storage: Where the checkpoint is stored.
         folder: Its folder.
-        manifest: What is in it.
-        names: Of the objects.
-        share: (i, n): ranks of one node read the same bytes, so each of n confirms the parts whose checksum is i modulo
-            n, which doesn't depend on what else a rank reads. All are confirmed when all these ranks have returned.
-        layouts: Of DTensors, this rank's part alone is read. Every rank confirms all that it reads of them, so that
-            each part has been confirmed where each is some rank's.
+        manifest: Its content.
+        names: Names of the objects.
+        share: (i, n): ranks of one node read the same bytes, so each of n ranks checks the parts whose checksum is i
+            modulo n. This doesn't depend on the other parts that a rank reads. When all these ranks have returned all
+            parts have been checked.
+        layouts: For DTensors only this rank's part is read. Every rank checks all parts of DTensors that it reads, so
+            that together all parts are checked.
 
     Raises:
-        DamagedError: A file or a tensor isn't what was saved.
+        DamagedError: A file or a tensor differs from what was saved.
         UnreadableError: This process can't read a file.
     """
     check = _Check(storage, folder, manifest, share)
@@ -94,7 +96,7 @@ def read_objects(
 
 
 def check_checkpoint(storage: Storage, folder: str) -> list[str]:
-    """Read everything; returns a line for each problem. Unlisted files are problems too."""
+    """Read everything. Returns a line for each problem. Unlisted files are problems, too."""
     findings: list[str] = []
     try:
         manifest = read_manifest(storage, folder)
@@ -111,12 +113,12 @@ def check_checkpoint(storage: Storage, folder: str) -> list[str]:
 def damaged_files(
     storage: Storage, folder: str, manifest: Manifest, only: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Read everything; returns what is wrong by file: it is damaged, missing or unreadable.
+    """Read everything. Returns by file whether it is damaged, missing or unreadable.
 
     Args:
-        storage: Where the checkpoint lies.
+        storage: Where the checkpoint is stored.
         folder: Its folder.
-        manifest: What is in it.
+        manifest: Its content.
         only: Names of the files to read; None: all that have a part.
     """
     check, found = _Check(storage, folder, manifest, (0, 1)), {}
@@ -135,7 +137,7 @@ def unlisted_files(storage: Storage, folder: str, manifest: Manifest) -> list[st
     try:
         names = storage.list(folder)
     except OSError:
-        return []  # a user who may open files by name need not have the right to list them
+        return []  # a user may have the right to open files, but not to list them
     return [name for name in names if name not in known]
 
 
@@ -184,7 +186,7 @@ class _Check:
 
     @contextlib.contextmanager
     def _opened(self, file: str, num_bytes: int = 0) -> Iterator[tuple[str, Reader]]:
-        """A file that has the length of the manifest, and room for so many bytes of tensors."""
+        """Open a file, after checking its length against the manifest and against the bytes of its tensors."""
         path, known = f"{self._folder}/{file}", self._manifest.files[file]
         try:
             with self._storage.open(path) as source:
@@ -197,7 +199,7 @@ class _Check:
             raise why_unread(path, error) from None
 
     def read_file(self, file: str, wanted: Iterable[_Wanted | None]) -> None:
-        """Read what is wanted of a file.
+        """Read the wanted parts of a file.
 
         Raises:
             DamagedError: A checksum differs; a line for each tensor.
@@ -223,7 +225,10 @@ class _Check:
             raise DamagedError("\n".join(problems))
 
     def _read_part(self, source: Reader, offset: int, want: _Wanted, *, confirms: bool) -> int | None:
-        """Read a part; returns its CRC-32 if `confirms`. In chunks that are still in the cache for the checksum."""
+        """Read a part; returns its CRC-32 if `confirms`.
+
+        Reads in chunks that are still in the cache for the checksum.
+        """
         if want.out is None and not want.copies and not confirms:
             return None
         checksum = 0
@@ -237,7 +242,7 @@ class _Check:
             chunk = self._chunk_memory(source.chunk_bytes)[: end - begin] if out is None else out[begin:end]
             got = source.read_into(offset + begin, chunk)
             if got != len(chunk):
-                raise OSError(0, f"ends after {offset + begin + got:,} bytes, while it is read")
+                raise OSError(0, f"ends after {offset + begin + got:,} bytes while it is being read")
             if confirms:
                 checksum = zlib.crc32(chunk, checksum)
         if values is not None and want.memory is not None:
@@ -257,7 +262,7 @@ class _Check:
         known = self._manifest.files[file]
         try:
             if not 8 <= known.header_bytes <= min(known.bytes, payload.MAX_HEADER_BYTES):
-                raise ValueError(f"a header of {known.header_bytes:,} bytes can't be")
+                raise ValueError(f"a header of {known.header_bytes:,} bytes is impossible")
             header = bytearray(known.header_bytes)
             source.read_into(0, memoryview(header))
             if zlib.crc32(header) != known.header_crc32:
@@ -277,7 +282,7 @@ def _num_bytes(part: Part, tensor: TensorEntry) -> int:
 def _wanted(
     owner: str, tensor_name: str, part: Part, tensor: TensorEntry, memory: Tensor | None, layout: Layout | None
 ) -> _Wanted | None:
-    """How a part is read; None if nothing of it is this rank's."""
+    """How a part is read; None if no element of it is this rank's."""
     name, num_bytes = f"{owner}/{tensor_name}", _num_bytes(part, tensor)
     if memory is None:
         return _Wanted(name, part, num_bytes, None)
@@ -296,7 +301,7 @@ def _wanted(
 
 
 def _entries(manifest: Manifest, file: str) -> Iterator[Entry]:
-    """The tensors that the manifest puts into a file."""
+    """The tensors that a file has according to the manifest."""
     for item in manifest.objects.values():
         for tensor in item.tensors.values():
             for part in tensor.parts:

@@ -1,4 +1,4 @@
-"""Which step a run resumes from, when each node keeps generations on a disk of its own. Pure.
+"""Which step a run resumes from, if each node has generations on its own disk. Pure.
 
     node 0   step 40 whole   step 60 its half     3 nodes of which each holds a half of the state; node 2 is new
     node 1   step 40 whole   step 60 its half
@@ -18,13 +18,13 @@ from evenstep.checkpoint.lock import place_of
 
 @dataclass(frozen=True)
 class Holding:
-    """What a node has of a generation.
+    """A node's part of a generation.
 
     Attributes:
-        node: Its number in this run.
-        folder: Of the generation.
-        manifest: Equal on all nodes.
-        files: Names of those files that are there; a checksum says whether one is whole.
+        node: The node's number in this run.
+        folder: The generation's folder.
+        manifest: The manifest, equal on all nodes.
+        files: Names of the existing files; only a checksum shows whether a file is complete.
     """
 
     node: int
@@ -35,12 +35,12 @@ class Holding:
 
 @dataclass(frozen=True)
 class Recovery:
-    """A generation of which the nodes hold every part between them.
+    """A generation of which the nodes together hold every part.
 
     Attributes:
-        folder: Of it.
-        manifest: Of it.
-        holders: The lowest node that has a file, by name.
+        folder: Its folder.
+        manifest: Its manifest.
+        holders: By name of a file, the lowest node that has it.
     """
 
     folder: str
@@ -54,10 +54,10 @@ def plan_recovery(
     """The newest generation that can be resumed from; None: the durable checkpoint is newer, or there is no generation.
 
     Args:
-        holdings: Of all nodes.
-        resumes: (number of the lock, step) of this run's earlier attempts: each went on from that step. What attempts
-            before it did behind that step is void: it lies on a disk that was away when the later one resumed.
-        durable_step: Of the newest durable checkpoint; None: there is none.
+        holdings: The holdings of all nodes.
+        resumes: (number of the lock, step) of this run's earlier attempts, each of which resumed from that step. Later
+            steps of the attempts before it are void: they are on a disk that was missing when the attempt resumed.
+        durable_step: Step of the newest durable checkpoint; None: there is none.
     """
     places = {(place, each.folder) for each in holdings if (place := place_of(each.folder)) is not None}
     for place, folder in sorted(places, reverse=True):

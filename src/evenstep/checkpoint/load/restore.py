@@ -21,7 +21,7 @@ from evenstep.errors import CheckpointError, ConfigurationError
 from evenstep.world import World
 
 _MAX_LINES = 60
-_PAUSES_S = (0.5, 2.0)  # before what can't be read is read again
+_PAUSES_S = (0.5, 2.0)  # before unreadable files are read again
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Found:
     """A checkpoint that all ranks have read.
 
     Attributes:
-        manifest: Of the checkpoint.
-        states: By object.
+        manifest: The checkpoint's manifest.
+        states: The states by object.
         misfits: Differences from the objects of this run, a line each.
         unlisted: Files that the manifest doesn't list.
     """
@@ -52,18 +52,19 @@ def find(
 ) -> Found:
     """Collective: read and check a checkpoint without changing anything.
 
-    What some rank can't read all ranks read once more, after a pause: a server may be away for a moment.
+    If some rank can't read a file all ranks read once more, after a pause: a server may be unreachable for a moment.
 
     Args:
-        storage: Where the checkpoint lies.
+        storage: Where the checkpoint is stored.
         world: The ranks.
-        folder: Of the checkpoint.
-        objects: Of this run, by name.
+        folder: The checkpoint's folder.
+        objects: Objects of this run, by name.
         strict: False: differences from the objects are in `misfits`.
-        manifest: What this rank reads of it; None: all that is in the folder's manifest.
+        manifest: The part of the manifest that this rank reads; None: everything in the folder's manifest.
 
     Raises:
-        DamagedError: At least one rank finds that it differs from what was saved, or every rank that a file is missing.
+        DamagedError: At least one rank finds that it differs from the saved content, or all ranks find that a file is
+            missing.
         UnreadableError: At least one rank can't read it.
         CheckpointError: It is good, but doesn't fit the objects, or a tensor of theirs can't be loaded into.
     """
@@ -108,7 +109,7 @@ def _read(
     *,
     strict: bool,
 ) -> tuple[Found | None, tuple[str, str] | None]:
-    """Read a checkpoint on this rank: what was found, or what kind of problem there is, and its text."""
+    """Read a checkpoint on this rank. Returns the found state, or the kind of problem and its text."""
     try:
         manifest = known or read_manifest(storage, folder)
         if manifest.step != step_of(folder):
@@ -130,7 +131,7 @@ def _read(
     except UnreadableError as error:
         return None, ("missing" if isinstance(error, MissingError) else "unread", f"{error} (on rank {world.rank})")
     except ConfigurationError as error:
-        return None, ("refused", f"{storage.where}/{folder}: {error} That is so on rank {world.rank}.")
+        return None, ("refused", f"{storage.where}/{folder}: {error} (On rank {world.rank}.)")
     return Found(manifest, states, misfits, unlisted), None
 
 
@@ -145,10 +146,10 @@ def apply(found: Found, world: World, objects: Mapping[str, Any], where: str) ->
         if name not in found.states:
             continue
         misfits = any(line.startswith(f"{name}: ") for line in found.misfits)
-        state = found.states.pop(name)  # a model's is copied: its memory is free behind it
+        state = found.states.pop(name)  # a model copies its state, so this memory is freed afterwards
         if misfits:
             if not hasattr(unwrapped(target), "forward"):
-                continue  # an optimizer's state makes no sense in parts
+                continue  # an incomplete optimizer state can't be used
             state = compare.fitting(state, target)
         try:
             compare.load_into(target, state, strict=not misfits, keeps_dtypes=not found.misfits)
@@ -158,7 +159,7 @@ def apply(found: Found, world: World, objects: Mapping[str, Any], where: str) ->
     problems = [each for each in world.exchange(problem) if each is not None]
     if problems:
         raise CheckpointError(
-            f"{where}: {problems[0].rstrip('.')}. The objects may have been changed in parts; build them anew."
+            f"{where}: {problems[0].rstrip('.')}. The objects may be partly changed; build them again."
         )
     if RANDOM in found.states:
         restore_streams(found.states[RANDOM]["ranks"], world)

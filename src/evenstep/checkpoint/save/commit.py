@@ -44,16 +44,16 @@ class Saver:
         storage: Holds the checkpoints.
         world: The ranks that take part.
         objects: Objects to save, by name; the same names on all ranks.
-        commit: Called on rank 0, in the writer's thread, with a folder whose files are written, and its manifest:
-            makes it the checkpoint of its step. None: each node has a storage of its own, and all that its ranks hold
-            is written to it once.
+        commit: Called on rank 0, in the writer's thread, with a folder of written files and its manifest: makes it the
+            checkpoint of its step. None: each node has its own storage, to which everything that its ranks hold is
+            written once.
 
     Attributes:
-        folder: Of the last save.
-        error: Of the last save that was finished, on this rank; None: there was none.
+        folder: The last save's folder.
+        error: This rank's error of the last finished save, or None.
         is_leader: Whether this rank makes and removes checkpoints, or does so for its node.
         blocked_s: Seconds that the last `start` took.
-        num_saves: That were started.
+        num_saves: Number of saves that were started.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class Saver:
         self.num_saves = 0
 
     def open(self, lock_number: int) -> None:
-        """Collective: agree on a name for this run's receipts, and learn which ranks are on which node.
+        """Collective: agree on a name for this run's receipts, and determine which ranks are on which node.
 
         Args:
-            lock_number: Of this job's lock, which its folders are named after.
+            lock_number: Number of this job's lock, which is part of its folders' names.
         """
         self._lock_number = lock_number
         self._run = self._world.broadcast_object(secrets.token_hex(4) if self._world.is_main else None)
         # A mesh has ranks of the default group.
         mesh_rank = dist.get_rank() if dist.is_initialized() else self._world.rank
-        host = f"{node_identity()} {process_namespace()}"  # in which numbers of processes mean the same
+        host = f"{node_identity()} {process_namespace()}"  # within it pids are comparable
         where = [self._world.node_rank, self._world.local_rank, mesh_rank]
         seen = self._world.exchange([host, os.getpid(), *where])
         self.writer.pids = {rank: pid for rank, (of, pid, *_) in enumerate(seen) if of == host}
@@ -99,7 +99,7 @@ class Saver:
             self._among = {each for *_, node, _, each in seen if node == self._world.node_rank}
 
     def abandon(self) -> None:
-        """This rank ends with an error: peers stop waiting for it, and it for them."""
+        """Called if this rank ends with an error: it and its peers stop waiting for each other."""
         self.writer.abandon(self._run)
 
     def start(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -150,7 +150,7 @@ class Saver:
     # ------------------------------------------------------------------ the end of a save
 
     def finish(self) -> str | None:
-        """Collective: wait for the pending save on all ranks; returns its error, equal on all of them."""
+        """Collective: wait for the pending save on all ranks. Returns its error, equal on all ranks."""
         if not self.writer.is_pending:
             return None
         error = self.error = self.writer.finish()
@@ -165,10 +165,10 @@ class Saver:
         return str(next((text for secondary, text in failures if not secondary), failures[0][1]))
 
     def finish_alone(self) -> tuple[str | None, bool]:
-        """Like `finish`, at the end of the run: without the other ranks, but for rank 0's commit.
+        """Like `finish`, at the end of the run: waits only for rank 0's commit, not for other ranks.
 
         Returns:
-            This rank's error, and whether it is only what another rank's failure has led to.
+            This rank's error, and whether it is only a consequence of another rank's failure.
         """
         error = self.error = self.writer.finish_with_commit()
         if error is None:
@@ -180,9 +180,9 @@ class Saver:
         return str(error) if is_secondary(error) else f"rank {self._world.rank}: {describe(error)}"
 
     def _remove_partial(self, error: BaseException | None) -> None:
-        # Another job that has the lock may have counted this checkpoint as one.
+        # Another job that has the lock now may already rely on this checkpoint.
         if self.is_leader and not isinstance(error, LockedError):
-            with contextlib.suppress(OSError):  # leftovers are swept when the next job begins
+            with contextlib.suppress(OSError):  # the next job removes leftovers
                 remove_checkpoint(self._storage, self.folder)
 
     # ------------------------------------------------------------------ the commit, on rank 0
@@ -198,13 +198,13 @@ class Saver:
     ) -> bytes | None:
         """Check that all ranks saved the same tensors; write the random streams; make the checkpoint.
 
-        Where each node makes its own, return what it takes: the length of the manifest, the manifest, and the file of
-        the random streams, which lies on every node.
+        If each node makes its own checkpoint, return the data for it: the length of the manifest, the manifest, and the
+        file of the random streams, which every node stores.
         """
         for rank, receipt in enumerate(receipts):
             if receipt.facts["fingerprint"] != plan.fingerprint:
                 raise CheckpointError(
-                    f"the objects of rank {rank} have other tensors than those of rank 0. What is saved must have the "
+                    f"the objects of rank {rank} have other tensors than those of rank 0. Saved objects must have the "
                     f"same names, shapes and dtypes on all ranks."
                 )
         of_ranks = [decode(base64.b64decode(receipt.facts["streams"])) for receipt in receipts]
@@ -235,8 +235,8 @@ class Saver:
             manifests.validate(manifest)
         except ValueError as error:
             raise CheckpointError(
-                f"{error}. Each of them must be held once by the ranks of this world: make one mesh of all ranks, and "
-                f"slice that."
+                f"{error}. The ranks of this world must hold each of them once: make one mesh of all ranks, and slice "
+                f"it."
             ) from None
         if self._make_checkpoint is None:
             content = manifests.encode(manifest)
@@ -247,7 +247,7 @@ class Saver:
         return None
 
     def _hold(self, folder: str, made: bytes) -> None:
-        """Make the checkpoint on this node. On its leader."""
+        """Make the checkpoint on this node. Called on the node's leader."""
         end = 8 + int.from_bytes(made[:8], "little")
         if not self._world.is_main:
             self._storage.put(f"{folder}/{RANDOM}.safetensors", [made[end:]])
@@ -258,19 +258,19 @@ class Saver:
             heartbeat.mark_commit(manifest.step)
 
     def _look_at(self, folder: str, manifest: Manifest) -> None:
-        """Raise where a file isn't there for this rank as it was written; it has none of other nodes."""
+        """Raise if this rank doesn't see a file as it was written. Other nodes' files aren't checked."""
         me = f"rank {self._world.rank}"
         for name, entry in manifest.files.items():
             if entry.node not in (None, self._world.node_rank):
                 continue
             try:
                 with self._storage.open(f"{folder}/{name}") as file:
-                    found = f"has {file.num_bytes:,} bytes for {me}" if file.num_bytes != entry.bytes else ""
+                    found = f"has {file.num_bytes:,} bytes on {me}" if file.num_bytes != entry.bytes else ""
             except OSError as error:
                 found = f"can't be opened by {me}: {error.strerror or error}"
             if found:
                 raise CheckpointError(
-                    f"{name} was written, {entry.bytes:,} bytes, and {found}. Do all ranks see the same directory?"
+                    f"{name} was written with {entry.bytes:,} bytes, but {found}. Do all ranks see the same directory?"
                 )
 
 
@@ -278,9 +278,10 @@ class _Plan:
     """The tensors that are saved at one step, and the rank that writes each of them.
 
     Args:
-        objects: By name.
+        objects: The objects by name.
         world: The ranks.
-        among: The ranks of this node, if each node writes all that it holds; None: all ranks write it once together.
+        among: The ranks of this node, if each node writes everything that it holds; None: all ranks together write it
+            once.
     """
 
     def __init__(self, objects: Mapping[str, Any], world: World, among: Collection[int] | None = None) -> None:
@@ -298,14 +299,14 @@ class _Plan:
         self.fingerprint = zlib.crc32(text.encode())
 
     def files_of_this_rank(self) -> list[File]:
-        """What this rank writes."""
+        """The files that this rank writes."""
         rank, world_size = self._world.rank, self._world.world_size
         mine = []
         for file in self.files:
             if file.rank == self._number:
                 item = self.captured[file.owner]
                 keys = [entry.key for entry in file.entries]
-                # Tied parameters, as the safetensors package itself notes them.
+                # Tied parameters, recorded as by the safetensors package.
                 tied = {alias: key for alias, key in item.aliases.items() if key in keys}
                 layout = plan_layout(file.entries, {"format": "pt", **tied})
                 mine.append(File(file.name, file.owner, layout, {key: item.tensors[key] for key in keys}))
@@ -318,7 +319,7 @@ class _Plan:
         return mine
 
     def placed(self) -> list[list[Any]]:
-        """Of this rank's shards that are in no structure: owner, name, path, shape and dtype, in JSON types."""
+        """Owner, name, path, shape and dtype of this rank's shards that are in no structure, in JSON types."""
         return [
             [owner, s.name, s.path, list(s.shape), entry_of("", s.values).dtype]
             for owner, item in self.captured.items()
@@ -337,11 +338,12 @@ def _entry(
     """The manifest's entry of an object.
 
     Args:
-        owner: Its name.
-        item: What rank 0 has of it.
-        parts: Of all tensors, by owner and name, in order of their ranks.
-        files: By name. Where nodes have files of their own, the first of equal parts counts, and others are copies of
-            it. What differs on another node is left out: a resume gives all ranks the same.
+        owner: The object's name.
+        item: The object's captured state on rank 0.
+        parts: The parts of all tensors, by owner and name, in order of their ranks.
+        files: The files by name. If nodes have their own files, the first of several equal parts is used, and the
+            others are its copies. Parts that differ on another node are left out, because a resume gives all ranks the
+            same bits.
         placed: Path, shape and dtype of tensors that are in no structure, by name.
     """
     known = {key: (entry_of(key, tensor).dtype, tuple(tensor.shape)) for key, tensor in item.tensors.items()}

@@ -28,12 +28,12 @@ class Shard:
     """Elements of a tensor that is divided over the ranks, which this rank writes.
 
     Attributes:
-        name: Of the whole tensor.
-        shape: Of the whole tensor.
+        name: Name of the whole tensor.
+        shape: Shape of the whole tensor.
         start: First element of the shard in the flattened tensor.
         values: The shard's values: those of consecutive elements; or of a box, in its shape.
-        sizes: Of the box; None: the elements follow one another in the flattened tensor.
-        path: Path of the whole tensor in the state dictionary, where it is in no structure; else None.
+        sizes: The box's sizes; None: the elements are consecutive in the flattened tensor.
+        path: Path of the whole tensor in the state dictionary if it is in no structure; else None.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Shard:
 
     @property
     def key(self) -> str:
-        """Of the shard, in its file."""
+        """The shard's key in its file."""
         return shard_key(self.name, self.start, self.values.numel(), self.sizes)
 
 
@@ -63,10 +63,10 @@ class Captured:
     Attributes:
         kind: Its class.
         structure: JSON; see `tree.flatten`.
-        tensors: By name, each memory once; the object's own. Equal on all ranks.
+        tensors: The object's own tensors by name, each memory once. Equal on all ranks.
         aliases: Names whose tensor is another one of these, or of `divided`.
-        shards: What this rank writes of tensors that are divided over the ranks.
-        divided: Of the DTensors, dtype and shape of the whole by name. Equal on all ranks.
+        shards: This rank's parts of tensors that are divided over the ranks.
+        divided: Dtype and shape of the whole DTensors by name. Equal on all ranks.
     """
 
     kind: str
@@ -87,10 +87,10 @@ def capture(objects: Mapping[str, Any], among: Collection[int] | None = None) ->
 
     Args:
         objects: By name.
-        among: Of the ranks that hold the same part of a DTensor one of these writes it; None: of all ranks.
+        among: If several ranks hold the same part of a DTensor, one of these ranks writes it; None: one of all ranks.
 
     Raises:
-        ConfigurationError: Something in it can't be saved; the message has its path and type.
+        ConfigurationError: A value can't be saved; the message has its path and type.
     """
     return {name: capture_one(name, value, among) for name, value in objects.items()}
 
@@ -109,7 +109,7 @@ def capture_one(name: str, value: Any, among: Collection[int] | None = None) -> 
     structure, tensors = flatten(state, name)
     for key, tensor in [*tensors.items(), *((shard.name, shard.values) for shard in shards)]:
         if dtype_name(tensor.dtype) is None:
-            raise ConfigurationError(f"{shown((name, key))} has dtype {tensor.dtype}, which no checkpoint can hold.")
+            raise ConfigurationError(f"{shown((name, key))} has dtype {tensor.dtype}, which no checkpoint can store.")
     distinct, aliases = _without_aliases(tensors)
     plain = {key: tensor for key, tensor in distinct.items() if not is_dtensor(tensor)}
     parts = {key: tensor for key, tensor in distinct.items() if is_dtensor(tensor)}
@@ -128,10 +128,10 @@ def shard_key(name: str, start: int, numel: int, sizes: Shape | None) -> str:
 
 
 def _shards_of(owner: str, name: str, value: DTensor, turn: int, among: Collection[int] | None) -> list[Shard]:
-    """What this rank writes of a DTensor: its regions, if it is this rank's turn.
+    """The shards of a DTensor that this rank writes: its regions, if it is this rank's turn.
 
     Raises:
-        ConfigurationError: It can't be told which elements these are, or which ranks have the same.
+        ConfigurationError: The elements on this rank, or the ranks with the same elements, can't be determined.
     """
     try:
         regions = held_regions(value)
@@ -151,13 +151,13 @@ def _shards_of(owner: str, name: str, value: DTensor, turn: int, among: Collecti
 
 
 def _holders(value: DTensor) -> tuple[int, list[int]]:
-    """This rank, which holds some regions, and all that hold the same, itself among them, ascending.
+    """This rank, and all ranks that hold the same regions, in ascending order and including this rank.
 
-    Ranks hold the same where they differ only along dimensions that don't divide the tensor: of its own mesh, or of the
-    mesh that this one is a slice of.
+    Ranks hold the same regions if they differ only along dimensions that don't divide the tensor: dimensions of its own
+    mesh, or of the mesh from which its mesh was sliced.
 
     Raises:
-        ValueError: Its mesh is no slice of the mesh that it was made from.
+        ValueError: Its mesh isn't a slice of the mesh from which it was made.
     """
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
@@ -195,7 +195,7 @@ def _left_out(ranks: Tensor, all_ranks: Tensor, rank: int) -> tuple[int, ...]:
 
 
 def models_among(objects: Mapping[str, Any]) -> Iterator[DistributedDataParallel]:
-    """The replicated models among the objects, also inside `torch.compile`."""
+    """The replicated models among the objects, including those inside `torch.compile`."""
     for model in objects.values():
         while not isinstance(model, DistributedDataParallel) and isinstance(model, nn.Module):
             model = compiled_module(model)
@@ -209,7 +209,7 @@ def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
-        # A conjugate is a view with a flag: the same memory, and other numbers.
+        # A conjugate is a view with a flag: the same memory, but other numbers.
         flags = tensor.is_conj(), tensor.is_neg()
         memory: Any = tensor.data_ptr() if not is_dtensor(tensor) else _memory_of(tensor)
         place = (memory, tensor.dtype, tensor.shape, tensor.stride(), str(tensor.device), flags)
@@ -222,7 +222,10 @@ def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
 
 
 def _memory_of(value: DTensor) -> tuple[Any, ...]:
-    """Where this rank's part of a DTensor lies. All ranks must find the same aliases, also one whose part is empty."""
+    """The memory of this rank's part of a DTensor.
+
+    All ranks must find the same aliases, even a rank with an empty part.
+    """
     local = local_part(value)
     return local.untyped_storage(), local.storage_offset(), value.placements
 
@@ -234,9 +237,9 @@ class File:
     Attributes:
         name: Inside the checkpoint's folder.
         owner: The object whose tensors these are.
-        layout: Where the tensors stand.
-        tensors: By key. Once they are staged: contiguous, on the CPU, and unchanged until the save is finished.
-        shards: By key, those that are parts of divided tensors.
+        layout: The tensors' places.
+        tensors: The tensors by key. After staging: contiguous, on the CPU, and unchanged until the save is finished.
+        shards: By key, those tensors that are parts of divided tensors.
     """
 
     name: str
@@ -247,7 +250,7 @@ class File:
 
 
 class Staging:
-    """Memory for copies of files, reused by the next save: fresh memory costs more than the copy."""
+    """Memory for copies of files, reused by the next save, because new memory costs more than the copy."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Tensor] = {}

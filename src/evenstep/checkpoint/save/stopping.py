@@ -24,7 +24,7 @@ from evenstep.world import World
 
 @dataclass(frozen=True)
 class Status:
-    """The flags of one rank at the end of a step; of all ranks: those that at least one has set.
+    """The flags of one rank at the end of a step; or reduced over ranks: set if at least one rank has set them.
 
     Attributes:
         stops: A stop was requested.
@@ -45,7 +45,8 @@ class StatusExchange:
         step 7     receives the reduced status of step 6, equal on all ranks; sends that of step 7
         step 8     receives the reduced status of step 7
 
-    So no step waits for the network. Slow steps wait at once: a step may take longer than a scheduler's grace period.
+    So no step waits for the network. Slow steps wait at once, because one step may take longer than a scheduler's grace
+    period.
     """
 
     def __init__(self, world: World) -> None:
@@ -85,7 +86,7 @@ class StatusExchange:
 
 
 def note(what: Note) -> None:
-    """Note something on this rank's page, if it has one, for the launcher."""
+    """Write a note on this rank's heartbeat page, if it has one, for the launcher."""
     page = own_page(current_placement())
     if page is not None:
         page.words[what] = 1
@@ -94,18 +95,19 @@ def note(what: Note) -> None:
 class StopSignals:
     """Handlers of `STOP_SIGNALS` that request a stop. In a main thread only. SIGHUP stays ignored under nohup.
 
-    A handler that was set before, by the script or submitit, is called once, when the step has been saved: inside the
-    signal it would leave in the middle of a step, as submitit's does, which requeues the job and exits.
+    A handler that was set before, by the script or submitit, is called once, when the step has been saved. Called
+    inside the signal it could exit in the middle of a step, as submitit's handler does, which requeues the job and
+    exits.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._pid = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
-        self._due: tuple[int, Callable[[int, FrameType | None], object]] | None = None  # the first signal's
+        self._due: tuple[int, Callable[[int, FrameType | None], object]] | None = None  # the first signal's handler
         if threading.current_thread() is not threading.main_thread():
             return
-        # Under our launcher alone, from which a second Ctrl-C kills; and not in the place of a script's own handler.
+        # Only under our launcher, where a second Ctrl-C kills, and not if the script has its own handler.
         is_ours = current_placement().launcher == "evenstep run"
         also = {signal.SIGINT} if is_ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler else ()
         for which in (*STOP_SIGNALS, *also):
@@ -114,14 +116,14 @@ class StopSignals:
         note(Note.SAVES)
 
     def replaced(self) -> list[str]:
-        """Signals for which the script has set another handler since; each is listed once."""
+        """Signals whose handler the script has replaced since; each is listed once."""
         found = [which for which in self._before if signal.getsignal(which) != self._handle]
         for which in found:
             del self._before[which]
         return [which.name for which in found]
 
     def call_former(self) -> None:
-        """Call the handler that the first signal had before, once. It may raise, as one that exits does."""
+        """Call the former handler of the first signal, once. It may raise, for example SystemExit."""
         due, self._due = self._due, None
         if due is not None:
             due[1](due[0], None)
@@ -137,7 +139,7 @@ class StopSignals:
                     signal.signal(which, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a child that was forked: what ends it must end it
+        if os.getpid() != self._pid:  # a forked child: the signal has to end it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

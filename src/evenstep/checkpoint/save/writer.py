@@ -3,15 +3,15 @@
     every rank   writes its files, posts a receipt with their checksums
     rank 0       ...             awaits all receipts, writes the manifest, removes old checkpoints, posts that
 
-Where each node has files of its own, a save has a second phase:
+If each node has its own files, a save has a second stage:
 
     every rank   writes its files, posts a receipt
     rank 0       ...                                 awaits all receipts, posts the manifest
     leaders      ...                                 await that, write it to their node, post that they hold it
     rank 0       ...                                                                     awaits these, posts that
 
-Ranks exchange receipts through the world's store and not by collectives, whose order belongs to the training loop. A
-rank that fails posts its error instead of a receipt, and the others stop writing.
+Ranks exchange receipts through the world's store, not by collectives, because the training loop determines the order of
+collectives. A rank that fails posts its error instead of a receipt, and the others stop writing.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from evenstep.processes import is_running
 _CHUNK_BYTES = 4 << 20
 _LARGE_BYTES = 16 << 20
 _NUM_THREADS = 2
-_POLL_S, _MOST_POLL_S = 0.01, 0.2  # all ranks ask one store
+_POLL_S, _MOST_POLL_S = 0.01, 0.2  # all ranks poll one store
 _CHECK_PEERS_EVERY_S = 0.5
 _LAST_WAIT_S = 2.0  # for the peers' receipts when this process is about to end
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a rank has written, in JSON types.
+    """The files that a rank has written, in JSON types.
 
     Attributes:
         files: The fields of each file's `FileEntry`.
-        parts: Of each tensor in them: owner, name, and the fields of its `Part`.
+        parts: For each tensor in the files: owner, name, and the fields of its `Part`.
         facts: Other values that rank 0 needs for the commit.
     """
 
@@ -64,14 +64,14 @@ class Job:
     """One rank's part of one save.
 
     Attributes:
-        folder: Of the checkpoint, the same on all ranks.
-        key: Of this save, the same on all ranks: run and number.
+        folder: The checkpoint's folder, the same on all ranks.
+        key: Key of this save, the same on all ranks: run and number.
         files: Files that this rank writes.
-        facts: Go into its receipt.
-        commit: On rank 0: makes the checkpoint from all receipts; or returns what the leaders need for that.
-        hold: On a leader: makes the checkpoint on its node, of what `commit` has returned.
-        leaders: The first rank of each node, where each node has files of its own.
-        problem: Error with which the save fails, instead of writing; None: write.
+        facts: Values for its receipt.
+        commit: On rank 0: makes the checkpoint from all receipts, or returns the data that leaders need to make it.
+        hold: On a leader: makes the checkpoint on its node from the data that `commit` has returned.
+        leaders: The first rank of each node, if each node has its own files.
+        problem: An error with which the save fails without writing; None: write.
     """
 
     folder: str
@@ -95,8 +95,8 @@ class Writer:
         timeout_s: Rank 0's deadline for the other receipts after its own.
 
     Attributes:
-        thread: Of the pending save; None: none is pending.
-        pids: By rank, the processes of those on this host.
+        thread: The pending save's thread; None: none is pending.
+        pids: By rank, the processes of ranks on this host.
     """
 
     def __init__(self, storage: Storage, store: Store, rank: int, world_size: int, *, timeout_s: float) -> None:
@@ -105,9 +105,9 @@ class Writer:
         self.thread: threading.Thread | None = None
         self.pids: Mapping[int, int] = {}
         self._error: BaseException | None = None
-        self._job: Job | None = None  # the last one
-        self._noted: Job | None = None  # the last one that rank 0 has noted as saved
-        self._num_pieces = 0  # that rank 0 has posted of it
+        self._job: Job | None = None  # the last job
+        self._noted: Job | None = None  # the last job that rank 0 has posted as saved
+        self._num_pieces = 0  # pieces that rank 0 has posted of the last job
         self._abandoned = threading.Event()
 
     @property
@@ -126,7 +126,7 @@ class Writer:
         return self._error is not None
 
     def start(self, job: Job) -> None:
-        """Begin to write, in a thread. It is no daemon: an orderly exit waits for it."""
+        """Begin to write, in a thread. It isn't a daemon thread: an orderly exit waits for it."""
         assert self.thread is None, "one pending save at most"
         self._error, self._job = None, job
         self.thread = threading.Thread(target=self._run, args=(job,), name=f"evenstep save {job.folder}")
@@ -141,7 +141,7 @@ class Writer:
         return error
 
     def finish_with_commit(self) -> BaseException | None:
-        """As `finish`; on other ranks than 0 it waits until rank 0 has made the checkpoint, or has failed."""
+        """As `finish`; ranks other than 0 wait until rank 0 has made the checkpoint or has failed."""
         was_pending = self.is_pending
         error = self.finish()
         if error is not None or self._job is None or self._rank == 0 or not was_pending:
@@ -150,12 +150,12 @@ class Writer:
             self._await(self._job, "saved", 0)
         except CheckpointError as failure:
             return _PeerFailedError(str(failure))
-        except (RuntimeError, OSError):  # the store has ended with rank 0, whose own error there would be one
+        except (RuntimeError, OSError):  # the store has ended with rank 0, which reports its own error
             pass
         return None
 
     def abandon(self, run: str) -> None:
-        """This rank ends with an error: post that, and wait only briefly for the others."""
+        """Called if this rank ends with an error: post that, and wait only briefly for the others."""
         self._abandoned.set()
         if run:
             with contextlib.suppress(RuntimeError, OSError):  # the store may have ended with the rank that hosts it
@@ -195,7 +195,7 @@ class Writer:
             chunks = self._chunks(file, checksums[file.name], lambda: self._check_peers(job))
             self._storage.put(f"{job.folder}/{file.name}", chunks)
 
-        # One large file is checksummed and copied while the disk syncs the other.
+        # One large file is checksummed and copied while the disk syncs another one.
         large = [file for file in job.files if file.layout.payload_bytes >= _LARGE_BYTES]
         if len(large) > 1:
             with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -226,7 +226,7 @@ class Writer:
                 chunk = memory[begin : begin + _CHUNK_BYTES]
                 checksums[index] = zlib.crc32(chunk, checksums[index])
                 if len(small) + len(chunk) <= _CHUNK_BYTES:
-                    small += chunk  # a call of the system per bias would cost more than copying it
+                    small += chunk  # a system call per bias would cost more than copying it
                     continue
                 yield bytes(small)
                 small.clear()
@@ -238,7 +238,7 @@ class Writer:
             yield bytes(small)
 
     def _read(self, key: str) -> str | None:
-        """A text of the store; None if there is none yet. Doesn't wait."""
+        """A text from the store; None if there is none yet. Doesn't wait."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _check_peers(self, job: Job) -> None:
@@ -248,14 +248,14 @@ class Writer:
 
     def _note_saved(self, job: Job) -> None:
         self._store.set(_key(job, "saved"), "")
-        if self._noted is not None:  # one is enough: a rank asks for the last save
+        if self._noted is not None:  # one is enough: ranks query only the last save
             self._store.delete_key(_key(self._noted, "saved"))
         self._noted = job
 
     def forget(self) -> None:
-        """Remove what was posted of the last save, but that it is saved: else the store would grow with every save.
+        """Remove the last save's posts, except the one that it is saved: else the store would grow with every save.
 
-        On rank 0, when no rank waits for it any more.
+        Called on rank 0, when no rank waits for the posts any more.
         """
         job = self._job
         if job is not None:
@@ -270,7 +270,7 @@ class Writer:
                 self._store.delete_key(_key(job, what))
 
     def _post(self, job: Job, content: bytes) -> None:
-        """Post what rank 0 has made, in pieces that the store takes; how many there are comes last."""
+        """Post rank 0's result in pieces that fit into the store, and their number last."""
         text = base64.b64encode(zlib.compress(content)).decode()
         pieces = [text[begin : begin + _CHUNK_BYTES] for begin in range(0, len(text), _CHUNK_BYTES)]
         for number, piece in enumerate(pieces):
@@ -279,16 +279,16 @@ class Writer:
         self._store.set(_key(job, "made"), str(len(pieces)))
 
     def _posted(self, job: Job) -> bytes:
-        """What rank 0 has posted."""
+        """The result that rank 0 has posted."""
         count = int(self._await(job, "made", 0))
         text = "".join(self._await(job, f"made/{number}", 0) for number in range(count))
         return zlib.decompress(base64.b64decode(text))
 
     def _await(self, job: Job, what: object, rank: int) -> str:
-        """Wait for what a rank posts.
+        """Wait for a rank's post.
 
         Raises:
-            CheckpointError: It failed, or left, or has not posted it in time.
+            CheckpointError: The rank failed, left, or has not posted in time.
         """
         began = time.monotonic()
         leaving_since: float | None = None
@@ -304,7 +304,7 @@ class Writer:
             if leaving_since is None and (self._abandoned.is_set() or not threading.main_thread().is_alive()):
                 leaving_since = now
             if leaving_since is not None and rank in self.pids:
-                has_ended = not is_running(self.pids[rank])  # then look once more for what it has posted
+                has_ended = not is_running(self.pids[rank])  # then check once more for its post
             if now - began > self._timeout_s or (leaving_since is not None and now - leaving_since > _LAST_WAIT_S):
                 raise CheckpointError(f"rank {rank} had not written its part after {now - began:.1f} s")
             time.sleep(pause_s)

@@ -24,7 +24,7 @@ def on_device(
     Args:
         items: Batches, each with a tag.
         device: Their destination.
-        pin: Copy from pinned memory: only from there the host needn't wait for the copy.
+        pin: Copy from pinned memory, so that the host needn't wait for the copy.
         are_pinned: The batches are in pinned memory already.
     """
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Digests of samples and records, by which processes compare what they read."""
+"""Digests of samples and records. Processes compare them to find out whether they read the same."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from evenstep.pytrees import children_of
 
-_MOST_RECORDS = 32  # of a step, that are looked at
-_MOST_NUMBERS = 64  # of a tensor or array, likewise
-_MOST_BYTES = 4096  # of a text, likewise
+_MOST_RECORDS = 32  # of a step, that are read
+_MOST_NUMBERS = 64  # of a tensor or array, that are read
+_MOST_BYTES = 4096  # of a text, that are read
 
 
 def digest_of(records: Sequence[Any]) -> int:
-    """A digest of some records, in their order: of their number, and of what some of them hold. Pure.
+    """A digest of some records, in their order: of their number, and of the contents of some of them. Pure.
 
-    It is the same in every process, and positive in int64. Objects that are no numbers, texts, tensors or containers
-    count by their type alone.
+    It is the same in every process, and positive in int64. Of objects other than numbers, texts, tensors and containers
+    only the type counts.
     """
     found = hashlib.blake2b(b"%d" % len(records), digest_size=7)
     for record in records[:: -(-len(records) // _MOST_RECORDS) or 1]:
@@ -44,14 +44,14 @@ def _add(found: Any, node: Any) -> None:
 
 
 def _some_of(text: str | bytes) -> bytes:
-    """Beginning, middle and end of a text, and its length."""
+    """The beginning, middle and end of a text, and its length."""
     third, middle = _MOST_BYTES // 3, len(text) // 2
     pieces = [text] if len(text) <= _MOST_BYTES else [text[:third], text[middle : middle + third], text[-third:]]
     return b"%d" % len(text) + b"".join(p if isinstance(p, bytes) else p.encode(errors="surrogatepass") for p in pieces)
 
 
 def _some_numbers(array: Any) -> bytes:
-    """Numbers at even distances; none of an array that can't be read so (sparse, quantised, of objects)."""
+    """Numbers at even distances; none if the array can't be read in this way (sparse, quantised, of objects)."""
     try:
         tensor = array.detach() if isinstance(array, Tensor) else torch.as_tensor(array, device="cpu")
         flat = tensor.resolve_conj().reshape(-1)

@@ -2,8 +2,8 @@
 
 [Note: small batches as bytes]
 
-torch's loader sends every tensor as a file of shared memory, whose descriptor travels over a socket of its own. That
-takes about a millisecond whatever the size; up to about 1 MiB copying through the pipe is faster.
+torch's loader sends every tensor as a file of shared memory, and the file's descriptor over an extra socket. That takes
+about a millisecond at any size; up to about 1 MiB a copy through the pipe is faster.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from evenstep.randomness import mix, seed_streams
 from evenstep.virtual_ranks import per_rank
 from evenstep.world import World
 
-_BATCH_TAG = 0x6261746368  # "batch": other streams from the same seed stay unrelated
+_BATCH_TAG = 0x6261746368  # "batch": makes the keys differ from those of other streams
 _SAMPLE_TAG = 0x73616D706C65  # "sample"
 MAX_BYTES = 524_288  # of all tensors of a batch that is sent as bytes
 
@@ -44,12 +44,12 @@ class Loaded(NamedTuple):
     Attributes:
         batch: Result of `collate_fn`.
         packed: The batch as `pack` made it in a worker; `batch` is None then.
-        num_samples: Of the global batch; known here only for streams.
+        num_samples: Samples of the global batch; known here only for streams.
         num_own: Samples of this rank.
-        digests: Of the records of this batch's step, behind those of the steps before that other workers load; of
-            numbered samples, of the request's looks; empty if nothing is to be compared.
-        failure: A worker's `DataError`, which torch would bury in tracebacks.
-        state: Of the stream at the batch's end, with resume_streams="state".
+        digests: For a stream, the digests of the steps that other workers load, up to and with this batch's step. For
+            numbered samples, the digests of the request's `looks`. Empty if nothing is compared.
+        failure: A worker's `DataError`. If it were raised in the worker, torch would wrap it in tracebacks.
+        state: The stream's state at the batch's end, with resume_streams="state".
     """
 
     batch: Any
@@ -62,21 +62,21 @@ class Loaded(NamedTuple):
 
 
 class Fetcher(ABC):
-    """Loads the batch of a request. torch's loader takes it for the data set.
+    """Loads the batch of a request. To torch's loader it is the data set.
 
     Args:
         dataset: The script's.
         collate_fn: Makes a batch of a list of samples; None: torch's.
-        seed: With epoch, step and rank the key of a worker's random streams: a resume draws what would have been drawn.
+        seed: With epoch, step and rank the key of a worker's random streams, so that a resume draws the same numbers.
             The streams of the rank's own process are left alone; see `SampleSource.load_with`.
-        num_workers: Of this rank, as of every other.
+        num_workers: Workers of each rank.
         world: The ranks.
 
     Attributes:
-        wants_tensors: The data set gives whole batches, of an int64 tensor of sample numbers.
-        notes_samples: Whether workers note the sample, and not only the step.
-        share: Of this rank, [start, stop), of the positions from `start` to `stop`.
-        page: Memory in which workers note their place, [3 * workers]: epoch, step, and number of the sample in the
+        wants_tensors: The data set gives a whole batch for an int64 tensor of sample numbers.
+        notes_samples: Whether workers note the sample as well as the step.
+        share: Computes this rank's share, [start, stop), of the positions from `start` to `stop`.
+        page: Memory in which workers note their position, [3 * workers]: epoch, step, and number of the sample in the
             share. It is readable after their death.
     """
 
@@ -142,8 +142,8 @@ class SampleFetcher(Fetcher):
     """Loads samples by their numbers.
 
     Args:
-        sample_seed: Key of the random streams in `__getitem__`, with the epoch and the sample, in every process; None:
-            samples have none of their own.
+        sample_seed: With the epoch and the sample, the key of the random streams in `__getitem__`, in every process;
+            None: samples have no streams of their own.
         arguments: Of `Fetcher`.
     """
 
@@ -152,13 +152,16 @@ class SampleFetcher(Fetcher):
     ) -> None:
         super().__init__(dataset, collate_fn, **arguments)
         self.wants_tensors = gives_batches(dataset, self.collate)
-        self._sample_seed = None if self.wants_tensors else sample_seed  # such a data set draws nothing
+        self._sample_seed = None if self.wants_tensors else sample_seed  # such a data set draws no random numbers
         self._gives_several = self._sample_seed is None and bool(getattr(dataset, "__getitems__", None))
         self.notes_samples = not self.wants_tensors and not self._gives_several
         self._epochs = Epochs(dataset)
 
     def load(self, request: Request) -> Loaded:
-        """See `Fetcher.load`. The streams of the rank's own process are as before, where samples have theirs."""
+        """See `Fetcher.load`.
+
+        If samples have their own streams, those of the rank's process are restored afterwards.
+        """
         if self._sample_seed is None or get_worker_info() is not None:
             return self._load(request)
         with randomness.preserved():
@@ -177,7 +180,7 @@ class SampleFetcher(Fetcher):
         return Loaded(batch, num_own=num_own, digests=self._looked() if request.looks else ())
 
     def _looked(self) -> tuple[int, int]:
-        """Digests of two reads of a few fixed samples; they differ where reads do, or fail."""
+        """Digests of two reads of a few fixed samples. They differ if the reads differ or fail."""
         with randomness.preserved():
             try:
                 size = len(self.dataset)
@@ -213,7 +216,7 @@ class SampleFetcher(Fetcher):
 
 
 def failed(error: DataError) -> Loaded:
-    """In place of a batch that a worker can't load: the error, without what doesn't travel between processes."""
+    """In place of a batch that a worker can't load: the error, without parts that can't be sent between processes."""
     sent = DataError(str(error))
     where = excepthook.traceback_in_users_code(error.__cause__)
     if where and hasattr(sent, "add_note"):  # python 3.11
@@ -228,7 +231,7 @@ def packed(loaded: Loaded) -> Loaded:
 
 
 def gives_batches(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
-    """Whether the data set gives whole batches, equal to those that `collate` makes of samples."""
+    """Whether the data set gives whole batches, equal to collated samples."""
     if collate is not default_collate:
         return False
     if type(dataset) is TensorDataset:
@@ -271,7 +274,7 @@ def _rebuild(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def pack(batch: Any) -> bytes | None:
-    """The batch as bytes; None if its tensors are large, or no plain ones on the CPU."""
+    """The batch as bytes; None if its tensors are large, or not plain CPU tensors."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(batch)
@@ -281,5 +284,5 @@ def pack(batch: Any) -> bytes | None:
 
 
 def unpack(data: bytes) -> Any:
-    """The batch that `pack` was given."""
+    """The batch that `pack` packed."""
     return pickle.loads(data)

@@ -1,7 +1,7 @@
 """Batches as pytrees: moving their tensors, and cutting them to length 0.
 
 A batch is a tensor, or a list, tuple, named tuple, mapping or dataclass of batches, or anything else (which is
-passed through). What has a `to` method of its own (`PackedSequence`, the batches of other libraries) moves itself.
+passed through). An object with its own `to` method (`PackedSequence`, the batches of other libraries) moves itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from evenstep.pytrees import children_of
 
 
 def move(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
-    """The batch with its tensors on `device`; those that are there already are not copied."""
+    """The batch with its tensors on `device`; tensors already there aren't copied."""
     return _mapped(batch, lambda tensor: tensor.to(device, non_blocking=non_blocking), "to", device)
 
 
@@ -28,7 +28,7 @@ def pinned(batch: Any) -> Any:
 
 
 def _mapped(batch: Any, change: Callable[[Tensor], Tensor], own: str, *arguments: Any) -> Any:
-    """The batch with its tensors changed; what has a method named `own` is changed by that."""
+    """The batch with its tensors changed; an object that has a method named `own` is changed by that method."""
     if isinstance(batch, Tensor):
         return change(batch)
     if hasattr(batch, own) and not isinstance(batch, type):
@@ -58,7 +58,7 @@ def used_on(batch: Any, stream: torch.cuda.Stream) -> None:
 def emptied(one: Any, two: Any, path: str = "the batch") -> Any:
     """The batch of no samples, found by comparing a batch of one sample with a batch of two. Pure.
 
-    What grows with the number of samples becomes empty or zero, and the rest stays as it is:
+    Parts that grow with the number of samples become empty or zero, and the rest stays as it is:
 
         tensor          the first dimension whose size differs is cut to 0; dtype and the other sizes stay
         number          0 if it differs (a count of tokens, say)
@@ -67,10 +67,10 @@ def emptied(one: Any, two: Any, path: str = "the batch") -> Any:
     Args:
         one: What the `collate_fn` made of one sample.
         two: What it made of that sample twice.
-        path: What error messages call it.
+        path: The name of this part in error messages.
 
     Raises:
-        UsageError: The batch holds something that can't be taken apart.
+        UsageError: The batch holds an object that can't be taken apart.
     """
     if isinstance(one, Tensor) or hasattr(one, "shape"):
         if len(one.shape) != len(getattr(two, "shape", ())):
@@ -81,7 +81,8 @@ def emptied(one: Any, two: Any, path: str = "the batch") -> Any:
         raise _unlike(path, f"a {type(one).__qualname__}", f"a {type(two).__qualname__}")
     if isinstance(one, list | tuple) and len(one) != len(two):
         return type(one)()
-    # What moves itself may depend on more than its entries (`PackedSequence`); mappings don't (a tokenizer's batch).
+    # An object that moves itself may depend on more than its entries (`PackedSequence`); a mapping doesn't (a
+    # tokenizer's batch).
     is_whole = hasattr(one, "to") and not isinstance(one, Mapping)
     parts, others = (None, None) if is_whole else (children_of(one), children_of(two))
     if parts is not None and others is not None:
@@ -104,8 +105,8 @@ def emptied(one: Any, two: Any, path: str = "the batch") -> Any:
 def _unlike(path: str, one: str, two: str) -> UsageError:
     return UsageError(
         f"this rank has no sample in the last global batch, and what collate_fn makes can't be emptied: {path} is "
-        f"{one} for one sample and {two} for two. Have it make the same of any number of samples (no squeeze of the "
-        f"batch dimension), or pass drop_last=True."
+        f"{one} for one sample and {two} for two. Make collate_fn return the same form for any number of samples (no "
+        f"squeeze of the batch dimension), or pass drop_last=True."
     )
 
 

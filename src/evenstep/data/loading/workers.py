@@ -22,14 +22,14 @@ from evenstep.processes import STOP_SIGNALS, stays_ignored
 from evenstep.world import World
 
 _MOST_WORKERS = 8  # with "auto"
-_MANY_WORKERS = 4096  # more is a mistake, and the memory for their notes would stop the machine
+_MANY_WORKERS = 4096  # more is a mistake, and the memory for their notes would be too large for the machine
 
 
 def suitable_workers(*, num_cores: int, local_world_size: int, device_type: str) -> int:
     """How many workers suit a rank. Pure.
 
-    With a GPU the cores are there to feed it: all of the rank's but one, at most 8. Without, they compute: one worker
-    where the rank has more than one core, else none.
+    With a GPU, the rank's cores but one load data for it, at most 8. Without a GPU the cores compute, so there is one
+    worker if the rank has more than one core, else none.
     """
     spare = num_cores // local_world_size - 1
     if device_type == "cpu":
@@ -41,7 +41,7 @@ def choose_workers(given: Any, world: World) -> int:
     """`num_workers` as a number.
 
     Raises:
-        ConfigurationError: It is no such number.
+        ConfigurationError: It isn't "auto" or a number of workers.
     """
     if isinstance(given, str) and given == "auto":
         num_cores, local_world_size = count_cpus(), world.local_world_size
@@ -50,10 +50,10 @@ def choose_workers(given: Any, world: World) -> int:
 
 
 def starts_slowly(context: Any) -> bool:
-    """Whether a worker starts as a new interpreter (seconds), and isn't forked (milliseconds)."""
+    """Whether a worker starts as a new interpreter (seconds) instead of a fork (milliseconds)."""
     if context is None:
         return multiprocessing.get_start_method() != "fork"
-    get_start_method = getattr(context, "get_start_method", None)  # torch refuses what is no context
+    get_start_method = getattr(context, "get_start_method", None)  # torch refuses other objects
     return bool((get_start_method() if callable(get_start_method) else context) != "fork")
 
 
@@ -79,7 +79,7 @@ def torch_loader(
     """torch's loader, which sends requests to workers and returns their batches in order.
 
     Raises:
-        ConfigurationError: With torch's text, for arguments that it refuses.
+        ConfigurationError: torch refuses the arguments; the message is torch's.
     """
     if persistent_workers is None:
         # Forking a worker costs milliseconds, importing torch in a new one seconds.
@@ -107,8 +107,8 @@ def _as_it_is(loaded: Any) -> Any:
 class _WorkerInit:
     """Puts the user's data set into `get_worker_info`, and calls the user's `worker_init_fn`.
 
-    A worker survives the signals that ask a run to save and stop: schedulers send them to every process, and its rank,
-    which needs batches until all ranks have saved at the same step, ends it.
+    A worker survives the signals that ask a run to save and stop. Schedulers send them to every process, but the rank
+    needs batches until all ranks have saved at the same step; then the rank ends its workers.
     """
 
     def __init__(self, fetcher: Any, users: Callable[[int], None] | None) -> None:
@@ -116,7 +116,7 @@ class _WorkerInit:
         self._collects = gc.isenabled()
 
     def __call__(self, worker: int) -> None:
-        gc.freeze()  # what came with the fork is never collected here, nor are its pages copied for the collector
+        gc.freeze()  # objects from before the fork are never collected here, so their pages aren't copied
         if self._collects:
             gc.enable()
         object.__setattr__(get_worker_info(), "dataset", self._fetcher.dataset)
@@ -129,7 +129,7 @@ class _WorkerInit:
 
         for which in STOP_SIGNALS:
             if not stays_ignored(which):
-                signal.signal(which, end_with_rank)  # a handler and not SIG_IGN: what a worker starts has none
+                signal.signal(which, end_with_rank)  # a handler: its children would inherit SIG_IGN
         if self._users is not None:
             self._users(worker)
 
@@ -137,12 +137,13 @@ class _WorkerInit:
 class working:
     """The batches of one iteration; workers that don't persist end with the block.
 
-    A class, because `contextlib.contextmanager` of python 3.10 leaves the exception that a block ends with in a cycle
-    with its own frame. A loop left by `break` ends with one, and persistent workers would go on after `del loader`.
+    This is a class, because `contextlib.contextmanager` of python 3.10 leaves a block's exception in a reference cycle
+    with its own frame. A loop that is left by `break` ends with an exception, and persistent workers would then outlive
+    `del loader`.
 
     Args:
         batches: Made by `torch_loader`.
-        requests: Of the iteration.
+        requests: The requests of the iteration.
         doing: Describes a worker's place from its notes (epoch, step, number of the sample in the share).
 
     Raises:
@@ -164,7 +165,7 @@ class working:
 
     def __exit__(self, *_: object) -> None:
         if not self._batches.persistent_workers:
-            # Now, and not when the garbage collector finds time: a loop left by `break` leaves no process.
+            # Now, not at the next garbage collection, so that no process outlives a loop that is left by `break`.
             shut_down_workers(self._iterator)
 
 
@@ -172,7 +173,8 @@ class working:
 def _no_collection() -> Iterator[None]:
     """Disable garbage collection while workers are forked; `_WorkerInit` enables it in them after a freeze.
 
-    Garbage of the parent may be a process group, whose end waits for threads that a forked child doesn't have.
+    The parent's garbage may include a process group, whose destructor waits for threads that a forked child doesn't
+    have.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -193,7 +195,7 @@ def _named(
             return
         except RuntimeError as error:
             processes = worker_processes(iterator)
-            if str(error).startswith("DataLoader worker (pid"):  # torch's text, and not that of a worker's exception
+            if str(error).startswith("DataLoader worker (pid"):  # torch's own text; a worker's exception has another
                 raise DataError(_obituary(processes, batches.dataset, doing)) from None
             if str(error).startswith("DataLoader timed out after"):
                 raise DataError(_overdue(processes, batches.dataset, doing, batches.timeout)) from None

@@ -9,8 +9,9 @@ An epoch is cut into *global batches*, and each of them is divided over the rank
 
 The cuts between global batches don't depend on the number of ranks, and every rank has every step.
 
-`BatchPlan` is what a loader's arguments decide. Its `begin` gives the `Epoch` of one iteration: a `ComputedEpoch`,
-whose `requests` of one rank are computed from any step on, or the `Drawing` of a sampler, drawn from the beginning.
+A `BatchPlan` holds the decisions of a loader's arguments. Its `begin` gives the `Epoch` of one iteration: a
+`ComputedEpoch`, whose `requests` of one rank are computed from any step on, or the `Drawing` of a sampler, drawn from
+the beginning.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from evenstep.data.position import Mark
 from evenstep.errors import ConfigurationError
 from evenstep.virtual_ranks import begin_of
 
-# Facts by what people call them; others are arguments, and called by their names.
+# Facts and their names for people; other facts are arguments, and have their names.
 _WORDS = {
     "num_samples": "the length of the data set",
     "lengths_digest": "the digest of lengths",
@@ -39,14 +40,14 @@ _WORDS = {
     "num_parts": "the number of ranks times workers",
     "num_workers": "the number of workers of a rank",
 }
-_POSITIONS = 16_384  # whose samples are computed at a time: the permutation costs as much for 10 as for 1,000
+_POSITIONS = 16_384  # whose samples are computed at a time: the permutation costs the same for 10 as for 1,000
 
 
 def divide(start: int, stop: int, *, rank: int, world_size: int, virtual_ranks: int = 1) -> tuple[int, int]:
     """The share of one rank, [start, stop); empty if both are equal.
 
     Shares are contiguous, in order of rank, and their sizes differ by at most one, larger ones first. With several
-    virtual ranks a rank has that many shares of a division into `world_size * virtual_ranks`: see
+    virtual ranks per rank, a rank has that many shares of a division into `world_size * virtual_ranks`: see
     `evenstep.virtual_ranks`.
     """
     length, num_parts = stop - start, world_size * virtual_ranks
@@ -62,8 +63,8 @@ class ComputedEpoch:
     Attributes:
         order: The sample at each position.
         global_batch_size: Samples of one step on all ranks together, at least 1.
-        drop_last: Leave out a last global batch that is short.
-        offset: Where step 0 would begin, below `global_batch_size`: not 0 where a run was resumed with another size.
+        drop_last: Leave out a short last global batch.
+        offset: Where step 0 would begin, below `global_batch_size`; not 0 if a run was resumed with another size.
     """
 
     order: EpochOrder | WeightedOrder
@@ -73,12 +74,12 @@ class ComputedEpoch:
 
     @property
     def number(self) -> int:
-        """Of the epoch."""
+        """The number of the epoch."""
         return self.order.epoch
 
     @property
     def digest(self) -> int:
-        """Of the weights by which samples are drawn, which a script may change between epochs; 0: of none."""
+        """The digest of the weights, which a script may change between epochs; 0: samples aren't drawn by weight."""
         return self.order.weights.digest if isinstance(self.order, WeightedOrder) else 0
 
     @property
@@ -106,11 +107,11 @@ class ComputedEpoch:
     def requests(
         self, first_step: int, share: Callable[[int, int], tuple[int, int]], *, as_tensors: bool = False
     ) -> Iterator[Request]:
-        """The requests of one rank from `first_step` on, one for every step; `share` is its `divide`."""
+        """The requests of one rank from `first_step` on, one for every step; `share` is this rank's `divide`."""
         step = first_step
         while step < self.num_batches:
             spans = self._equal_steps(step, share)
-            if spans is None:  # the last, short one; or a share of nothing
+            if spans is None:  # the last, short batch; or an empty share
                 first, last = self.global_batch(step)
                 start, stop = share(first, last)
                 samples = self.at(torch.arange(start, stop, device="cpu"))
@@ -119,14 +120,14 @@ class ComputedEpoch:
                 step += 1
                 continue
             samples = self.at(spans)
-            # Rows of a table: cut by torch or by `tolist` (numpy's is a quarter faster), not by python.
+            # Rows of a table, which torch or `tolist` cuts (numpy's is a quarter faster), because python is slower.
             rows: Any = samples.unbind() if as_tensors else samples.numpy().tolist()
             for row in rows:
                 yield Request(self.number, step, row)
                 step += 1
 
     def _equal_steps(self, step: int, share: Callable[[int, int], tuple[int, int]]) -> Tensor | None:
-        """Positions of this rank, [steps, samples], in a run of steps of the usual size; None where there is none."""
+        """Positions of this rank, [steps, samples], in successive steps of the usual size; None without such steps."""
         num_full = (self.order.num_samples - self.offset) // self.global_batch_size
         first, last = share(0, self.global_batch_size)
         if step >= num_full or first == last:
@@ -147,7 +148,7 @@ class Request(NamedTuple):
         step: Number of the step in the epoch.
         samples: Which samples; a list of int, or int64 [n] for data sets that give whole batches.
         example: A sample to build the batch of no samples from, if `samples` is empty; else None.
-        looks: Also make digests of a few fixed samples, by which the ranks' data sets are compared.
+        looks: Also make digests of a few fixed samples, to compare the ranks' data sets.
     """
 
     epoch: int
@@ -159,15 +160,15 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The arguments of a loader that decide order and global batches of its epochs.
+    """A loader's arguments that decide the order and the global batches of its epochs.
 
     Attributes:
         num_samples: Size of the data set.
-        global_batch_size: Samples of a step; None where a batch sampler decides.
-        drop_last: Leave out a last global batch that is short.
+        global_batch_size: Samples of a step; None if a batch sampler decides.
+        drop_last: Leave out a short last global batch.
         shuffle: A new order each epoch.
-        seed: Of the order.
-        by_weight: Draw by its weights, with replacement; None: every sample once.
+        seed: The seed of the order.
+        by_weight: The sampler by whose weights samples are drawn, with replacement; None: every sample once.
         sampling: The sampler or batch sampler that gives the order; None: it is computed.
     """
 
@@ -182,18 +183,18 @@ class BatchPlan:
 
     @property
     def is_compared(self) -> bool:
-        """Whether a sampler of the script, which may differ between ranks, has a part in the order."""
+        """Whether the order depends on a sampler of the script, which may differ between ranks."""
         return self.by_weight is not None or (self.sampling is not None and not self.sampling.is_ours)
 
     def begin(self, start: Mark) -> Epoch:
-        """The epoch of an iteration; with a sampler a `Drawing`, which is drawn on by who loads."""
+        """The epoch of an iteration; with a sampler a `Drawing`, from which the caller draws."""
         if self.sampling is not None:
             return Drawing(self.sampling, start)
         self._weights.clear()
         return self.epoch(start.epoch, start.position)
 
     def epoch(self, number: int, position: int = 0) -> ComputedEpoch:
-        """An epoch, cut from `position` on. Not with a sampler."""
+        """A computed epoch, cut from `position` on. Not with a sampler."""
         assert self.global_batch_size is not None
         order: EpochOrder | WeightedOrder = EpochOrder(self.num_samples, self.seed, number, self.shuffle)
         if self.by_weight is not None:
@@ -208,13 +209,13 @@ class BatchPlan:
             self._weights.append(Weights(self.by_weight.weights))
         if len(self._weights[0]) != self.num_samples:
             raise ConfigurationError(
-                f"the sampler has {len(self._weights[0])} weights and the data set {self.num_samples} samples; one "
-                f"weight each."
+                f"the sampler has {len(self._weights[0])} weights and the data set {self.num_samples} samples; give "
+                f"one weight for each."
             )
         return self._weights[0]
 
     def num_steps(self, epoch: int) -> int:
-        """Steps of an epoch; `TypeError` if a sampler doesn't say."""
+        """Steps of an epoch; `TypeError` if a sampler has no length."""
         return self.epoch(epoch).num_batches if self.sampling is None else self.sampling.num_batches(epoch)
 
     def facts(self) -> dict[str, Any]:
@@ -253,7 +254,7 @@ class BatchPlan:
 
 
 def in_words(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of a source by what people call them, for messages. Pure."""
+    """Facts of a source under their names for people. Pure."""
     return {_WORDS.get(name, name): value for name, value in facts.items()}
 
 
@@ -270,18 +271,18 @@ def plan_batches(
     sampler: Any = None,
     batch_sampler: Any = None,
 ) -> BatchPlan:
-    """Make a `BatchPlan` of a loader's arguments.
+    """Make a `BatchPlan` from a loader's arguments.
 
     Raises:
-        ConfigurationError: They don't go together.
+        ConfigurationError: They don't fit together.
     """
     if lengths is not None and max_tokens is None:
-        raise ConfigurationError("lengths= goes with max_tokens=, the tokens of one step; it is missing.")
-    if type(batch_sampler) is BatchSampler:  # torch's: a sampler that is cut as a loader would
+        raise ConfigurationError("lengths= needs max_tokens=, the tokens of one step, which is missing.")
+    if type(batch_sampler) is BatchSampler:  # torch's class, which cuts a sampler as a loader would
         sampler, global_batch_size, drop_last = batch_sampler.sampler, batch_sampler.batch_size, batch_sampler.drop_last
     elif batch_sampler is not None or max_tokens is not None:
         if drop_last:
-            raise ConfigurationError("drop_last=True: the batches of batch_sampler or max_tokens are all used.")
+            raise ConfigurationError("drop_last=True: all batches of batch_sampler or max_tokens are used.")
         if max_tokens is not None:
             if global_batch_size is not None:
                 raise ConfigurationError("max_tokens and global_batch_size exclude each other: both are a step's size.")

@@ -1,20 +1,22 @@
 """`Drawing`: the global batches of one iteration, as a sampler or a batch sampler of the script gives them.
 
 Every rank draws the whole order and takes its slices. The position is the number of samples and a digest of their
-indices: a resume replays the indices, compares the digests, and loads no data.
+indices: a resume draws the indices again, compares the digests, and loads no data.
 
 [Note: a sampler's random numbers]
 torch's own samplers are copied for each iteration and given a generator that is seeded by (seed, epoch, `initial_seed`
 of the script's generator), so they draw from no stream of the process. While any other sampler draws a global batch,
-python's, torch's and numpy's streams are its own, seeded by (seed, epoch) and exchanged around the batch: the script's
-are as without it. A generator or counter that a sampler holds itself is beyond reach. Its draws must follow from
-`set_epoch`, or it has `state_dict` and `load_state_dict`, whose state is kept with each batch, and nothing is replayed.
+python's, torch's and numpy's streams are replaced by the sampler's own, seeded by (seed, epoch); afterwards the
+script's are restored. A generator or counter inside a sampler can't be controlled from here. So the sampler's draws
+must depend on `set_epoch` only, or it has `state_dict` and `load_state_dict`: then its state is saved with each batch,
+and nothing is drawn again.
 
 [Note: a sampler's own state]
-The state of an epoch's end may be that of a beginning, as where a sampler keeps what is left of a list. So from a
-sampler with a state one batch is drawn ahead: the last batch of an epoch has the state behind the end, and "ended". A
-run that goes on there draws nothing in that epoch. Some samplers give nothing after such a state is loaded, and then
-begin anew; others begin at once. So a resume looks whether a first index comes, and if one does, loads the state again.
+The state at an epoch's end may equal the state at a beginning, for example if a sampler stores the rest of a list. So
+one batch is drawn ahead from a sampler with a state: the last batch of an epoch has the state after the end, and
+"ended". A run that continues there draws nothing in that epoch. After such a state is loaded, some samplers give
+nothing once and then begin anew; others begin at once. So a resume draws one index; if there is one, it loads the state
+again.
 """
 
 from __future__ import annotations
@@ -39,20 +41,20 @@ from evenstep.data.position import Mark
 from evenstep.errors import UsageError
 from evenstep.randomness import OwnStreams, mix
 
-_SAMPLER_TAG = 0x73616D706C6572  # "sampler": other streams from the same seed stay unrelated
+_SAMPLER_TAG = 0x73616D706C6572  # "sampler": makes the keys differ from those of other streams
 _TORCHS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
-_CHUNK = 16_384  # indices that are replayed at a time
+_CHUNK = 16_384  # indices that are drawn again at a time
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampler of a loader: the script's, or the one by which `max_tokens` is kept.
+    """The sampler of a loader: the script's, or the one for `max_tokens`.
 
     Attributes:
         sampler: Gives indices, or global batches of them.
         size: Samples of a global batch; None: the sampler gives batches.
-        drop_last: Leave out a last global batch that is short.
-        seed: Of what it draws.
+        drop_last: Leave out a short last global batch.
+        seed: The seed of its draws.
     """
 
     sampler: Any
@@ -62,11 +64,11 @@ class Sampling:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is evenstep's own, which depends on seed and epoch alone."""
+        """Whether it is evenstep's own, which depends only on seed and epoch."""
         return isinstance(self.sampler, TokenBatches)
 
     def num_batches(self, epoch: int) -> int:
-        """Steps of an epoch, as the sampler's length has it now; `TypeError` if it has none."""
+        """Steps of an epoch, from the sampler's present length; `TypeError` if it has none."""
         Epochs(self.sampler).tell(epoch)
         if self.size is None:
             return len(self.sampler)
@@ -74,25 +76,25 @@ class Sampling:
         return full + (rest > 0 and not self.drop_last)
 
     def in_words(self) -> str:
-        """Its class, and where its `__iter__` stands."""
+        """Its class, and the location of its `__iter__`."""
         kind = type(self.sampler)
         code = getattr(getattr(kind, "__iter__", None), "__code__", None)
         return f"{kind.__name__} ({code.co_filename}:{code.co_firstlineno})" if code is not None else kind.__name__
 
 
 class Drawing:
-    """One iteration's global batches: an epoch, as far as it was drawn.
+    """One iteration's global batches: the part of an epoch that was drawn.
 
     It holds 8 bytes for each sample that was drawn, for `gather`; an index that is no whole number is held as it is.
 
     Args:
-        sampling: By what to draw.
-        start: Where the iteration begins. What comes before is drawn and compared, unless the sampler has a state.
+        sampling: The sampler to draw from.
+        start: Where the iteration begins. Earlier indices are drawn and compared, unless the sampler has a state.
 
     Attributes:
-        number: Of the epoch.
+        number: The number of the epoch.
         last: `Mark.drawn` of the beginning of the next epoch, once this one has ended.
-        is_wrong: Other samples were drawn up to `start` than in the run that was there.
+        is_wrong: The samples drawn up to `start` differ from those of the saved run.
     """
 
     def __init__(self, sampling: Sampling, start: Mark) -> None:
@@ -118,7 +120,7 @@ class Drawing:
 
     @property
     def digest(self) -> int:
-        """Of all indices drawn in this epoch, in their order."""
+        """The digest of all indices drawn in this epoch, in their order."""
         return int.from_bytes(self._digest.digest(), "little")
 
     def draw(self) -> tuple[list[Any], Mark] | None:
@@ -137,11 +139,11 @@ class Drawing:
         return indices, Mark(self.number, self._bounds[-1], drawn=drawn)
 
     def _advance(self) -> tuple[list[Any], dict[str, Any]]:
-        """The next global batch, empty at the epoch's end, and what is kept of a sampler that has a state."""
+        """The next global batch, empty at the epoch's end, and the state of a sampler that has one."""
         if not self._has_state:
             with self._in_use():
                 return self._next(), {}
-        # A resume begins here, without the streams' past.
+        # A resume begins here, with new random streams.
         self._streams = OwnStreams(mix(_SAMPLER_TAG, self._sampling.seed, self.number, self._bounds[-1]))
         with self._in_use():
             indices = self._next()
@@ -166,7 +168,7 @@ class Drawing:
         return [] if self._sampling.drop_last and len(indices) < self._sampling.size else indices
 
     def _replays(self, position: int, expected: int | None) -> bool:
-        """Draw up to a position; whether there is one, and the indices are those that were drawn before."""
+        """Draw up to a position. Whether it exists, and the indices equal those drawn before."""
         done = 0
         while done < position:
             with self._in_use():
@@ -184,7 +186,7 @@ class Drawing:
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        """The sampler draws, in its epoch: see [Note: a sampler's random numbers]."""
+        """Inside, the sampler draws in its epoch: see [Note: a sampler's random numbers]."""
         self._epochs.tell(self.number)
         with contextlib.nullcontext() if self._draws_nothing else self._streams.in_use():
             yield
@@ -206,7 +208,7 @@ class Drawing:
         return self._first_step + bisect_left(self._bounds, position)
 
     def indices(self, step: int) -> list[Any]:
-        """Of a global batch that was drawn."""
+        """The indices of a drawn global batch."""
         return list(self._batches[step - self._first_step])
 
     def at(self, positions: Tensor) -> Tensor:
@@ -216,7 +218,10 @@ class Drawing:
             UsageError: The sampler doesn't number the samples.
         """
         if not all(isinstance(each, array) for each in self._batches):
-            raise UsageError(f"loader.gather: the indices of {self._sampling.in_words()} are no numbers to order by.")
+            raise UsageError(
+                f"loader.gather: the indices of {self._sampling.in_words()} aren't numbers, so rows can't "
+                f"be ordered by them."
+            )
         parts = [torch.tensor(each, dtype=torch.int64, device="cpu") for each in self._batches]
         return torch.cat(parts)[positions - self._bounds[0]] if parts else positions.clone()
 
@@ -229,7 +234,7 @@ def _packed(indices: list[Any]) -> Any:
 
 
 def _copied(sampling: Sampling, epoch: int) -> tuple[Any, bool]:
-    """The sampler to draw from, and whether it is a copy that draws from no stream of the process: torch's, or ours."""
+    """The sampler to draw from, and whether it is a copy that uses no stream of the process (torch's or evenstep's)."""
     sampler = sampling.sampler
     if not sampling.is_ours and type(sampler) not in _TORCHS:
         return sampler, False

@@ -1,7 +1,7 @@
-"""`Epochs`: the objects of a script that have `set_epoch`, and who calls it.
+"""`Epochs`: calls `set_epoch` of a script's objects, and notices the script's own calls.
 
-A script that calls `sampler.set_epoch(epoch)` itself means the loader's next iteration; where it calls nothing, the
-loader does. So `set_epoch` of each object is replaced, on the object, by a `_Watched` that tells the loaders.
+A script that calls `sampler.set_epoch(epoch)` itself means the loader's next iteration; if it doesn't call it, the
+loader does. So `set_epoch` of each object is replaced, on the object, by a `_Watched` that informs the loaders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Epochs:
 
     Args:
         roots: The objects.
-        listener: Told when the script calls one of them.
+        listener: Informed when the script calls one of them.
     """
 
     def __init__(self, *roots: Any, listener: Listener | None = None) -> None:
@@ -36,7 +36,7 @@ class Epochs:
                 watched.listeners.add(listener)
 
     def tell(self, epoch: int, *, again: bool = False) -> None:
-        """Call `set_epoch` where the object isn't in that epoch; `again`: also where it is."""
+        """Call `set_epoch` of objects that aren't in that epoch yet; with `again`, of all."""
         for target in self._targets:
             watched = _watched(target)
             if watched is None:
@@ -62,12 +62,12 @@ def _with_set_epoch(root: Any) -> Iterator[Any]:
 
 
 class _Watched:
-    """Stands in an object's place of `set_epoch`. A copy of the object, and one in a worker, has its own again.
+    """Replaces an object's `set_epoch`. A copy of the object, or one in a worker, has the original again.
 
     Attributes:
-        epoch: The latest that was set; None: none was.
-        original: The object's own.
-        listeners: Told of the script's calls.
+        epoch: The latest epoch that was set; None: none was.
+        original: The object's own `set_epoch`.
+        listeners: Informed of the script's calls.
     """
 
     def __init__(self, owner: Any) -> None:
@@ -88,9 +88,9 @@ class _Watched:
 
 
 def _watched(target: Any) -> _Watched | None:
-    """The object's; None if nothing can be written on it."""
+    """The object's `_Watched`; None if no attribute can be set on the object."""
     found = getattr(target, "set_epoch", None)
-    if isinstance(found, _Watched) and found._owner is not target:  # it came with a shallow copy
+    if isinstance(found, _Watched) and found._owner is not target:  # from a shallow copy of another object
         del target.set_epoch
         found = None
     if not isinstance(found, _Watched):

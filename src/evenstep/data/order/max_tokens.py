@@ -1,7 +1,7 @@
 """`TokenBatches`: a batch sampler whose global batches are limited by tokens instead of samples (`max_tokens`).
 
-A batch that is padded costs the number of its samples times its longest one. `max_tokens` bounds that product for the
-*global* batch; shares hold equally many samples, of similar lengths, so each rank has about its part of it.
+A padded batch costs the number of its samples times the longest of them. `max_tokens` bounds that product for the
+*global* batch; shares hold equally many samples, of similar lengths, so the costs of ranks are similar.
 
 That needs samples of similar length in one batch, so each window of the epoch's order (a hundred batches or so) is
 sorted by length, cut greedily, and the batches of the window shuffled:
@@ -11,8 +11,8 @@ sorted by length, cut greedily, and the batches of the window shuffled:
     batches    2  8  4  6 | 9  1 | 7  3      max_tokens 102
     shuffled   7  3 | 2  8  4  6 | 9  1
 
-The cuts depend on seed and epoch and not on the number of ranks, and every rank computes all of them: the number of
-steps is the same everywhere, and nobody compares them. In memory are the lengths, which are given.
+The cuts depend on seed and epoch, not on the number of ranks, and every rank computes all of them. So the number of
+steps is the same on all ranks without a comparison. Only the given lengths are kept in memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TokenBatches:
 
     Args:
         lengths: [size of the data set], int64, at least 1: tokens of each sample.
-        max_tokens: Samples times longest sample of a global batch, at most.
+        max_tokens: The limit on a global batch's number of samples times its longest sample.
         shuffle: False: the samples stay in their order, which is only cut.
         seed: Together with the epoch it decides the order.
     """
@@ -45,10 +45,10 @@ class TokenBatches:
         self.lengths, self.max_tokens = lengths, max_tokens
         self._shuffle, self._seed, self._epoch = shuffle, seed, 0
         self._window = window_of(lengths, max_tokens)
-        self._length: tuple[int, int] = (-1, 0)  # of the epoch with that number
+        self._length: tuple[int, int] = (-1, 0)  # (epoch, number of batches in it)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of iterations that begin now, and of the length."""
+        """Choose the epoch of later iterations, and of `len`."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ class TokenBatches:
                 yield batch.tolist()
 
     def _windows(self) -> Iterator[tuple[Tensor, list[int]]]:
-        """Of one window after the other the samples, and the sizes of its batches."""
+        """For one window after the other: its samples, and the sizes of its batches."""
         size, epoch = len(self.lengths), self._epoch
         order = EpochOrder(size, self._seed, epoch, self._shuffle)
         for number, start in enumerate(range(0, size, self._window)):
@@ -89,16 +89,16 @@ def cut(lengths: Tensor, max_tokens: int) -> list[int]:
 
     Args:
         lengths: [n], int64, from 1 to `max_tokens`.
-        max_tokens: Samples times longest sample of a batch, at most.
+        max_tokens: The limit on a batch's number of samples times its longest sample.
     """
     sizes = []
     start, look = 0, 64
     while start < len(lengths):
         part = lengths[start : start + look]
-        # Divided and not multiplied: products of the largest numbers would wrap around. Both sides are monotonic.
+        # Divided, because a product of the largest numbers would overflow. Both sides are monotonic.
         size = int((part.cummax(0).values <= max_tokens // torch.arange(1, len(part) + 1, device="cpu")).sum())
         if size == len(part) and start + size < len(lengths):
-            look *= 2  # the batch may be longer than what was looked at
+            look *= 2  # the batch may be longer than the range that was checked
             continue
         sizes.append(size)
         start += size
@@ -110,14 +110,14 @@ def validate_lengths(lengths: object, num_samples: int, max_tokens: int) -> Tens
     """`lengths` as an int64 tensor.
 
     Raises:
-        ConfigurationError: Not one whole number for each sample, from 1 to `max_tokens`.
+        ConfigurationError: They aren't one whole number for each sample, from 1 to `max_tokens`.
     """
     if lengths is None:
         raise ConfigurationError("max_tokens needs lengths=: the number of tokens of each sample.")
     try:
         given = torch.as_tensor(lengths, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(f"lengths ({type(lengths).__name__}) are no numbers: {error}") from None
+        raise ConfigurationError(f"lengths ({type(lengths).__name__}) aren't numbers: {error}") from None
     if given.dim() != 1 or len(given) != num_samples or given.is_floating_point() or given.is_complex():
         raise ConfigurationError(
             f"lengths of shape {list(given.shape)}, {given.dtype}; one whole number for each of {num_samples} samples."

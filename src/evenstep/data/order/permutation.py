@@ -7,16 +7,16 @@ any position, without a list.
 [Note: the permutation]
 Positions are written as pairs (left, right) of a grid of a * b cells, a and b close to the square root. A Feistel
 network with addition modulo a and modulo b (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002) permutes
-the cells; a walk that ends on a cell that is no sample goes on until it reaches one ("cycle walking"), which permutes
-the samples. The grid is always larger than the data set: rounds on an odd by odd grid are even permutations, so half
-of all orders could never occur if no walk broke that.
+the cells. A cell beyond the last sample is permuted again until a sample is reached ("cycle walking"); this permutes
+the samples. The grid is always larger than the data set: rounds on an odd by odd grid are even permutations, so half of
+all orders could never occur without such repetitions.
 
 Sets so small that eight rounds might leave a trace are sorted by a random key instead, which is a bounded amount of
 work and exactly uniform.
 
 Words have 32 bits, sides and multipliers 31, so products of 64 bits never overflow. The network runs on numpy's
-unsigned arrays, in half of the time of torch's tensors. Up to 2**31 samples they have 32 bits, whose products wrap as
-the mask demands: a third. The order is part of what a checkpoint relies on: a test pins it.
+unsigned arrays, in half of the time of torch's tensors. Up to 2**31 samples the arrays have 32 bits, whose products
+wrap as the mask demands: a third of the time. Checkpoints depend on the order, so a test pins it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NUM_ROUNDS = 8
 _LARGEST_SORTED = 256
 _LARGEST = 1 << 61  # sides of the grid stay below 2**31
 _LARGEST_NARROW = 1 << 31
-_BLOCK = 32_768  # positions at a time: intermediate tensors stay in the cache
+_BLOCK = 32_768  # positions at a time, so that intermediate tensors stay in the cache
 _MASK_32 = 0xFFFF_FFFF
 _SHUFFLE_TAG = 0x6F72646572  # "order": keys of other streams from the same seed stay unrelated
 
@@ -139,7 +139,7 @@ def scramble(words: Any) -> Any:
     words ^= words >> 16
     for multiplier in (0x21F0AAAD, 0x735A2D97):
         words *= multiplier
-        if words.itemsize > 4:  # narrower ones wrap
+        if words.itemsize > 4:  # narrower words wrap by themselves
             words &= _MASK_32
         words ^= words >> 15
     return words
@@ -162,6 +162,9 @@ def _below(bound: int, words: Any) -> Any:
 
 
 def _add_modulo(values: Any, increments: Any, modulus: int) -> Any:
-    """`(values + increments) % modulus`, both below it. What is below 0 wraps, and is larger than any value."""
+    """`(values + increments) % modulus`, both below the modulus.
+
+    A negative difference wraps, and is larger than any value.
+    """
     values += increments
     return numpy.minimum(values, values - modulus)

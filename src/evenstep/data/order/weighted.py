@@ -23,7 +23,7 @@ class Weights:
         weights: [num_samples], at least 0 and finite, not all of them 0.
 
     Raises:
-        ConfigurationError: They are not; the message names the first.
+        ConfigurationError: They aren't; the message names the first wrong one.
     """
 
     def __init__(self, weights: Tensor) -> None:
@@ -37,7 +37,7 @@ class Weights:
         self.cumulative = weights.cumsum(0)  # [num_samples], float64
         self.total = float(self.cumulative[-1])
         if not 0 < self.total < float("inf"):
-            raise ConfigurationError(f"the weights add up to {self.total}; there is nothing to draw by.")
+            raise ConfigurationError(f"the weights add up to {self.total}, so nothing can be drawn.")
         self.last = int(torch.nonzero(weights)[-1])
         self.digest = digest(self.cumulative.view(torch.int64))
 
@@ -50,7 +50,7 @@ class WeightedOrder:
     """Draws with replacement: each position is drawn independently, so positions can be computed in any order.
 
     Attributes:
-        weights: Of each sample.
+        weights: The weight of each sample.
         num_samples: Draws of one epoch.
         seed: Together with `epoch` it decides the draws.
         epoch: Together with `seed` it decides the draws.
@@ -68,7 +68,7 @@ class WeightedOrder:
         words = [scramble(scramble(low ^ keys[i]) ^ high ^ keys[i + 1]) for i in (0, 2)]
         uniform = ((words[0] << 21) | (words[1] >> 11)).double() * 2.0**-53
         drawn = torch.searchsorted(self.weights.cumulative, uniform * self.weights.total, right=True)
-        # The product may round up to the total, behind the last sample.
+        # The product may round up to the total, which is after the last sample.
         return drawn.clamp_(max=self.weights.last)
 
 

@@ -1,8 +1,8 @@
 """Whether the ranks' data sets hold the same samples under the same numbers.
 
-A data set that lists its files in the order in which the system names them has other samples on another rank: some
-never come, in silence. Where the data set has the names, they are compared as the loader is made. Else each rank reads
-a few fixed samples with its first batch, twice.
+If a data set lists its files in the file system's order, its samples may have other numbers on another rank: some
+samples never come, without a message. If the data set has the file names, these are compared when the loader is made.
+Else each rank reads a few fixed samples with its first batch, twice.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from evenstep.ground.health.users_code import warn
 from evenstep.transport.base import Work
 from evenstep.transport.core.transport import Transport
 
-_MOST_NAMES = 1 << 20  # of files, that are compared: of more, some at even distances
+_MOST_NAMES = 1 << 20  # of files, that are compared; of more names, some at even distances
 
 
 def digest_of_names(dataset: Any) -> str:
     """A digest of the names of a data set's files below their common folder; "": it has none. Pure.
 
-    They are those of an attribute that has one for each sample: a path, or a tuple that begins with one, as in the data
-    sets of torchvision.
+    The names are in an attribute with one entry for each sample: a path, or a tuple that begins with a path, as in
+    torchvision's data sets.
     """
     held = getattr(dataset, "__dict__", {})
     for name in sorted(held):
@@ -49,7 +49,10 @@ def _names_in(held: Any, size: int) -> list[str]:
 
 
 class SameData:
-    """Compares, once, what the ranks read of the same samples. It waits for nobody: a rank may iterate alone."""
+    """Compares once whether all ranks read the same from the same samples.
+
+    It never waits, since a rank may iterate alone.
+    """
 
     def __init__(self) -> None:
         self._has_begun = False
@@ -57,7 +60,7 @@ class SameData:
         self._work: Work | None = None
 
     def begins(self, world_size: int) -> bool:
-        """Whether samples are to be read for it now."""
+        """Whether samples shall be read for the comparison now."""
         begins, self._has_begun = world_size > 1 and not self._has_begun, True
         return begins
 
@@ -68,7 +71,10 @@ class SameData:
         self._work = transport.all_gather(self._found.view(-1), own)
 
     def look(self) -> None:
-        """Warn of ranks that differ, as soon as all have sent theirs. Where not all do in time, there is no verdict."""
+        """Warn of ranks that differ, as soon as all digests have arrived.
+
+        If some don't arrive in time, there is no verdict.
+        """
         if self._work is None or self._found is None or not self._work.is_completed():
             return
         work, self._work = self._work, None
@@ -84,5 +90,5 @@ class SameData:
             warn(
                 f"DataLoader: the data set isn't the same on rank {one} and rank {other}: they read other samples "
                 f"under the same numbers (digests {sure[one]:x} and {sure[other]:x}), so some samples come twice and "
-                f"others never. Sort lists of files. If only augmentation differs by rank, all is well.",
+                f"others never. Sort lists of files. If only augmentation differs by rank, ignore this warning.",
             )

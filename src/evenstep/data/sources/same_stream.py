@@ -1,9 +1,10 @@
-"""Comparing between ranks, before a step is yielded, what must be the same on all of them.
+"""Comparison of each step's records between ranks, before the step is yielded.
 
-A stream that is divided by record is run through by every worker of every rank, and each takes its part. If the stream
-shuffles itself otherwise in one of them, some records come twice and others never, without a word. So a process makes a
-digest of the records of each step. A rank compares those of its workers, of which each has the steps of the others,
-too, and in every step the ranks compare theirs. The indices of a sampler, which every rank draws, are compared alike.
+A stream that is divided by record is read by every worker of every rank, and each loads its part. If one of them gets
+the records in another order, some records come twice and others never, without a message. So every process makes a
+digest of the records of each step. A rank compares the digests of its workers, each of which also has the digests of
+the others' steps; and in every step the ranks compare theirs. The indices of a sampler, which every rank draws, are
+compared in the same way.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from evenstep.transport.core.transport import Transport
 
 ENDED = -1  # in place of a digest: no further step
 _ADVICE = (
-    "Every rank and every worker runs through the whole stream and takes its part, so some records would come twice "
-    "and others never. While the stream runs, python's, torch's and numpy's random numbers are keyed by (seed, epoch); "
-    "random generators of its own must be, too (its set_epoch(epoch) is called), and files or sets come in a fixed "
-    "order (sorted). What is random about single records belongs in collate_fn."
+    "Every rank and every worker reads the whole stream and loads its part, so some records would come twice and "
+    "others never. While the stream runs, python's, torch's and numpy's random numbers are keyed by (seed, epoch); "
+    "its own random generators must be keyed so, too (its set_epoch(epoch) is called), and files and sets must come in "
+    "a fixed order (sorted). Put random changes of single records into collate_fn."
 )
 
 
 class Agreement:
     """Compares a digest of each step between the ranks.
 
-    At most one comparison is under way: the next begins where the one before has ended, or as its digest is added. So
-    ranks that draw ahead, of which one has ended, have begun equally many.
+    At most one comparison runs at a time: the next one begins when the last has ended, or when its digest is added. So
+    ranks that draw ahead have begun the same number of comparisons, even if one of them has ended.
 
     Args:
-        transport: Of these comparisons alone.
+        transport: A transport that only these comparisons use.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -50,8 +51,8 @@ class Agreement:
         if self._begun is None:
             self._begin()
 
-    def settle(self) -> list[tuple[int, bool]] | None:
-        """Await the oldest comparison; None: all ranks agree. Else what each has added. Collective."""
+    def await_oldest(self) -> list[tuple[int, bool]] | None:
+        """Wait for the oldest comparison. Returns None if all ranks agree, else the digests of all. Collective."""
         assert self._begun is not None
         (found, work), self._begun = self._begun, None
         work.wait()
@@ -68,52 +69,53 @@ class Agreement:
 
 
 def who_differs(digests: Sequence[int], ended: int, what: str) -> str:
-    """Which rank is the first that differs from rank 0, and how. Pure.
+    """The first rank that differs from rank 0, and how. Pure.
 
     Args:
-        digests: Of the ranks.
-        ended: The digest where there is no further step.
+        digests: The ranks' digests.
+        ended: The digest that means that there is no further step.
         what: "records".
     """
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     for rank, goes_on in ((0, other), (other, 0)):
         if digests[rank] == ended:
-            return f"it has ended on rank {rank} and goes on on rank {goes_on}"
-    return f"rank {other} is given other {what} than rank 0"
+            return f"it has ended on rank {rank} and continues on rank {goes_on}"
+    return f"rank {other} got other {what} than rank 0"
 
 
 def same_everywhere(
     batches: Iterator[Loaded], transport: Transport, epoch: int, first_step: int, num_workers: int
 ) -> Iterator[Loaded]:
-    """Yield batches as long as all processes have the same records, and the one that shows the end of the stream.
+    """Yield batches while all processes have the same records, and the last one, which marks the stream's end.
 
     Collective: every rank iterates, in step.
 
     Args:
-        batches: Of this rank, with digests; endless after the stream's end.
-        transport: Of these batches alone.
+        batches: This rank's batches, with digests; endless after the stream's end.
+        transport: A transport that only these comparisons use.
         epoch: For messages.
-        first_step: Of the batches.
-        num_workers: Of this rank; at least 1.
+        first_step: The step of the first batch.
+        num_workers: Workers of this rank; at least 1.
 
     Raises:
         MismatchError: A process has other records. Raised on all ranks.
     """
     agreement = Agreement(transport)
-    seen: dict[int, int] = {}  # digests of the latest steps, by whichever worker came to them first
+    seen: dict[int, int] = {}  # digests of the latest steps, from the worker that was first
     for step, loaded in enumerate(batches, first_step):
         others = enumerate(reversed(loaded.digests))
         workers_differ = any(seen.setdefault(step - back, digest) != digest for back, digest in others)
         seen.pop(step - num_workers, None)
         agreement.add(loaded.digests[-1], is_wrong=workers_differ)
-        of_ranks = agreement.settle()
+        of_ranks = agreement.await_oldest()
         if of_ranks is not None:
             rank = next((rank for rank, (_, is_wrong) in enumerate(of_ranks) if is_wrong), None)
-            who = f"the workers of rank {rank} are given different records"
+            who = f"the workers of rank {rank} got different records"
             if rank is None:
                 who = who_differs([digest for digest, _ in of_ranks], digest_of([]), "records")
             raise MismatchError(
-                f"DataLoader: the stream isn't the same everywhere. In epoch {epoch}, step {step}, {who}. {_ADVICE}"
+                f"DataLoader: the stream isn't the same in all processes. In epoch {epoch}, step {step}, {who}. "
+                f"{_ADVICE}"
             )
         yield loaded
         if not loaded.num_samples:

@@ -26,7 +26,7 @@ from evenstep.world import World
 
 
 class BatchesToTake(Protocol):
-    """Divides global batches over processes that take one after the other, each at its own speed."""
+    """Divides global batches over processes. Each takes one batch after the other, at its own speed."""
 
     def take(
         self,
@@ -35,7 +35,7 @@ class BatchesToTake(Protocol):
         facts: Mapping[str, Any],
         load: Callable[[Iterator[tuple[int, int]]], Iterator[tuple[Mark, Loaded]]],
     ) -> Iterator[tuple[Mark, Loaded]]:
-        """The batches of this process, which `load` loads by epoch and step."""
+        """The batches of this process; `load` loads them by epoch and step."""
         ...
 
 
@@ -104,7 +104,7 @@ class SampleSource(Source):
         return present.global_batch(step)[0] if step < present.num_batches else present.global_batch(step - 1)[1]
 
     def after(self, epoch: int) -> Mark:
-        """See `Source.after`: the state of a sampler goes on with it."""
+        """See `Source.after`. The state of a sampler continues from there."""
         latest = self._newest[1]
         return Mark(epoch + 1, drawn=latest.last if isinstance(latest, Drawing) else None)
 
@@ -152,11 +152,14 @@ class SampleSource(Source):
         self._validate_same(agreement, epoch)
 
     def _validate_start(self, agreement: Agreement, epoch: Epoch, start: Mark) -> None:
-        """Raise, on all ranks, unless they draw alike and as the run did that was here before. Collective."""
+        """Raise on all ranks unless they have drawn the same, and the same as the run that saved the state.
+
+        Collective.
+        """
         expected = (start.drawn or {}).get("digest")
         is_wrong = epoch.is_wrong if isinstance(epoch, Drawing) else expected not in (None, epoch.digest)
         agreement.add(epoch.digest, is_wrong=is_wrong)
-        of_ranks = agreement.settle()
+        of_ranks = agreement.await_oldest()
         if of_ranks is None:
             return
         if not any(is_wrong for _, is_wrong in of_ranks):
@@ -164,28 +167,28 @@ class SampleSource(Source):
         where = f"DataLoader: the state is that of epoch {start.epoch}, position {start.position}"
         if not isinstance(epoch, Drawing):
             raise UsageError(
-                f"{where}, of other weights than those that the sampler now has. Restore the weights before the epoch "
-                f"begins, or go on with the next: loader.set_epoch({start.epoch + 1})."
+                f"{where}, with other weights than the sampler has now. Restore the weights before the epoch begins, "
+                f"or continue with the next: loader.set_epoch({start.epoch + 1})."
             )
         raise UsageError(
             f"{where}, and up to there {self._sampler} gives other samples than in the run that saved it: "
-            f"it draws by something of its own, such as a generator or a counter. Give it set_epoch(epoch), which the "
-            f"loader calls, and have it draw by the epoch; or give it state_dict and load_state_dict, whose state is "
-            f"saved with the loader's. Nothing was loaded."
+            f"its draws depend on its own state, such as a generator or a counter. Give it set_epoch(epoch), which the "
+            f"loader calls, and let its draws depend on the epoch; or give it state_dict and load_state_dict, and its "
+            f"state is saved with the loader's. Nothing was loaded."
         )
 
     def _validate_same(self, agreement: Agreement, epoch: Epoch) -> None:
-        """Raise, on all ranks, unless they have drawn the same next step, or all none. Collective."""
-        of_ranks = agreement.settle() if isinstance(epoch, Drawing) else None
+        """Raise on all ranks unless all have drawn the same next step, or all have ended. Collective."""
+        of_ranks = agreement.await_oldest() if isinstance(epoch, Drawing) else None
         if of_ranks is not None:
             raise self._differ([digest for digest, _ in of_ranks], f"In epoch {epoch.number}")
 
     def _differ(self, digests: list[int], where: str) -> MismatchError:
         return MismatchError(
-            f"DataLoader: {self._sampler} isn't the same everywhere. {where}, "
+            f"DataLoader: {self._sampler} isn't the same on all ranks. {where}, "
             f"{who_differs(digests, ENDED, 'samples')}. Every rank draws the whole order and loads its part, so some "
-            f"samples would come twice and others never. A sampler doesn't divide by rank, and what it draws by "
-            f"(weights, losses, lengths) is the same on all ranks: world.gather and world.mean make it so."
+            f"samples would come twice and others never. A sampler must not divide by rank, and its weights, losses or "
+            f"lengths must be equal on all ranks: use world.gather and world.mean."
         )
 
     @property
@@ -196,7 +199,7 @@ class SampleSource(Source):
     def _taken(
         self, queue: BatchesToTake, number: int, torch_loader: TorchDataLoader[Any] | None
     ) -> Iterator[tuple[Mark, Loaded]]:
-        """The global batches that this process takes from a queue, each whole."""
+        """Requests for the whole global batches that this process takes from a queue."""
 
         def load(steps: Iterator[tuple[int, int]]) -> Iterator[tuple[Mark, Loaded]]:
             marks: deque[Mark] = deque()
@@ -230,7 +233,7 @@ class SampleSource(Source):
                 yield request
 
     def _drawn(self, drawing: Drawing, marks: deque[Mark], agreement: Agreement) -> Iterator[Request]:
-        """The same, as a sampler gives them. Collective: what is drawn is compared."""
+        """This rank's requests from a sampler. Collective: the drawn indices are compared."""
         while (found := drawing.draw()) is not None:
             indices, mark = found
             agreement.add(drawing.digest)
@@ -241,13 +244,13 @@ class SampleSource(Source):
         agreement.add(ENDED)
 
     def _doing(self, epoch: Epoch | None, of_epoch: int, step: int, number: int) -> str:
-        """The sample that a worker was loading, as far as its notes show.
+        """The sample that a worker was loading, according to its notes.
 
         Args:
-            epoch: The one that is iterated; None: batches of several are loaded, as of a queue.
-            of_epoch: Number of the batch's.
-            step: Number of the batch in it.
-            number: Of the sample in this rank's share.
+            epoch: The iterated epoch; None: batches of several epochs are loaded, as with a queue.
+            of_epoch: Number of the batch's epoch.
+            step: Number of the batch in its epoch.
+            number: Number of the sample in this rank's share.
         """
         epoch = epoch or self.plan.epoch(of_epoch)
         start, stop = epoch.global_batch(step)

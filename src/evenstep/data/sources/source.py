@@ -30,13 +30,14 @@ class Source(ABC):
     Args:
         dataset: The script's.
         world: The ranks that share it.
-        global_batch_size: Samples of one step, on all ranks together; None if steps are measured otherwise.
+        global_batch_size: Samples of one step, on all ranks together; None if steps have another measure.
         fetcher: Loads one batch.
 
     Attributes:
-        done: By epoch the steps that a resumed run leaves out: parameter servers' workers were done with them.
-        transport: Carries the ranks' messages about these data, and nothing else: the world's own carries what the loop
-            does, and a loader may be read by another thread than the loop's.
+        done: By epoch, the steps that a resumed run leaves out, because workers of parameter servers have finished
+            them.
+        transport: Carries only the ranks' messages about these data. The world's own transports carry the loop's calls,
+            and a loader may be read by another thread than the loop's.
     """
 
     def __init__(self, dataset: Any, world: World, global_batch_size: int | None, fetcher: Fetcher) -> None:
@@ -81,19 +82,19 @@ class Source(ABC):
         return gather_in_order(self.world, rows, epoch.at(torch.cat([none, *positions])))
 
     def step_at(self, mark: Mark) -> int | None:
-        """The step that begins there; None if none does. 0 where only drawing up to there could show it."""
+        """The step that begins at a position, or None. 0 if only drawing up to the position could tell."""
         return 0
 
     def position_of(self, epoch: int, step: int) -> int:
-        """Where a step begins, if steps have numbers; for the step behind the last, where that ends."""
+        """The position where a step begins, if steps have numbers; for the step after the last, the end."""
         return 0
 
     def after(self, epoch: int) -> Mark:
-        """Where training goes on when the latest iteration, of this epoch, has ended."""
+        """Where training continues after the latest iteration, which was of this epoch."""
         return Mark(epoch + 1)
 
     def validate(self) -> None:  # noqa: B027 - a stream can't be checked
-        """Raise if the data have changed since the loader was made, as far as they can be checked."""
+        """Raise if the data have changed since the loader was made, if that can be checked."""
 
     def loading(
         self,
@@ -101,14 +102,14 @@ class Source(ABC):
         torch_loader: TorchDataLoader[Any] | None,
         doing: Callable[[int, int, int], str],
     ) -> contextlib.AbstractContextManager[Iterator[Loaded]]:
-        """The batches of some requests, as long as a block lasts; `doing` is that of `workers.working`."""
+        """The batches of some requests, inside a block; for `doing` see `workers.working`."""
         if torch_loader is not None:
             return workers.working(torch_loader, wanted, doing)
-        # A copy, because it may hold a place in a stream: two iterations at once have two places.
+        # A copy, because a fetcher may hold a position in a stream: two simultaneous iterations have two positions.
         return contextlib.nullcontext(map(self.load_with(copy.copy(self.fetcher)), wanted))
 
     def load_with(self, fetcher: Fetcher) -> Callable[[Request], Loaded]:
-        """What loads a batch in this process."""
+        """Return the function that loads a batch in this process."""
         return fetcher.__getitem__
 
 
@@ -118,11 +119,11 @@ def gather_in_order(world: World, rows: Tensor, own: Tensor) -> Tensor:
     Args:
         world: The ranks.
         rows: [n, ...], this rank's.
-        own: [samples], int64: those that this rank has seen, in that order.
+        own: [samples], int64: the samples that this rank has seen, in that order.
 
     Raises:
         MismatchError: A rank has another number of rows than samples. Raised on all of them.
-        ConfigurationError: No dense tensor.
+        ConfigurationError: `rows` isn't a dense tensor.
     """
     check_rows(rows, rank=world.rank, what="loader.gather")
     counts = [len(rows) if rows.dim() else 1, len(own)]
@@ -130,8 +131,8 @@ def gather_in_order(world: World, rows: Tensor, own: Tensor) -> Tensor:
         if num_rows != num_samples:
             raise MismatchError(
                 f"loader.gather: rank {rank} has {num_rows} rows and has seen {num_samples} samples in the latest "
-                f"iteration. Pass one row for each, of all batches (torch.cat of a list), in the order in which they "
-                f"came."
+                f"iteration. Pass one row for each sample of all batches, in the order of the batches (torch.cat of a "
+                f"list)."
             )
     samples, gathered = world.gather(own), world.gather(rows)
     return gathered[torch.argsort(samples, stable=True).to(gathered.device)]

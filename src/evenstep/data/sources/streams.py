@@ -1,31 +1,31 @@
 """`StreamSource`: an `IterableDataset` divided over ranks and workers.
 
 [Note: streams]
-*By record.* Every worker of every rank runs through the whole stream and takes what is its own, so all of them know
-every global batch and the end of the stream:
+*By record.* Every worker of every rank reads the whole stream and loads its own records, so all of them know every
+global batch and the end of the stream:
 
     record     0 1 2 3 | 4 5 6 7 | 8 9        global_batch_size 4, 2 ranks with 2 workers each
     rank 0     a a     | b b     | a          a, b: its workers, which take turns in steps
     rank 1         a a |     b b |   a
 
 Global batches, steps and the short last batch are those of a data set with a length; a run resumes on any number of
-ranks and workers, by running over what is done. It needs a stream that gives every process the same records: random
-numbers that it draws are keyed by (seed, epoch), and `same_stream` compares what the processes are given.
+ranks and workers, by reading the consumed records again. Every process must get the same records from the stream: its
+random numbers are keyed by (seed, epoch), and `same_stream` compares the records between processes.
 
-*By shard.* Where a record is expensive to produce, a data set that has `num_shards` and `shard(num_shards=, index=)`
-(Hugging Face's have) or is webdataset's, and has enough shards, is divided by them: each worker runs through its own
-part only. Parts end at different times, unknown in advance: in every step the ranks agree whether any has a batch left,
-and the others take part with an empty one. Random numbers are keyed by (seed, epoch) up to a part's first record, so
-that all parts divide the same order of shards, and by the part as well from there on, so that they don't shuffle or
-augment alike. The order depends on the number of ranks and of workers; so a resume needs the same.
+*By shard.* For records that are expensive to produce: a data set that has `num_shards` and `shard(num_shards=, index=)`
+(as Hugging Face's), or is webdataset's, is divided by shards if it has enough of them. Then each worker reads its own
+part only. Parts end at different times, unknown in advance: in every step the ranks agree whether any rank has a batch
+left, and the others take part with an empty batch. Random numbers are keyed by (seed, epoch) up to a part's first
+record, so that all parts divide the same order of shards, and by the part as well from there on, so that they don't
+shuffle or augment alike. The order depends on the number of ranks and of workers, so a resume needs the same numbers.
 
 Data sets that divide themselves by `get_worker_info()` would divide twice, so it returns None while they run.
 
 [Note: a stream's own state]
-With resume_streams="state" a resumed run doesn't run over what is done: it loads the stream's own state. The process
-that iterates a part takes `state_dict()` with each batch. The rank keeps the number of the next request and the latest
-state of each of its workers, as `Mark.state` of the batch. Of a stream divided by record all workers begin with the
-state of the last batch, so that they go on alike.
+With resume_streams="state" a resumed run doesn't read the consumed records again: it loads the stream's own state. The
+process that iterates a part calls `state_dict()` with each batch. The rank stores the number of the next request and
+the latest state of each of its workers, as `Mark.state` of the batch. For a stream divided by record, all workers begin
+with the state of the last batch, so that they continue at the same record.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from evenstep.randomness import OwnStreams, mix, seed_streams
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
-_STREAM_TAG = 0x73747265616D  # "stream": other streams from the same seed stay unrelated
-_UNDIVIDED = {"num_parts": 1, "num_workers": 1}  # facts of a stream whose shards aren't divided
+_STREAM_TAG = 0x73747265616D  # "stream": makes the keys differ from those of other streams
+_UNDIVIDED = {"num_parts": 1, "num_workers": 1}  # facts of a stream that isn't divided by shards
 
 
 def num_shards_of(dataset: Any) -> int | None:
-    """The shards by which a stream can be divided; None for one that has none."""
+    """The number of shards by which a stream can be divided; None if it has no shards."""
     if is_pipeline(dataset):
         return count_shards(dataset)
     num_shards = getattr(dataset, "num_shards", None)
@@ -72,9 +72,9 @@ class Start(NamedTuple):
     """Where a part of a stream begins.
 
     Attributes:
-        iteration: To which it belongs.
-        state: The stream's own, with which it begins; None: at its beginning.
-        step: At which `state` was taken.
+        iteration: The iteration to which it belongs.
+        state: The stream's own state to begin with; None: begin at the stream's beginning.
+        step: The step at which `state` was saved.
     """
 
     iteration: int
@@ -90,13 +90,13 @@ class StreamSource(Source):
         collate_fn: Makes a batch of a list of records; None: torch's.
         global_batch_size: Records of a step on all ranks together.
         drop_last: Leave out a last global batch that is short.
-        seed: Of the random numbers that the stream draws.
-        num_workers: Of this rank, as of every other.
+        seed: The seed of the stream's random numbers.
+        num_workers: Workers of each rank.
         world: The ranks.
         by_state: See [Note: a stream's own state].
 
     Raises:
-        ConfigurationError: The stream can't do what an argument asks for.
+        ConfigurationError: The stream doesn't support an argument.
     """
 
     fetcher: StreamFetcher
@@ -131,11 +131,11 @@ class StreamSource(Source):
         kind = type(dataset).__name__
         if by_state and not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
             raise ConfigurationError(
-                f"resume_streams='state': {kind} has no state_dict and load_state_dict. Leave it out: 'replay' resumes "
-                f"any stream, and exactly."
+                f"resume_streams='state': {kind} has no state_dict and load_state_dict. Leave resume_streams out: "
+                f"'replay' resumes any stream, and exactly."
             )
         if is_pipeline(dataset):
-            part_of(dataset, seed, 0, 1, 0)  # refuses what the loader can't take
+            part_of(dataset, seed, 0, 1, 0)  # refuses pipelines that the loader can't divide
         if self.by_shard and world.virtual_ranks is not None:
             raise ConfigurationError(
                 f"{kind} is a stream that is divided by shards, whose order depends on the number of ranks and "
@@ -160,7 +160,7 @@ class StreamSource(Source):
         by_state = self.fetcher.by_state
         if by_state:
             facts["resume_streams"] = "state"
-        if by_state or self._num_shards is not None:  # whose order may depend on them
+        if by_state or self._num_shards is not None:  # the order may depend on their number
             matters = by_state or self.by_shard
             facts |= {"num_parts": self._num_parts, "num_workers": self._num_workers} if matters else _UNDIVIDED
         return facts
@@ -193,7 +193,7 @@ class StreamSource(Source):
                 yield Mark(start.epoch, position, loaded.state), loaded
 
     def _with_states(self, batches: Iterator[Loaded], first: int, states: list[Any]) -> Iterator[Loaded]:
-        """Batches with what a resume behind them needs: see [Note: a stream's own state]."""
+        """Batches with the state for a resume after them: see [Note: a stream's own state]."""
         if not self.fetcher.by_state:
             yield from batches
             return
@@ -207,7 +207,8 @@ class StreamSource(Source):
 
     def _measured(self, batches: Iterator[Loaded], start: Mark) -> Iterator[tuple[int, Loaded]]:
         if self.by_shard:
-            # How many records each part gave to a step is unknown before a read: finished steps are read and dropped.
+            # The number of records that each part gave to a step is unknown without reading: finished steps are read
+            # and dropped.
             own = until_all_end(until_the_end(batches, self._num_workers), self.transport)
             first_step = 1 if start.state is None else start.position + 1
             yield from ((step, loaded) for step, loaded in enumerate(own, first_step) if step > start.position)
@@ -225,7 +226,7 @@ class StreamSource(Source):
     def gather(self, rows: Tensor, start: Mark, end: Mark) -> Tensor:
         """All ranks' rows in the order of the stream. Collective."""
         if self.by_shard:
-            raise UsageError("loader.gather: a stream divided by shards has no order that could be restored.")
+            raise UsageError("loader.gather: a stream divided by shards has no order to restore.")
         epoch = ComputedEpoch(EpochOrder(end.position, shuffle=False), self.global_batch_size)
         return self._gathered(rows, epoch, start.position, end.position)
 
@@ -233,18 +234,18 @@ class StreamSource(Source):
 class StreamFetcher(Fetcher):
     """Loads this rank's share of the next global batches of a stream; the `Fetcher` of `IterableDataset`s.
 
-    A request's `samples` is a `Start`: that of another iteration starts the stream anew.
+    A request's `samples` is a `Start`; the `Start` of another iteration restarts the stream.
 
     Args:
         global_batch_size: See `StreamSource`.
-        drop_last: Likewise; not with `by_shard`.
-        num_shards: By which the stream can be divided.
-        by_state: The stream's state is wanted with each batch.
-        arguments: Of `Fetcher`.
+        drop_last: See `StreamSource`; not with `by_shard`.
+        num_shards: The number of shards by which the stream can be divided.
+        by_state: Return the stream's state with each batch.
+        arguments: As for `Fetcher`.
 
     Attributes:
         by_shard: See [Note: streams].
-        is_compared: Several processes run through the stream, and digests of what each is given are wanted.
+        is_compared: Several processes read the stream, so digests of its records are compared.
     """
 
     def __init__(
@@ -301,21 +302,21 @@ class StreamFetcher(Fetcher):
         self._epoch, start = request.epoch, request.samples
         self._iteration, self._step = start.iteration, start.step
         key = mix(_STREAM_TAG, self.seed, self._epoch)
-        # Behind a state the numbers from the epoch's beginning aren't drawn again.
+        # After a loaded state, the random numbers from the epoch's beginning aren't drawn again.
         self._streams = OwnStreams(mix(key, start.step) if start.step else key)
         index = self._rank * self.num_workers + request.step % self.num_workers
         with self._streams.in_use():
             self._stream = self._part(self.num_parts, index) if self.by_shard else self._part()
             if start.state is not None:
                 if not self.by_shard:
-                    self._stream = copy.deepcopy(self._stream)  # that of the script has no place in it to go on from
+                    self._stream = copy.deepcopy(self._stream)  # the script's own copy must keep its beginning
                 self._stream.load_state_dict(start.state)
             self._records = iter(self._stream)
             if self.by_shard:
                 self._records = _drawing_otherwise(self._records, mix(key, start.step, index))
 
     def _part(self, num_parts: int = 1, index: int = 0) -> Any:
-        """The stream or a part of it, which has been told the epoch itself."""
+        """The stream or a part of it, with its epoch set."""
         if is_pipeline(self.dataset):
             return part_of(self.dataset, self.seed, self._epoch, num_parts, index)
         Epochs(self.dataset).tell(self._epoch, again=True)
@@ -326,7 +327,7 @@ class StreamFetcher(Fetcher):
         return part
 
     def _run_on(self, step: int, digests: list[int]) -> list[Any]:
-        """Records of a step. `digests` gets its digest, behind those of the steps that other workers have taken."""
+        """Records of a step. The step's digest is appended to `digests`, after those of other workers' steps."""
         others = min(step - self._step, self.num_workers - 1) if self.is_compared else 0
         deque(islice(self._records, (step - self._step - others) * self._size), maxlen=0)
         self._step = step + 1
@@ -343,7 +344,10 @@ class StreamFetcher(Fetcher):
         return records
 
     def _nothing(self) -> Any:
-        """The batch of no records. A part that is empty from the beginning looks at the whole stream's first record."""
+        """The batch of no records.
+
+        A part that is empty from the beginning reads the whole stream's first record for it.
+        """
         if self._first is None:
             with without_worker_info(), self._streams.in_use():
                 self._first = next(iter(self._part()), None)
@@ -353,7 +357,7 @@ class StreamFetcher(Fetcher):
 
 
 def _drawing_otherwise(records: Iterator[Any], key: int) -> Iterator[Any]:
-    """The same records, the random streams being seeded anew after the first."""
+    """The same records, with the random streams seeded anew after the first."""
     yield from islice(records, 1)
     seed_streams(key)
     yield from records
@@ -363,10 +367,10 @@ def stream_requests(epoch: int, iteration: int, first_step: int, states: Sequenc
     """Endless requests; the loaded batches show the stream's end. Pure.
 
     Args:
-        epoch: Of all of them.
-        iteration: To which they belong.
-        first_step: Number of the first.
-        states: Where the part of each worker goes on; empty: at its beginning.
+        epoch: The epoch of all requests.
+        iteration: The iteration to which they belong.
+        first_step: The number of the first step.
+        states: The state with which each worker's part continues; empty: at its beginning.
     """
     for step in count(first_step):
         is_first = step - first_step < len(states)
@@ -388,18 +392,20 @@ def until_the_end(batches: Iterator[Loaded], num_parts: int) -> Iterator[Loaded]
 
 
 def until_all_end(batches: Iterator[Loaded], transport: Transport) -> Iterator[Loaded]:
-    """Batches as long as any rank has one; empty ones after this rank's own last.
+    """Batches as long as any rank has one; after this rank's last batch, empty ones.
 
     Collective: every rank iterates, in step.
 
     Raises:
-        UsageError: The stream has no record from which an empty batch could be made. Raised on all ranks.
+        UsageError: The stream has no record, which is needed to make an empty batch. Raised on all ranks.
     """
     for loaded in batches:
         has_batch = bool(loaded.num_samples)
         while _any(transport, has_batch):
             if loaded.batch is None and not has_batch:
-                raise UsageError("DataLoader: this rank's part of the stream is empty, and so is the stream here.")
+                raise UsageError(
+                    "DataLoader: this rank's part of the stream is empty, and so is the whole stream here."
+                )
             yield loaded
             if has_batch:
                 break

@@ -24,26 +24,28 @@ PADDING = -100  # a target that torch's cross_entropy leaves out
 class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     """Pairs (x, y) of `context` tokens and the tokens that follow each of them, int64 [context].
 
-    Files are mapped (`numpy.memmap`): no process keeps a copy, and their size doesn't matter. Loaders read a whole
+    Files are mapped (`numpy.memmap`): no process has a copy in memory, so they may be of any size. Loaders read a whole
     batch of windows at once.
 
-    Several files are one text, as if they had been joined: a window may begin in one and end in the next. Without
-    `documents` a rest at the text's end that is shorter than a window is not used. With them no window crosses the end
-    of a document: the last of each is short, filled up with 0 in x and with `padding` in y, so that every token but
-    each document's first is predicted once (with `stride` equal to `context`).
+    Several files are joined to one text: a window may begin in one file and end in the next. Without `documents`, a
+    rest at the text's end that is shorter than a window is not used. With `documents`, no window crosses the end of a
+    document: the last window of each document is short, and filled up with 0 in x and with `padding` in y. So every
+    token except each document's first is predicted once (with `stride` equal to `context`).
 
     Args:
         tokens: A file of numbers, or a list of files in the order of the text, or a tensor or array, [num_tokens].
         context: Tokens in a window.
-        dtype: Of a file's numbers: torch's or numpy's, of whole numbers. ">u2" are those of other machines.
-        header_bytes: Bytes at the beginning of each file that are no tokens.
+        dtype: The dtype of a file's numbers: torch's or numpy's, of whole numbers. ">u2" is big-endian.
+        header_bytes: Bytes at the beginning of each file, before its tokens.
         stride: Tokens from the beginning of a window to that of the next; None: `context`.
-        documents: Tokens of each document, which add up to all tokens. 16 bytes of memory for each.
-        padding: Value of y behind a document's end.
+        documents: The number of tokens of each document; their sum is the number of all tokens. Needs 16 bytes of
+            memory for each.
+        padding: Value of y after a document's end.
 
     Raises:
-        ConfigurationError: A file isn't there, the tokens are too few for a window, or the documents don't add up.
-        DataError: A file ends inside of its header or of a token. Later: it has changed since the data set was made.
+        ConfigurationError: A file is missing, the tokens are too few for a window, or the documents don't add up.
+        DataError: A file ends inside of its header or of a token. At a later read: the file has changed since the data
+            set was made.
     """
 
     gives_batches = True
@@ -88,7 +90,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         self._document_begins = np.concatenate(([0], documents.astype(np.int64).cumsum()))  # [documents + 1], tokens
         if self._document_begins[-1] != self.num_tokens:
             raise ConfigurationError(
-                f"TokenDataset: the documents have {self._document_begins[-1]} tokens together, and there are "
+                f"TokenDataset: the documents have {self._document_begins[-1]} tokens together, but there are "
                 f"{self.num_tokens}."
             )
         windows = np.maximum(np.diff(self._document_begins) + self.stride - 2, 0) // self.stride
@@ -116,20 +118,20 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         first = self._document_begins[document] + (windows - self._first_window[document]) * self.stride
         found = self._at(first)
         size = self._document_begins[document + 1] - first
-        # A token without a successor isn't shown either: nothing is predicted from it.
+        # A token without a successor is hidden, too: nothing is predicted from it.
         beyond = np.arange(1, self.context + 1) >= size[:, None]
         x, y = np.where(beyond, 0, found[:, :-1]), np.where(beyond, self.padding, found[:, 1:])
         return [torch.from_numpy(x), torch.from_numpy(y)]
 
     def _at(self, first: Array) -> Array:
-        """The tokens from each of these places on, [n, context + 1] of [n]; behind the text's end anything."""
+        """The tokens from each of these positions on, [n, context + 1] for [n]; arbitrary after the text's end."""
         found = np.empty((len(first), self.context + 1), np.int64)
         shards = np.searchsorted(self._ends, first, side="right")
         for number in np.unique(shards).tolist():
             rows, tokens = np.flatnonzero(shards == number), _tokens_of(self._shards[number])
             places = first[rows] - (self._ends[number] - len(tokens))
             found[rows] = tokens.take(places[:, None] + np.arange(self.context + 1), mode="clip")
-        for row in np.flatnonzero(first + self.context >= self._ends[shards]).tolist():  # they go on in the next
+        for row in np.flatnonzero(first + self.context >= self._ends[shards]).tolist():  # they continue in the next
             number, done = shards[row] + 1, self._ends[shards[row]] - first[row]
             while done <= self.context and number < len(self._shards):
                 tokens = _tokens_of(self._shards[number])[: self.context + 1 - done]
@@ -185,7 +187,7 @@ def _tokens_of(shard: _File | Array) -> Array:
     """The tokens of a shard; those of a file are read on access.
 
     Raises:
-        DataError: The file has changed. A read behind its end would kill the process (SIGBUS).
+        DataError: The file has changed. A read after its end would kill the process (SIGBUS).
     """
     if not isinstance(shard, _File):
         return shard
@@ -203,12 +205,12 @@ def _tokens_of(shard: _File | Array) -> Array:
 
 @functools.lru_cache(maxsize=256)  # each keeps a descriptor open, and there may be thousands of shards
 def _mapped(file: _File) -> Array:
-    # Nothing can be mapped of an empty file.
+    # An empty file can't be mapped.
     return np.asarray(np.memmap(file.path, file.dtype, "r", file.header_bytes)) if len(file) else np.empty(0, np.int64)
 
 
 def _paths_of(tokens: Any) -> list[str] | None:
-    """The files that are meant; None if these are the tokens themselves."""
+    """The paths of the files; None if `tokens` are the tokens themselves."""
     given = [tokens] if isinstance(tokens, str | os.PathLike) else tokens
     if isinstance(given, list | tuple) and given and all(isinstance(each, str | os.PathLike) for each in given):
         return [str(os.fspath(each)) for each in given]
@@ -218,7 +220,7 @@ def _paths_of(tokens: Any) -> list[str] | None:
 def _dtype_of(given: Any) -> np.dtype[Any]:
     try:
         dtype = np.dtype(str(given).removeprefix("torch.") if isinstance(given, torch.dtype) else given)
-    except Exception:  # numpy's errors for what is no dtype are of several kinds
+    except Exception:  # numpy raises errors of several kinds
         dtype = np.dtype(object)
     if dtype.kind not in "iu":
         raise checks.refuse("TokenDataset: dtype", given, "a dtype of whole numbers, such as torch.uint16")

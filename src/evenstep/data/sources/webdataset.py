@@ -39,10 +39,10 @@ def is_pipeline(dataset: Any) -> bool:
 
 
 def count_shards(dataset: Any) -> int:
-    """Into how many parts a pipeline can be divided: its shards; 1 where it doesn't say which these are."""
+    """The number of parts into which a pipeline can be divided: its shards; 1 if they aren't known."""
     if is_pipeline(dataset):
         return min(map(count_shards, getattr(dataset, "datasets", None) or dataset.pipeline[:1]))
-    # ResampledShards draws from its list without end.
+    # ResampledShards draws endlessly from its list.
     return sys.maxsize if hasattr(dataset, "worker_seed") else len(getattr(dataset, "urls", [None]))
 
 
@@ -51,13 +51,13 @@ def part_of(dataset: Any, seed: int, epoch: int, num_parts: int, index: int) -> 
 
     Args:
         dataset: The pipeline; it stays as it is.
-        seed: Of its shuffles, with the epoch and, behind the place where shards are divided, the part.
+        seed: The key of its shuffles, with the epoch and, after the division into shards, the part.
         epoch: Number of the epoch.
-        num_parts: Of all ranks and workers together.
-        index: Of the part.
+        num_parts: The number of parts: ranks times workers.
+        index: The number of the part.
 
     Raises:
-        ConfigurationError: A stage can't be the same in every run, or may divide shards in a way of its own.
+        ConfigurationError: A stage can't be repeated in another run, or may itself divide shards.
     """
     made = copy.copy(dataset)
     if hasattr(dataset, "datasets"):
@@ -92,10 +92,10 @@ def _divided(shards: Iterator[Any], num_parts: int, index: int) -> Iterator[Any]
 
 
 def _keyed(stage: Any, name: str, key: int) -> Any:
-    """A copy of the stage whose random numbers are keyed; the stage itself where it draws none of its own.
+    """A copy of the stage whose random numbers are keyed; the stage itself if it draws none.
 
     Raises:
-        ConfigurationError: It shuffles, and takes no generator; or it can't be repeated at all.
+        ConfigurationError: It shuffles and accepts no generator; or it can't be repeated at all.
     """
     parameters = _parameters(stage)
     if "rng" in parameters and isinstance(getattr(stage, "kw", None), dict):
@@ -113,14 +113,14 @@ def _keyed(stage: Any, name: str, key: int) -> Any:
         )
     if not hasattr(stage, "__dict__") or inspect.isfunction(stage):
         return stage
-    own = copy.copy(stage)  # also of one that draws nothing: it may keep what it has seen, as a cache does
+    own = copy.copy(stage)  # also of a stage that draws nothing: it may store items, as a cache does
     known = {"rng": random.Random(key), "seed": key, "epoch": -1, "deterministic": True, "worker_seed": int}  # gives 0
     own.__dict__.update({name: value for name, value in known.items() if draws and name in own.__dict__})
     return own
 
 
 def _function_of(stage: Any) -> Any:
-    """The function that a stage applies; the stage itself where it is no application of one."""
+    """The function that a stage applies; the stage itself if it applies no function."""
     return _function_of(stage.func) if isinstance(stage, partial) else getattr(stage, "f", stage)
 
 
@@ -130,8 +130,8 @@ def _name_of(stage: Any) -> str:
 
 
 def _parameters(stage: Any) -> list[str]:
-    """Of the function that a stage applies, the stream first."""
+    """The parameters of the function that a stage applies; the stream is the first."""
     try:
         return [*inspect.signature(_function_of(stage)).parameters]
-    except (TypeError, ValueError):  # no function, or one of C
+    except (TypeError, ValueError):  # not a function, or one in C
         return []

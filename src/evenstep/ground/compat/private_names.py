@@ -1,4 +1,4 @@
-"""A private name of torch whose absence shows only where it is used: each theme's `NAMES` has its own.
+"""A private name of torch whose absence is noticed only at its use. Each theme's `NAMES` lists its own.
 
 All other private names are bound when the modules beside this one are imported, and so must be in every torch that
 evenstep allows: see the package.
@@ -18,9 +18,9 @@ class PrivateName:
     """A name that torch doesn't document.
 
     Args:
-        where: "module:attributes"; with "~name" at the end, an attribute or variable that the function before it uses.
-        what: What it is, or what it is for.
-        without: What happens in a torch that doesn't have it.
+        where: "module:attributes". "~name" at the end is an attribute or variable that the function before it uses.
+        what: What it is, or its purpose.
+        without: What happens in a torch that lacks it.
         seen: The versions of torch that have it.
     """
 

@@ -24,8 +24,9 @@ DeviceType = torch._C._autograd.DeviceType
 def outside_inference_mode() -> AbstractContextManager[None]:
     """Tensors made inside can be written to outside of torch's inference mode.
 
-    That is left only where it is on. Its guard gives back the state of gradients when it is freed: where a signal's
-    handler raises as the guard is made, that is as late as the traceback, and gradients may be on again by then.
+    Inference mode is left only if it is on. Its guard restores the state of gradients when the guard is freed. If a
+    signal handler raises while the guard is made, the guard is freed only with the traceback, and gradients may have
+    been switched on by then.
     """
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
@@ -49,9 +50,9 @@ def _shape(node: Any, number: int) -> tuple[int, ...]:
 
 
 def enclosing_node() -> Node | None:
-    """The node in whose backward the running pass was begun, as reentrant checkpoints do; None: in none.
+    """The node whose backward started the running pass, as in reentrant checkpoints; None: there is no such node.
 
-    Of passes in passes, the node in the outermost. Reads the stack.
+    For nested passes, the node in the outermost pass. Reads the stack.
     """
     found, is_within, frame = None, False, inspect.currentframe()
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Private parts of `torch.utils.data` (torch 2.11 and later): who is a worker, how torch watches and ends workers."""
+"""Private parts of `torch.utils.data` (torch 2.11 and later): how torch names, watches and ends workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind, _Mult
 
 from evenstep.ground.compat.private_names import PrivateName
 
-_LOOK_S = 0.5  # how often the processes of overdue workers are looked at
+_LOOK_S = 0.5  # how often the processes of overdue workers are checked
 _END_WITHIN_S = 2.0
 
 MapDatasetFetcher = _utils.fetch._MapDatasetFetcher
@@ -35,7 +35,7 @@ def without_worker_info() -> Iterator[Any]:
 
 
 class WorkerLoader(DataLoader[Any]):
-    """torch's loader, whose workers are watched and ended otherwise. See `_Workers`."""
+    """torch's loader with another way to watch and end its workers. See `_Workers`."""
 
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
@@ -47,12 +47,12 @@ class WorkerLoader(DataLoader[Any]):
 class _Workers(_MultiProcessingDataLoaderIter):
     """An iterator of torch's loader over its workers.
 
-    Dead workers are noticed in `next` alone, and every `_LOOK_S`: torch's signal handler would raise wherever the main
-    thread happens to be, which may be the user's forward pass, without a word on the sample; and its own look at
-    overdue workers comes every 5 s only.
+    Dead workers are noticed only in `next`, and within `_LOOK_S`. torch's signal handler would raise at any place in
+    the main thread, such as the user's forward pass, and wouldn't name the sample; and torch checks overdue workers
+    every 5 s only.
 
-    Workers that are still in a sample are killed `_END_WITHIN_S` after they were asked to end, all at once; torch waits
-    5 s for each. What is left of them when this process ends is killed at once: multiprocessing would send SIGTERM,
+    Workers that are still in a sample are killed, all together, `_END_WITHIN_S` after the request to end; torch waits 5
+    s for each. Workers that still run when this process ends are killed at once: multiprocessing would send SIGTERM,
     which they survive, and wait without a limit.
     """
 
@@ -71,7 +71,7 @@ class _Workers(_MultiProcessingDataLoaderIter):
 
     def _shutdown_workers(self) -> None:
         if getattr(self, "_shutdown", True) or getattr(_utils, "python_exit_status", True):
-            return  # done; or at the interpreter's end, where no thread can be started
+            return  # done; or at the interpreter's end, when no thread can be started
         late = threading.Timer(_END_WITHIN_S, self.kill)
         late.daemon = True
         late.start()
@@ -81,7 +81,7 @@ class _Workers(_MultiProcessingDataLoaderIter):
             late.cancel()
 
     def kill(self) -> None:
-        """Kill the workers that are left; not in a child that was forked."""
+        """Kill the remaining workers; not in a forked child."""
         if os.getpid() == self.owner_pid:
             for process in worker_processes(self):
                 process.kill()
@@ -107,10 +107,10 @@ def shut_down_workers(iterator: Any) -> None:
 
 
 def draws_from_whole_data_set() -> bool:
-    """Whether an iterator of torch's own loader is under way that gives every rank samples of all numbers.
+    """Whether an iterator of torch's own loader is running that gives every rank the samples of the whole data set.
 
-    Its samples have numbers, and its sampler is torch's for one process: in order, or at random. All objects are looked
-    at, which takes tens of milliseconds in a large program.
+    Its samples have numbers, and its sampler is torch's for one process: in order, or random. All objects are searched,
+    which takes tens of milliseconds in a large program.
     """
     for each in gc.get_objects():
         if issubclass(type(each), _BaseDataLoaderIter) and getattr(each, "_num_yielded", False):

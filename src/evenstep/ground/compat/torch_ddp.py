@@ -18,7 +18,7 @@ from evenstep.ground.compat.torch_tensors import root_mesh
 
 Future = torch._C.Future
 
-_FSDP = "torch.distributed.fsdp"  # importing it takes seconds; where nobody has, no module is sharded
+_FSDP = "torch.distributed.fsdp"  # importing it takes seconds; if it isn't imported, no module is sharded
 
 __all__ = [
     "Future",
@@ -34,7 +34,7 @@ __all__ = [
 
 @contextlib.contextmanager
 def active_in_dynamo(model: DistributedDataParallel) -> Iterator[None]:
-    """Name the module that runs to torch.compile, which then splits its graph at buckets."""
+    """Tell torch.compile which module runs, so that it splits the module's graph at buckets."""
     running = DistributedDataParallel._active_ddp_module
     DistributedDataParallel._active_ddp_module = model
     try:
@@ -56,12 +56,12 @@ def localise_parameters(module: nn.Module) -> None:
 
 
 def is_sharded_module(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called on this very module."""
+    """Whether `fully_shard` was called on this module itself."""
     return _FSDP in sys.modules and isinstance(module, sys.modules[_FSDP].FSDPModule)
 
 
 def reshard(module: nn.Module) -> None:
-    """Let go of what FSDP2 has gathered, as after an evaluation: the module has its sharded parameters again."""
+    """Free the parameters that FSDP2 has gathered, as after an evaluation; sharded ones remain."""
     if _FSDP in sys.modules:
         for each in module.modules():
             if is_sharded_module(each):
@@ -69,19 +69,19 @@ def reshard(module: nn.Module) -> None:
 
 
 class ShardedParts:
-    """What `fully_shard` has made of a module: its groups of parameters, each of which travels as one.
+    """The result of `fully_shard` on a module: its groups of parameters, each of which is sent as one message.
 
     Args:
-        module: The whole model; gradients of its sharded parts are added over ranks from now on (`divide_by`).
+        module: The whole model; from now on torch sums the gradients of its sharded parts over ranks (`divide_by`).
 
     Attributes:
         groups: torch's groups, by `id`.
         modules: All sharded modules.
         roots: The outermost of them.
-        divisor: What torch divides sums by.
+        divisor: The number by which torch divides sums.
         synchronises: Whether the next backward pass adds gradients over ranks.
         states: torch's states of the sharded modules.
-        then: Is called when a backward pass has ended for all of them; None: nothing is.
+        then: Called when a backward pass has ended for all of them; None: nothing is called.
         used: By `id`, the sharded parameters that have had a gradient on this rank since this was emptied.
     """
 
@@ -112,9 +112,9 @@ class ShardedParts:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The sharded parameters: those that optimizers step. Not to be read within a pass, which needs gathered ones.
+        """The sharded parameters, which optimizers step. Not to be read during a pass, when modules have gathered ones.
 
-        As the modules have them. torch notices one that was replaced since (`to_empty` does that) with the next pass.
+        Read from the modules: torch itself notices a replaced parameter (as by `to_empty`) only in the next pass.
         """
         for root in self.roots:
             reshard(root)
@@ -123,7 +123,7 @@ class ShardedParts:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Those of the gradients that autograd computes."""
+        """The dtypes of the gradients that autograd computes."""
         members = [(group, each) for group in self.groups.values() for each in group.fsdp_params]
         policies = [(getattr(each, "mp_policy", None) or group.mp_policy, each) for group, each in members]
         return {policy.param_dtype or each.sharded_param.dtype for policy, each in policies}
@@ -136,7 +136,7 @@ class ShardedParts:
                 root.set_requires_gradient_sync(is_on)
 
     def divide_by(self, divisor: float) -> None:
-        """Have torch divide the sums of the passes that follow."""
+        """Make torch divide the sums of later passes."""
         if divisor != self.divisor:
             self.divisor = divisor
             for each in self.modules:
@@ -152,9 +152,10 @@ class ShardedParts:
                         grad.mul_(by)
 
     def when_ended(self, then: Callable[[], None]) -> None:
-        """Call `then` when torch has ended the backward pass whose autograd ends: at once, if it has already.
+        """Autograd's pass ends: call `then` when torch has ended it, too; at once, if it already has.
 
-        It can't be added to autograd's callbacks from one of them: their list may move while one of them runs.
+        `then` can't be added to autograd's callbacks from inside a callback: their list may be reallocated while one
+        runs.
         """
         if self._is_ending():
             self.then = then
@@ -165,9 +166,7 @@ class ShardedParts:
         return any(state._state_ctx.post_backward_final_callback_queued for state in self.states)
 
     def _follow(self, state: Any) -> None:
-        plain = type(state)._root_post_backward_final_callback.__get__(
-            state
-        )  # not one that follows for another wrapper
+        plain = type(state)._root_post_backward_final_callback.__get__(state)  # without another wrapper's replacement
 
         def ended() -> None:
             plain()
@@ -180,9 +179,9 @@ class ShardedParts:
     def _watch(self, group: Any) -> None:
         """Note the parameters that have a gradient, and give the others zeros.
 
-        A rank that doesn't use a parameter which others use would else send a shorter message than they wait for.
+        Otherwise a rank that doesn't use a parameter would send a shorter message than the ranks that use it expect.
         """
-        plain = type(group).post_backward.__get__(group)  # not one that watches for another wrapper
+        plain = type(group).post_backward.__get__(group)  # without another wrapper's replacement
 
         def post_backward(*unused: Any) -> Any:
             if group.reduce_grads:
@@ -237,7 +236,7 @@ NAMES = (
         )
     ),
     *(
-        # Until 2.12 an attribute of objects, for which one can't look in the class.
+        # Until 2.12 an attribute of objects, which can't be checked in the class.
         PrivateName(f"{_FSDP}._fsdp_state:FSDPState.{where}", "parameters that travel as one", _NO_FSDP, _NEW)
         for where in ("_fsdp_param_group", "__init__~_fsdp_param_groups")
     ),

@@ -33,10 +33,10 @@ _create_store = getattr(_rendezvous, "_create_c10d_store", None)
 
 
 def open_stores_by(open_store: Callable[[str, int, int], dist.Store | None]) -> None:
-    """Have `env://` and `tcp://` meet in another store than one that rank 0 opens at an address and a port.
+    """Replace the store of `env://` and `tcp://`, which rank 0 would open at an address and a port.
 
     Args:
-        open_store: Gets address, port and number of ranks; None: torch opens its own. The last one counts.
+        open_store: Called with address, port and number of ranks; None: torch opens its own. The last call counts.
     """
 
     def create(hostname: str, port: int, rank: int, world_size: int, *more: Any, **named: Any) -> Any:
@@ -48,10 +48,12 @@ def open_stores_by(open_store: Callable[[str, int, int], dist.Store | None]) -> 
 
 
 def open_debug_stores_by(open_store: Callable[[str], dist.Store]) -> None:
-    """Have torch's debug server look for ranks in another store than one at `MASTER_PORT`, where nobody may listen.
+    """Replace the store in which torch's debug server finds ranks.
+
+    By default that store is at `MASTER_PORT`, where nobody may listen.
 
     Args:
-        open_store: Gets a prefix.
+        open_store: Called with a prefix.
     """
 
     def client(prefix: str = "debug_server") -> dist.Store:
@@ -61,34 +63,35 @@ def open_debug_stores_by(open_store: Callable[[str], dist.Store]) -> None:
         for module in ("torch.distributed.debug", "torch.distributed.debug._store"):
             found: Any = importlib.import_module(module)
             found.tcpstore_client = client
-        # C++ has a reference to it, too, and aborts if that is the last one when python has ended.
+        # C++ also has a reference to it, and aborts if that is the last reference when python has ended.
         handlers: Any = importlib.import_module("torch.distributed.debug._handlers")
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(handlers._torch_profile))
 
 
 def reset_group_count() -> None:
-    """Forget the groups that torch has counted.
+    """Reset torch's count of groups.
 
-    It counts one that couldn't be made, too, and would look for the next one under another name than the other ranks.
+    torch also counts a group that couldn't be made, and would then look for the next group under another name than the
+    other ranks.
     """
     distributed_c10d._world.group_count = 0
 
 
 def make_group_alone(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a process group of which the other ranks don't know (`use_local_synchronization`).
+    """Make a process group without the other ranks' participation (`use_local_synchronization`).
 
-    Collective: these ranks call this; those who call it several times, in the same order.
+    Collective: the group's ranks call this; if several times, then in the same order.
 
-    torch 2.15 names such a group after the number of groups that a rank has counted, and counts it on its members only.
-    Where one rank has made more of them than another, the next group of all ranks has two names, and the ranks wait for
-    each other for ever. So these are counted here, and torch's number stays what it was.
+    torch 2.15 names such a group after the number of groups that a rank has counted, and only the members count it. If
+    one rank has made more of them than another, the next group of all ranks has two names, and the ranks wait for each
+    other for ever. So these groups are counted here, and torch's number is restored.
 
-    Where the default group is bound to a GPU, torch would split its communicator, in a call that all ranks have to
-    make. So it isn't bound meanwhile.
+    If the default group is bound to a GPU, torch would split its communicator, in a call that all ranks have to make.
+    So the binding is removed meanwhile.
 
     Args:
         ranks: Their numbers in the default group.
-        backend: Of the group.
+        backend: The group's backend.
         timeout: Deadline of a call.
     """
     world, members = distributed_c10d._world, tuple(ranks)
@@ -114,7 +117,7 @@ _num_made_alone: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weak
 def keep_groups(*groups: dist.ProcessGroup) -> None:
     """In a forked child, never release these groups, nor those that torch knows by name.
 
-    A group waits at its end for its threads, which only the parent has: the child would hang, or be aborted.
+    A group's destructor waits for its threads, which only the parent has: the child would hang, or be aborted.
     """
     for group in (*groups, *getattr(distributed_c10d._world, "pg_map", ())):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -126,23 +129,23 @@ def add_backend(
     """Let a backend carry a group's collectives of some devices' tensors.
 
     Args:
-        group: Made without a backend.
+        group: A group that was made without a backend.
         devices: Types of devices, "cpu" or "cuda".
-        kind: What the backend is.
-        backend: A `dist.Backend` of C++; None: it is yet to come, and torch only knows that there will be one
-            (not where it `VISITS_BACKENDS`).
+        kind: The kind of backend.
+        backend: A `dist.Backend` of C++; None: the backend follows later, and is only announced to torch (not allowed
+            if torch `VISITS_BACKENDS`).
     """
     for device in devices:
         group._register_backend(torch.device(device), kind, backend)
 
 
-# Whether torch, from 2.15 on, goes through the backends of a group that it has just made. One that is only announced
+# Whether torch iterates over the backends of a new group, as it does from 2.15 on. A backend that is only announced
 # (`add_backend` with None) is an error then.
 VISITS_BACKENDS = hasattr(torch._C._distributed_c10d, "HealthCheckHook")
 
 
 def num_collectives() -> int:
-    """How many calls all process groups of the script have made so far, on this rank."""
+    """The number of calls that all process groups of the script have made so far, on this rank."""
     total = 0
     for group in getattr(distributed_c10d._world, "pg_map", ()):
         with contextlib.suppress(RuntimeError):  # its backend doesn't count
@@ -156,12 +159,12 @@ def is_made(group: dist.ProcessGroup) -> bool:
 
 
 def set_default_backend(group: dist.ProcessGroup, kind: dist.ProcessGroup.BackendType) -> None:
-    """Let one of a group's backends carry what has no device, such as a barrier."""
+    """Let one of a group's backends carry calls without a device, such as a barrier."""
     group._set_default_backend(kind)
 
 
 def loopback_gloo_options(timeout: timedelta) -> Any:
-    """Options of a Gloo between ranks of one host, which listens on the loopback interface alone."""
+    """Options of a Gloo between ranks of one host, which listens only on the loopback interface."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
@@ -170,7 +173,7 @@ def loopback_gloo_options(timeout: timedelta) -> Any:
 
 
 def begin_sequence_numbers(backend: Any) -> None:
-    """Let a backend count its calls. From torch 2.15 on all begin at 0, and torch warns of whoever still calls this."""
+    """Let a backend count its calls. From torch 2.15 on all begin at 0, and a call gives a warning."""
     if hasattr(dist.ProcessGroup, "_set_sequence_number_for_group"):
         backend._set_sequence_number_for_group()
 
@@ -182,7 +185,7 @@ def set_gloo_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
 
 
 def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Make ordinary tensors inside the block, also under `torch.func.grad` or `vmap`, whose tensors wrap others."""
+    """Tensors made inside the block are ordinary ones, not wrapped by `torch.func.grad` or `vmap`."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # imported already

@@ -20,11 +20,11 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def uncompiled(kind: _Class) -> _Class:
-    """A class decorator: neither the class's own methods nor what they call is traced.
+    """A class decorator: neither the class's own methods nor functions called by them are traced.
 
-    C++ calls a process group's methods also while a function is being compiled that knows nothing of them (torch's DDP
-    has a reducer that does). Dynamo would look into them, and fail: to it a group is a closed box. To say so on each
-    function (`torch.compiler.disable`) imports dynamo: seconds, in every rank.
+    C++ also calls a process group's methods while an unrelated function is compiled (as the reducer of torch's DDP
+    does). Dynamo would trace the methods, and fail, because it treats a group as opaque. Marking each function
+    (`torch.compiler.disable`) would import dynamo, which takes seconds in every rank.
     """
     for member in vars(kind).values():
         if isinstance(member, types.FunctionType):
@@ -33,7 +33,10 @@ def uncompiled(kind: _Class) -> _Class:
 
 
 def untraced(function: _Function) -> _Function:
-    """A decorator: torch.compile calls the function and doesn't trace it. `torch.compiler.disable` imports dynamo."""
+    """A decorator: torch.compile calls the function and doesn't trace it.
+
+    `torch.compiler.disable` would import dynamo.
+    """
     setattr(function, "_torchdynamo_disable", True)  # noqa: B010
     return function
 
@@ -51,7 +54,10 @@ def compiled_backends() -> Mapping[int, object]:
 
 @untraced
 def keep_out_of_graphs() -> bool:
-    """Have torch.compile trace what evenstep calls and not evenstep; True once, when dynamo has been imported."""
+    """Make torch.compile trace the functions that evenstep calls, but not evenstep.
+
+    Returns True in the first call after dynamo's import, else False.
+    """
     rules = sys.modules.get("torch._dynamo.trace_rules")
     if rules is None or _state["is_known"]:
         return False

@@ -1,7 +1,7 @@
 """Parts of torchelastic that have no public names. All of them are in torch 2.11 to 2.13.
 
-`ElasticAgent` is torchelastic's agent with another loop. The functions give torchelastic another agent, another way to
-start processes, or another store, each only inside a `with` or a call.
+`ElasticAgent` is torchelastic's agent with another loop. The functions replace torchelastic's agent, its way to start
+processes, or its store, each only inside a `with` block or a call.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ StartProcess = Callable[[Sequence[str], Mapping[str, str], Sequence[int]], Any]
 
 
 class ElasticAgent(LocalElasticAgent):
-    """torchelastic's agent without its loop: `run_attempts` of a subclass stands in that one's place.
+    """torchelastic's agent without its loop, which `run_attempts` of a subclass replaces.
 
-    torchelastic assigns ranks, starts processes with their variables, and closes what `closes` has named last.
+    torchelastic assigns ranks, starts processes with their variables, and closes the object that `closes` was given
+    last.
     """
 
     def run_attempts(self) -> None:
-        """Meet, start processes and watch them; returns when all have ended as they should."""
+        """Meet, start processes and watch them; returns when all have ended well."""
         raise NotImplementedError
 
     def meet(self, open_store: Callable[..., Any]) -> Any:
         """Meet the other nodes and assign ranks; returns torchelastic's group of them. Collective over nodes.
 
         Args:
-            open_store: Opens a store of this rendezvous alone.
+            open_store: Opens a store that only this rendezvous uses.
         """
         group = self.get_worker_group()
         if self._pcontext is not None:
-            self._shutdown()  # torchelastic's own watchdog of the attempt before
+            self._shutdown()  # torchelastic's watchdog of the last attempt
         with _fresh_store(group.spec.rdzv_handler, open_store):
             self._rendezvous(group)
         return group
 
     def start_processes(self, *, num_restarts: int) -> Any:
-        """Start the processes of those ranks; returns torchelastic's context of them."""
+        """Start the processes of these ranks; returns torchelastic's context of them."""
         group = self.get_worker_group()
         spec = group.spec
         self._remaining_restarts = spec.max_restarts - num_restarts
@@ -61,7 +62,7 @@ class ElasticAgent(LocalElasticAgent):
         return self._pcontext
 
     def closes(self, context: Any) -> None:
-        """Have torchelastic call `close(signal, timeout)` of this when a signal or an error ends the run."""
+        """Make torchelastic call `close(signal, timeout)` of this object when a signal or an error ends the run."""
         self._pcontext = context
 
     def _invoke_run(self, role: str = "default") -> RunResult:
@@ -74,7 +75,7 @@ class ElasticAgent(LocalElasticAgent):
 def launch(agent: Callable[..., LocalElasticAgent], config: Any, command: Any, arguments: Sequence[str]) -> Any:
     """torch's `launch_agent` with another agent.
 
-    `launch_agent` takes no class for its agent, so the name that it looks up is replaced during the call.
+    `launch_agent` has no argument for the agent's class, so the name that it looks up is replaced during the call.
     """
     with mock.patch.object(api, "LocalElasticAgent", agent):
         return api.launch_agent(config, command, list(arguments))
@@ -82,7 +83,7 @@ def launch(agent: Callable[..., LocalElasticAgent], config: Any, command: Any, a
 
 @contextlib.contextmanager
 def processes_started_by(start: StartProcess | None) -> Iterator[None]:
-    """Have torchelastic start processes by `start` inside; with None, or where torch has no handlers, by itself."""
+    """Inside, torchelastic starts processes by `start`; with None, or if torch has no handlers, by its own means."""
     if start is None or not hasattr(multiprocessing, "get_subprocess_handler"):
         yield
         return
@@ -107,10 +108,11 @@ class _Handler(SubprocessHandler):
 
 @contextlib.contextmanager
 def _fresh_store(handler: Any, open_store: Callable[..., Any]) -> Iterator[None]:
-    """Have torch's elastic rendezvous, if `handler` is that, open another store for a rendezvous inside.
+    """Inside, torch's elastic rendezvous, if `handler` is one, opens a new store.
 
-    It would reuse the store of the first rendezvous: with the addresses of ranks that are gone, or on a node that no
-    longer has rank 0; and a node that joins later waits for it in vain. Its own store listens on all interfaces, too.
+    Otherwise it would reuse the store of the first rendezvous, which has the addresses of dead ranks, or is on a node
+    that no longer has rank 0; a node that joins later would wait for it in vain. torch's own store also listens on all
+    interfaces.
     """
     if not (hasattr(handler, "_bootstrap_store_info") and hasattr(handler, "_create_tcp_store_server")):
         yield
@@ -122,11 +124,11 @@ def _fresh_store(handler: Any, open_store: Callable[..., Any]) -> Iterator[None]
     try:
         yield
     finally:
-        del handler._create_tcp_store_server  # torch's own is the class's
+        del handler._create_tcp_store_server  # the class has torch's own
         del before
 
 
-# What isn't looked for when evenstep is imported.
+# Names that aren't checked at evenstep's import.
 _ELASTIC = "torch.distributed.elastic"
 _AGENT = f"{_ELASTIC}.agent.server.local_elastic_agent:LocalElasticAgent"
 _RENDEZVOUS = f"{_ELASTIC}.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler"

@@ -11,7 +11,7 @@ __all__ = ["BatchNorm", "compiled_module"]
 
 
 def compiled_module(module: nn.Module) -> nn.Module | None:
-    """The module inside one that `torch.compile` has made; None for any other module."""
+    """The module inside a compiled module; None for any other module."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else None
 

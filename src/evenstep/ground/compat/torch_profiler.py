@@ -18,7 +18,7 @@ from evenstep.ground.compat.private_names import NOTHING, PrivateName
 
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
 
-_COMM_MODE = "torch.distributed.tensor.debug._comm_mode"  # imported by those who use it
+_COMM_MODE = "torch.distributed.tensor.debug._comm_mode"  # imported by its users
 
 
 def is_profiled() -> bool:
@@ -40,12 +40,12 @@ def begin_event(name: str, tensors: Sequence[Tensor], details: dict[str, Any]) -
     """Begin an event of the running profile.
 
     Args:
-        name: What the profile calls it.
-        tensors: Whose shapes and dtypes are shown where the profile records shapes.
-        details: Numbers and texts that are shown there, too.
+        name: Its name in the profile.
+        tensors: Tensors whose shapes and dtypes are shown if the profile records shapes.
+        details: Numbers and texts that are shown, too.
 
     Returns:
-        Ends the event, on any thread; None: no profiler runs.
+        A function that ends the event, on any thread; None: no profiler runs.
     """
     if not profiler._is_profiler_enabled:
         return None
@@ -55,10 +55,9 @@ def begin_event(name: str, tensors: Sequence[Tensor], details: dict[str, Any]) -
 
 
 def count_call(operation: str, tensors: Sequence[Tensor]) -> None:
-    """Let torch's `CommDebugMode` count a collective, where one is active.
+    """Let torch's `CommDebugMode` count a collective, if one is active.
 
-    torch's own groups pass through an operation of the dispatcher, which the mode sees; a group whose methods are
-    python's doesn't.
+    The mode sees operations of torch's dispatcher. torch's own groups use these; a group with python methods doesn't.
 
     Args:
         operation: Its name in `torch.ops.c10d`, such as "allreduce_".
@@ -75,7 +74,7 @@ class _Counted:
     """Stands for an operation, and does nothing.
 
     Args:
-        packet: What the mode counts it as.
+        packet: The operation as which the mode counts it.
     """
 
     def __init__(self, packet: Any) -> None:

@@ -29,15 +29,15 @@ unscale = torch._amp_foreach_non_finite_check_and_unscale_
 def weak_storage(storage: UntypedStorage) -> StorageWeakRef:
     """A reference to a tensor's memory that doesn't keep it alive.
 
-    torch's own frees itself through `torch.storage`, which may be gone when python ends: every failed run then printed
-    a traceback that had nothing to do with the failure.
+    torch's own reference is freed through `torch.storage`, which may be gone when python ends. Then every failed run
+    would print a traceback that has nothing to do with the failure.
     """
     reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
     reference._free_weak_ref = _free_weak_ref
     return reference
 
 
-# DTensors. Who makes them has imported `torch.distributed.tensor`; here it is only used once it is there.
+# DTensors. Their makers have imported `torch.distributed.tensor`; here it is used only if it is imported.
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -50,7 +50,7 @@ def split_of(placement: Any) -> tuple[int | None, int] | None:
     """How a placement divides a tensor.
 
     Returns:
-        (dimension, split factor); (None, 1): all ranks have the same; None: each has a summand.
+        (dimension, split factor); (None, 1): all ranks have the same values; None: each rank has a summand.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -63,15 +63,15 @@ def split_of(placement: Any) -> tuple[int | None, int] | None:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that a mesh is a slice of; itself if it is no slice."""
+    """The mesh from which a mesh was sliced; the mesh itself if it isn't a slice."""
     return mesh._get_root_mesh()
 
 
 def forget_meshes() -> None:
-    """Have torch forget the results of DTensors' operations, which have the meshes of groups that were destroyed.
+    """Clear torch's cache for DTensors' operations, which has the meshes of destroyed groups.
 
-    It compares meshes by ranks and names, and not by their groups. So what it computes on an equal mesh of the next
-    group would have the old mesh, whose groups' names are those of no group then, or of others.
+    torch compares meshes by ranks and names, not by their groups. So results on an equal mesh of a new group would have
+    the old mesh, whose group names then belong to no group, or to other groups.
     """
     if "torch.distributed.tensor" in sys.modules:
         debug: Any = importlib.import_module("torch.distributed.tensor.debug")
@@ -80,7 +80,10 @@ def forget_meshes() -> None:
 
 
 def ranks_of_mesh(mesh: DeviceMesh) -> Tensor:
-    """The rank at each place of a mesh: also of a slice when the process group has ended, which torch's own asks."""
+    """The rank at each place of a mesh.
+
+    Works for a slice even after the process group's end; torch's own method needs the group.
+    """
     root, names = root_mesh(mesh), list(mesh.mesh_dim_names or ())
     known, place = root.mesh_dim_names or (), root.get_coordinate()
     if root is mesh or place is None or [name for name in known if name in names] != names:
@@ -89,9 +92,9 @@ def ranks_of_mesh(mesh: DeviceMesh) -> Tensor:
 
 
 def local_part(value: Tensor) -> Tensor:
-    """This rank's part of a DTensor, which shares its memory, outside of autograd; any other tensor as it is.
+    """This rank's part of a DTensor, outside of autograd and in the same memory; any other tensor unchanged.
 
-    Pending communication has ended.
+    Pending communication is waited for.
     """
     if not is_dtensor(value):
         return value
@@ -101,12 +104,12 @@ def local_part(value: Tensor) -> Tensor:
 
 
 def wrapped_like(like: DTensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A DTensor of this rank's part, on the mesh of another one; with its placements if it has the same shape.
+    """A DTensor from this rank's part, on the mesh of `like`; with the same placements if the shapes are equal.
 
     Args:
-        like: It has the mesh, and the device of the parts.
+        like: A DTensor with the mesh, and with the device of the parts.
         local: This rank's part; or the whole, the same on all ranks, if `like` has another shape.
-        shape: Of the whole.
+        shape: The shape of the whole.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -126,12 +129,12 @@ def wrapped_like(like: DTensor, local: Tensor, shape: tuple[int, ...]) -> Tensor
 
 
 def row_on_mesh(row: Tensor, mesh: DeviceMesh, num_rows: int) -> Tensor:
-    """A DTensor [num_rows, ...], of which ranks have another row along "replicate", and a part of it along "shard".
+    """A DTensor [num_rows, ...]. Ranks along "replicate" have different rows, ranks along "shard" parts of one row.
 
     Args:
-        row: This rank's: a DTensor over the dimension "shard" of the mesh, or the same on all ranks along it.
-        mesh: With one of these dimensions or both.
-        num_rows: How many there are.
+        row: This rank's row: a DTensor over the dimension "shard" of the mesh, or the same on all ranks along it.
+        mesh: A mesh with one of these dimensions or both.
+        num_rows: The number of rows.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 

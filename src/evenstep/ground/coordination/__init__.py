@@ -1,11 +1,11 @@
-"""How ranks agree before they train: on arguments, on who goes first, and on where to find each other.
+"""How ranks agree before they train: on arguments, on the order of a block, and on a store to find each other.
 
 Reading order:
 
 - `rendezvous_store`: the store through which a run's ranks find each other, by launcher; `joining` opens it.
 - `main_first`: rank 0 runs a block before the others. The signal goes through that store, because a collective has a
   deadline and a download may take longer.
-- `agreement`: argument consistency. Public constructors compare on all ranks what they were given, and all ranks raise
-  the same error. `judge` is pure; the exchange is the caller's world.
+- `agreement`: argument consistency. Public constructors compare their arguments between ranks, and all ranks raise the
+  same error. `judge` is pure; the caller's world exchanges the values.
 - `mesh`: along which dimensions ranks divide the work, and which of them share samples. Planning is pure.
 """

@@ -1,6 +1,6 @@
-"""Argument consistency: ranks compare what they are about to do, before they begin.
+"""Argument consistency: ranks compare their arguments before they begin.
 
-An argument that is wrong on one rank alone would leave the others waiting for it. Here all ranks raise the same error.
+If an argument is wrong on one rank only, the other ranks would wait for that rank. Here all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from evenstep.errors import (
     UsageError,
 )
 
-_ADVICE = "Every rank passes the same arguments."
+_ADVICE = "Pass the same arguments on all ranks."
 _KINDS: dict[str, type[EvenstepError]] = {
     kind.__name__: kind for kind in (ConfigurationError, OtherRankFailedError, UsageError, DataError, MismatchError)
 }
@@ -40,17 +40,17 @@ def validate_on_all_ranks(
     Collective: every rank calls this, in the same order. A world of one sends nothing.
 
     Args:
-        ranks: Their world.
+        ranks: The world of the ranks.
         what: The caller, for messages: "DataLoader".
-        validate: Returns what must be equal everywhere, by what people call it, in JSON types. Raises an
+        validate: Returns values that must be equal on all ranks, by their names for people, in JSON types. Raises an
             `EvenstepError` if something is wrong on this rank.
-        advice: Ends the message where something differs.
+        advice: The end of the message if something differs.
 
     Raises:
-        EvenstepError: Of the kind that a rank's `validate` raised, with its text, and on this rank with its cause.
-        OtherRankFailedError: `validate` raised something else on another rank, which raises that as it is: code of
-            the user, of which the traceback matters.
-        MismatchError: The facts differ, or other ranks are somewhere else.
+        EvenstepError: Of the kind that a rank's `validate` raised, with its text, and on that rank with its cause.
+        OtherRankFailedError: `validate` raised another exception on another rank, from the user's code. That rank
+            raises the exception itself, with its traceback.
+        MismatchError: The values differ, or other ranks are in another call.
     """
     own: dict[str, Any] = {"what": what, "kind": "", "problem": "", "facts": {}}
     cause: BaseException | None = None
@@ -75,8 +75,8 @@ def judge(seen: Sequence[Mapping[str, Any]], advice: str = _ADVICE) -> EvenstepE
     """The error that all ranks raise; None if they agree. Pure.
 
     Args:
-        seen: What each rank says of itself.
-        advice: Ends the message where facts differ.
+        seen: The record of each rank.
+        advice: The end of the message if values differ.
     """
     first = seen[0]
     with_problem = [rank for rank, each in enumerate(seen) if each["kind"]]
@@ -87,8 +87,8 @@ def judge(seen: Sequence[Mapping[str, Any]], advice: str = _ADVICE) -> EvenstepE
     for rank, each in enumerate(seen):
         if each["what"] != first["what"]:
             return MismatchError(
-                f"rank 0 is at {first['what']}, and rank {rank} at {each['what']}. Every rank calls the same, in the "
-                f"same order."
+                f"rank 0 is at {first['what']}, and rank {rank} at {each['what']}. Make the same calls on all ranks, "
+                f"in the same order."
             )
         for name in (*first["facts"], *each["facts"]):
             one, other = first["facts"].get(name), each["facts"].get(name)

@@ -19,8 +19,8 @@ def main_first(store: Store | None, number: int, *, is_main: bool) -> Iterator[b
     Collective. Yields whether this is rank 0.
 
     Args:
-        store: Where rank 0 says that it is done; None in a world of one.
-        number: How many such blocks there were before, the same on all ranks.
+        store: The store in which rank 0 reports that it is done; None in a world of one.
+        number: The number of earlier blocks, the same on all ranks.
         is_main: Whether this is rank 0.
 
     Raises:
@@ -38,14 +38,14 @@ def main_first(store: Store | None, number: int, *, is_main: bool) -> Iterator[b
             raise
         store.set(key, "")
     else:
-        # Polled, and not a barrier: a barrier's deadline would take a long download for a hang.
+        # Polled, because a barrier's deadline would treat a long download as a hang.
         pause_s = 0.01
         while not store.check([key]):
             time.sleep(pause_s)
             pause_s = min(0.25, pause_s * 1.5)
         problem = store.get(key).decode()
         if problem:
-            # A secondary failure waits a moment, so that rank 0's own report, the root cause, is the first.
+            # The secondary failure waits a moment, so that rank 0's report, the root cause, comes first.
             time.sleep(0.2)
             raise OtherRankFailedError(f"main_first: the block failed on rank 0: {problem}")
         yield False

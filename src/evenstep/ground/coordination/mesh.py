@@ -1,8 +1,8 @@
 """The mesh: along which dimensions the ranks of a run divide the work, and which of them share samples.
 
     pipeline    layers are divided into stages, one after the other
-    replicate   every rank has all parameters, and samples of its own
-    shard       parameters are divided (FSDP2), and every rank has samples of its own
+    replicate   every rank has all parameters, and its own samples
+    shard       parameters are divided (FSDP2), and every rank has its own samples
     tensor      single layers are divided, and all ranks have the same samples
 
 Ranks along `replicate` and `shard` are the *data ranks*. Those that differ only along `pipeline` or `tensor` work on
@@ -23,7 +23,7 @@ from evenstep import checks
 from evenstep.errors import ConfigurationError
 
 NAMES = ("pipeline", "replicate", "shard", "tensor")
-"""From the outermost to the innermost: neighbouring ranks, as a rule of one node, are along `tensor`."""
+"""From the outermost to the innermost. Neighbouring ranks, usually of one node, are along `tensor`."""
 DATA = ("replicate", "shard")
 _KNOWN = '"pipeline", "replicate", "shard" and "tensor"'
 _REST = -1
@@ -34,11 +34,11 @@ def validate_mesh(what: str, given: Any) -> dict[str, int] | None:
 
     Args:
         what: The argument, for messages.
-        given: Sizes by name, in any order; -1 for one of them: what is left of the world. Or torch's `DeviceMesh`. Or
-            None.
+        given: Sizes by name, in any order; one size may be -1: it is computed from the others. Or torch's `DeviceMesh`.
+            Or None.
 
     Raises:
-        ConfigurationError: An unknown name, a size that is none, or a `DeviceMesh` without names.
+        ConfigurationError: A name is unknown, a size isn't a size, or a `DeviceMesh` has no names.
     """
     if given is None:
         return None
@@ -58,7 +58,9 @@ def validate_mesh(what: str, given: Any) -> dict[str, int] | None:
     _validate_names(what, list(given))
     sizes = {name: checks.whole(f"{what}[{name!r}]", given[name], least=_REST) for name in NAMES if name in given}
     if 0 in sizes.values() or list(sizes.values()).count(_REST) > 1:
-        raise ConfigurationError(f"{what}={sizes}: sizes are at least 1; one of them may be -1, for what is left.")
+        raise ConfigurationError(
+            f"{what}={sizes}: sizes are at least 1; one of them may be -1, to be computed from the others."
+        )
     return sizes
 
 
@@ -69,10 +71,10 @@ def _validate_names(what: str, names: Sequence[Any]) -> None:
 
 
 def complete_mesh(what: str, sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Fill in the size that was left open, and compare with the number of ranks. Pure.
+    """Compute the size that was left open, and compare with the number of ranks. Pure.
 
     Raises:
-        ConfigurationError: The sizes don't multiply to the number of ranks.
+        ConfigurationError: The product of the sizes isn't the number of ranks.
     """
     known = math.prod(size for size in sizes.values() if size != _REST)
     filled = {name: world_size // known if size == _REST else size for name, size in sizes.items()}
@@ -86,15 +88,15 @@ def complete_mesh(what: str, sizes: Mapping[str, int], world_size: int) -> dict[
 
 
 def build_mesh(given: Any, sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
-    """Return torch's mesh over all ranks: the one that was given, or a new one. Collective.
+    """Return torch's mesh over all ranks: the given mesh, or a new one. Collective.
 
     Args:
         given: A `DeviceMesh`, or anything else.
         sizes: As `complete_mesh` returns them.
-        device_type: Of this rank's device.
+        device_type: The type of this rank's device.
 
     Raises:
-        ConfigurationError: The mesh that was given is one of other devices, or not of all ranks.
+        ConfigurationError: The given mesh has other devices, or not all ranks.
     """
     if not isinstance(given, DeviceMesh):
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -110,8 +112,8 @@ def ranks_along(ranks: Tensor, names: Sequence[str], along: Sequence[str]) -> li
 
     Args:
         ranks: [size, ...], the rank at each place of the mesh.
-        names: Of the dimensions.
-        along: Names; those that the mesh doesn't have count as of size 1.
+        names: The names of the dimensions.
+        along: The dimensions of a group; one that the mesh lacks counts as of size 1.
     """
     inner = [index for index, name in enumerate(names) if name in along]
     outer = [index for index in range(len(names)) if index not in inner]
@@ -126,7 +128,7 @@ def group_along(mesh: DeviceMesh, along: Sequence[str]) -> tuple[list[int], dist
     Collective: every rank of the mesh calls this.
 
     Returns:
-        The ranks, in order; the group, or None where it is this rank alone, or all ranks.
+        The ranks, in order; and the group, or None if the group is this rank only, or all ranks.
     """
     names = mesh.mesh_dim_names or ()
     present = [name for name in names if name in along]

@@ -1,4 +1,4 @@
-"""The rendezvous store, which every rank of a run can reach, and no stranger should.
+"""The rendezvous store, which every rank of a run can reach. Strangers should be kept out.
 
 | started by | store |
 | --- | --- |
@@ -6,8 +6,8 @@
 | `torchrun`, `evenstep run` on several nodes | torch's own, at `MASTER_ADDR` |
 | mpiexec, srun | rank 0 listens at an address and a port that every rank derives from the launcher's variables |
 
-In the last case a wrong derivation must not end in silence: rank 0 sees whether the address is its own, and every rank
-whether the store is its job's, whether the world has its size, and whether another process claims its rank.
+In the last case a wrong derivation must be reported: rank 0 checks that the address is its own, and every rank checks
+that the store belongs to its job, that the world has the right size, and that no other process claims its rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from evenstep.ground.compat.torch_distributed import open_debug_stores_by, open_
 from evenstep.ground.environment import Placement, claim_rank, export, is_set, meeting_point, node_identity
 from evenstep.processes import state_and_start
 
-_ANSWER_S = 1.0  # for a store that was found in the last moment
+_ANSWER_S = 1.0  # for a store that was found at the last moment
 
 _Answer = TypeVar("_Answer")
 
@@ -42,22 +42,23 @@ _stores: dict[tuple[str, int], Store] = {}
 def open_store(placement: Placement, timeout_s: float) -> Store:
     """Open the store of a run's ranks.
 
-    Collective, as every rank has to come here; returns as soon as the store can be used. Addresses that a closed world
-    or restarted ranks have left in the store aren't read again.
+    Collective, because every rank has to call this; returns as soon as the store can be used. Old addresses in the
+    store, from a closed world or from before a restart, aren't read again.
 
     Args:
-        placement: Who this rank is.
+        placement: This rank's placement.
         timeout_s: How long to wait for rank 0, and for values.
 
     Raises:
-        ConfigurationError: No rank 0 is there, or ranks of another job are, or another process is this rank.
+        ConfigurationError: Rank 0 wasn't found, ranks of another job use the store, or another process claims this
+            rank.
     """
     global _num_joins
     _num_joins += 1
     timeout = timedelta(seconds=timeout_s)
     if placement.rendezvous_file is not None:
-        # Without the number of ranks: knowing it torch deletes the file when as many have closed it, while others may
-        # be opening it for the next world. It goes with the launcher.
+        # The number of ranks isn't passed: with it, torch deletes the file when that many ranks have closed it, while
+        # others may be opening it for the next world. The file ends with the launcher.
         store: Store = FileStore(str(placement.rendezvous_file))
     elif placement.makes_store:
         assert placement.master_address is not None
@@ -77,13 +78,13 @@ def open_store(placement: Placement, timeout_s: float) -> Store:
 
 
 def meet_without_port(placement: Placement) -> None:
-    """Have process groups of all ranks that the script makes by torch's own means, and its debug server, use the file.
+    """Make the file the rendezvous of the script's own torch process groups of all ranks, and of torch's debug server.
 
-    Nobody listens on a port that a launcher has reserved until rank 0 of the script does, so another user of the node
-    may do so first, and the other ranks would take what it sends for rank 0's.
+    The port that a launcher has reserved has no listener until rank 0 of the script opens it. So another user of the
+    node could listen there first, and the other ranks would take that process for rank 0.
 
     Args:
-        placement: Of this rank, as its launcher has placed it. Without a file nothing changes.
+        placement: This rank's placement, from its launcher. Without a file nothing changes.
     """
     file, place, numbers = placement.rendezvous_file, meeting_point(), itertools.count()
     if file is None:
@@ -94,7 +95,7 @@ def meet_without_port(placement: Placement) -> None:
         if not is_theirs or world_size != placement.world_size:
             return None
         claim_rank()
-        # Another name for each: what an earlier group has left must not be read again.
+        # A new name for each group, so that an earlier group's entries aren't read again.
         return PrefixStore(f"torch-{next(numbers)}", FileStore(str(file)))
 
     open_stores_by(open_store)
@@ -104,8 +105,8 @@ def meet_without_port(placement: Placement) -> None:
 def choose_gloo_interface(placement: Placement) -> None:
     """Let Gloo listen only on the interface that leads to the other ranks.
 
-    An interface that the user has named stays. Without one, Gloo resolves this host's name and takes whatever address
-    that gives: often 127.0.1.1, or a wrong network.
+    An interface that the user has named is kept. Without a choice, Gloo resolves this host's name and uses the
+    resulting address: often 127.0.1.1, or one of the wrong network.
     """
     if is_set("GLOO_SOCKET_IFNAME"):
         return
@@ -119,8 +120,8 @@ def choose_gloo_interface(placement: Placement) -> None:
 
 
 def _open_own(placement: Placement, address: str, port: int, timeout: timedelta) -> Store:
-    # Kept for the life of the process: ranks that close their world and make another one must not find the store of
-    # rank 0 gone, or half gone.
+    # The store lives as long as the process: ranks that close their world and make another one must find the store of
+    # rank 0 complete.
     if (address, port) not in _stores:
         if placement.rank == 0:
             listener = _listen(placement, address, port)
@@ -138,10 +139,10 @@ def _open_own(placement: Placement, address: str, port: int, timeout: timedelta)
 
 
 def _connect(placement: Placement, address: str, port: int, timeout: timedelta) -> Store:
-    """Rank 0's store, as soon as it is there.
+    """Rank 0's store, as soon as it exists.
 
-    In a thread of its own: torch keeps to the timeout while no process listens, but waits for ever for one that listens
-    and says nothing, as a stranger on that port may.
+    Connects in a separate thread: torch keeps the timeout while no process listens, but waits for ever for a process
+    that listens and never answers, such as a stranger on that port.
     """
     call = call_within(
         timeout.total_seconds() + _ANSWER_S,
@@ -155,13 +156,14 @@ def _connect(placement: Placement, address: str, port: int, timeout: timedelta) 
             why = (str(error).splitlines() or [type(error).__name__])[0]
     raise ConfigurationError(
         f"rank {placement.rank} of {placement.world_size} (started by {placement.launcher}) did not find rank 0 at "
-        f"{address}:{port} within {timeout.total_seconds():g} s: {why}. See what rank 0 says; if it is elsewhere, set "
+        f"{address}:{port} within {timeout.total_seconds():g} s: {why}. Read the output of rank 0; if rank 0 is "
+        f"elsewhere, set "
         f"MASTER_ADDR to its node's address on every rank."
     )
 
 
 def call_within(timeout_s: float, function: Callable[[], _Answer]) -> Future[_Answer]:
-    """Call a function in a thread, and await its answer for a while only: the future of it, done or not."""
+    """Call a function in a thread and wait for its result for a limited time. Returns its future, done or not."""
     call: Future[_Answer] = Future()
 
     def answer() -> None:
@@ -201,28 +203,27 @@ def _compare(store: Store, placement: Placement) -> None:
     """Check that all ranks in the store belong to one job.
 
     Raises:
-        ConfigurationError: Another job's ranks are here, or another number of them.
+        ConfigurationError: Ranks of another job, or with another number of ranks, use the store.
     """
     mine = {"job": placement.job, "number of ranks": str(placement.world_size)}
     for what, value in mine.items():
-        # The first to come sets it; a value can't be empty.
+        # The first rank to arrive sets the value; a value can't be empty.
         found = store.compare_set(what, "", f"={value}").decode().removeprefix("=")
         if found != value:
             raise ConfigurationError(
                 f"rank {placement.rank} of {placement.world_size} met ranks of another job at "
                 f"{placement.master_address}:{placement.master_port}: {what} {value!r} here, {found!r} there. Set "
-                f"MASTER_PORT to a port of this job's own, the same on all its ranks."
+                f"MASTER_PORT to a port that only this job uses, the same on all its ranks."
             )
 
 
 def _claim_rank(store: Store, placement: Placement) -> None:
-    """Check that no other process has joined as this rank: both would wait for the others, and get halves of answers.
+    """Check that no other process has joined as this rank: each of the two would get half of the answers.
 
-    torchrun may use a store again for ranks that it has started anew; the process before has ended then, or this node
-    doesn't know it.
+    torchrun may reuse a store for restarted ranks; then the earlier process has ended, or ran on another node.
 
     Raises:
-        ConfigurationError: One has, such as a child that the rank has started.
+        ConfigurationError: Another process has joined, such as a child of the rank.
     """
     key, node, own_start = f"rank {placement.rank}", node_identity(), state_and_start(os.getpid())[1]
     mine = f"{os.getpid()} {own_start} {node}"
@@ -237,6 +238,6 @@ def _claim_rank(store: Store, placement: Placement) -> None:
     raise ConfigurationError(
         f"two processes say that they are rank {placement.rank} of {placement.world_size} ({placement.why}): pid "
         f"{os.getpid()}, and before it pid {pid}{'' if is_here else ' on ' + where.split(' ')[0]}. Start every rank "
-        f"once; a child that a rank starts before it calls evenstep.init() is that rank, if it calls that. Where ranks "
-        f"of two jobs meet, set MASTER_PORT to a port of this job's own."
+        f"once. If a rank starts a child before it calls evenstep.init(), and the child calls evenstep.init(), then "
+        f"the child is that rank. If ranks of two jobs meet, set MASTER_PORT to a port that only this job uses."
     )

@@ -1,26 +1,26 @@
 """The only reader and writer of environment variables: rank, launcher, settings.
 
-`detect` is pure: a mapping of variables in, a frozen `Placement` out. The rest of evenstep receives what it
-needs and never reads `os.environ` itself.
+`detect` is pure: a mapping of variables in, a frozen `Placement` out. The rest of evenstep gets values from here and
+never reads `os.environ` itself.
 
 Reading order:
 
-    placement.py     where a rank stands among the others: the result
+    placement.py     the place of a rank among the others: the result
     detect.py        from variables to a placement; refuses variables that contradict each other
     launchers.py     MPI launchers and schedulers: one table, a row for each
-    hosts.py         the lists of hosts that they write
+    hosts.py         lists of hosts, as launchers and schedulers write them
     values.py        reads and shows single variables
-    run_settings.py  what evenstep's commands hand on to ranks
+    run_settings.py  settings that evenstep's commands pass to ranks
     inheritance.py   whether the variables are this process's own: [Note: a rank's children]
 
 Below are the functions that touch `os.environ`: they gather the surroundings and build the variables of new ranks.
 
-Variables of evenstep's own:
+Evenstep's own variables:
 
-    EVENSTEP_SETTINGS      what commands hand on to ranks: JSON, see `run_settings.py`
+    EVENSTEP_SETTINGS      settings that commands pass to ranks: JSON, see `run_settings.py`
     EVENSTEP_RANK_PROCESS  the process that is the rank; set by `evenstep.init`
     EVENSTEP_SERVERS       how many of the ranks, the last ones, are parameter servers; users of other launchers set it
-    EVENSTEP_SECRET_FILE   a file whose content parameter servers on several nodes ask of each other; users set it
+    EVENSTEP_SECRET_FILE   a file with the secret that parameter servers on several nodes prove to know; users set it
 """
 
 from __future__ import annotations
@@ -90,16 +90,16 @@ _secret = b""  # see `run_secret`
 
 
 def settings() -> Settings:
-    """What the command that started this process has handed on.
+    """The settings from the command that started this process.
 
     Raises:
-        ConfigurationError: Something else has written it.
+        ConfigurationError: The variable wasn't written by this version of evenstep.
     """
     return Settings.parse(os.environ)
 
 
 def changed_settings(**changes: Any) -> dict[str, str]:
-    """The variable that hands on this process's settings with some changed."""
+    """The variable for children: this process's settings with some changed."""
     return replaced(settings(), **changes).variables()
 
 
@@ -109,18 +109,18 @@ def with_settings(**changes: Any) -> dict[str, str]:
 
 
 def surroundings() -> Surroundings:
-    """This process's own: its environment, the scheduler's list of hosts, its ancestors.
+    """This process's surroundings: its environment, the scheduler's list of hosts, its ancestors.
 
-    A child of a rank has only inherited them, and has none: [Note: a rank's children].
+    Empty in a child of a rank, which has only inherited them: [Note: a rank's children].
     """
     return _variables_without_ranks() if _rank_inherited_from() is not None else _whole_surroundings()
 
 
 def current_placement() -> Placement:
-    """This process's place: that of torch's process group, if there is one; else `detect` on its own surroundings.
+    """This process's placement: from torch's process group if there is one, else `detect` on its surroundings.
 
-    Scripts may give ranks to `init_process_group` themselves, as those of `mp.spawn` do. Variables that describe
-    something else, or only half of it, are of no account then.
+    Scripts may pass ranks to `init_process_group` themselves, as with `mp.spawn`. Variables that say something else, or
+    are incomplete, are ignored then.
     """
     group = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     owner = _rank_inherited_from()
@@ -133,7 +133,7 @@ def current_placement() -> Placement:
 
 
 def claim_rank() -> None:
-    """Note for children that this process is the rank that its variables describe: [Note: a rank's children]."""
+    """Export that this process is the rank that its variables describe: [Note: a rank's children]."""
     placement, described = current_placement(), _described()
     if _rank_inherited_from() is None and (placement.launcher != "none" or isinstance(described, str)):
         pid = os.getpid()
@@ -142,12 +142,12 @@ def claim_rank() -> None:
 
 
 def is_claimed() -> bool:
-    """Whether this rank, or the process that started this one, has joined the others: see `claim_rank`."""
+    """Whether this process, or the one that started it, is a rank that has joined: see `claim_rank`."""
     return is_set(_RANK_PROCESS)
 
 
 def _rank_inherited_from() -> RankProcess | None:
-    """The process of the rank whose variables this process has inherited; None if they are its own."""
+    """The rank's process from which this process has inherited its variables; None if they are its own."""
     owner = RankProcess.parse(os.environ.get(_RANK_PROCESS, ""))
     pid = os.getpid()
     start_ticks = state_and_start(pid)[1]
@@ -155,7 +155,7 @@ def _rank_inherited_from() -> RankProcess | None:
 
 
 def _described() -> Placement | str:
-    """What this process's variables say, whose they may ever be; or why they say nothing."""
+    """The placement from this process's variables, even if they are inherited; or the error about them."""
     given = _whole_surroundings()
     try:
         return detect(given.variables, node_file=given.node_file, ancestors=given.ancestors)
@@ -167,7 +167,8 @@ def _placement_of_child(owner: RankProcess) -> Placement:
     given = _variables_without_ranks()
     remark = f"rank {owner.rank} of {owner.world_size} is pid {owner.pid}, from which this process has inherited the "
     return replaced(
-        detect(given.variables), remark=remark + "launcher's variables: it is no rank itself, and a world of its own"
+        detect(given.variables),
+        remark=remark + "launcher's variables: this process isn't a rank, and makes its own world",
     )
 
 
@@ -191,7 +192,7 @@ def rank_variables(
     servers: int = 0,
     **given: Any,
 ) -> dict[str, str | None]:
-    """The variables of a rank that `evenstep.launch` starts on this node: what `detect` reads back."""
+    """The variables of a rank that `evenstep.launch` starts on this node; `detect` reads them back."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -205,12 +206,12 @@ def rank_variables(
 
 
 def run_variables(launcher: str, *, num_nodes: int = 1, servers: int = 0, **given: Any) -> dict[str, str | None]:
-    """The variables that a launcher of ours ("run", "launch") sets for all its ranks; None: they have none.
+    """The variables that evenstep's launchers ("run", "launch") set for all their ranks; None: unset.
 
-    A child of a rank that is a launcher hands on the device alone of what the rank was given.
+    If the launcher is itself the child of a rank, it passes on only the device from the rank's settings.
 
     Args:
-        launcher: Which.
+        launcher: "run" or "launch".
         num_nodes: Nodes of the run.
         servers: How many of the ranks are parameter servers.
         given: Other settings; None: as this process's own.
@@ -221,7 +222,7 @@ def run_variables(launcher: str, *, num_nodes: int = 1, servers: int = 0, **give
     variables = replaced(own, launcher=launcher, **given).variables()
     found: dict[str, str | None] = {**variables, _RANK_PROCESS: None}
     if num_nodes == 1:
-        # Gloo otherwise resolves the host's name and listens on whatever address that gives.
+        # Without it, Gloo resolves the host's name and listens on the resulting address.
         found["GLOO_SOCKET_IFNAME"] = "lo"
     if servers or is_child:
         found[_SERVERS] = str(servers) if servers else None
@@ -241,12 +242,12 @@ def announcement(
     num_threads: int,
     fewest_nodes: int | None = None,
 ) -> str:
-    """The one line that says at start what runs where. Pure; launcher and ranks both write it with this.
+    """The one line at the start that describes the run. Pure; used by launchers and ranks.
 
     Args:
         device: "cpu" or "cuda", without an index.
         num_threads: Threads of one rank's CPU operations.
-        fewest_nodes: With how many nodes the run begins; None: with all.
+        fewest_nodes: The number of nodes with which the run may begin; None: all.
     """
 
     ranks = f"{counted(world_size, 'rank')} on {counted(num_nodes, 'node')}"
@@ -256,14 +257,14 @@ def announcement(
 
 
 def attempts() -> dict[str, int]:
-    """By name of the job and of the run to which this process belongs: how often it has been started again."""
+    """How often the job and the run of this process were restarted, by name."""
     found = {}
     for what, number, count in (
         ("Slurm job", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
         ("run", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     ):
         name, restarts = os.environ.get(number, ""), os.environ.get(count, "0")
-        if name not in ("", "none") and restarts.isdigit():  # "none" is what all runs of torchrun are called
+        if name not in ("", "none") and restarts.isdigit():  # torchrun names runs without an id "none"
             found[f"{what} {name}"] = int(restarts)
     return found
 
@@ -272,7 +273,7 @@ def num_servers() -> int:
     """How many of the ranks, the last ones, are parameter servers; 0 when unset.
 
     Raises:
-        ConfigurationError: The variable is no whole number.
+        ConfigurationError: The variable isn't a whole number.
     """
     global _has_roles
     _has_roles = True
@@ -281,23 +282,23 @@ def num_servers() -> int:
 
 
 def lacks_servers() -> bool:
-    """Whether there are to be servers, and the script has never asked which ranks they are."""
+    """Whether the command wants servers, but the script has never read the roles."""
     return is_set(_SERVERS) and not _has_roles
 
 
 def secret_variable(path: str) -> dict[str, str]:
-    """The variable by which ranks find the secret of their run."""
+    """The variable that gives ranks the secret of their run."""
     return {_SECRET_FILE: os.path.abspath(path)}
 
 
 def run_secret() -> bytes:
-    """What all processes of a run know, and nobody else: the content of EVENSTEP_SECRET_FILE; b"" when unset.
+    """The secret of all processes of a run: the content of EVENSTEP_SECRET_FILE; b"" when unset.
 
     Raises:
-        ConfigurationError: The file can't be read, is empty, or others than this user may read it.
+        ConfigurationError: The file can't be read, is empty, or is readable for other users.
     """
     global _secret
-    path = os.environ.pop(_SECRET_FILE, "")  # what this process starts need not know where it lies
+    path = os.environ.pop(_SECRET_FILE, "")  # children of this process need not know the path
     if not path:
         return _secret
     try:
@@ -307,14 +308,14 @@ def run_secret() -> bytes:
     except OSError as error:
         raise ConfigurationError(f"{_SECRET_FILE}={path}: {error.strerror}.") from None
     if not secret or not is_private:
-        why = "others than its owner may read it: chmod 600" if secret else "the file is empty"
+        why = "other users may read it: chmod 600" if secret else "the file is empty"
         raise ConfigurationError(f"{_SECRET_FILE}={path}: {why}.")
     _secret = secret
     return secret
 
 
 def openmp_threads() -> int | None:
-    """The value of `OMP_NUM_THREADS`; None when unset or no positive number."""
+    """The value of `OMP_NUM_THREADS`; None when unset or not positive."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdigit() and int(text) > 0 else None
 
@@ -325,7 +326,7 @@ def meeting_point() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-# Trackers would begin a run on their servers; they read these at import.
+# Trackers would begin a run on their servers; they read these variables at import.
 _WITHOUT_TRACKERS = {"WANDB_MODE": "disabled", "COMET_START_OFFLINE": "1", "NEPTUNE_MODE": "debug"}
 
 
@@ -340,7 +341,7 @@ def under_watch(directory: Path, *, on_cpu: bool) -> dict[str, str]:
     return {**os.environ, **_WITHOUT_TRACKERS, **apart, **cpu}
 
 
-# Values of other variables might be secrets, and are never shown.
+# Values of other variables are never shown, because they might be secrets.
 _TELLING = (
     "OMP_",
     "MKL_",
@@ -405,7 +406,7 @@ def replace(variables: Mapping[str, str]) -> None:
 def _lines(path: str | None) -> list[str]:
     if not path:
         return []
-    with contextlib.suppress(OSError):  # named, and not there: what the launcher itself says must do
+    with contextlib.suppress(OSError):  # a missing file: the launcher's variables must suffice
         return Path(path).read_text().splitlines()
     return []
 

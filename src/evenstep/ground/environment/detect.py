@@ -1,7 +1,7 @@
 """Detects which rank this process is: variables in, a frozen `Placement` out. Pure.
 
 Detected in this order: torchrun's variables (also ours), Open MPI, PALS, PMI (MPICH, Intel MPI), a Slurm step, else one
-process. Where two launchers are nested, both must mean the same world.
+process. If two launchers are nested, both must describe the same world.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def detect(variables: Mapping[str, str], *, node_file: Sequence[str] = (), ances
         ancestors: Command lines of this process's parent, its parent, and so on.
 
     Raises:
-        ConfigurationError: The variables contradict each other, are no numbers, belong to a node and not to a
-            process, or would make independent jobs of one; the message shows them.
+        ConfigurationError: The variables contradict each other, aren't numbers, belong to a node instead of a process,
+            or would split one job into independent ones; the message shows them.
     """
     given = Surroundings(variables, node_file, ancestors)
     claim, settings = recognise(given), Settings.parse(variables)
@@ -41,7 +41,7 @@ def detect(variables: Mapping[str, str], *, node_file: Sequence[str] = (), ances
         is_by_agent = "TORCHELASTIC_RUN_ID" in variables or bool(settings.launcher)
         if claim is None or is_by_agent:
             placement = _from_torchrun(variables, settings)
-            if claim is not None and not settings.launcher:  # ours looks before it starts ranks
+            if claim is not None and not settings.launcher:  # evenstep's launcher checks before it starts ranks
                 _refuse_one_world_per_task(claim, placement, variables)
             return placement
         _check_same(claim, variables)
@@ -52,14 +52,14 @@ def detect(variables: Mapping[str, str], *, node_file: Sequence[str] = (), ances
 
 
 def node_of_task(given: Surroundings, *, num_nodes: int) -> tuple[int, str, int] | None:
-    """(node rank, address, port) of our launcher, where another one started it once per node.
+    """(node rank, address, port) for evenstep's launcher, if another launcher started it once per node.
 
     Args:
-        given: Where our launcher runs.
+        given: The surroundings of evenstep's launcher.
         num_nodes: Nodes of the run.
 
     Returns:
-        None if no other launcher did, or another number of times: then the command line has to say.
+        None if no other launcher started it, or not once per node; then the command line must have these values.
     """
     claim = recognise(given)
     if claim is None or claim.world_size != num_nodes or num_nodes == 1 or claim.address is None:
@@ -68,20 +68,20 @@ def node_of_task(given: Surroundings, *, num_nodes: int) -> tuple[int, str, int]
 
 
 def refuse_independent_runs(given: Surroundings, *, num_nodes: int, what: str) -> None:
-    """Refuse that our launcher, started by another one, makes a world per task.
+    """Refuse a run in which another launcher started evenstep's once per task, and each would make its own world.
 
     Args:
-        given: Where our launcher itself runs.
-        num_nodes: Nodes that its flags name.
+        given: The surroundings of evenstep's launcher.
+        num_nodes: The number of nodes from its flags.
         what: The command, for the message.
 
     Raises:
-        ConfigurationError: The other launcher started several of them, and they know nothing of each other.
+        ConfigurationError: The other launcher started several of them, which wouldn't be connected.
     """
     claim = recognise(given)
     if claim is None or claim.world_size == 1 or num_nodes > 1:
         return
-    script = "evenstep.init() in the script finds its rank by itself"
+    script = "evenstep.init() in the script finds its rank itself"
     raise ConfigurationError(
         f"this is task {claim.rank} of {claim.world_size} that {claim.launcher} started "
         f"({shown(given.variables, claim.names)}), and each would start a world of its own with `{what}`. Let "
@@ -91,7 +91,7 @@ def refuse_independent_runs(given: Surroundings, *, num_nodes: int, what: str) -
 
 
 def port_of_job(job: str) -> int:
-    """A port that all ranks of a job derive alike, and other jobs hardly ever."""
+    """A port that is equal on all ranks of a job, and almost always different in other jobs."""
     digest = hashlib.sha256(job.encode()).digest()
     return _FIRST_PORT + int.from_bytes(digest[:8], "big") % _NUM_PORTS
 
@@ -111,7 +111,7 @@ def _from_torchrun(variables: Mapping[str, str], settings: Settings) -> Placemen
     local_world_size = integer(variables, "LOCAL_WORLD_SIZE", default=world_size)
     num_nodes = integer(variables, "GROUP_WORLD_SIZE", default=max(1, world_size // max(1, local_world_size)))
     restart_count = integer(variables, "TORCHELASTIC_RESTART_COUNT", default=0)
-    # A file instead of a TCP store: that one would listen on every interface (FAULTS.md, Security).
+    # A file instead of a TCP store, which would listen on every interface (FAULTS.md, Security).
     store = settings.store if num_nodes == 1 else None
     return Placement(
         rank=integer(variables, "RANK"),
@@ -140,8 +140,8 @@ def _from_claim(claim: Claim, variables: Mapping[str, str], settings: Settings) 
         port = integer(variables, "MASTER_PORT", default=port)
         if address is None:
             raise ConfigurationError(
-                f"{shown(variables, claim.names)}: {claim.launcher} started ranks on several nodes, and nothing says "
-                f"where rank 0 is. Set MASTER_ADDR to its node's address (and MASTER_PORT to a free port there)."
+                f"{shown(variables, claim.names)}: {claim.launcher} started ranks on several nodes, and the address of "
+                f"rank 0 is unknown. Set MASTER_ADDR to its node's address (and MASTER_PORT to a free port there)."
             )
     visible = variables.get("CUDA_VISIBLE_DEVICES", "").strip(",")
     return Placement(
@@ -169,7 +169,7 @@ def _check_same(claim: Claim, variables: Mapping[str, str]) -> None:
     if any(found[name] != value for name, value in said.items()):
         raise ConfigurationError(
             f"{shown(variables, _TORCHRUN)} contradict {claim.launcher}'s own variables: "
-            f"{shown(variables, claim.names)}. Unset the former: evenstep reads the latter."
+            f"{shown(variables, claim.names)}. Unset the former; evenstep reads the latter."
         )
 
 

@@ -31,7 +31,7 @@ def expand_slurm_counts(text: str) -> list[int]:
     for part in text.split(","):
         found = _RUN_OF_COUNTS.fullmatch(part.strip())
         if found is None:
-            raise ValueError(f"{part!r} is no number of tasks")
+            raise ValueError(f"{part!r} isn't a number of tasks")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -74,7 +74,7 @@ def _expand(part: str) -> list[str]:
     for piece in inside.split(","):
         found = _RANGE.fullmatch(piece)
         if found is None:
-            raise ValueError(f"{piece!r} is no range of hosts")
+            raise ValueError(f"{piece!r} isn't a range of hosts")
         first, last = found[1], found[2] or found[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     # A name may have more than one pair of brackets: rack[1-2]-node[1-4].

@@ -4,9 +4,9 @@
 
 Children inherit the variables of a rank: a subprocess that calls `evenstep.init` would join the world a second time
 under the same rank, or wait for the others in vain, and its failure would count as the rank's. So a rank that joins a
-world exports its process, with what its variables say, for as long as it lives. Another process that finds these
-unchanged is a child; one whose launcher has set others is not. Until a rank has joined, a child may be the rank: a
-script may do its work in one.
+world exports its process id and a summary of its variables. A different process with the same variables is a child of
+that rank; a process whose launcher has set other variables isn't. Until a rank has joined, a child may be the rank,
+since a script may do its work in a child process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class RankProcess:
 
     Attributes:
         pid: Its process.
-        start_ticks: When that started, which tells it from a later process with the same number.
-        rank: Which one it is.
+        start_ticks: When the process started, which distinguishes it from a later process with the same number.
+        rank: Its rank.
         world_size: Number of ranks.
-        identity: What its variables say: `identity` of them.
+        identity: A summary of its variables: the result of `identity`.
     """
 
     pid: int
@@ -37,7 +37,7 @@ class RankProcess:
 
     @classmethod
     def parse(cls, text: str) -> RankProcess | None:
-        """From the text of `str`; None if it is none."""
+        """Parse the text of `str`; None if it is malformed."""
         *numbers, identity = text.split(" ")
         if len(numbers) != 4 or not all(number.isdigit() for number in numbers) or not identity:
             return None
@@ -52,19 +52,19 @@ def identity(placement: Placement | str) -> str:
     """A short text that two placements share only if they are the same rank of the same world.
 
     Args:
-        placement: What variables say; or why they say nothing, which shows them.
+        placement: The placement from the variables; or the error about them, whose text shows them.
     """
-    if isinstance(placement, Placement):  # without what a script may change, or what is only said
+    if isinstance(placement, Placement):  # without fields that a script may change, and without texts for people
         placement = replace(placement, device=None, has_one_gpu_of_its_own=False, announced=None, why="", remark="")
     return hashlib.sha256(repr(placement).encode()).hexdigest()[:16]
 
 
 def is_inherited(exported: RankProcess | None, placement: Placement | str, *, pid: int, start_ticks: int) -> bool:
-    """Whether a process has the variables of another one, which is that rank.
+    """Whether this process has only inherited the variables of a rank.
 
     Args:
-        exported: What the rank has exported; None: no rank has.
-        placement: What this process's variables say, or why they say nothing.
+        exported: The record that the rank has exported; None: no rank has.
+        placement: The placement from this process's variables, or the error about them.
         pid: This process.
         start_ticks: When it started.
     """

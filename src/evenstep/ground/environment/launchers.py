@@ -1,4 +1,4 @@
-"""MPI launchers and schedulers: one table of their variables, and what it says of this process. Pure.
+"""MPI launchers and schedulers: a table of their variables, and its result for this process. Pure.
 
 The order matters: mpirun and Hydra inside a Slurm job leave Slurm's variables as they were for the whole job
 (`SLURM_PROCID=0` on every rank), so Slurm comes last.
@@ -27,7 +27,7 @@ _Each = TypeVar("_Each", str, int)
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Everything that a process can learn of its launcher.
+    """All that a process can read about its launcher.
 
     Attributes:
         variables: The environment.
@@ -48,8 +48,8 @@ class Claim:
 
     Attributes:
         launcher: Its name, for people.
-        names: The variables that say so.
-        address: Where rank 0 can be found; None if nothing says so.
+        names: The variables that this was read from.
+        address: The address of rank 0; None if it is unknown.
         job: Identifies this job among others; "" if nothing does.
     """
 
@@ -103,7 +103,7 @@ class _Row:
 
 
 def _has_pmi(variables: Mapping[str, str]) -> bool:
-    # Under `srun --mpi=pmi2` the step's own variables say more.
+    # Under `srun --mpi=pmi2` the step's own variables are more complete.
     is_srun = "SLURM_STEP_ID" in variables and not {"MPI_LOCALRANKID", "MPI_LOCALNRANKS"} & variables.keys()
     return ("PMI_RANK" in variables or "PMI_SIZE" in variables) and not is_srun
 
@@ -137,7 +137,7 @@ def _complete_hydra(given: Surroundings, claim: Claim) -> Claim:
 
 
 def _complete(given: Surroundings, claim: Claim, launcher_host: str | None = None, num_nodes: int = 0) -> Claim:
-    """Complete a claim of an MPI launcher, which doesn't give the order of the nodes."""
+    """Complete the claim of an MPI launcher, whose variables lack the order of nodes."""
     if claim.local_world_size >= claim.world_size:
         address: str | None = LOOPBACK
         num_nodes = 1
@@ -154,9 +154,9 @@ def _complete_slurm(given: Surroundings, claim: Claim) -> Claim:
     counts = _understood(
         "srun", expand_slurm_counts, _first(given, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     )
-    node_rank = claim.local_world_size  # it has no variable for the other
+    node_rank = claim.local_world_size  # it has only one of the two variables
     num_nodes = max(len(hosts), node_rank + 1)
-    # Ranks of this node: the list's number if it fits the rest, else an even share.
+    # Ranks of this node: the list's number if it is consistent, else an even share.
     local_size = counts[node_rank] if node_rank < len(counts) and sum(counts) == claim.world_size else 0
     local_size = local_size or max(claim.local_rank + 1, -(-claim.world_size // num_nodes))
     address = LOOPBACK if num_nodes == 1 else hosts[0] if hosts else given.variables.get("SLURM_LAUNCH_NODE_IPADDR")
@@ -190,7 +190,7 @@ _TABLE = (
     ),
     _Row(
         "srun",
-        # Without a step it is the body of an sbatch script, or a shell of salloc's: one process, whatever NTASKS says.
+        # Without a step this is the body of an sbatch script, or a shell of salloc: one process, whatever NTASKS is.
         lambda variables: "SLURM_STEP_ID" in variables and "SLURM_PROCID" in variables,
         (
             "SLURM_PROCID",
@@ -229,8 +229,8 @@ def _integers(launcher: str, variables: Mapping[str, str], names: Sequence[str])
         verb = "is" if len(missing) == 1 else "are"
         raise ConfigurationError(
             f"{shown(variables, names)} look like {launcher}, but {', '.join(missing)} {verb} not set, and evenstep "
-            f"does not guess. Set what is missing on every rank, unset the others to run as one process, or start with "
-            f"`evenstep run`."
+            f"does not guess. Set the missing ones on every rank, unset the others to run as one process, or start "
+            f"with `evenstep run`."
         )
     return [integer(variables, name) for name in names]
 

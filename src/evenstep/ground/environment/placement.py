@@ -12,24 +12,24 @@ from evenstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Placement:
-    """A rank's place in the world, and how it finds the other ranks.
+    """A rank's place in the world, and the way to find the other ranks.
 
     Attributes:
         launcher: "evenstep run", "evenstep.launch", "torchrun", "Open MPI", "MPICH", "Intel MPI", "PALS", "srun", or
             "none" for a process without a launcher.
         rendezvous_file: File of the rendezvous of one node's ranks; None: over the network.
-        master_address: Where rank 0 can be found; None if unknown.
+        master_address: The address of rank 0; None if unknown.
         master_port: The port there.
-        makes_store: Rank 0 itself opens a store at that port; otherwise torch does, or its launcher.
-        job: Identifies this job among all others; "" if the launcher gives nothing that does.
+        makes_store: Rank 0 itself opens a store at that port; otherwise torch or its launcher does.
+        job: Identifies this job among all others; "" if the launcher has no such variable.
         restart_count: How many times the launcher has restarted the ranks.
-        rendezvous_id: Name of this rendezvous of several nodes, the same on all; "" where the launcher gives none.
-        pages: Where the heartbeat pages of this node's ranks can be opened, if a launcher of ours made them.
-        device: The device of the launcher's command line.
+        rendezvous_id: Name of this rendezvous of several nodes, the same on all; "" if the launcher gives none.
+        pages: Where the heartbeat pages of this node's ranks can be opened, if evenstep's launcher made them.
+        device: The device from the launcher's command line.
         announced: The line that the launcher printed at start.
-        has_one_gpu_of_its_own: The launcher shows every rank a GPU of its own, and only that one.
+        has_one_gpu_of_its_own: The launcher shows every rank its own GPU only.
         why: The variables by which the launcher was recognised, for people.
-        remark: What should be said at start: variables that look like several ranks, and are not.
+        remark: A line to print at start, if variables look like several ranks but there is one process.
     """
 
     rank: int = 0
@@ -61,8 +61,8 @@ class Placement:
         ):
             if not 0 <= index < count:
                 raise ConfigurationError(
-                    f"{names} are inconsistent: {index} of {count}. A rank lies between 0 and the size less one; "
-                    f"unset the variables to run as one process, or start with `evenstep run`."
+                    f"{names} are inconsistent: {index} of {count}. A rank is from 0 to the size less one; unset the "
+                    f"variables to run as one process, or start with `evenstep run`."
                 )
 
 

@@ -1,4 +1,4 @@
-"""What evenstep's commands hand on to the ranks that they start, in one variable. Pure."""
+"""Settings that evenstep's commands pass to the ranks that they start, in one variable. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from evenstep.errors import ConfigurationError
 
 VARIABLE = "EVENSTEP_SETTINGS"
-NODE_TIMEOUT_S = 30.0  # another node, or a peer of a parameter server, may be silent for so long
+NODE_TIMEOUT_S = 30.0  # the time for which another node, or a parameter server's peer, may be silent
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Measurement:
     """The settings of a run that `evenstep bench` measures.
 
     Attributes:
-        directory: Where every rank leaves its record.
-        num_warmup: Optimizer steps that are made first and not counted.
+        directory: Where every rank writes its record.
+        num_warmup: Optimizer steps at the start that aren't counted.
         num_steps: Optimizer steps that are counted; then the run ends, with status 0.
-        global_batch_size: Samples of a step on all ranks together, instead of what the script says; None: as it says.
-        growth: What is measured in other units than samples (`max_tokens`) is multiplied by this.
+        global_batch_size: Samples of a step on all ranks together, instead of the script's value; None: the script's.
+        growth: A factor for sizes in other units than samples (`max_tokens`).
         watches_losses: Whether ranks record losses, and begin with a seed.
     """
 
@@ -35,20 +35,20 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run. What no command has set is as in a run without.
+    """The settings of a run. Settings that no command has set have their defaults.
 
     Attributes:
-        launcher: Which of ours started the ranks: "run", "launch"; "": none.
-        store: Where the file can be opened in which the ranks of one node meet.
+        launcher: Evenstep's launcher that started the ranks: "run", "launch"; "": none.
+        store: Where the rendezvous file of one node's ranks can be opened.
         pages: Where the heartbeat pages of the node's ranks can be opened, by local rank.
-        device: What `evenstep run --device` said; an argument of `evenstep.init` beats it.
+        device: From `evenstep run --device`; an argument of `evenstep.init` has priority.
         announced: The line that the launcher printed at start, so that rank 0 doesn't repeat it.
-        rendezvous: Name of this rendezvous of several nodes: another one after a restart.
+        rendezvous: Name of this rendezvous of several nodes; new after each restart.
         inject: Faults of `evenstep run --inject`.
-        phase_timeouts: What `evenstep run --phase-timeout` said.
+        phase_timeouts: From `evenstep run --phase-timeout`.
         stamps_lines: Whether lines of log files begin with time, rank and step.
         measurement: How the run is measured (`evenstep bench`).
-        node_timeout_s: What `evenstep run --node-timeout` said.
+        node_timeout_s: From `evenstep run --node-timeout`.
     """
 
     launcher: str = ""
@@ -65,10 +65,10 @@ class Settings:
 
     @classmethod
     def parse(cls, variables: Mapping[str, str]) -> Settings:
-        """Read what `variables` has written; all as it is by default without.
+        """Parse the variable from `variables`; the defaults if it is unset.
 
         Raises:
-            ConfigurationError: Something else has written it.
+            ConfigurationError: The variable wasn't written by this version of evenstep.
         """
         text = variables.get(VARIABLE) or "{}"
         try:
@@ -78,8 +78,8 @@ class Settings:
             return cls(**given, measurement=None if measured is None else Measurement(**measured))
         except (ValueError, TypeError, AttributeError):
             raise ConfigurationError(
-                f"{VARIABLE}={text!r} was not written by this version of evenstep. Its commands set it for the ranks "
-                f"that they start: unset it."
+                f"{VARIABLE}={text!r} was not written by this version of evenstep. Unset it: only evenstep's commands "
+                f"set it, for their ranks."
             ) from None
 
     def variables(self) -> dict[str, str]:

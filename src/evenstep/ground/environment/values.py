@@ -18,7 +18,7 @@ def integer(variables: Mapping[str, str], name: str, default: int | None = None)
     """A variable's whole number; `default` if it isn't set.
 
     Raises:
-        ConfigurationError: It is no number, or is not set and there is no default.
+        ConfigurationError: It isn't a number, or is unset without a default.
     """
     text = variables.get(name)
     if text is None and default is not None:
@@ -30,5 +30,5 @@ def integer(variables: Mapping[str, str], name: str, default: int | None = None)
 
 
 def first_set(variables: Mapping[str, str], *names: str) -> str | None:
-    """The first of the names that is set to something."""
+    """The first of the names that has a value."""
     return next((name for name in names if variables.get(name)), None)

@@ -1,8 +1,8 @@
-"""The excepthook of a rank: what is printed, reported and returned when an exception ends the process.
+"""The excepthook of a rank: output, report and exit status when an exception ends the process.
 
 A user's mistake is one message and the line of the user's file that made it. Anything else keeps its traceback,
-without the frames of the machinery that started the script. Under a launcher of ours a rank prints nothing:
-it reports, and the launcher prints that of the first failure, once, last.
+without the frames of the code that started the script. Under evenstep's launchers a rank prints nothing: it writes a
+report, and the launcher prints the report of the first failure, once, at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 
 
 def describe(error: BaseException) -> str:
-    """An exception as its reader should see it: one message for a user's mistake, else the traceback."""
+    """An exception as it is printed: one message for a user's mistake, else the traceback."""
     if isinstance(error, EvenstepError) and error.is_users_mistake:
         where = _where_the_user_called(error.__traceback__)
         added = getattr(error, "__notes__", None) or ([f"at {where}"] if where else [])
@@ -47,10 +47,10 @@ def describe(error: BaseException) -> str:
         return "\n".join([f"{type(error).__name__}: {error}", *lines])
     tb = _without_machinery(error.__traceback__)
     if isinstance(error, SyntaxError) and all(_is_machinery(f.f_code.co_filename) for f, _ in traceback.walk_tb(tb)):
-        tb = None  # of the script itself, whose line the error shows; python shows no frames either
+        tb = None  # a syntax error of the script, which shows the line itself; python prints no frames either
     shown = traceback.TracebackException(type(error), error, tb)
     if isinstance(error, EvenstepError) and error.is_consequence:
-        # Another rank failed: where this one waited is of interest, and not how.
+        # Another rank failed: only the place where this rank waited is of interest.
         inner = [f.filename.startswith(PACKAGE) or f.filename == contextlib.__file__ for f in shown.stack]
         if not all(inner):
             num_outer = len(inner) - inner[::-1].index(False)
@@ -60,7 +60,7 @@ def describe(error: BaseException) -> str:
 
 
 def traceback_in_users_code(error: BaseException | None) -> str:
-    """Of an error that code of the user raised when evenstep called it: from that code on; "" for any other."""
+    """The traceback from the user's code on, if evenstep called that code and it raised the error; else ""."""
     if error is None or isinstance(error, EvenstepError):
         return ""
     first = next((step for step in _steps(error.__traceback__) if is_users(step.tb_frame.f_code.co_filename)), None)
@@ -70,12 +70,12 @@ def traceback_in_users_code(error: BaseException | None) -> str:
 
 
 def install(placement: Placement) -> _Hook:
-    """Make uncaught exceptions end this process as the module says. Returns the hook that was there before."""
+    """Make uncaught exceptions end this process as described above. Returns the previous hook."""
     before: _Hook = sys.excepthook
     pid = os.getpid()
 
     def end(kind: type[BaseException], error: BaseException, tb: TracebackType | None, /) -> None:
-        if os.getpid() != pid:  # a child that was forked: its end isn't the rank's
+        if os.getpid() != pid:  # a forked child, whose end isn't the rank's
             print(describe(error), file=_real_stderr(), flush=True)
             raise SystemExit(1)
         if isinstance(error, KeyboardInterrupt):
@@ -96,7 +96,7 @@ def install(placement: Placement) -> _Hook:
             with contextlib.redirect_stderr(stderr):
                 before(kind, error, tb)
         _tell_torchelastic(error)
-        # CPython lets a hook end the process with a status of its own, exit handlers included.
+        # CPython lets a hook choose the exit status; exit handlers still run.
         raise SystemExit(error.exit_code if isinstance(error, EvenstepError) else 1)
 
     sys.excepthook = end
@@ -105,24 +105,24 @@ def install(placement: Placement) -> _Hook:
 
 @contextlib.contextmanager
 def reporting_mistakes() -> Iterator[None]:
-    """Have a user's uncaught mistake inside end this process as after `install`, also before that."""
+    """Inside, a user's uncaught mistake ends this process as after `install`, even before that is called."""
     try:
         yield
     except EvenstepError as error:
-        # Not in an interactive python, which the hook would end.
+        # Not in an interactive python, because the hook would end it.
         if error.is_users_mistake and sys.excepthook is sys.__excepthook__ and not hasattr(sys, "ps1"):
             try:
                 placement = current_placement()
-            except ConfigurationError:  # which may be the mistake
+            except ConfigurationError:  # perhaps the mistake itself
                 placement = Placement()
             install(placement)
         raise
 
 
 def for_users(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
-    """Decorate what users call once: their mistakes in it are one message, also where there is no world yet.
+    """Decorate functions that users call once: a user's mistake inside is one message, even before there is a world.
 
-    An argument that it doesn't have, or that is missing, is such a mistake: a `ConfigurationError`.
+    An unknown or missing argument is such a mistake: a `ConfigurationError`.
     """
 
     @functools.wraps(function)
@@ -140,7 +140,7 @@ def for_users(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments,
 
 
 def _misfit(function: Callable[..., object], said: str) -> str:
-    """What is wrong with the arguments of a call, of which python says that it can't be made."""
+    """The message for a call whose arguments python has refused."""
     who = f"evenstep.{function.__qualname__.removesuffix('.__init__')}"
     parameters = [each for name, each in inspect.signature(function).parameters.items() if name not in ("self", "cls")]
     named = [str(each).partition(":")[0].partition("=")[0] for each in parameters if each.kind in _NAMED]
@@ -156,28 +156,29 @@ def _misfit(function: Callable[..., object], said: str) -> str:
 
 
 def _tell_torchelastic(error: BaseException) -> None:
-    """Write the file by which torchrun shows what failed. Its folder may be gone, and the error is what counts.
+    """Write the file from which torchrun prints the failure. Its folder may be gone; that is ignored.
 
-    Its times are whole seconds, so that of ranks which fail together the lowest is blamed: those that only lost another
-    rank write nothing. Nor does a mistake of the user's, which has been said without a traceback.
+    Its times are whole seconds, so if several ranks fail together, torchrun blames the lowest. Therefore ranks that
+    only lost another rank write nothing. A user's mistake isn't written either, because it was printed without a
+    traceback.
     """
     if is_consequence(error) or isinstance(error, EvenstepError):
         return
     with contextlib.suppress(Exception):
         try:
-            raise error  # its traceback is that of the exception which is being handled
+            raise error  # keeps the traceback of the handled exception
         except BaseException:
             get_error_handler().record_exception(error)
 
 
 def _real_stderr() -> TextIO:
-    # `init_process_group` wraps the hook that it finds: a buffer stands for stderr while that one runs, and is
-    # written only if it returns. Ours doesn't, and whatever it had printed was lost.
+    # `init_process_group` wraps the existing hook: while that hook runs, a buffer replaces stderr, and the buffer is
+    # written only if the hook returns. Evenstep's hook doesn't return, so its output would be lost.
     return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None else sys.stderr
 
 
 def _suggestion(error: BaseException) -> str:
-    """python's "Did you mean", which before 3.12 only its own hook knew."""
+    """python's "Did you mean", which before 3.12 only python's own hook added."""
     if sys.version_info >= (3, 12) or not isinstance(error, NameError | AttributeError):
         return ""
     with contextlib.redirect_stderr(io.StringIO()) as shown:
@@ -187,7 +188,7 @@ def _suggestion(error: BaseException) -> str:
 
 
 def _without_machinery(tb: TracebackType | None) -> TracebackType | None:
-    # A rank that was copied from the launcher has what started the launcher on its stack, too.
+    # A rank forked from the launcher also has the launcher's caller on its stack.
     tb = next((frame for frame in _steps(tb) if frame.tb_frame.f_code.co_filename == _WORKER), tb)
     return next((frame for frame in _steps(tb) if not _is_machinery(frame.tb_frame.f_code.co_filename)), tb)
 
@@ -203,7 +204,7 @@ def _is_machinery(path: str) -> bool:
 
 
 def _where_the_user_called(tb: TracebackType | None) -> str:
-    """The innermost frame that belongs neither to evenstep nor to an installed package or python itself."""
+    """The innermost frame of the user's code: not of evenstep, an installed package or python itself."""
     where = ""
     for frame in traceback.extract_tb(_without_machinery(tb)):
         if is_users(frame.filename):

@@ -2,7 +2,7 @@
 
 A rank that dies of an exception writes a `CrashReport` to its heartbeat page *before* it closes its sockets. Its peers
 see the connection break only after that, so the order of the reports is the order of causes.
-Ranks that are killed write nothing: for them the launcher knows the signal. `choose_root_cause` decides from both.
+Ranks that are killed write nothing, but the launcher knows the signal. `choose_root_cause` uses both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from evenstep.console import printable
 from evenstep.errors import EvenstepError
 from evenstep.ground.health.heartbeat import REPORT_BYTES
 
-# How torch says that a peer has gone. A rank that raises this is a secondary failure.
+# torch's messages that a peer has gone. A rank that raises one of them is a secondary failure.
 _PEER_GONE = re.compile(
     r"connection (closed|reset|refused|was closed)|broken pipe|read error|write error|socket timeout"
     r"|timed out (waiting|after)|peer (closed|disconnected)|remote process exited|ncclRemoteError"
@@ -35,10 +35,10 @@ class CrashReport:
 
     Attributes:
         time_ns: Monotonic time of the host at the moment of the report.
-        is_consequence: The error says that another rank is gone: a secondary failure.
-        exit_code: The status the process is about to end with.
+        is_consequence: The error means that another rank is gone: a secondary failure.
+        exit_code: The status with which the process is about to end.
         summary: One line: type and message.
-        traceback: Text as python prints it; empty where the message says all there is to know.
+        traceback: Text as python prints it; empty if the message says everything.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class CrashReport:
     @classmethod
     def of(cls, error: BaseException, *, rank: int, traceback: str) -> CrashReport:
         """Describe the exception that is about to end this process."""
-        summary = f"{type(error).__name__}: {str(error).strip()}"  # torch's spawn begins with empty lines
+        summary = f"{type(error).__name__}: {str(error).strip()}"  # messages of torch's spawn begin with empty lines
         return cls(
             rank=rank,
             pid=os.getpid(),
@@ -64,7 +64,10 @@ class CrashReport:
         )
 
     def pack(self, most_bytes: int = REPORT_BYTES) -> bytes:
-        """For a heartbeat page; texts lose the end of the summary and the beginning of the traceback if they must."""
+        """The report as bytes for a heartbeat page.
+
+        If it is too long, the summary's end and the traceback's beginning are cut off.
+        """
         data, most = json.dumps(asdict(self)).encode(), _MAX_TEXT_CHARACTERS
         while len(data) > most_bytes:
             most //= 2
@@ -74,7 +77,7 @@ class CrashReport:
 
     @classmethod
     def unpack(cls, data: bytes) -> CrashReport | None:
-        """What a rank has reported, safe to print; None if it has not, or can't be understood."""
+        """A rank's report, safe to print; None if there is none, or it is malformed."""
         try:
             report = cls(**json.loads(data))
             return replace(report, summary=printable(report.summary), traceback=printable(report.traceback))
@@ -93,9 +96,9 @@ class Exit:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an exception says that another rank is gone, rather than that something is wrong here.
+    """Whether an exception means that another rank is gone, not that this rank has failed.
 
-    So does one that was raised because of, or while handling, such an exception.
+    Also true if it was raised because of, or while handling, such an exception.
     """
     seen: set[int] = set()
     step: BaseException | None = error
@@ -114,9 +117,9 @@ def _says_that_a_peer_is_gone(error: BaseException) -> bool:
 
 
 def choose_root_cause(exits: Iterable[Exit], reports: Iterable[CrashReport]) -> Exit | None:
-    """The rank that failed first, of all that ended badly; None when none did. Pure.
+    """The rank that failed first, among all that failed; None if none did. Pure.
 
-    In this order: the earliest report of a genuine error; a process that a signal ended which the launcher didn't
+    In this order: the earliest report of a genuine error; a process that was ended by a signal that the launcher didn't
     send; a bad exit status without a report; and, among secondary failures only, the earliest report.
     """
     failed = {end.rank: end for end in exits if end.exit_code != 0 and not end.stopped_by_launcher}

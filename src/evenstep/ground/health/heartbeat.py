@@ -1,9 +1,9 @@
 """The heartbeat page: what a rank is doing, written with a few stores to memory and read from outside the process.
 
-A page is a file without a name (memfd), filled with zeros by whoever makes it: the launcher before the rank starts, or
-else `init`. Ranks map it, and need neither a name nor a descriptor afterwards. It can be read while the rank is
-stopped, holds the interpreter lock, or is dead. Every field is a machine word of its own, so a reader sees each of them
-whole; between fields it may see a moment in between, and judges nothing by one look.
+A page is a file without a name (memfd), filled with zeros by its maker: the launcher before the rank starts, or else
+`init`. Ranks map it, and need neither a name nor a descriptor afterwards. It can be read while the rank is stopped,
+holds the interpreter lock, or is dead. Every field is a separate machine word, so a reader sees each field whole. Two
+fields may be of different moments, so a reader never judges by a single read.
 
     word  0     mark: a page, of this layout
           1     pid; 0: no rank writes to it yet
@@ -17,9 +17,9 @@ whole; between fields it may see a moment in between, and judges nothing by one 
           9     when the last step was finished, nanoseconds (monotonic)
          10     its rank
          11 ... notes, 1 where they hold: see `Note`
-         16 ... four texts in turn: where in its script this rank is, written when ranks disagree. A length comes last
+         16 ... four texts in turn: this rank's position in its script, written when ranks disagree. Length last
     byte  4096  the report of the error that ends the rank: its length, written last, and JSON
-    byte 65536  the stacks that the rank writes when it is asked for them, one after the other, to the end of the file
+    byte 65536  the stacks that the rank writes on request, one after the other, to the end of the file
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from dataclasses import dataclass
 from evenstep.ground.compat.c_library.mapping import map_file
 
 PAGE_BYTES = 1 << 16  # a multiple of the page size of every machine
-_SITES, _REPORT = 128, 4096  # where they begin, in bytes
-_SITE_BYTES = (_REPORT - _SITES) // 4  # four: a rank may disagree again before others have read where it was at first
+_SITES, _REPORT = 128, 4096  # where the texts and the report begin, in bytes
+_SITE_BYTES = (_REPORT - _SITES) // 4  # four, since a rank may disagree again before others have read its first text
 REPORT_BYTES = PAGE_BYTES - _REPORT - 8
 _MARK = b"EVNSPAG6"  # changes with the layout
 
 
 class Phase(enum.IntEnum):
-    """Where in its loop a rank is."""
+    """What a rank is doing."""
 
     STARTING = 0
-    BETWEEN_STEPS = 1  # loads data, evaluates, or whatever the script does
+    BETWEEN_STEPS = 1  # loads data, evaluates, or runs other code of the script
     FORWARD = 2
     BACKWARD = 3
     OPTIMIZER = 4
     MAIN_FIRST = 5  # rank 0 runs the block of `world.main_first()`, however long that takes; the others wait for it
     SAVING = 6
-    ENDED = 7  # left its world as it should
+    ENDED = 7  # left its world in good order
     EVALUATING = 8  # a forward pass without gradients, and what follows it
-    COMPILING = 9  # torch.compile is at work
+    COMPILING = 9  # torch.compile runs
 
 
 WORDS = {
@@ -71,7 +71,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a heartbeat page said at one look.
+    """The content of a heartbeat page at one read.
 
     Attributes:
         step: Optimizer steps finished or, if nothing counts them, 0.
@@ -80,7 +80,7 @@ class Heartbeat:
         time_ns: Monotonic time of this host at the last change.
         waiting_since_ns: When the present wait began; None: it doesn't wait.
         waited_ns: How long it has waited for others in all, apart from the present wait.
-        saved_step: Of the newest checkpoint that it has committed; None: none yet.
+        saved_step: The step of the newest checkpoint that it has committed; None: none yet.
         stepped_ns: When the last step was finished; 0: none yet.
         is_done: Its exit handlers have run.
         rank: Its number.
@@ -107,10 +107,10 @@ class Heartbeat:
 
 
 class Note(enum.IntEnum):
-    """What a rank notes on its page beside the phase: the number is the word."""
+    """Notes of a rank on its page, beside the phase. The number is that of the word."""
 
     IS_DONE = 11  # its exit handlers have run: only the interpreter's own end is left
-    IS_READY = 12  # it ends quietly when it is interrupted; before, it would print a traceback of its imports
+    IS_READY = 12  # it ends quietly when interrupted; earlier it would print a traceback of its imports
     SAVES = 13  # it saves on a stop signal: it then gets more time to end
     STOPS = 15  # ranks have agreed to save and stop
     WRITES_STACKS = 14  # it handles the signal by which the launcher asks for its stacks
@@ -120,13 +120,13 @@ class Page:
     """A rank's page, mapped into this process until nothing refers to it any more.
 
     Args:
-        fd: Of its file; not needed afterwards.
+        fd: The descriptor of its file; not needed afterwards.
 
     Attributes:
         words: The whole page, as unsigned numbers of 8 bytes.
 
     Raises:
-        OSError: That is no page, or it can't be mapped.
+        OSError: The file isn't a page, or can't be mapped.
     """
 
     __slots__ = ("_bytes", "_next_site", "words")
@@ -150,13 +150,13 @@ class Page:
         return None
 
     def begin(self, rank: int) -> None:
-        """From now on this process writes to it; notes stay."""
+        """From now on this process writes to this page; notes stay."""
         for word in range(1, Note.IS_READY):
             self.words[word] = 0
         self.words[10], self.words[6], self.words[1] = rank, time.monotonic_ns(), os.getpid()
 
     def read(self) -> Heartbeat | None:
-        """What it says now; None if no rank writes to it."""
+        """Its present content; None if no rank writes to it."""
         words = self.words[1 : Note.IS_READY].tolist()
         pid, phase, step, collective, waiting_since_ns, time_ns, waited_ns, saved, stepped_ns, rank, done = words
         if pid == 0 or phase not in Phase._value2member_map_:
@@ -177,7 +177,7 @@ class Page:
         )
 
     def write_site(self, text: str) -> None:
-        """Leave a text for other ranks beside the last three; what is too long is cut off."""
+        """Write a text for other ranks beside the last three; a long one is cut off."""
         self._write(self._next_site, text.encode(errors="replace")[: _SITE_BYTES - 8])
         self._next_site += _SITE_BYTES
         if self._next_site == _REPORT:
@@ -188,7 +188,7 @@ class Page:
         return [self._read(place).decode(errors="replace") for place in range(_SITES, _REPORT, _SITE_BYTES)]
 
     def write_report(self, data: bytes) -> None:
-        """Leave a report of at most `REPORT_BYTES`, in the place of an earlier one."""
+        """Write a report of at most `REPORT_BYTES`, in place of an earlier one."""
         self._write(_REPORT, data)
 
     def report(self) -> bytes:
@@ -208,7 +208,7 @@ def make_page() -> int:
     """The descriptor of a new page's file.
 
     Raises:
-        OSError: There is no memory for it. A hole would be a SIGBUS in whoever touches it first.
+        OSError: There is no memory for it. (Without this check, the first access would be a SIGBUS.)
     """
     fd = os.memfd_create("evenstep-page", os.MFD_CLOEXEC)
     try:
@@ -225,7 +225,7 @@ current: Page | None = None  # this process's
 
 
 def write_to(page: Page | None, *, rank: int = 0) -> None:
-    """From now on this process writes what it does to that page; None: to none."""
+    """From now on this process writes its state to that page; None: to no page."""
     global current, _words
     if page is not None:
         page.begin(rank)
@@ -233,10 +233,10 @@ def write_to(page: Page | None, *, rank: int = 0) -> None:
 
 
 def mark(phase: Phase, step: int | None = None) -> None:
-    """This rank enters a phase; costs a tenth of a microsecond, and nothing without a page.
+    """This rank enters a phase. Costs a tenth of a microsecond, and nothing without a page.
 
     Args:
-        phase: What begins.
+        phase: The new phase.
         step: Optimizer steps finished by now; None: as before.
     """
     words = _words
@@ -258,7 +258,7 @@ def mark_collective(number: int) -> None:
 
 
 def mark_waiting(is_waiting: bool) -> None:
-    """This rank begins to wait for other ranks, or has ended it."""
+    """This rank begins to wait for other ranks, or has stopped waiting."""
     words = _words
     if words is not None:
         now = time.monotonic_ns()
@@ -281,7 +281,7 @@ def waiting() -> Iterator[None]:
 
 
 def mark_commit(step: int) -> None:
-    """This rank has made a checkpoint, or local copies, out of what all have written; in any order of the steps."""
+    """This rank has committed a checkpoint or local copies that all ranks have written; steps may come in any order."""
     if _words is not None:
         _words[8] = max(_words[8], step + 1)
 
@@ -293,17 +293,17 @@ def note(what: Note) -> None:
 
 
 def phase_now() -> Phase | None:
-    """What this rank's page says of its phase; None without a page."""
+    """The phase on this rank's page; None without a page."""
     return None if _words is None else Phase(_words[2])
 
 
 def finished_steps() -> int:
-    """What this rank's page says of its optimizer steps; 0 without a page."""
+    """The number of optimizer steps on this rank's page; 0 without a page."""
     return 0 if _words is None else int(_words[3])
 
 
 def _forget() -> None:
-    """A forked child writes nothing to its parent's page."""
+    """A forked child doesn't write to its parent's page."""
     global current, _words
     current = _words = None
 

@@ -1,12 +1,12 @@
-"""The heartbeat pages of this node's ranks: made by their launcher, or among them by `init`, and read by the others.
+"""The heartbeat pages of this node's ranks: made by their launcher or by `init`, and read by the others.
 
 | started by | who makes a rank's page | how ranks find it |
 | --- | --- | --- |
 | `evenstep run`, `evenstep.launch` | the launcher, before the rank starts | `EVENSTEP_SETTINGS` names its descriptors |
 | torchrun, mpiexec, srun | `init` in the rank | ranks exchange their processes and descriptors |
 
-Pages are opened once, through /proc/PID/fd of their maker. Nothing is left behind, however a rank ends, and whoever
-empties the temporary directory takes no page away. The store in which the ranks of one node meet is such a file, too.
+Pages are opened once, through /proc/PID/fd of their maker. Nothing is left behind, however a rank ends, and no page is
+lost if the temporary directory is emptied. The rendezvous store of one node's ranks is such a file, too.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _pages: list[Page] = []  # of this node's ranks
 
 
 class NodePages:
-    """The pages of a node's ranks in one attempt, and the file in which they meet, as their launcher has them.
+    """The pages of a node's ranks in one attempt, and their rendezvous file, as made by their launcher.
 
     Args:
         num_ranks: Of this node.
 
     Attributes:
         pages: By local rank.
-        files: By local rank, where each can be opened, and the rank's stacks be read.
-        settings: By which the ranks find them: `Settings`.
+        files: By local rank, the path at which its page can be opened and its stacks can be read.
+        settings: The `Settings` from which the ranks find their pages.
 
     Raises:
-        OSError: There is no memory for them.
+        OSError: There is no memory for the pages.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -54,7 +54,7 @@ class NodePages:
         self.settings: dict[str, Any] = {"store": store, "pages": self.files}
 
     def read(self, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
-        """What the pages say now, by rank. `ranks`: by local rank."""
+        """The present content of the pages, by rank. `ranks`: by local rank."""
         return {rank: page.read() for rank, page in zip(ranks, self.pages, strict=True)}
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class NodePages:
 
 
 def own_page(placement: Placement) -> Page | None:
-    """This rank's page, which its launcher reads; None if it made none, or one that can't be reached."""
+    """This rank's page, which its launcher reads; None if the launcher made none, or it can't be reached."""
     if not placement.pages:
         return None
     return heartbeat.current or Page.at(placement.pages[placement.local_rank])
@@ -85,10 +85,10 @@ def share_pages(exchange: Callable[[Any], Sequence[Any]], placement: Placement) 
 
     Args:
         exchange: Gives every rank's value to all.
-        placement: Who this rank is.
+        placement: This rank's placement.
 
     Returns:
-        What ends it.
+        A function that ends this.
     """
     if placement.pages:
         write_page(placement)
@@ -116,17 +116,17 @@ def read(pid: int) -> Heartbeat | None:
 
 
 def read_all() -> dict[int, Heartbeat]:
-    """By rank, of this host's."""
+    """The heartbeats of this host's ranks, by rank."""
     seen = {each.rank: each for page in _pages if (each := page.read()) is not None}
     return dict(sorted(seen.items()))
 
 
 def exchange_sites(key: str, pids: Mapping[int, int]) -> str:
-    """Exchange where in their scripts ranks are that disagree; waits a moment for the others.
+    """After a disagreement, exchange the ranks' positions in their scripts; waits a moment for the others.
 
     Args:
-        key: Which call it is about, the same on all ranks.
-        pids: By rank, of all of them.
+        key: Identifies the call, the same on all ranks.
+        pids: The process ids of all ranks, by rank.
 
     Returns:
         A sentence, the same on all ranks; "" if they have no pages.

@@ -1,8 +1,8 @@
 """How long a rank may take in each phase while others wait for it. Pure.
 
 Legitimate times differ: a step takes seconds; compiling, an evaluation or a save may take an hour; and the block of
-`world.main_first()` as long as it takes, for those who wait for it there. A hang is a rank that has exceeded the
-timeout of its phase.
+`world.main_first()` has no limit for the ranks that wait for it there. A rank hangs if it has exceeded the timeout of
+its phase.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from evenstep.ground.environment import settings
 from evenstep.ground.health.heartbeat import WORDS, Heartbeat, Phase
 
 DEFAULT_STEP_S = 600.0
-# By phase, what users call it, and how long it may take as a multiple of `init(timeout_s=...)`: more where it is known
-# that something long goes on. "main_first" is for those who wait in a collective: who waits for the block itself has no
+# By phase: its name for users, and its limit as a multiple of `init(timeout_s=...)`, larger for phases that are known
+# to take long. "main_first" holds for ranks that wait in a collective; ranks that wait for the block itself have no
 # deadline.
 _KINDS = {
     Phase.STARTING: ("starting", 3.0),
@@ -39,9 +39,9 @@ class PhaseTimeouts:
     """Seconds for each phase.
 
     Args:
-        step_s: A collective's deadline. It is what a step may take (forward, backward, optimizer); the others'
-            defaults are multiples of it.
-        given: Those that the user has chosen, by name.
+        step_s: A collective's deadline. It is the limit for the phases of a step (forward, backward, optimizer); the
+            defaults of other phases are multiples of it.
+        given: The limits that the user has set, by name.
     """
 
     step_s: float = DEFAULT_STEP_S
@@ -52,7 +52,7 @@ class PhaseTimeouts:
         """ "step=60,evaluating=7200". Pure.
 
         Raises:
-            ConfigurationError: It can't be understood.
+            ConfigurationError: The text is malformed.
         """
         given: dict[str, float] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
@@ -71,7 +71,7 @@ class PhaseTimeouts:
 
     @classmethod
     def of_this_run(cls, step_s: float) -> PhaseTimeouts:
-        """What `evenstep run --phase-timeout` said, and else multiples of a collective's deadline."""
+        """The values of `evenstep run --phase-timeout`; for other phases multiples of a collective's deadline."""
         return cls.parse(settings().phase_timeouts, step_s=step_s)
 
     def __str__(self) -> str:
@@ -88,14 +88,14 @@ class AwaitedRank:
     """A rank that others wait for.
 
     Attributes:
-        rank: Which.
+        rank: The rank.
         seen: Its page.
-        waited_s: How long the one that waits longest has waited.
+        waited_s: The longest wait of another rank for it.
         waiting: The ranks that wait.
-        limit_s: What its phase allows.
-        overdue_s: For how much longer than that it has changed nothing while others waited. Who comes out of a long
-            evaluation gets a step's time from then on; who changes something and never comes is a matter for the
-            deadlines of those who wait.
+        limit_s: The limit of its phase.
+        overdue_s: How far its page has been unchanged beyond the limit while others waited. A rank that leaves a long
+            evaluation has a step's limit from then on. For a rank that keeps changing its page and never arrives, the
+            deadlines of the waiting ranks count.
     """
 
     rank: int
@@ -113,18 +113,18 @@ class AwaitedRank:
 
 
 def patience(seen: Heartbeat) -> float:
-    """How many times as long as in a step one waits in its phase before anything is said. Pure."""
+    """How much longer than in a step one waits for a rank in its phase before a message, as a factor. Pure."""
     return _KINDS[seen.phase][1]
 
 
 def find_awaited(pages: Mapping[int, Heartbeat | None], timeouts: PhaseTimeouts, *, now_ns: int) -> list[AwaitedRank]:
     """The ranks for which others wait, and for how long. Pure.
 
-    Where all wait, no rank is overdue: they wait for each other, and their own deadlines end that.
+    If all ranks wait, none is overdue: they wait for each other, and their own deadlines end that.
 
     Args:
         pages: By rank, of one host.
-        timeouts: What each phase allows.
+        timeouts: The limit of each phase.
         now_ns: Monotonic time of that host.
     """
     known = {rank: seen for rank, seen in pages.items() if seen is not None}
@@ -143,5 +143,5 @@ def find_awaited(pages: Mapping[int, Heartbeat | None], timeouts: PhaseTimeouts,
 
 
 def describe(seen: Heartbeat) -> str:
-    """Where a rank is, in words that go into a sentence in brackets. Pure."""
+    """A rank's phase and step, in words for a message. Pure."""
     return f"{WORDS[seen.phase]} of step {seen.step}" if seen.step else WORDS[seen.phase]

@@ -1,7 +1,7 @@
 """Optimizers' steps and compilations, seen by torch's global hooks; and stragglers, found from pages.
 
-One pair of hooks serves the page and all recorders, and stays: torch iterates over its hooks while an optimizer steps,
-and would fail if the garbage collector took one away meanwhile.
+One pair of hooks serves the page and all recorders, and is never removed: torch iterates over its hooks while an
+optimizer steps, and would fail if the garbage collector removed a hook meanwhile.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ WINDOW_S = 10.0
 
 
 _is_watching = _is_told_of_compiling = False
-Listener = Callable[[Optimizer, bool], None]  # with whether the step has ended
+Listener = Callable[[Optimizer, bool], None]  # the flag: whether the step has ended
 
 _listeners: list[weakref.WeakMethod[Listener]] = []
 _num_batches = 0
-_counts: dict[int, int] = {}  # steps of each optimizer that exists, by id: weak keys take as long as all else here
+_counts: dict[int, int] = {}  # steps of each existing optimizer, by id: weak keys would double the time
 
 
 def count_optimizer_steps(listener: Listener | None = None) -> None:
-    """From now on the page says when an optimizer steps, and how often the busiest of them has. Twice is once.
+    """From now on, write optimizers' steps to the page: the phase, and the largest step count.
+
+    A second call only adds a listener.
 
     Args:
-        listener: A method that is called, too, as long as its object lives.
+        listener: A method that is also called, as long as its object lives.
     """
     global _is_watching
     if listener is not None:
@@ -77,7 +79,7 @@ def _optimizer_ended(optimizer: Any, *_: object) -> None:
 
 
 def find_misuse(placement: Placement) -> list[str]:
-    """Lines of rank 0, once it trains, on ranks that don't do together what the command that started them says."""
+    """Lines for rank 0 to print, once it trains, if the ranks don't work together as the command demands."""
     lines = []
     if placement.rank == 0 and placement.world_size > 1 and not (is_claimed() or torch.distributed.is_initialized()):
         lines.append(
@@ -88,15 +90,15 @@ def find_misuse(placement: Placement) -> list[str]:
 
 
 def validate_roles() -> None:
-    """Raise where some ranks are to be servers, and all train.
+    """Raise if the command wants servers, but all ranks train.
 
     Raises:
-        ConfigurationError: See above.
+        ConfigurationError: They do.
     """
     if lacks_servers():
         raise ConfigurationError(
             "--servers (EVENSTEP_SERVERS): the script trains without evenstep.parameter_server, so no rank is a "
-            "server. Leave it out."
+            "server. Leave --servers out."
         )
 
 
@@ -113,12 +115,12 @@ def count_batch() -> None:
 
 
 def batches_drawn() -> int:
-    """How many batches for training this process has drawn from loaders of evenstep's."""
+    """How many batches for training this process has drawn from evenstep's loaders."""
     return _num_batches
 
 
 def mark_compilations() -> None:
-    """Have the page say when torch.compile is at work, once dynamo has been imported. Twice is once."""
+    """Write to the page when torch.compile runs, once dynamo is imported. A second call does nothing."""
     global _is_told_of_compiling
     callbacks = sys.modules.get("torch._dynamo.callback")
     if callbacks is None or _is_told_of_compiling:
@@ -141,10 +143,10 @@ def mark_compilations() -> None:
 
 
 class StragglerWatch:
-    """Names a rank of this node that slows the others, once, on the lowest rank there. Nothing is done about it.
+    """Names a rank of this node that slows the others, once, on the node's lowest rank. It takes no action.
 
-    It is slow when its own part of a step takes 1.5 times the others' median in two windows, one after the other: one
-    window may hold an evaluation or a save.
+    A rank is slow if its own part of a step takes 1.5 times the others' median in two successive windows; a single
+    window may contain an evaluation or a save.
 
     A window lasts `WINDOW_S` at least.
     """
@@ -155,7 +157,7 @@ class StragglerWatch:
         self._told: set[int] = set()
 
     def look(self, now: float) -> None:
-        """Read the pages, if a window has passed, and say who is slow."""
+        """Read the pages if a window has passed, and warn of slow ranks."""
         if self._before is not None and now - self._before[0] < WINDOW_S:
             return
         pages = peer_heartbeats.read_all()
@@ -165,7 +167,7 @@ class StragglerWatch:
             say(f"evenstep: {line}")
 
     def judge(self, now: float, pages: dict[int, Heartbeat]) -> list[str]:
-        """Lines on stragglers, given the pages of a moment. Pure, but for what is remembered."""
+        """Lines about stragglers, from the pages at one moment. Pure, except for the memory of earlier pages."""
         before, self._before = self._before, (now, pages)
         if before is None:
             return []
@@ -175,8 +177,8 @@ class StragglerWatch:
             self._told.add(rank)
             lines.append(
                 f"rank {rank} (pid {pages[rank].pid}) is slow: its part of a step takes {found[rank]:.1f} times as "
-                f"long as the others', which wait for it. Look for another load on its cores or GPU, for a slow disk, "
-                f"or for more work in its batches. This warning comes once."
+                f"long as the others', which wait for it. Check for another load on its cores or GPU, for a slow disk, "
+                f"and for more work in its batches. This warning comes once."
             )
         self._suspects = frozenset(found)
         return lines
@@ -187,17 +189,17 @@ def find_stragglers(
 ) -> dict[int, float]:
     """Ranks that slow the others, and by how much. Pure.
 
-    All ranks take the same steps in the same time. What differs is how much of it each spends waiting for the others:
-    the rest is its own work, from the end of one exchange until it is ready for the next.
+    All ranks take the same steps in the same time, but wait for the others for different parts of it. The rest is a
+    rank's own work, from the end of one exchange until it is ready for the next.
 
     Args:
         before: Pages by rank, of one host.
         after: The same later.
         factor: A rank that takes this many times the others' median is a straggler.
-        least_steps: Fewer steps than that say nothing.
+        least_steps: With fewer steps, no rank is judged.
 
     Returns:
-        By rank, its own work as a multiple of the others' median.
+        For each such rank, its own work as a multiple of the others' median.
     """
     busy = {}
     for rank, now in after.items():

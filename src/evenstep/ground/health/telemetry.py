@@ -1,20 +1,20 @@
-"""How long the parts of each step took: recorded always, by reading a clock some ten times a step.
+"""The times of each step's parts. They are always recorded, by about ten clock reads a step.
 
 [Note: marks]
 
-While a step runs, every event appends two integers to a list: what it was and when. An event that begins a phase is
+While a step runs, every event appends two integers to a list: its kind and its time. An event that begins a phase is
 also written to the heartbeat page. Nothing else happens in the loop; marks are turned into times only on demand
 (`explain`, pure).
 
     FORWARD, FORWARD_END      around each forward pass
     BACKWARD                  a backward pass reaches the outputs
-    0, 1, 2, ...              bucket 0, 1, 2 ... is complete and about to travel
-    WAITING, REDUCED          all buckets are on their way; all have arrived
+    0, 1, 2, ...              bucket 0, 1, 2 ... is complete, and its reduction is about to start
+    WAITING, REDUCED          all reductions have started; all have ended
     END                       the window has ended, `p.grad` is the mean
     OPTIMIZER, OPTIMIZER_END  around the optimizer's step, seen through torch's global hooks
 
 While torch's profiler runs, these are ranges of the profile, too: "evenstep:forward", "evenstep:backward",
-"evenstep:exchange" (from WAITING to REDUCED) and "evenstep:finish". Of the optimizer's step torch has one of its own.
+"evenstep:exchange" (from WAITING to REDUCED) and "evenstep:finish". torch itself has a range for the optimizer's step.
 
 A step begins with the first forward pass after a window's end. On a GPU these are the host's times: when work was
 queued, not when it was done.
@@ -36,11 +36,12 @@ from evenstep.ground.health.steps import count_optimizer_steps
 FORWARD, FORWARD_END, BACKWARD, WAITING, REDUCED, END, OPTIMIZER, OPTIMIZER_END = range(-8, 0)
 
 NUM_STEPS_KEPT = 1000
-_MOST_PER_STEP = 20_000  # numbers: a model that isn't trained sees the steps of all optimizers there are
+_MOST_PER_STEP = 20_000  # numbers: a model that isn't trained records the steps of all optimizers
 
 _SPANS = ("forward", "backward", "wait", "finish", "optimizer")
-_RANGES = {"wait": "exchange"}  # of a profile, where they are called otherwise than the spans
-# What a mark ends, and what it begins. A backward pass without an end lasts until something else begins.
+_RANGES = {"wait": "exchange"}  # names in a profile, if they differ from the spans' names
+# The spans that a mark ends, and the one that it begins. A backward pass without an end lasts until another span
+# begins.
 _TRANSITIONS: dict[int, tuple[tuple[str, ...], str | None]] = {
     FORWARD: (("backward",), "forward"),
     FORWARD_END: (("forward",), None),
@@ -55,16 +56,16 @@ _TRANSITIONS: dict[int, tuple[tuple[str, ...], str | None]] = {
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step of one model on this rank. Times in seconds; 0.0 for what was not seen.
+    """One step of one model on this rank. Times in seconds; 0.0 if not recorded.
 
     Attributes:
         began_s: When it began, on the clock of `time.perf_counter`.
         forward_s: In forward passes.
-        backward_s: In backward passes, until all buckets were on their way.
-        ready_s: By bucket: how long after the first backward pass had begun the bucket was complete, before its
-            collective. A rank whose times are long holds the others up.
-        wait_s: For the buckets, after the last backward pass had ended: communication that wasn't hidden.
-        finish_s: For dividing, module buffers and the like.
+        backward_s: In backward passes, until the reductions of all buckets had started.
+        ready_s: By bucket: the time from the start of the first backward pass until the bucket was complete, before its
+            collective. A rank with long times delays the others.
+        wait_s: Waiting for the buckets after the last backward pass: communication that wasn't hidden.
+        finish_s: In dividing, module buffers and the like.
         optimizer_s: In the optimizer's step.
     """
 
@@ -81,7 +82,7 @@ def explain(marks: Sequence[int]) -> StepTimes:
     """Turn a step's marks into times. Pure.
 
     Args:
-        marks: [what, when in ns, what, when in ns, ...], in order of time.
+        marks: [kind, time in ns, kind, time in ns, ...], in order of time.
     """
     spent = dict.fromkeys(_SPANS, 0)
     opened: dict[str, int] = {}
@@ -111,19 +112,20 @@ class Recorder:
     Attributes:
         is_profiled: Whether torch's profiler ran when the last forward pass began, so that marks are ranges of it.
         bucket_bytes: Memory of the buckets.
-        peak_bucket_bytes: The most it was: for a moment, when buckets are laid out anew, old and new ones exist.
+        peak_bucket_bytes: The maximum of `bucket_bytes`. When buckets are laid out anew, old and new ones briefly exist
+            together.
     """
 
     def __init__(self) -> None:
         self._steps: deque[list[int]] = deque([[]], maxlen=NUM_STEPS_KEPT + 1)  # the last one may still run
         self._is_over = False
-        self._ranges: dict[str, Callable[[], None]] = {}  # by span: ends the range that is open
+        self._ranges: dict[str, Callable[[], None]] = {}  # by span: a function that ends the open range
         self.is_profiled = False
         self.bucket_bytes = 0
         self.peak_bucket_bytes = 0
 
     def begin_forward(self) -> int:
-        """A forward pass begins now; marked when it ends. Returns when."""
+        """A forward pass begins now; it is marked when it ends. Returns the present time."""
         mark_phase(Phase.FORWARD)
         if self.is_profiled or is_profiled():
             self.is_profiled = is_profiled()
@@ -145,26 +147,26 @@ class Recorder:
         """A backward pass begins now.
 
         Args:
-            is_whole: It is the whole window, whose end is not marked: that of a plain `loss.backward()`.
+            is_whole: The pass is a whole window whose end isn't marked, as of a plain `loss.backward()`.
         """
         mark_phase(Phase.BACKWARD)
         self.mark(BACKWARD)
         self._is_over |= is_whole
 
     def mark(self, what: int) -> None:
-        """Something happens now that is no phase of its own."""
+        """An event happens now that doesn't begin a phase."""
         self._steps[-1].extend((what, perf_counter_ns()))
         if self.is_profiled:
             self._show(what)
 
     def end(self) -> None:
-        """The window has ended: what follows, up to the next forward pass, is the optimizer's."""
+        """The window has ended: the time up to the next forward pass is the optimizer's."""
         self.mark(END)
         self._is_over = True
         mark_phase(Phase.BETWEEN_STEPS)
 
     def mark_optimizer(self, _: object, has_ended: bool) -> None:
-        """An optimizer's step begins or has ended, whichever model it is for."""
+        """An optimizer's step begins or has ended, for any model."""
         marks = self._steps[-1]
         if 0 < len(marks) < _MOST_PER_STEP:
             marks.extend((OPTIMIZER_END if has_ended else OPTIMIZER, perf_counter_ns()))
@@ -176,22 +178,22 @@ class Recorder:
         self.bucket_bytes = num_bytes
 
     def steps(self) -> list[StepTimes]:
-        """The last steps that have ended, at most `NUM_STEPS_KEPT`; the newest may still miss its optimizer."""
+        """The last finished steps, at most `NUM_STEPS_KEPT`; the newest may not have its optimizer's times yet."""
         return [explain(marks) for marks in self._ended()]
 
     def marks(self) -> list[int]:
-        """All marks of these steps, one after the other: [what, when in ns, what, when in ns, ...]."""
+        """All marks of these steps, one after the other: [kind, time in ns, kind, time in ns, ...]."""
         return [number for marks in self._ended() for number in marks]
 
     def newest(self) -> StepTimes | None:
-        """The newest step whose optimizer has been seen; None before there is one."""
+        """The newest step with its optimizer's times; None before there is one."""
         seen = (marks for marks in reversed(self._steps) if OPTIMIZER_END in marks[::2])
         return next(map(explain, seen), None)
 
     def _show(self, what: int) -> None:
         """End and begin ranges of the running profile."""
         closes, opens = _TRANSITIONS.get(what, ((), None))
-        for name in closes if opens is None else (*closes, opens):  # one that an error has left open, too
+        for name in closes if opens is None else (*closes, opens):  # also a range that an error has left open
             if (end := self._ranges.pop(name, None)) is not None:
                 end()
         if opens is not None and (end := begin_event(f"evenstep:{_RANGES.get(opens, opens)}", (), {})) is not None:
@@ -204,7 +206,7 @@ class Recorder:
 
 
 class Telemetry:
-    """What the models of a world recorded: `world.telemetry`.
+    """The records of a world's models: `world.telemetry`.
 
     Attributes:
         recorders: One per wrapped model that still exists, in order of wrapping.
@@ -235,7 +237,7 @@ class Telemetry:
         return recorders[model].steps() if model < len(recorders) else []
 
     def newest(self, model: int = 0) -> StepTimes | None:
-        """The newest step of a model that has ended with its optimizer; None before there is one.
+        """The newest step of a model with its optimizer's times; None before there is one.
 
         Args:
             model: Its number, in order of wrapping.

@@ -22,7 +22,7 @@ def is_users(file: str) -> bool:
 
 
 def user_site() -> str:
-    """The innermost line of this thread's stack that is the user's."""
+    """The innermost line of this thread's stack in the user's code."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         if is_users(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
@@ -30,7 +30,7 @@ def user_site() -> str:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn, at the innermost line of this thread's stack that is the user's."""
+    """Warn, at the innermost line of this thread's stack in the user's code."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         if is_users(frame.f_code.co_filename):
             module, registry = frame.f_globals["__name__"], frame.f_globals.setdefault("__warningregistry__", {})

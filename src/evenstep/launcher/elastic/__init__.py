@@ -2,9 +2,9 @@
 
 Reading order, from the roof down:
 
-1. `agent`: torchelastic's agent with attempts of ours. It decides whether the run ends or starts its ranks again.
+1. `agent`: torchelastic's agent with our attempts. It decides whether the run ends or starts its ranks again.
 2. `attempt`: the ranks of one attempt. It watches them, finds the root cause of a failure, and stops the others.
-3. `nodes`: the launchers of a run's nodes show each other that they are alive, which rank failed first, what was saved
-   and how often the run was restarted, so that all decide alike.
+3. `nodes`: the launchers of a run's nodes exchange heartbeats, the rank that failed first, what was saved, and the
+   number of restarts, so that all make the same decisions.
 4. `rendezvous`: how they find each other.
 """

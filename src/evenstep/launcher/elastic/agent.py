@@ -1,6 +1,6 @@
 """The agent of one node: the one place that decides whether a run ends or starts its ranks again.
 
-A signal to the launcher raises through `run_attempts`; `launcher/run.py` then returns the status.
+A signal to the launcher raises an exception out of `run_attempts`; `launcher/run.py` then returns the status.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from evenstep.launcher.options.logs import name_of_run, tail
 
 
 class RunFailed(Exception):
-    """An attempt has failed, and no other follows; said already."""
+    """An attempt has failed, and no other follows. The message has been printed already."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ class RunFailed(Exception):
 
 
 def plan_next(now: Standing, *, max_restarts: int, was_stopping: bool) -> tuple[bool, str]:
-    """Whether another attempt follows one that has failed, and a line for people; "": nothing is to be said. Pure.
+    """Whether another attempt follows a failed one, and a line to print, or "". Pure.
 
     Args:
-        now: The run's standing after that attempt.
-        max_restarts: As the command says.
-        was_stopping: Somebody had asked the run to stop.
+        now: The run's standing after the failed attempt.
+        max_restarts: The command's `--max-restarts`.
+        was_stopping: The run had been asked to stop.
     """
     num_left = max_restarts - now.num_restarts
     if was_stopping:
@@ -57,15 +57,15 @@ def plan_next(now: Standing, *, max_restarts: int, was_stopping: bool) -> tuple[
 class RankAgent(ElasticAgent):
     """torchelastic's agent of this node, with attempts of ours.
 
-    A node that joins is no failure: the ranks start again, and that counts as no restart. The nodes see the new node at
-    different times, and ranks of one node fail because another node has stopped its ranks: so the first node that sees
-    the new one announces it to the others. A node that joins later has seen no restart yet: so the nodes compare their
-    counts at every rendezvous.
+    A joining node is not a failure: the ranks start again, and this doesn't count as a restart. The nodes notice the
+    new node at different times, and ranks of one node fail when another node stops its ranks. So the first node that
+    notices the new one announces it to the others. A node that joins later has counted no restarts, so the nodes
+    compare their counts at every rendezvous.
 
     Args:
         policy: How ranks are watched and stopped.
         timeouts: How long they may keep others waiting.
-        kwargs: torch's.
+        kwargs: torch's arguments.
     """
 
     def __init__(self, *, policy: StopPolicy, timeouts: PhaseTimeouts, **kwargs: Any) -> None:
@@ -75,7 +75,7 @@ class RankAgent(ElasticAgent):
         self._policy, self._timeouts = policy, timeouts
         self._standing = Standing()
         self._attempt: Attempt | None = None
-        self._failure: Failure | None = None  # of the last attempt that has failed
+        self._failure: Failure | None = None  # of the last failed attempt
 
     @property
     def has_saved(self) -> bool:
@@ -84,12 +84,12 @@ class RankAgent(ElasticAgent):
 
     @property
     def left_logs(self) -> bool:
-        """Whether an attempt has failed, and left a log."""
+        """Whether an attempt has failed and left a log."""
         logs = Path(self._logs.root_log_dir).glob("rank-*.log")
         return self._failure is not None and any(path.stat().st_size > 0 for path in logs)
 
     def run_attempts(self) -> None:
-        """Start the ranks, again and again if need be, until they have ended well, or have saved.
+        """Start the ranks, repeatedly if necessary, until they have ended without an error, or have saved.
 
         Raises:
             RunFailed: An attempt has failed, and no other follows.
@@ -105,7 +105,7 @@ class RankAgent(ElasticAgent):
                 self._standing = self._standing.after(self._attempt.saved)
 
     def _decide(self, failure: Failure, saved: Standing) -> None:
-        """Say which rank failed, and go on to another attempt, or raise `RunFailed`."""
+        """Print which rank failed, and continue with another attempt, or raise `RunFailed`."""
         self._failure, now, most = failure, self._standing.after_failure(saved), self._spec.max_restarts
         goes_on, remark = plan_next(now, max_restarts=most, was_stopping=failure.was_stopping)
         destination = self._logs.destinations.get(failure.root_cause.rank)
@@ -134,7 +134,7 @@ class RankAgent(ElasticAgent):
             self._standing = compare_standings(
                 group.store, self._standing, node_rank=group.group_rank, num_nodes=group.group_world_size
             )
-            # Every node counts restarts by itself; the store is one of this rendezvous alone.
+            # Every node counts restarts independently. The store belongs to this rendezvous only.
             session = group.store.compare_set("evenstep/session", "", uuid.uuid4().hex).decode()
         pages, ranks = NodePages(len(group.workers)), [worker.global_rank for worker in group.workers]
         with environment.exported(environment.changed_settings(rendezvous=session, **pages.settings)):
@@ -157,7 +157,7 @@ class RankAgent(ElasticAgent):
             timeouts=self._timeouts,
             num_ranks=group.workers[0].world_size,
             others=others,
-            # As the command says, so equal on all nodes: others may wait for a node that has no restart left.
+            # From the command, so equal on all nodes: else others may wait for a node that has no restarts left.
             may_restart=most > 0,
             needs_all_nodes=isinstance(self._spec.rdzv_handler, FixedNodesRendezvous),
             num_nodes_waiting=self._spec.rdzv_handler.num_nodes_waiting,

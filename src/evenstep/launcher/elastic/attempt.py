@@ -1,6 +1,6 @@
 """One attempt on this node: the processes of its ranks, and the loop that watches them until they have ended.
 
-What is to be done is decided by `failure/verdict.py`, from a look; here it is done.
+`failure/verdict.py` decides what to do; this module does it.
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ from evenstep.launcher.spawn.child import Child, Guard, stop
 from evenstep.processes import has_gpu, has_gpu_driver
 
 _POLL_S = 0.02
-_LOOK_EVERY_S = 0.25  # for hangs
+_LOOK_EVERY_S = 0.25  # between checks for hangs
 _STACK_S = 0.3
 
 
 class Ranks:
-    """The rank processes of one attempt on this node, and what they leave on their pages.
+    """The rank processes of one attempt on this node, and their heartbeat pages.
 
     Args:
-        context: torchelastic's, with the processes already started.
+        context: torchelastic's context, with the processes already started.
         ranks: Global rank of each local rank.
-        pages: Of these ranks. Closed with them.
+        pages: These ranks' pages. Closed with this object.
 
     Attributes:
-        lost: Ranks without which the others go on.
-        stopped: Ranks that a signal of ours reached alive.
+        lost: Ranks that the others continue without.
+        stopped: Ranks that a signal of ours reached while they ran.
     """
 
     def __init__(self, context: SubprocessContext, *, ranks: Sequence[int], pages: NodePages) -> None:
         self._context, self._all_pages = context, pages
         self._processes: dict[int, Child] = {}
         for local_rank, handler in context.subprocess_handlers.items():
-            # In its place, too: what polls a `Popen` would reap it.
+            # Replace it in the context, too: polling a `Popen` would reap the process.
             started: Any = handler
             if isinstance(handler.proc, subprocess.Popen):
                 started.proc = Child(handler.proc.pid, reap=handler.proc.poll)
@@ -91,26 +91,26 @@ class Ranks:
         self.lost: set[int] = set()
         self.stopped: set[int] = set()
 
-    # ------------------------------------------------------------------ what is seen of them
+    # ------------------------------------------------------------------ reading
 
     def look(self) -> list[RankState]:
-        """What each is like now."""
+        """The present state of each rank."""
         return [
             look_at(rank, process, self._pages[rank], was_stopped=rank in self.stopped, is_lost=rank in self.lost)
             for rank, process in self._processes.items()
         ]
 
     def await_end(self, longest_s: float) -> None:
-        """Wait until one ends, but not for longer."""
+        """Wait until one ends, at most for the given time."""
         self._ends.wait(longest_s)
 
     def request_stacks(self, states: Iterable[RankState]) -> StackRequest:
-        """Ask ranks for their stacks: those that run and write any. Others would end by the signal, or never answer."""
+        """Request the stacks of ranks that run and can write them. Others would die of the signal, or never answer."""
         asked = [each for each in states if each.runs and not each.is_suspended and Note.WRITES_STACKS in each.notes]
         return StackRequest({each.rank: (each.pid, self._files[each.rank]) for each in asked})
 
     def request_worker_stacks(self, requests: WorkerStacks, states: Iterable[RankState]) -> None:
-        """Ask the workers of ranks' loaders for theirs."""
+        """Request the stacks of the workers of ranks' loaders."""
         for each in states:
             if Note.WRITES_STACKS in each.notes:
                 requests.ask(each.rank, each.pid, self._files[each.rank])
@@ -118,21 +118,21 @@ class Ranks:
     def _running(self) -> dict[int, Child]:
         return {rank: process for rank, process in self._processes.items() if process.poll() is None}
 
-    # ------------------------------------------------------------------ what is done to them
+    # ------------------------------------------------------------------ stopping
 
     def kill(self, rank: int) -> None:
-        """Kill one rank and what it has started."""
+        """Kill one rank and the processes that it has started."""
         self._processes[rank].signal_group(signal.SIGKILL)
 
     def stop(self, first: signal.Signals, *, patience_s: float, terminate_s: float) -> None:
-        """Stop the ranks and what they started; see `child.stop`."""
+        """Stop the ranks and the processes that they have started; see `child.stop`."""
         self.stopped |= self._running().keys()
         ask = functools.partial(self._request, first)
         for rank in stop(self._processes, ask, patience_s=patience_s, terminate_s=terminate_s):
             say(f"evenstep: rank {rank} (pid {self._processes[rank].pid}) can't be killed, and is left behind")
 
     def _request(self, which: signal.Signals, rank: int) -> None:
-        """Send a signal to the process that trains: behind a shell script it isn't the one that was started."""
+        """Send a signal to the process that trains: with a shell script it isn't the process that was started."""
         process, page = self._processes[rank], self._pages[rank]
         seen = page.read()
         if which == signal.SIGINT and not page.words[Note.IS_READY]:
@@ -144,7 +144,7 @@ class Ranks:
         process.send_signal(which)
 
     def close(self) -> None:
-        """Close after all ranks have ended or can't be killed. Writes the rest of what goes to the terminal."""
+        """Close after all ranks have ended or can't be killed. Writes the rest of the output for the terminal."""
         self._ends.close()
         self._guard.close()
         self._all_pages.close()
@@ -156,22 +156,22 @@ class Ranks:
 class Attempt:
     """One attempt on this node: watches its ranks, finds the root cause of a failure, and only then stops the others.
 
-    It stands in the place of torchelastic's process context, which `close`s it when a signal has ended `watch`.
+    It replaces torchelastic's process context. torchelastic calls `close` when a signal has ended `watch`.
 
     Args:
-        ranks: Their processes, already started.
-        number: How many restarts there were.
+        ranks: The processes, already started.
+        number: Number of restarts so far.
         policy: How ranks are watched and stopped.
         timeouts: How long they may keep others waiting.
         others: The other nodes of the run; None: there are none.
         may_restart: Ranks of this run are started again if they fail.
-        needs_all_nodes: But not without one that was asked to stop.
-        num_ranks: Of all nodes.
+        needs_all_nodes: They aren't started again without a node that was asked to stop.
+        num_ranks: Number of ranks on all nodes.
         num_nodes_waiting: How many new nodes wait to join.
 
     Attributes:
-        failure: Why it has failed, once it has.
-        saved: What it has saved, once it has ended: on any node if it has failed, and else on this one.
+        failure: Its failure, once it has failed.
+        saved: What it has saved, once it has ended: on any node if it has failed, otherwise on this node.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Attempt:
         self._worker_stacks = WorkerStacks()
         self._last_look = 0.0
         self._num_memory_kills = count_memory_kills()
-        self._noticed: list[RankState] = []  # as they were when the attempt was noticed to have failed
+        self._noticed: list[RankState] = []  # the states when the failure was noticed
         self._saved_ns: int | None = None
         self._failed_ns: int | None = None
         self._hang: Hang | None = None
@@ -212,7 +212,7 @@ class Attempt:
         self.saved = Standing()
 
     def watch(self) -> End:
-        """Stay until all ranks have ended, or can't be killed. A signal raises through it."""
+        """Watch until all ranks have ended, or can't be killed. A signal raises an exception out of it."""
         while True:
             states = self._look()
             step = judge(
@@ -237,7 +237,7 @@ class Attempt:
                 return self._end(step, states)
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Stop the ranks that are left, for torchelastic; `timeout` is its own, the policy's counts."""
+        """Stop the remaining ranks, for torchelastic. Ignores torchelastic's `timeout`: the policy's holds."""
         if not self._is_closed:
             may_save = self._others is None or self._others.look() is None
             if self._others is not None:
@@ -249,18 +249,18 @@ class Attempt:
 
     @property
     def has_saved(self) -> bool:
-        """Whether all ranks have saved and ended after a request to stop; without those that were left behind."""
+        """Whether all ranks have saved and ended after a request to stop, except those that were left behind."""
         return {each.exit_code for each in self._ranks.look() if not each.is_lost} == {EXIT_PREEMPTED}
 
     # ------------------------------------------------------------------ while it runs
 
     def _look(self) -> list[RankState]:
-        """The ranks that count. Those that were killed, and without which the others go on, don't any more."""
+        """The states of ranks that count: not those that were killed and that the others continue without."""
         states = [each for each in self._ranks.look() if not each.is_lost]
         if self._failed_ns is None and not self._ranks.stopped:
             for each in find_lost(states, self._policy.num_workers):
                 self._ranks.lost.add(each.rank)
-                self._ranks.kill(each.rank)  # what it had started
+                self._ranks.kill(each.rank)  # the processes that it had started
                 states.remove(each)
                 who = f"worker {each.rank} (rank {each.rank}, pid {each.pid})"
                 say(f"evenstep: {who} {describe_exit(each.exit_code or 0)}; the others go on without it")
@@ -269,13 +269,16 @@ class Attempt:
         return states
 
     def _wait(self, states: Sequence[RankState]) -> None:
-        """Wait for the next look. While no failure is known, first look at what isn't seen of the ranks' ends."""
+        """Wait until the next check.
+
+        While no failure is known, first check for hangs, which exit statuses don't show.
+        """
         if self._failed_ns is not None:
             self._ranks.await_end(_POLL_S)
             return
         self._hang = self._find_hang(states)
         if self._hang is not None and self._hang.is_suspended and self._hang.rank < self._policy.num_workers:
-            self._ranks.kill(self._hang.rank)  # and is then lost like any other that was killed
+            self._ranks.kill(self._hang.rank)  # then it is lost like any other killed rank
             self._hang = None
         if self._others is not None:
             self._remote_failure = self._others.look()
@@ -291,7 +294,7 @@ class Attempt:
         lines, hang = self._stop_watch.look(now, states)
         if now - self._last_look >= _LOOK_EVERY_S:
             self._last_look = now
-            # Suspended ranks have been named already.
+            # Suspended ranks have already been named.
             running = {each.rank: each.page for each in states if not each.is_suspended}
             hang = hang or find_overdue(running, self._timeouts, now_ns=time.monotonic_ns())
             lines += self._look_for_hangs(states)
@@ -300,7 +303,7 @@ class Attempt:
         return hang
 
     def _look_for_hangs(self, states: Sequence[RankState]) -> list[str]:
-        """Lines on ranks that keep the others waiting. Never blocks: stacks are asked for now, and read later."""
+        """Lines about ranks that keep the others waiting. Never blocks: stacks are requested now, and read later."""
         now_ns, watch = time.monotonic_ns(), self._hang_watch
         watch.observe(now_ns, states)
         others = unpacked(self._others.looks()) if self._others is not None else []
@@ -316,12 +319,12 @@ class Attempt:
             self._others.publish_looks(packed(watch.looks(now_ns)))
         lines, loading = watch.judge(now_ns, others), watch.loading()
         self._ranks.request_worker_stacks(self._worker_stacks, (each for each in states if each.rank in loading))
-        if self._stack_request is None:  # they write to the same file
+        if self._stack_request is None:  # ranks and workers write to the same file
             lines += self._worker_stacks.look()
         return lines
 
     def _leave_behind(self, late: Sequence[RankState]) -> None:
-        """Kill ranks that don't end, in a slow exit handler perhaps, though all have saved."""
+        """Kill ranks that don't end, perhaps because of a slow exit handler, although all have saved."""
         for each in late:
             say(
                 f"evenstep: rank {each.rank} (pid {each.pid}) still runs {self._policy.terminate_s:g} s after others "
@@ -331,7 +334,7 @@ class Attempt:
         self._stop(signal.SIGTERM)
 
     def _notice(self, states: list[RankState]) -> None:
-        """Remember when the attempt has failed, and where ranks were; and kill a rank that was given up."""
+        """Record when the attempt has failed and where ranks were, and kill a rank that was given up."""
         self._failed_ns, self._noticed = time.monotonic_ns(), states
         if self._others is not None:
             self._others.request_states()
@@ -345,7 +348,7 @@ class Attempt:
         """Stacks of the ranks that still run and have reported no error."""
         return self._ranks.request_stacks(each for each in states if each.report is None).await_stacks(_STACK_S)
 
-    # ------------------------------------------------------------------ how it ends
+    # ------------------------------------------------------------------ the end
 
     def _end(self, step: Step | End, states: Sequence[RankState]) -> End:
         end = step if isinstance(step, End) else self._fail(step, states)
@@ -360,16 +363,16 @@ class Attempt:
         if end is End.NODE_COMES:
             say("evenstep: another node has come: all ranks are stopped, and start again with it")
             if self._others is not None:
-                self._others.announce_new_node()  # before another node can take the end of our ranks for a failure
+                self._others.announce_new_node()  # first: else other nodes may mistake our ranks' end for a failure
             self._stop(signal.SIGTERM, may_save=True)
             self.saved = _saved_here(self._ranks.look())
         self._close()
         return end
 
     def _part(self, how: Parting) -> bool:
-        """Wait until the attempt has ended on the other nodes, too; returns whether it has ended as well there.
+        """Wait until the attempt has ended on the other nodes, too. Returns whether it ended without a failure there.
 
-        Ranks that have saved had agreed on that: whatever comes after it is no failure of this node.
+        Ranks that have saved had agreed on the save, so no later event is a failure of this node.
         """
         if self._others is None:
             return True
@@ -387,7 +390,7 @@ class Attempt:
         ended, on_other_nodes = self._ranks.look(), list[str]()
         was_stopping = any(Note.STOPS in each.notes for each in ended)
         failure = failure_of(ends_of(ended), reports_of(ended), attempt=self._number)
-        if failure is None and self._hang is not None:  # it can't be killed
+        if failure is None and self._hang is not None:  # the hanging rank can't be killed
             failure = Failure(self._number, Exit(self._hang.rank, self._hang.pid, -signal.SIGKILL), None)
         if self._was_left and self._remote_failure is None:
             exits = ends_of(ended)
@@ -407,7 +410,7 @@ class Attempt:
             on_other_nodes = self._others.states()
             if self._others.new_node_waits and (failure is None or failure.only_secondary):
                 return End.NODE_COMES
-            if self._may_restart:  # all nodes decide alike
+            if self._may_restart:  # all nodes make the same decision
                 longest_s = self._policy.terminate_s + self._policy.grace_s
                 self.saved = agree_on_saved(self._others, self.saved, longest_s=longest_s)
             was_stopping = was_stopping or (self._needs_all_nodes and self._others.is_stopping)
@@ -426,11 +429,11 @@ class Attempt:
         return End.FAILED
 
     def _stop(self, first: signal.Signals, *, may_save: bool = False) -> None:
-        """Stop the ranks and what they started; see `Ranks.stop`.
+        """Stop the ranks and the processes that they have started; see `Ranks.stop`.
 
         Args:
-            first: Sent first.
-            may_save: All ranks are there, which a save needs: those that save then have the time for it.
+            first: The signal to send first.
+            may_save: All ranks still run, as a save requires, so they get the time for it.
         """
         saves, policy = may_save and _saved_here(self._ranks.look()).saves, self._policy
         if saves and first == signal.SIGINT:

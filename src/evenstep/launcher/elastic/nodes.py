@@ -1,20 +1,20 @@
-"""What a run's launchers know of each other: that each node is alive, which rank failed first, what was saved.
+"""Information that a run's launchers exchange: that each node is alive, which rank failed first, what was saved.
 
 [Note: one row of beats]
 
-Every launcher writes to the store of the rendezvous several times a second: its beat (a number, and the version of its
-facts), a line on what its ranks are doing and, when they have changed, its facts (its name, where its ranks are if they
-haven't stepped for a while, whether a new node waits, whether it was asked to stop and, at the end, how its attempt has
-ended and what it has saved). The node of the store reads all beats in one call, and publishes them in one row. The
-others read the row, facts only where their version is new, and lines only when an attempt has failed: at most four
-calls per node and beat, however many nodes there are. A key exists before anybody reads it, since the store would wait
-for it: the node of the store makes all beats, and facts are written before the beat that has their version.
+Several times a second every launcher writes to the rendezvous store: its beat (a number, and the version of its facts),
+a line about its ranks' activity and, when they have changed, its facts: its name, where its ranks are if they haven't
+stepped for a while, whether a new node waits, whether it was asked to stop and, at the end, how its attempt has ended
+and what it has saved. The store's node reads all beats in one call, and publishes them in one row. The others read the
+row, facts only if their version is new, and lines only when an attempt has failed. That is at most four calls per node
+and beat for any number of nodes. A key must exist before any node reads it, because the store would wait for it: so the
+store's node creates all beats, and facts are written before the beat with their version.
 
-A node whose beat stands still is lost: its power or its network is gone. There is also one slot for the first failure,
-which the first node to fail wins by compare-and-swap; nodes that only lost a peer then report that failure as the
-cause. At the end of an attempt the nodes exchange what each has saved, so that each decides by itself, and all alike,
-whether the run is restarted (`Standing`). A run of one node has the answers without asking anybody. A node that sees a
-new one wait announces it; otherwise its peers would take the end of its ranks for a failure.
+A node whose beat no longer changes is lost: its power or its network is gone. There is also one slot for the first
+failure, which the first node to fail wins by compare-and-swap; nodes that only lost a peer then report that failure as
+the cause. At the end of an attempt the nodes exchange what each has saved, so that each decides independently, with the
+same result, whether the run is restarted (`Standing`). A run of one node needs no exchange. A node that notices a
+waiting new node announces it; otherwise its peers would mistake the end of its ranks for a failure.
 
 A thread talks to the store, because a store that is unreachable never answers, and no deadline of torch's ends that.
 `Heartbeats`, which decides, is pure, and is called from outside the thread.
@@ -41,11 +41,11 @@ from evenstep.ground.environment import NODE_TIMEOUT_S
 from evenstep.launcher.failure.report import Failure, RemoteFailure, state_of, status_of, summary_of
 
 _BEAT_S = 0.25
-_HURRY_S = 0.02  # between two looks at the store when the attempt has ended
+_HURRY_S = 0.02  # between two reads of the store when the attempt has ended
 _PARTING_S = 1.0
 _CONNECT_S = 60.0
 _SURE_S = 1.0
-_LOOKS_S = 1.0  # between two changes of what others may know of this node's ranks
+_LOOKS_S = 1.0  # between two updates of this node's ranks' places for other nodes
 _MAX_TEXT = 500
 _NOTHING = "-"
 _ROW, _FIRST = "row", "first-failure"
@@ -64,20 +64,21 @@ class Heartbeats:
         self._lost_after_s = lost_after_s
         self._last: dict[int, tuple[str, float]] = dict.fromkeys(others, ("", now))
         self._answered = now
-        self._suspected: float | None = None  # since when `lost` has found a node lost
+        self._suspected: float | None = None  # the time since which `lost` has found a node lost
 
     def note(self, now: float, beats: Mapping[int, str]) -> None:
-        """Note that the store has answered with these heartbeats, by node."""
+        """Record that the store has answered with these heartbeats, by node."""
         self._answered = now
         for node, beat in beats.items():
             if beat != self._last[node][0]:
                 self._last[node] = (beat, now)
 
     def lost(self, now: float, *, store_at: str) -> str | None:
-        """A sentence on a node that is lost; None while all are alive or haven't sent their first heartbeat.
+        """A sentence about a lost node; None while all are alive or haven't sent their first heartbeat.
 
-        Only what is so for a while of this process's own time counts: it may have been frozen itself, as a virtual
-        machine that moves is, and the others' heartbeats are read a moment later.
+        A node counts as lost only if it stays silent for a while of this process's own running time: this process may
+        have been frozen itself, like a virtual machine during migration, and read the others' heartbeats a moment
+        later.
         """
         found = self._silent(now, store_at)
         self._suspected = None if found is None else now if self._suspected is None else self._suspected
@@ -96,18 +97,19 @@ class Heartbeats:
         return None
 
     def is_cut_off(self, now: float) -> bool:
-        """Whether the store has not answered for too long."""
+        """Whether the store hasn't answered for too long."""
         return now - self._answered > self._lost_after_s
 
     def lost_nodes(self, now: float) -> list[int]:
-        """The nodes that have not been heard of for too long, as far as the store has answered."""
-        # Not until now: a store that doesn't answer says nothing of a node. One without a first heartbeat still starts.
+        """The nodes that have been silent for too long, according to the store's last answer."""
+        # Measured until the store's last answer, not until now: a silent store doesn't make nodes silent. A node
+        # without a first heartbeat is still starting.
         known = min(now, self._answered)
         return [node for node, (beat, since) in self._last.items() if beat and known - since > self._lost_after_s]
 
 
 class Parting(enum.Enum):
-    """How an attempt has ended on a node that knows of no failure of its own."""
+    """How an attempt has ended on a node without a failure of its own."""
 
     WELL = "all ranks have ended as they should"
     SAVED = "ranks were asked to stop, have saved, and ended"
@@ -118,13 +120,13 @@ class OtherNodes:
     """This node's end of the heartbeat. Made when the ranks have been started, closed when they have ended.
 
     Args:
-        address: Where the store is.
-        port: Its port.
-        session: Name of this session: another one for every rendezvous.
+        address: The store's address.
+        port: The store's port.
+        session: Name of this session: a different one for every rendezvous.
         node_rank: This node; 0 has the store.
         num_nodes: All nodes.
         lost_after_s: See `Heartbeats`.
-        describe: Returns a line on what this node's ranks are doing; called several times a second, by the thread.
+        describe: Returns a line about the activity of this node's ranks; called several times a second, by the thread.
     """
 
     LOST_STATUS = 76
@@ -148,7 +150,7 @@ class OtherNodes:
         self._describe = describe
         # Replaced as a whole, by the main thread alone.
         self._mine: dict[str, Any] = {"version": "0", "host": socket.gethostname()}
-        self._facts: dict[int, dict[str, Any]] = {}  # the others', as of the last beat
+        self._facts: dict[int, dict[str, Any]] = {}  # the other nodes' facts at the last beat
         self._own_failure = ""
         self._remote_failure: RemoteFailure | None = None
         self._requests_states = False
@@ -161,22 +163,25 @@ class OtherNodes:
 
     @property
     def new_node_waits(self) -> bool:
-        """Some node has announced a new one that waits to join."""
+        """Whether a node has announced a new node that waits to join."""
         return any("new_node" in record for record in (self._mine, *self._facts.values()))
 
     def look(self) -> RemoteFailure | None:
-        """A failure on another node, as far as it is known. Never blocks."""
+        """A failure on another node, if one is known. Never blocks."""
         if self._remote_failure is not None:
             return self._remote_failure
         lost = self._heartbeats.lost(time.monotonic(), store_at=f"{self._address}:{self._port}")
         return None if lost is None else RemoteFailure(lost, self.LOST_STATUS)
 
     def publish_failure(self, text: str, status: int, *, state: str = "", wait_s: float = 1.0) -> None:
-        """Publish this node's failure as the first, unless another node's was. Waits a moment until that is done."""
+        """Publish this node's failure as the first one, unless another node has published one.
+
+        Waits a moment until that is done.
+        """
         where = f"node {self._node_rank} ({socket.gethostname()})"
         failure = RemoteFailure(f"on {where}: {text}"[:_MAX_TEXT], status, state[:_MAX_TEXT])
         self._own_failure = json.dumps(asdict(failure))
-        enough = self._num_beats + 2  # one may be under way
+        enough = self._num_beats + 2  # one beat may be in flight
         self._await(lambda: self._num_beats >= enough, wait_s)
 
     def announce_new_node(self, *, wait_s: float = 1.0) -> None:
@@ -185,7 +190,7 @@ class OtherNodes:
         self._await_beats(wait_s)
 
     def check_for_new_node(self, *, longest_s: float = 1.0) -> bool:
-        """`new_node_waits`, after one more look at the store."""
+        """`new_node_waits`, after reading the store once more."""
         self._await_beats(longest_s)
         return self.new_node_waits
 
@@ -195,18 +200,18 @@ class OtherNodes:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether another node was asked to stop: whoever started again would wait for it."""
+        """Whether another node was asked to stop: nodes that started again would wait for it."""
         return any("stops" in facts for facts in self._facts.values())
 
     def publish_looks(self, text: str) -> None:
-        """Have the other nodes know where this node's ranks are; "": nothing is known. Never blocks."""
+        """Publish where this node's ranks are; "": it isn't known. Never blocks."""
         now = time.monotonic()
         if now - self._looks_at > _LOOKS_S or not text:
             self._looks_at = now
             self._publish(looks=text)
 
     def looks(self) -> list[tuple[str, str]]:
-        """(A node, in words; what it has published), of all other nodes that have. Never blocks."""
+        """(Description of a node, its published text) for all other nodes that have published one. Never blocks."""
         return self._of_all("looks")
 
     def request_states(self) -> None:
@@ -220,26 +225,26 @@ class OtherNodes:
         return self._states or []
 
     def exchange(self, text: str, *, longest_s: float) -> list[str]:
-        """What the other nodes have given here at the end of this attempt; without those that are lost or too late.
+        """The texts that other nodes have passed at the end of this attempt, without nodes that are lost or too late.
 
-        Collective over nodes. Each gives one text, once.
+        Collective over nodes. Each node passes one text, once.
         """
         self._publish(given=text)
         self._await(lambda: self._have_all("given"), longest_s)
         return [text for _, text in self._of_all("given")]
 
     def publish_leaving(self) -> None:
-        """Have the other nodes know that a rank of this node has left its world as it should. Never blocks."""
+        """Publish that a rank of this node has left its world without an error. Never blocks."""
         self._publish(leaving=True)
 
     def publish_end(self, how: Parting) -> None:
-        """Have the other nodes know how the attempt has ended on this one. Never blocks."""
+        """Publish how the attempt has ended on this node. Never blocks."""
         self._publish(ended=how.name)
 
     def await_ends(self, longest_s: float) -> set[Parting]:
-        """How the attempt has ended on the other nodes: all of them, unless a failure is known or it takes too long.
+        """How the attempt has ended on the other nodes: on all of them, unless a failure is known or it takes too long.
 
-        Nodes that start again with a new one have no such end, and aren't waited for.
+        Nodes that start again with a new node don't end in this way, and aren't awaited.
         """
         began = time.monotonic()
         while not self._have_all("ended") and self.look() is None and not self._has_ended.is_set():
@@ -253,13 +258,13 @@ class OtherNodes:
 
     @property
     def somebody_leaves(self) -> bool:
-        """Ranks of another node have left their world as they should."""
+        """Whether ranks of another node have left their world without an error."""
         return any("leaving" in facts for facts in self._facts.values())
 
     def close(self) -> None:
-        """Wait a moment for the others to have read what they want, as the store ends with its node; then say no more.
+        """Wait a moment until the others have read what they need, because the store ends with its node; then stop.
 
-        Doesn't wait for a store that is silent.
+        Doesn't wait for a silent store.
         """
         self._publish(has_read=True)
         self._await(lambda: self._have_all("has_read"), _PARTING_S)
@@ -279,7 +284,7 @@ class OtherNodes:
         ]
 
     def _await(self, is_true: Callable[[], bool], longest_s: float) -> None:
-        """Wait until something has come true, with beats in quick succession, while the store can be reached."""
+        """Wait until a condition is true, with beats in quick succession, while the store can be reached."""
         deadline = time.monotonic() + longest_s
         while not is_true() and time.monotonic() < deadline:
             if self._has_ended.is_set() or self._heartbeats.is_cut_off(time.monotonic()):
@@ -288,17 +293,17 @@ class OtherNodes:
             time.sleep(_HURRY_S)
 
     def _await_beats(self, longest_s: float) -> None:
-        """Wait for a row with a later beat of this node: others know by now what it published, and it what they did."""
-        enough = self._num_beats + 1  # one may be under way
+        """Wait for a row with a later beat of this node: then this node and the others have read each other's facts."""
+        enough = self._num_beats + 1  # one beat may be in flight
         self._await(lambda: self._num_in_row >= enough, longest_s)
 
     def _have_all(self, what: str) -> bool:
-        """Whether no node's facts lack something, but of those that won't be heard of any more."""
+        """Whether the facts of all nodes have an entry, except nodes that will send nothing any more."""
         have_it = {node for node, facts in self._facts.items() if what in facts}
         return set(self._others) <= have_it | {*self._heartbeats.lost_nodes(time.monotonic())}
 
     def _run(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store has gone: `look` says so when that has lasted
+        with contextlib.suppress(RuntimeError):  # the store is gone: `look` reports it if that lasts
             store = TCPStore(
                 self._address,
                 self._port,
@@ -313,7 +318,7 @@ class OtherNodes:
         here, sent, told = self._node_rank, "", ""
         beats = [f"beat-{node}" for node in range(self._num_nodes)]
         for key in (_FIRST, *(beats if here == 0 else ())):
-            store.compare_set(key, "", _NOTHING)  # what is there already stays
+            store.compare_set(key, "", _NOTHING)  # doesn't overwrite an existing value
         while not self._is_closed.is_set():
             mine, state = self._mine, self._describe()[:_MAX_TEXT] or " "
             values = {f"state-{here}": state, f"beat-{here}": f"{self._num_beats}.{mine['version']}"}
@@ -358,14 +363,15 @@ class OtherNodes:
 
 @dataclass(frozen=True)
 class Standing:
-    """How a run stands with its restarts and checkpoints, as one node knows, or all nodes together; or one attempt.
+    """Restarts and checkpoints of a run, as known to one node or to all nodes together; or of one attempt.
 
     Attributes:
-        num_restarts: How many there were.
-        num_in_vain: Those since the last checkpoint was committed.
-        saves: There was a `Checkpointer`. Without checkpoints nothing shows whether a run makes progress.
-        saved_step: Of the newest checkpoint; None: none yet.
-        has_saved: One was committed since the last restart, perhaps before nodes came or went without one.
+        num_restarts: Number of restarts.
+        num_in_vain: Number of restarts since the last checkpoint was committed.
+        saves: There was a `Checkpointer`. Without checkpoints a run's progress isn't known.
+        saved_step: Step of the newest checkpoint; None: none yet.
+        has_saved: A checkpoint was committed since the last restart, perhaps before nodes joined or left without a
+            restart.
     """
 
     num_restarts: int = 0
@@ -378,7 +384,7 @@ class Standing:
 
     @staticmethod
     def of_all_nodes(each: Iterable[Standing]) -> Standing:
-        """The standing of the run, from those of its nodes; nodes that joined later know less. Pure."""
+        """The run's standing, combined from its nodes' standings; nodes that joined later know less. Pure."""
         nodes = list(each)
         most, has_saved = max(node.num_restarts for node in nodes), any(node.has_saved for node in nodes)
         return Standing(
@@ -390,13 +396,13 @@ class Standing:
         )
 
     def after(self, attempt: Standing) -> Standing:
-        """The standing after an attempt that has ended, without failing."""
+        """The standing after an attempt that has ended without a failure."""
         if attempt.saved_step is None:
             return self
         return replace(self, num_in_vain=0, saved_step=attempt.saved_step, has_saved=True)
 
     def after_failure(self, attempt: Standing) -> Standing:
-        """The same after one that has failed: unless a checkpoint was committed, the restart before it was in vain."""
+        """The standing after a failed attempt: unless a checkpoint was committed, the restart before it was in vain."""
         now = self.after(attempt)
         is_in_vain = attempt.saves and self.num_restarts > 0 and not now.has_saved
         return replace(now, num_in_vain=now.num_in_vain + is_in_vain, has_saved=False)
@@ -408,12 +414,12 @@ class Standing:
 
 
 def agree_on_saved(others: OtherNodes, own: Standing, *, longest_s: float) -> Standing:
-    """What an attempt has saved on all nodes, once it has ended there too; without nodes that are lost or too late.
+    """What an attempt has saved on all nodes, once it has ended on all; without nodes that are lost or too late.
 
     Args:
         others: The other nodes.
-        own: What it has saved on this one.
-        longest_s: How long to wait for them.
+        own: What it has saved on this node.
+        longest_s: How long to wait for the others.
     """
     nodes = [own]
     for text in others.exchange(json.dumps(asdict(own)), longest_s=longest_s):
@@ -425,16 +431,16 @@ def agree_on_saved(others: OtherNodes, own: Standing, *, longest_s: float) -> St
 def agree_on_cause(
     others: OtherNodes, failure: Failure | None, remote: RemoteFailure | None, *, grace_s: float, patience_s: float
 ) -> RemoteFailure | None:
-    """Publish a failure that began here; else, after secondary failures only, wait for one published elsewhere.
+    """Publish a failure that began here. If all failures here are secondary, wait for another node's published failure.
 
-    Ranks of this node that have left early are the cause where no failure is published.
+    If no failure is published, ranks of this node that have left early are the cause.
 
     Args:
         others: The other nodes.
-        failure: Of this node's ranks, all of which have ended; None: none failed.
-        remote: What was known of the other nodes when it was noticed; None: nothing.
+        failure: The failure of this node's ranks, all of which have ended; None: none failed.
+        remote: The failure of another node that was known when this one was noticed, or None.
         grace_s: How long to wait.
-        patience_s: The same, where ranks of another node leave: how they end decides.
+        patience_s: How long to wait if ranks of another node are leaving, because their end decides.
 
     Returns:
         The failure on another node that is the cause; None: it isn't known, or happened here.
@@ -455,11 +461,11 @@ def agree_on_cause(
 
 
 def compare_standings(store: Store, own: Standing, *, node_rank: int, num_nodes: int) -> Standing:
-    """How the run stands as all nodes together know. Collective over nodes; all return the same.
+    """The run's standing from the knowledge of all nodes. Collective over nodes; all return the same.
 
     Args:
-        store: Of this rendezvous alone.
-        own: What this node knows.
+        store: A store for this rendezvous only.
+        own: This node's standing.
         node_rank: This node.
         num_nodes: All nodes of this rendezvous.
     """

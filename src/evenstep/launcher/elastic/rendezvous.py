@@ -30,21 +30,21 @@ from evenstep.errors import ConfigurationError
 from evenstep.ground.coordination.rendezvous_store import call_within
 from evenstep.launcher.options.flags import Nodes
 
-_BACKEND = "evenstep"  # torchelastic's name for both
-_PORT = 29500  # torchrun's
+_BACKEND = "evenstep"  # the name of both handlers in torchelastic
+_PORT = 29500  # torchrun's default
 _ANSWER_S = 2.0
 _REPORT_AFTER_S = 10.0
 _LOOK_S = 0.1
-_LINGER_S = 1.0  # before the store goes with its node: the others have yet to read why
+_LINGER_S = 1.0  # before the store ends with its node: the others still have to read the reason
 
 
 def open_store(address: str, port: int, **settings: Any) -> TCPStore:
-    """Open a store that this node keeps, at `network.bind_address`.
+    """Open a store on this node, at `network.bind_address`.
 
     Args:
-        address: One of this node, by which all others know it.
-        port: Where it listens; 0: the system chooses.
-        settings: torch's.
+        address: This node's address for all other nodes.
+        port: The port on which it listens; 0: the system chooses.
+        settings: torch's settings.
 
     Raises:
         OSError: The address isn't this node's, or the port is in use.
@@ -61,11 +61,11 @@ class OneNodeRendezvous(StaticTCPRendezvous):
 
     Args:
         run_id: Name of the run.
-        port: `MASTER_PORT` of scripts; 0: a free port, another one for every attempt.
+        port: `MASTER_PORT` of scripts; 0: a free port, a different one for every attempt.
 
-    torchelastic needs a rendezvous also where there is only one node. Its own opens a store that listens on every
-    interface. This one holds a dictionary, and reserves a port on which a script may open a store of its own.
-    `evenstep.init` and torch's `init_process_group` need no port: they meet through a file of the launcher's.
+    torchelastic needs a rendezvous even for a single node. Its own opens a store that listens on every interface. This
+    one holds a dictionary, and reserves a port on which a script may open its own store. `evenstep.init` and torch's
+    `init_process_group` need no port: they meet through a file of the launcher's.
     """
 
     def __init__(self, run_id: str, port: int = 0) -> None:
@@ -98,13 +98,13 @@ class OneNodeRendezvous(StaticTCPRendezvous):
 class FixedNodesRendezvous(StaticTCPRendezvous):
     """The rendezvous of a fixed number of nodes, given `--node-rank`, `--master-addr` and `--master-port`.
 
-    It replaces torch's "static" rendezvous, and differs in three things: the store listens on the given address and
-    on no other; every node publishes how many nodes it expects, and of which run, so that a difference ends all of
-    them at once; and a node that waits prints for which others.
+    It replaces torch's "static" rendezvous, with three differences: the store listens only on the given address; every
+    node publishes the number of nodes and the run that it expects, so that a difference ends all nodes at once; and a
+    waiting node prints the nodes that it waits for.
 
     Args:
-        address: Of the node with rank 0, which keeps the store.
-        port: Where it listens.
+        address: The address of the node with rank 0, which has the store.
+        port: The store's port.
         node_rank: This node.
         num_nodes: All nodes.
         run_id: Name of the run.
@@ -137,7 +137,7 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
         """Wait until all nodes are here.
 
         Raises:
-            ConfigurationError: They were given different commands, or don't come.
+            ConfigurationError: The nodes were given different commands, or some don't come.
             DistError: Node 0 is gone, and the store with it.
         """
         store = self._opened = self._opened or self._open()
@@ -149,12 +149,13 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
     def _find_port(self, here: Store) -> int:
         """The port of this attempt's store: the given one at first, and then that of a new store.
 
-        torch's own `init_process_group` has one name for all attempts: it would find the addresses of the ranks before.
+        torch's `init_process_group` uses the same keys for all attempts: it would find the addresses of an earlier
+        attempt's ranks.
         """
         if self._round == 1:
             return self.master_port
         if self.rank == 0:
-            self._ranks_store = open_store(self.master_addr, 0)  # no node reads the one before any more
+            self._ranks_store = open_store(self.master_addr, 0)  # no node reads the previous store any more
             here.set("port", str(self._ranks_store.port))
         return int(here.get("port"))
 
@@ -164,12 +165,13 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
             try:
                 return open_store(self.master_addr, self.master_port, timeout=self.timeout)
             except OSError as error:
-                remedy = "--master-addr names the node with --node-rank 0, by an address that it has."
+                remedy = "--master-addr must be an address of the node with --node-rank 0."
                 if error.errno == errno.EADDRINUSE:
                     owner = network.owner_of(self.master_port) or "another process"
                     remedy = f"It is in use by {owner}: choose another --master-port."
                 raise ConfigurationError(f"can't listen at {where}: {error.strerror}. {remedy}") from None
-        # In a thread of its own: torch heeds no signal while it waits, and waits for ever for one that never answers.
+        # In a separate thread: while torch waits it reacts to no signal, and it waits for ever for a node that never
+        # answers.
         call = call_within(
             _REPORT_AFTER_S,
             lambda: TCPStore(
@@ -188,9 +190,9 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
             ) from None
 
     def _take_place(self, store: Store) -> Store:
-        """Wait for the next round, which node 0 begins, and take this node's rank in it; returns its part of the store.
+        """Wait until node 0 begins the next round, take this node's rank in it, and return the round's store.
 
-        The number is the store's: who comes in place of a lost node knows nothing of the rounds before.
+        The round's number comes from the store, because a node that replaces a lost one doesn't know of earlier rounds.
         """
         if self.rank == 0:
             store.add("round", 1)
@@ -208,8 +210,8 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
                         f"two nodes have --node-rank {self.rank}. Give every node its own, 0 to {self.world_size - 1}."
                     )
                 say(
-                    f"evenstep: the run goes on with another node of --node-rank {self.rank}: this one waits for the "
-                    f"next attempt, to take its place"
+                    f"evenstep: the run has another node with --node-rank {self.rank}: this node waits for the next "
+                    f"attempt, to replace it"
                 )
             time.sleep(_LOOK_S)
         raise ConfigurationError(
@@ -247,20 +249,20 @@ class FixedNodesRendezvous(StaticTCPRendezvous):
 
 
 def bound_answers(handler: RendezvousHandler) -> None:
-    """Have a rendezvous answer soon what torchelastic asks it while ranks run, or when they have ended.
+    """Make a rendezvous answer torchelastic's queries soon, while ranks run and when they have ended.
 
-    torch's own asks its store, and on a host that is cut off that store never answers, whatever its timeout: the
-    launcher couldn't say what has happened, nor end.
+    torch's own rendezvous queries its store, and on a host that is cut off the store never answers, for any timeout:
+    the launcher could neither report the failure nor end.
     """
     if isinstance(handler, StaticTCPRendezvous):
-        return  # ours ask nobody
+        return  # ours query no store
     bounded: Any = handler
     bounded.num_nodes_waiting = _Bounded(handler.num_nodes_waiting, otherwise=0)
     bounded.shutdown = _Bounded(handler.shutdown, otherwise=False)
 
 
 class _Bounded:
-    """A function that is called in a thread, and whose answer is awaited for a moment only."""
+    """A function that is called in a thread. Its answer is awaited only for a moment."""
 
     def __init__(self, function: Callable[[], Any], *, otherwise: object) -> None:
         self._function, self._otherwise = function, otherwise
@@ -276,14 +278,14 @@ class _Bounded:
 
 
 def choose(nodes: Nodes, config: LaunchConfig) -> None:
-    """Have torchelastic's launch use the rendezvous that a command line means.
+    """Make torchelastic's launch use the rendezvous that a command line describes.
 
     Args:
-        nodes: Of the command line.
-        config: torch's, in which it is changed.
+        nodes: The command line's nodes.
+        config: torch's configuration, which is changed.
 
     Raises:
-        ValueError: `--rdzv-conf` has a timeout that is no number.
+        ValueError: `--rdzv-conf` has a timeout that isn't a number.
     """
     settings = config.rdzv_configs
     handler: RendezvousHandler
@@ -301,7 +303,8 @@ def choose(nodes: Nodes, config: LaunchConfig) -> None:
         )
     else:
         if nodes.backend == "c10d" and network.is_own_address(nodes.host):
-            # torch compares the endpoint with what this host's name means, another address where it has several.
+            # torch compares the endpoint with the address of this host's name, which may be another one of its
+            # addresses.
             settings.setdefault("is_host", "1")
         return
     config.rdzv_backend, config.rdzv_configs = _BACKEND, {"handler": handler}

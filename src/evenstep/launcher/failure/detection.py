@@ -1,6 +1,6 @@
-"""Looking at ranks from outside: how each is (`RankState`), who is suspended, and who is overdue.
+"""Checks of ranks from outside: each rank's state (`RankState`), and suspended and overdue ranks.
 
-`look_at` reads /proc, how a process has ended, and its page. What is decided from that is pure.
+`look_at` reads /proc, a process's exit status, and its heartbeat page. All decisions from that are pure.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from evenstep.processes import RESIDENT_PAGES, STATE, stat_fields, time_on_core_
 
 @dataclass(frozen=True)
 class RankState:
-    """One look at a rank of this node: its process, and its heartbeat page. `look_at` makes it.
+    """The state of a rank of this node at one time: its process, and its heartbeat page. `look_at` makes it.
 
     Attributes:
-        exit_code: How its process has ended, negative for a signal; None: it runs.
-        page: What its page says; None: nobody writes to it yet, or a program that isn't python.
-        notes: What it has noted there.
-        report: Of the error that ends it. A report from another process on this page counts only once the rank's
-            process has ended with a status other than 0. It may come from a script that the user's program has started:
-            that program's status says whether the rank failed. Or it comes from a child whose failure its parent has
-            caught.
-        was_stopped: A signal of ours reached it alive.
-        is_lost: The others go on without it.
-        state: As in `/proc/PID/stat`: T is stopped by a signal, t by a debugger; "" if it can't be seen, or has ended.
-        resident_bytes: Memory that it holds.
-        on_core_ns: How long its main thread has used a processor in all; None where that can't be seen.
+        exit_code: The process's exit code, negative for a signal; None: it runs.
+        page: Its heartbeat page; None: the process hasn't written to it yet, or isn't python.
+        notes: Its notes on the page.
+        report: Its report of the error that ends it. A report from another process on this page counts only once the
+            rank's process has ended with a status other than 0. Such a report may come from a script that the user's
+            program has started, and that program's status decides whether the rank failed. Or it comes from a child
+            whose failure its parent has caught.
+        was_stopped: A signal of ours reached it while it ran.
+        is_lost: The other ranks continue without it.
+        state: As in `/proc/PID/stat`: T is stopped by a signal, t by a debugger; "" if it can't be read, or the process
+            has ended.
+        resident_bytes: The memory that it holds.
+        on_core_ns: How long its main thread has used a processor in total; None if that can't be read.
     """
 
     rank: int
@@ -63,20 +64,20 @@ class RankState:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has reported an error, and only python's own end is left of it, or not even that."""
+        """Whether it has reported an error, and has ended or only runs python's own end."""
         return self.report is not None and (not self.runs or (self.page is not None and self.page.is_done))
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it has left its world as it should, and still runs."""
+        """Whether it has left its world without an error, and still runs."""
         return self.runs and self.page is not None and self.page.phase is Phase.ENDED
 
     @property
     def end(self) -> Exit | None:
-        """How it has ended; None: it has not, or the others go on without it.
+        """How it has ended; None: it has not, or the others continue without it.
 
-        A rank that has reported counts as failed, however it ended then: it may have been stopped before its end, have
-        an exit handler that ends it with status 0, or be one that can't be killed.
+        A rank that has reported counts as failed for any exit status: it may have been stopped before its end, have an
+        exit handler that ends it with status 0, or be unkillable.
         """
         if self.is_lost:
             return None
@@ -86,8 +87,9 @@ class RankState:
 
 
 def look_at(rank: int, process: Child, page: Page, *, was_stopped: bool = False, is_lost: bool = False) -> RankState:
-    """What a rank is like now: the only reader of its process and its page while it is watched."""
-    # First: a rank reports before it ends, so one that has ended without a report has left none.
+    """Read a rank's present state. While a rank is watched only this function reads its process and page."""
+    # Read the exit status before the page: a rank reports before it ends, so after the end a missing report stays
+    # missing.
     code = process.poll()
     report = CrashReport.unpack(page.report())
     if report is not None and report.pid != process.pid and (code or 0) <= 0:
@@ -113,7 +115,7 @@ def look_at(rank: int, process: Child, page: Page, *, was_stopped: bool = False,
 
 @dataclass(frozen=True)
 class Hang:
-    """A rank that has stopped going on, and for how long it was waited for.
+    """A rank that makes no progress, and how long others have waited for it.
 
     Attributes:
         late: The rank and those that wait for it, if it isn't suspended.
@@ -127,15 +129,15 @@ class Hang:
 
     @property
     def is_suspended(self) -> bool:
-        """Whether a signal has stopped it; else it runs, and doesn't come."""
+        """Whether a signal has stopped it. Otherwise it runs, but doesn't reach the point where others wait."""
         return self.late is None
 
     @property
     def verdict(self) -> str:
-        """The verdict after it was given up."""
+        """The verdict to print after it was given up."""
         if self.late is None:
             return f"{self}. It was not continued, so the run was ended"
-        return f"{self}. That is more than a rank may take there ({self.late.limit_s:g} s), so the run was ended"
+        return f"{self}. This is longer than allowed in this phase ({self.late.limit_s:g} s), so the run was ended"
 
     def __str__(self) -> str:
         if self.late is not None:
@@ -145,12 +147,13 @@ class Hang:
 
 
 class StopWatch:
-    """Notices ranks that a signal has stopped: they are named after a while, and given up after a longer one.
+    """Notices ranks that a signal has stopped. They are named after a while, and given up later.
 
     Args:
-        report_after_s: When to report.
-        grace_s: When to give up; a user may continue it until then. A debugger's stop is never given up.
-        follows: What happens to a rank then, for people.
+        report_after_s: When to name a rank.
+        grace_s: When to give a rank up; until then a user may continue it. A rank that a debugger has stopped is never
+            given up.
+        follows: Describes what then happens to a rank, for messages.
     """
 
     def __init__(
@@ -165,14 +168,14 @@ class StopWatch:
         self.grace_s = grace_s
         self._since: dict[int, float] = {}
         self._told: set[int] = set()
-        self.resident_bytes: dict[int, int] = {}  # by rank, as last seen
+        self.resident_bytes: dict[int, int] = {}  # by rank, at the last check
 
     def look(self, now: float, states: Iterable[RankState]) -> tuple[list[str], Hang | None]:
-        """(Lines to print, who is given up).
+        """(Lines to print, the rank that is given up or None).
 
         Args:
             now: Seconds on any clock that doesn't stop.
-            states: Of this node's ranks.
+            states: The states of this node's ranks.
         """
         lines: list[str] = []
         given_up: Hang | None = None
@@ -203,15 +206,15 @@ class StopWatch:
 def find_overdue(
     pages: Mapping[int, Heartbeat | None], timeouts: PhaseTimeouts, *, now_ns: int, margin_s: float = 5.0
 ) -> Hang | None:
-    """A rank that others wait for longer than its phase allows: who is given up. `HangWatch` names them. Pure.
+    """A rank to give up, because others wait for it longer than its phase allows. `HangWatch` names it. Pure.
 
-    The ranks have deadlines of their own, whose errors say more. This one is for ranks that can't raise any more.
+    The ranks have their own deadlines, with more detailed errors. This deadline is for ranks that can't raise any more.
 
     Args:
-        pages: By rank, of those that run and aren't suspended.
-        timeouts: What each phase allows.
+        pages: Pages by rank, of ranks that run and aren't suspended.
+        timeouts: The time that each phase allows.
         now_ns: Monotonic time.
-        margin_s: How long after that time the ranks' own deadlines may still speak.
+        margin_s: How much later than that time a rank is given up, so that the ranks' own deadlines come first.
     """
     over = [each for each in find_awaited(pages, timeouts, now_ns=now_ns) if each.overdue_s > margin_s]
     late = min(over, key=lambda each: each.seen.time_ns, default=None)
@@ -219,7 +222,7 @@ def find_overdue(
 
 
 class Ends:
-    """The ends of processes, known the moment they come, where the kernel has pidfds; else after a wait.
+    """Notices the ends of processes: at once if the kernel has pidfds, else after a wait.
 
     Args:
         pids: Children of this process, none of which has been waited for.
@@ -236,21 +239,21 @@ class Ends:
             self._poll = None
 
     def wait(self, longest_s: float) -> None:
-        """Return when one of them ends, or has; and else after a while."""
+        """Return when one of them has ended, or after the given time."""
         if self._poll is None:
             time.sleep(longest_s)
             return
         for fd, _ in self._poll.poll(longest_s * 1000):
-            self._poll.unregister(fd)  # it would end every later wait at once
+            self._poll.unregister(fd)  # else it would end every later wait at once
 
     def close(self) -> None:
-        """Let go of the processes."""
+        """Close the descriptors of the processes."""
         while self._fds:
             os.close(self._fds.pop())
 
 
 def count_memory_kills() -> int | None:
-    """How many processes the kernel has killed for memory since it started; None where it doesn't say."""
+    """How many processes the kernel has killed for memory since it started; None if that can't be read."""
     try:
         found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     except OSError:

@@ -1,19 +1,20 @@
-"""Which rank keeps the others waiting, in any torch program, judged from outside.
+"""Finds the rank that keeps the others waiting, in any torch program, from outside.
 
 [Note: how a hang is seen]
 
-A program that never imports evenstep has no marks on its heartbeat page but its optimizer's steps. Nothing in it is
-patched for this, and nothing is added to its step. The launcher looks at three things instead:
+The heartbeat page of a program that never imports evenstep shows only its optimizer's steps. Nothing in the program is
+patched for this, and nothing is added to its step. The launcher checks three things instead:
 
-- the page: since when has it not changed, and how long are the rank's steps in the median?
-- the kernel: has the rank's main thread used a processor? Who waits in a collective of Gloo doesn't at all.
-- the stacks: faulthandler writes them when it gets a signal, also while the interpreter lock is held. Ranks are asked
-  only when one has not stepped for that long and hardly uses the processor (or may have a GPU), then less and less
-  often: a signal ends a sleep of C code that doesn't expect one.
+- the page: since when is it unchanged, and how long is the rank's median step?
+- the kernel: has the rank's main thread used a processor? A rank that waits in a collective of Gloo uses none.
+- the stacks: faulthandler writes them when it gets a signal, even while the interpreter lock is held. The signal is
+  sent only when a rank has not stepped for too long and hardly uses the processor (or may have a GPU), and then less
+  and less often: a signal interrupts a sleep in C code that may not expect it.
 
-A rank *waits* if its stack says so, and if it has used no processor since. Where a wait uses the processor (a GPU's,
-the rendezvous) three looks must find the same stack. Who doesn't wait while others do is *missing*. It is named once,
-and again when it has come. Where it had come by itself, a later wait at the same place is reported after twice as long.
+A rank *waits* if its stack shows a wait and it has used no processor since. If waiting uses the processor (for a GPU,
+in the rendezvous) three checks must find the same stack. A rank that doesn't wait while others do is *missing*. It is
+named once, and again when it has come. If it has come by itself, a later wait at the same place is reported after twice
+the time.
 
 Everything here is pure: `stacks.StackRequest` sends the signal, and `evenstep.processes` reads /proc.
 """
@@ -33,41 +34,41 @@ from evenstep.launcher.failure.detection import RankState
 from evenstep.launcher.failure.stacks import LOADING, Place, parse_stacks, place_of
 
 DEFAULT_AFTER_S = 10.0
-_NUM_STEPS = 10  # medians of a step: what may pass without one before a rank is named
+_NUM_STEPS = 10  # a rank is named after this many median step times without a step
 _STEPS_KEPT = 64
-_RUNS_NS = 50_000  # a thread that has used the processor for longer has gone on
-_QUIET = 0.1  # of a processor: who uses more computes
+_RUNS_NS = 50_000  # a thread that has used the processor for longer has made progress
+_QUIET = 0.1  # of a processor: a rank that uses more is computing
 _MOST_EXCUSED = 8
 _FRESH_S = 2.0
-_SURE_AFTER = 3  # looks
-_LOOKS_AT = (0.5, 0.75, 1.0)  # of the time after which a rank is named; then at twice that, four times, ...
+_SURE_AFTER = 3  # checks
+_LOOKS_AT = (0.5, 0.75, 1.0)  # times of checks, relative to the time after which a rank is named; then 2, 4, ...
 _SAME_CALL = 6.0  # times as long: a slow network is no hang
-_CONFIRM_NS = 500_000_000  # a rank that raises instead has ended by then
+_CONFIRM_NS = 500_000_000  # within this time a rank that raises would have ended
 _MOST_STACKS = 3
 _MOST_SITES = 6
-_MOST_SENT = 64  # ranks of a node, to other nodes
+_MOST_SENT = 64  # ranks of a node that are reported to other nodes
 _MOST_TEXT = 3000  # characters, of a stack
-UNDER_NO_IF = "What ranks do together (world.mean, a save) stands under no `if` that holds on some of them only."
+UNDER_NO_IF = "Collective calls (world.mean, a save) must not be inside an `if` that is true only on some ranks."
 _KNOWN_LONG = (Phase.EVALUATING, Phase.SAVING, Phase.COMPILING, Phase.MAIN_FIRST)
 
 
 @dataclass(frozen=True)
 class RankLook:
-    """What is known of a rank; also sent to the launchers of other nodes.
+    """The known state of a rank; also sent to the launchers of other nodes.
 
     Attributes:
-        step: Steps that it has finished.
-        call: What it waits in; "": it doesn't wait.
-        is_idle: It used no processor meanwhile.
-        is_sure: Seen often enough.
+        step: Number of steps that it has finished.
+        call: The call in which it waits; "": it doesn't wait.
+        is_idle: It used no processor since the last check.
+        is_sure: Enough checks have confirmed this.
         waited_s: How long it has waited.
-        allowed_s: After that time it is reported who is missing.
-        phase: What it does, in words.
-        patience: How many times `allowed_s` that may take.
-        site: Where in the user's code it is.
+        allowed_s: After this time the missing ranks are reported.
+        phase: Its activity, in words.
+        patience: How many times `allowed_s` this activity may take.
+        site: Its line in the user's code.
         stack: Its stack.
-        limit_s: When the run is ended because of it; None: it isn't.
-        where: The node, in words, if it is another one.
+        limit_s: After this time the run is ended because of it; None: never.
+        where: A description of its node, if it is another one.
     """
 
     rank: int
@@ -96,14 +97,14 @@ class RankLook:
 
 @dataclass(frozen=True)
 class HeldUp:
-    """Ranks that wait, and those that they wait for; none of these: they wait for each other."""
+    """Ranks that wait, and the missing ranks that they wait for. If none is missing they wait for each other."""
 
     missing: tuple[RankLook, ...]
     waiting: tuple[RankLook, ...]
 
     @property
     def waited_s(self) -> float:
-        """How long the one that waits longest has waited."""
+        """The longest wait of these ranks."""
         return max(look.waited_s for look in self.waiting)
 
     @property
@@ -115,12 +116,12 @@ class HeldUp:
 def find_held_up(
     looks: Iterable[RankLook], *, num_ranks: int, longer: Mapping[object, float] | None = None
 ) -> HeldUp | None:
-    """Who keeps the others waiting for longer than allowed; None: nobody. Pure.
+    """The ranks that keep others waiting for longer than allowed; None: there are none. Pure.
 
     Args:
-        looks: Of all nodes.
-        num_ranks: All ranks: only when all are known to wait do they wait for each other.
-        longer: By `HeldUp.key`, how long that may last, in seconds, because it has ended by itself before.
+        looks: The states of ranks on all nodes.
+        num_ranks: Number of all ranks: they wait for each other only if all are known to wait.
+        longer: By `HeldUp.key`, a longer allowed time in seconds, because the same wait has ended by itself before.
     """
     looks = sorted(looks, key=lambda look: (look.step, look.rank))
     waiting = tuple(look for look in looks if look.call and look.is_sure)
@@ -147,16 +148,16 @@ def describe_held_up(found: HeldUp) -> list[str]:
     if found.missing:
         names = " and ".join(f"{look.name} is {look.phase}" for look in found.missing[:_MOST_STACKS])
         rest = len(found.missing) - _MOST_STACKS
-        names += f" and {rest} others aren't there either" if rest > 0 else ""
+        names += f" and {rest} others are missing, too" if rest > 0 else ""
         limit = max((look.limit_s for look in found.missing if look.limit_s is not None), default=None)
         them = found.missing[0].name.partition(" (")[0] if len(found.missing) == 1 else "they"
         end = f"The run goes on; another line says when {them} {'has' if len(found.missing) == 1 else 'have'} come"
         if any(look.has_ended for look in found.missing):
-            end = "They go on waiting until their connections or their deadlines end that"
+            end = "They wait until their connections or deadlines end the wait"
         if limit is not None:
             end = f"All ranks are stopped after {limit:g} s"
         if not any(look.step for look in found.waiting):
-            end = f"No step has been finished yet, and a first one may take long. {end}"
+            end = f"No step has been finished yet, and the first step may take long. {end}"
         lines.append(f"{names}; {_ranks(found.waiting)} {since}. {end}")
         for look in found.missing[:_MOST_STACKS]:
             if look.stack:
@@ -165,13 +166,14 @@ def describe_held_up(found: HeldUp) -> list[str]:
                 lines.append(f"rank {look.rank} is here: {look.site}")
     elif _differ(found.waiting):
         lines.append(
-            f"all ranks wait for each other {since}, and not in the same place. All ranks have to call the same "
-            f"collectives in the same order, and equally often. {UNDER_NO_IF} The deadline of the calls ends that"
+            f"all ranks wait for each other {since}, but in different places. All ranks have to call the same "
+            f"collectives in the same order, and equally often. {UNDER_NO_IF} The deadline of the calls will end the "
+            f"wait"
         )
     else:
         lines.append(
-            f"all ranks have waited in the same call {since}: the network between them is slow or cut, or what they "
-            f"call there differs"
+            f"all ranks have waited in the same call {since}: the network between them is slow or cut, or the "
+            f"arguments of their calls differ"
         )
     return lines + _sites(found.waiting)
 
@@ -186,7 +188,7 @@ def describe_arrival(found: HeldUp, waited_s: float) -> str:
 
 
 def _waits_still(before: RankLook, looks: Mapping[int, RankLook]) -> bool:
-    """Whether a rank waits where it did. One that has gone on, and waits elsewhere by now, has been reached."""
+    """Whether a rank still waits at the same place. A rank that waits at another place by now has made progress."""
     now = looks[before.rank]
     return bool(now.call) and (now.step, now.site) == (before.step, before.site)
 
@@ -213,7 +215,7 @@ def _numbers(ranks: Iterable[int]) -> str:
 
 
 def _sites(waiting: Sequence[RankLook]) -> list[str]:
-    """Where ranks wait, a line for each place."""
+    """The places where ranks wait, a line for each place."""
     by_site: dict[tuple[str, str, int], list[RankLook]] = {}
     for look in waiting:
         by_site.setdefault((look.call, look.site, look.step), []).append(look)
@@ -239,7 +241,7 @@ class _Track:
     on_core_ns: int | None = None
     idle_since_ns: int | None = None
     quiet_since_ns: int | None = None
-    used: tuple[int, int] = (0, 0)  # when, and how much of the processor by then
+    used: tuple[int, int] = (0, 0)  # (time, processor time used until then)
     stepped: tuple[int, int] = (0, 0)
     steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
     num_looks: int = 0  # since the page changed
@@ -249,13 +251,14 @@ class _Track:
 
 
 class HangWatch:
-    """Names the rank that others wait for, once; and again when it has come. Nothing is done about it.
+    """Names the rank that others wait for, once, and again when it has come. Only reports.
 
     Args:
-        after_s: How long others wait before, or ten of their steps, if that is longer; inf: nobody is named.
-        timeouts: When a rank of evenstep's own is given up.
-        num_ranks: Of the run.
-        may_have_gpus: Who waits may use the processor.
+        after_s: How long others wait before it is named, or ten of their steps, if that is longer; inf: no rank is
+            named.
+        timeouts: When a rank that uses evenstep is given up.
+        num_ranks: Number of the run's ranks.
+        may_have_gpus: Ranks that wait may use the processor.
     """
 
     def __init__(self, *, after_s: float, timeouts: PhaseTimeouts, num_ranks: int, may_have_gpus: bool = False) -> None:
@@ -265,7 +268,7 @@ class HangWatch:
         self._num_ranks = num_ranks
         self._tracks: dict[int, _Track] = {}
         self._looked_ns = 0
-        self._num_excused = 0  # looks at which ranks may have run because they were asked for their stacks
+        self._num_excused = 0  # checks at which ranks may have run only because of the request for stacks
         self._event: HeldUp | None = None
         self._unshown: set[int] = set()  # ranks that were named without their stacks
         self._workers_due: set[int] = set()  # ranks that were named, and whose loaders' workers may say more
@@ -274,7 +277,7 @@ class HangWatch:
         self._longer: dict[object, float] = {}
 
     def observe(self, now_ns: int, states: Iterable[RankState]) -> None:
-        """Note what ranks look like now."""
+        """Record the present states of ranks."""
         for seen in states:
             track = self._tracks.get(seen.rank)
             if track is None or track.pid != seen.pid:
@@ -310,7 +313,7 @@ class HangWatch:
                 return True
         stalled_ns = now_ns - track.changed_ns
         quiet_ns = 0 if track.quiet_since_ns is None else now_ns - track.quiet_since_ns
-        waits = track.seen.page is not None and track.seen.page.waiting_since_ns is not None  # its page says so
+        waits = track.seen.page is not None and track.seen.page.waiting_since_ns is not None  # according to its page
         idle_ns = 0 if track.idle_since_ns is None else now_ns - track.idle_since_ns
         is_idle = waits or (idle_ns > 0 and idle_ns >= min(quiet_ns, stalled_ns) / 2)
         if not self._may_have_gpus and (quiet_ns < allowed_ns / 4 or (is_idle and stalled_ns < allowed_ns)):
@@ -318,7 +321,7 @@ class HangWatch:
         return stalled_ns >= _look_at(track.num_looks) * allowed_ns
 
     def asked(self) -> None:
-        """Note that ranks are asked for their stacks now: to write them takes a moment of a thread that waits."""
+        """Record that stacks are requested now: writing them uses the processor in a thread that waits."""
         self._num_excused = _MOST_EXCUSED
 
     def read(self, now_ns: int, stacks: Mapping[int, str], *, with_gpu: Iterable[int] = ()) -> None:
@@ -340,14 +343,14 @@ class HangWatch:
             threads = parse_stacks(stacks.get(rank, ""))
             place = place_of(threads, is_idle=idle_ns >= min(1e9, allowed_ns / 4), has_gpu=rank in gpus)
             before = track.place
-            # Who waits stands still; who doesn't, may be anywhere.
+            # A waiting rank's stack stays the same; another rank may be anywhere by now.
             is_same = before is not None and before.call == place.call and (not place.call or before == place)
             track.streak = track.streak + 1 if is_same else 1
             track.place, track.looked_ns = place, now_ns
             track.num_looks = _next_look(track.num_looks, (now_ns - track.changed_ns) / allowed_ns)
 
     def looks(self, now_ns: int) -> list[RankLook]:
-        """What is known of this node's ranks, for the launchers of other nodes, too."""
+        """The known states of this node's ranks, also for the launchers of other nodes."""
         found = (self._look(rank, track, now_ns) for rank, track in sorted(self._tracks.items()))
         return [look for look in found if look is not None]
 
@@ -371,14 +374,14 @@ class HangWatch:
         return lines + describe_held_up(found)
 
     def loading(self) -> list[int]:
-        """Ranks of this node that were named, and are loading data: their loaders' workers may say more. Each once."""
+        """Named ranks of this node that are loading data: their loaders' workers may show the cause. Each rank once."""
         places = {rank: self._tracks[rank].place for rank in sorted(self._workers_due)}
         found = [rank for rank, place in places.items() if place is not None and place.phase == LOADING]
         self._workers_due -= set(found)
         return found
 
     def ended_well(self) -> list[str]:
-        """The line that is still to be printed when all ranks have ended as they should."""
+        """The line that still has to be printed when all ranks have ended without an error."""
         event, self._event = self._event, None
         return [describe_arrival(event, self._longest_s)] if event is not None and self._was_said(event) else []
 
@@ -389,7 +392,7 @@ class HangWatch:
         return found.key[0] <= self._event.key[0]
 
     def _follow_event(self, now_ns: int, looks: Mapping[int, RankLook]) -> list[str]:
-        """The line that the ranks go on, if they do."""
+        """The line that the ranks continue, if they do."""
         event = self._event
         if event is None:
             return []
@@ -406,13 +409,13 @@ class HangWatch:
         return [describe_arrival(event, self._longest_s)] if self._was_said(event) else []
 
     def _show_late_stacks(self, looks: Mapping[int, RankLook]) -> list[str]:
-        """The stacks of ranks that had not answered when they were named: on a busy node that may take a while."""
+        """The stacks of ranks that hadn't answered when they were named, which may take a while on a busy node."""
         late = [looks[rank] for rank in sorted(self._unshown) if rank in looks and looks[rank].stack]
         self._unshown -= {look.rank for look in late}
         return [f"rank {look.rank} is here:\n{look.stack}" for look in late]
 
     def _was_said(self, event: HeldUp) -> bool:
-        """Whether it is this watch that names the missing rank: `StopWatch` has named those that are suspended."""
+        """Whether this watch has to name the missing rank: `StopWatch` names suspended ranks."""
         own = self._tracks.keys()
         return not event.missing or not all(look.is_suspended and look.rank in own for look in event.missing)
 
@@ -420,11 +423,11 @@ class HangWatch:
         if page.time_ns > track.changed_ns:
             track.changed_ns, track.num_looks = page.time_ns, 0
             if track.place is not None and track.place.call:
-                track.place = None  # it has gone on
+                track.place = None  # it has made progress
         step, at_ns = track.stepped
         if page.step > step:
             if step and page.stepped_ns > at_ns:
-                # Each counts: one step in which ranks waited is few of those that two looks lie apart.
+                # Count each step: between two checks there may be many steps, and ranks may have waited in only one.
                 num_steps = page.step - step
                 each_s = (page.stepped_ns - at_ns) / 1e9 / num_steps
                 track.steps_s.extend([each_s] * min(num_steps, _STEPS_KEPT))
@@ -487,14 +490,14 @@ class HangWatch:
         )
 
     def _limit_s(self, page: Heartbeat) -> float | None:
-        """When `find_overdue` gives it up: if others of this node wait for it in evenstep's own collectives."""
+        """When `find_overdue` gives the rank up, if others of this node wait for it in evenstep's own collectives."""
         pages = (track.seen.page for track in self._tracks.values())
         waits = any(each is not None and each.waiting_since_ns is not None for each in pages)
         return self._timeouts.of(page) if waits and page.phase != Phase.ENDED else None
 
 
 def _look_at(number: int) -> float:
-    """When stacks are looked at, as a multiple of the time after which a rank is named."""
+    """The times of stack checks, as multiples of the time after which a rank is named."""
     return _LOOKS_AT[number] if number < len(_LOOKS_AT) else 2.0 ** (number + 1 - len(_LOOKS_AT))
 
 
@@ -513,21 +516,21 @@ def _phase(page: Heartbeat, place: Place, state: str) -> str:
     if page.phase in (Phase.BETWEEN_STEPS, Phase.STARTING) and place.phase:
         words = place.phase
     if not place.stack:
-        words += f" (it doesn't say where; process state {state})"
+        words += f" (its place isn't known; process state {state})"
     return f"{words}{_of_step(page.step)}"
 
 
 def packed(looks: Sequence[RankLook]) -> str:
-    """Looks as the launchers of other nodes read them; "" if nobody waits or is missing."""
+    """Encode the states of ranks for the launchers of other nodes; "" if no rank waits or is missing."""
     told = sorted(looks, key=lambda look: bool(look.call))[:_MOST_SENT]
     return json.dumps([asdict(replace(look, stack=look.stack[-_MOST_TEXT:])) for look in told]) if told else ""
 
 
 def unpacked(texts: Iterable[tuple[str, str]]) -> list[RankLook]:
-    """What other nodes have published; what can't be understood is passed over.
+    """Decode the texts that other nodes have published. Invalid ones are skipped.
 
     Args:
-        texts: (the node, in words; what it has published).
+        texts: (description of the node, its published text).
     """
     looks = []
     for node, text in texts:

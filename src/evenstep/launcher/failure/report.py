@@ -17,13 +17,13 @@ from evenstep.ground.health.users_code import is_users
 from evenstep.launcher.failure.detection import Hang
 from evenstep.launcher.failure.hangs import DEFAULT_AFTER_S, UNDER_NO_IF
 
-# As a `CollectiveTimeoutError` of ours names the ranks that it has waited for.
+# The form in which our `CollectiveTimeoutError` names the ranks that it has waited for.
 _MISSING = re.compile(r"Missing: (rank \d+ \([^)]*\)(?:, rank \d+ \([^)]*\))*)")
 _MISSING_RANK = re.compile(r"rank (?P<rank>\d+) \(pid (?P<pid>\d+)(?P<is_suspended>, stopped)?[^)]*\)")
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+)$', re.MULTILINE)
 
-_MAX_NAMES = 8  # one line, however many ranks
+_MAX_NAMES = 8  # so that the line stays short for any number of ranks
 
 _UNEVEN = (
     "Give all ranks equally many steps, as evenstep.DataLoader(global_batch_size=...) does, or let those that are "
@@ -33,12 +33,12 @@ _UNEVEN = (
 
 @dataclass(frozen=True)
 class RemoteFailure:
-    """The first failure on another node, as far as this one knows.
+    """The first failure on another node, as far as this node knows.
 
     Attributes:
-        text: For people.
-        status: The status with which the run ends because of it.
-        state: Where the root cause was, and which ranks waited; "" where that isn't known.
+        text: The message to print.
+        status: The run's exit status for this failure.
+        state: Where the root cause was, and which ranks waited; "" if that isn't known.
     """
 
     text: str
@@ -51,22 +51,23 @@ class Failure:
     """One attempt that failed.
 
     Attributes:
-        attempt: 0 for the first.
-        root_cause: The rank that failed first or, after secondary failures only, the first to notice.
+        attempt: 0 for the first attempt.
+        root_cause: The rank that failed first or, if all failures are secondary, the first rank to report one.
         report: That rank's own report, if it left one.
-        only_secondary: Ranks of this node only lost a peer, which left silently, hangs, or is on another node.
+        only_secondary: Ranks of this node have only lost a peer, which left silently, hangs, or is on another node.
         exits: How the ranks of this node ended.
-        reports: What they reported.
+        reports: The reports of the ranks of this node.
         hang: A rank that was given up and killed.
-        remote_failure: What another node published, or that it is lost: that is then the cause.
+        remote_failure: Another node's published failure, or its loss: this is then the cause.
         stacks: Stacks of ranks that reported nothing and still ran at the end.
         pages: The ranks' heartbeat pages when the failure was noticed.
-        on_other_nodes: What the ranks there did at the time, a line for each node, from its last heartbeat.
-        resident_bytes: How much memory each rank held when it was last looked at.
-        num_memory_kills: Processes that the kernel killed for memory meanwhile; None where it doesn't say.
-        noticed_ns: When (monotonic).
-        was_stopping: Ranks had agreed to save and stop, because somebody had asked for that. Or the launcher of another
-            node was asked to stop, and the run can't go on without that node.
+        on_other_nodes: The activity of other nodes' ranks at that time, a line per node, from the node's last
+            heartbeat.
+        resident_bytes: The memory that each rank held when it was last checked.
+        num_memory_kills: Number of processes that the kernel killed for memory meanwhile; None if that isn't known.
+        noticed_ns: When the failure was noticed (monotonic).
+        was_stopping: Ranks had agreed to save and stop, on request. Or another node's launcher was asked to stop, and
+            the run can't continue without that node.
     """
 
     attempt: int
@@ -87,13 +88,13 @@ class Failure:
 
     @property
     def left(self) -> list[Exit]:
-        """The ranks that have ended as they should, and early, where the others only lost a peer."""
+        """The ranks that have ended without an error but early, if the other ranks only lost a peer."""
         ended = [each for each in self.exits if each.exit_code == 0 and not each.stopped_by_launcher]
         return ended if self.only_secondary else []
 
     @property
     def is_shared(self) -> bool:
-        """All ranks of this node have made the same mistake of the user's, whose message says it all."""
+        """Whether all ranks of this node report the same user's mistake, so that its message is enough."""
         if self.report is None or (self.report.traceback and not self.report.traceback.startswith(self.report.summary)):
             return False
         said = [each.summary for each in self.reports]
@@ -111,10 +112,10 @@ def failure_of(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt
 
 
 def status_of(failure: Failure) -> int:
-    """The status with which the run ends. Pure.
+    """The run's exit status. Pure.
 
-    The root cause's own; 72 if a rank left early and the others only lost it; 71 if one was given up; 76 if all that
-    is known is that a peer was lost.
+    The root cause's own status; 72 if a rank left early and the others only lost it; 71 if a rank was given up; 76 if
+    nothing is known but the loss of a peer.
     """
     if failure.remote_failure is not None:
         return failure.remote_failure.status
@@ -122,7 +123,7 @@ def status_of(failure: Failure) -> int:
         return CollectiveTimeoutError.exit_code
     if failure.left:
         return MismatchError.exit_code
-    if failure.only_secondary and failure.root_cause.exit_code == 1:  # torch's own errors, of Gloo or NCCL
+    if failure.only_secondary and failure.root_cause.exit_code == 1:  # torch's own errors from Gloo or NCCL
         return PeerLostError.exit_code
     return exit_status(failure.root_cause.exit_code)
 
@@ -140,18 +141,18 @@ def describe_failure(
     """The text that the launcher prints.
 
     Args:
-        failure: What happened.
-        run: Which run, attempt and host; "": not said.
-        num_nodes: Nodes of the run; the failure is that of one of them.
+        failure: The failure.
+        run: The run, attempt and host to name, or "".
+        num_nodes: Nodes of the run; the failure is one node's.
         log: The root cause's log file; "" if it wrote to the terminal.
         log_tail: The last lines of that file.
-        other_logs: Directory of the logs; None if there is nothing in it to look at.
-        saved_step: Of the run's newest checkpoint or local copies; None: none that is known of.
+        other_logs: Directory of the logs; None if it has no other logs.
+        saved_step: Step of the run's newest checkpoint or local copies; None: none is known.
     """
     root_cause, report = failure.root_cause, failure.report
     who = f"rank {root_cause.rank} (pid {root_cause.pid})"
     lines = []
-    # Of a mistake of all, where ranks were and what else they wrote says nothing more.
+    # If all ranks made the same mistake their places and other output add nothing.
     if run and not failure.is_shared:
         lines += [f"evenstep: {run}: {state}"] if (state := state_of(failure)) else []
         lines += [f"evenstep: at that time, {each}" for each in failure.on_other_nodes]
@@ -174,7 +175,7 @@ def describe_failure(
         how, where = describe_exit(root_cause.exit_code, guess=False), _where(failure.pages.get(root_cause.rank))
         lines.append(f"evenstep: {who} {how}{_memory(failure)}{where and f' {where}'}")
     elif not report.traceback or report.traceback.startswith(report.summary):
-        # A user's mistake: its message says it all, and must not be said twice.
+        # A user's mistake: its message is complete, and must not be printed twice.
         if failure.is_shared:
             who = "all ranks" if num_nodes == 1 else "all ranks of this node"
         lines.append(f"evenstep: {who} failed: {report.traceback or report.summary}")
@@ -183,10 +184,10 @@ def describe_failure(
         verdict = [f"{who} failed: {summary}"]
         if failure.only_secondary:
             if num_nodes > 1 and not failure.left:
-                hint = "the ranks of this node only lost another one; see the other nodes, or the traceback."
+                hint = "the ranks of this node only lost another rank; see the other nodes, or the traceback."
                 lines.append(f"evenstep: {hint}")
             verdict = _name_the_missing(failure) or [*_still_running(failure), *verdict]
-        if not failure.left:  # else the verdict says where it waited
+        if not failure.left:  # else the verdict names the place where it waited
             lines.append(report.traceback)
         lines += [f"evenstep: {line}" for line in verdict]
     return "\n".join(lines)
@@ -198,7 +199,7 @@ def summary_of(failure: Failure) -> str:
 
 
 def _name_the_missing(failure: Failure) -> list[str]:
-    """Lines on the silent ranks for which others waited; empty if that can't be known."""
+    """Lines about the silent ranks that others waited for; empty if these ranks aren't known."""
     missing_of = {report.rank: _missing(report) for report in failure.reports}
     if left := failure.left:
         waiting = _listed(f"rank {rank}" for rank in sorted(missing_of)) or "ranks of other nodes"
@@ -223,7 +224,7 @@ def _name_the_missing(failure: Failure) -> list[str]:
 
 
 def _steps(failure: Failure, left: Sequence[Exit]) -> str:
-    """How far the ranks that left had come, and how far the others are, as far as their pages say."""
+    """The numbers of steps of the ranks that left and of the others, if their pages have them."""
     gone = {end.rank for end in left}
     ended = [seen for rank, seen in failure.pages.items() if rank in gone]
     others = [seen for rank, seen in failure.pages.items() if rank not in gone]
@@ -233,7 +234,7 @@ def _steps(failure: Failure, left: Sequence[Exit]) -> str:
 
 
 def _waited(failure: Failure) -> str:
-    """A sentence on where the rank waited that has lost the others; "" if that isn't known."""
+    """A sentence with the place where the rank that lost the others had waited; "" if it isn't known."""
     frames = () if failure.report is None else _FRAME.finditer(failure.report.traceback)
     users = [frame for frame in frames if is_users(frame["file"])]
     if not users:
@@ -242,14 +243,14 @@ def _waited(failure: Failure) -> str:
 
 
 def _where(seen: Heartbeat | None) -> str:
-    """Where a rank was; "" before the first step, or where its page doesn't say."""
+    """Where a rank was; "" before the first step, or if its page doesn't show it."""
     return str(seen) if seen is not None and (seen.step or seen.collective) else ""
 
 
 def describe_ranks(pages: Mapping[int, Heartbeat | None], *, now_ns: int) -> str:
-    """What the ranks of one node are doing, in a line for others; "" before the first step. Pure.
+    """A line about the activity of one node's ranks, for other nodes; "" before the first step. Pure.
 
-    Those that don't wait come first: they are what others wait for.
+    Ranks that don't wait come first, because the others wait for them.
     """
     known = [(rank, seen) for rank, seen in pages.items() if seen is not None and _where(seen)]
     parts = []
@@ -261,7 +262,7 @@ def describe_ranks(pages: Mapping[int, Heartbeat | None], *, now_ns: int) -> str
 
 
 def state_of(failure: Failure) -> str:
-    """Where the root cause was, and which ranks waited; "" before the first step, or where pages don't say. Pure."""
+    """Where the root cause was, and which ranks waited; "" before the first step, or if pages don't show it. Pure."""
     if failure.remote_failure is not None:
         return failure.remote_failure.state
     found = failure.root_cause if failure.hang is None else failure.hang
@@ -279,7 +280,7 @@ def state_of(failure: Failure) -> str:
 
 
 def _memory(failure: Failure) -> str:
-    """After SIGKILL: whether it was for memory, and how much each rank held."""
+    """After SIGKILL: whether the kernel killed it for memory, and how much memory each rank held."""
     if failure.root_cause.exit_code != -signal.SIGKILL:
         return ""
     why = ": out of memory, or killed from outside"
@@ -290,7 +291,7 @@ def _memory(failure: Failure) -> str:
     if own is None or why.startswith(" ("):
         return why
     others = f", the other ranks up to {_gib(max(sizes.values()))}" if sizes else ""
-    return f"{why}; it held {_gib(own)}{others} when last looked at"
+    return f"{why}; it held {_gib(own)}{others} when last checked"
 
 
 def _gib(num_bytes: int) -> str:
@@ -306,7 +307,7 @@ def _still_running(failure: Failure) -> list[str]:
 
 
 def _missing(report: CrashReport) -> dict[int, re.Match[str]]:
-    """The ranks for which a secondary failure has waited in vain, as far as its message names them."""
+    """The ranks that a secondary failure has waited for, if its message names them."""
     named = _MISSING.search(report.summary)
     return {int(found["rank"]): found for found in _MISSING_RANK.finditer(named[1])} if named else {}
 
@@ -327,15 +328,15 @@ class StopPolicy:
     """How ranks are watched, and how the others are stopped once one has failed.
 
     Attributes:
-        grace_s: How long they may end by themselves and report why, while only secondary failures are known.
+        grace_s: How long the others may end by themselves and report why, while only secondary failures are known.
         evident_grace_s: The same once the root cause is known.
-        terminate_s: From the first signal to SIGKILL.
+        terminate_s: Time from the first signal to SIGKILL.
         stopped_grace_s: How long a rank may be stopped (state T) before it is given up.
         node_timeout_s: How long another node may be silent before it is lost.
-        look_every_s: Time between two looks at ranks that run. That one has ended is known at once.
-        save_s: From a stop signal to SIGKILL for ranks that save then. A second signal ends that at once.
+        look_every_s: Time between two checks of running ranks. The end of a rank is noticed at once.
+        save_s: Time from a stop signal to SIGKILL for ranks that save then. A second signal ends it at once.
         name_after_s: See `HangWatch`.
-        num_workers: Of parameter servers; see `verdict.find_lost`.
+        num_workers: Number of workers, with parameter servers; see `verdict.find_lost`.
     """
 
     grace_s: float = 1.0
@@ -354,7 +355,10 @@ class StopPolicy:
 
 
 def is_evident(exits: Iterable[Exit], reports: Sequence[CrashReport]) -> bool:
-    """Whether the root cause is known: it has reported, or died silently. Else all failures are secondary yet."""
+    """Whether the root cause is known: a rank that has reported, or died silently.
+
+    Else all failures so far are secondary.
+    """
     reporting = {report.rank for report in reports}
     died_silently = any(
         end.exit_code != 0 and not end.stopped_by_launcher and end.rank not in reporting for end in exits
@@ -363,7 +367,7 @@ def is_evident(exits: Iterable[Exit], reports: Sequence[CrashReport]) -> bool:
 
 
 def describe_exit(exit_code: int, *, guess: bool = True) -> str:
-    """How a process without a report ended, in words; with a guess why, where nothing better is known."""
+    """How a process without a report ended, in words. Includes a guess of the reason if nothing better is known."""
     if exit_code >= 0:
         return f"exited with status {exit_code}"
     try:
@@ -375,5 +379,5 @@ def describe_exit(exit_code: int, *, guess: bool = True) -> str:
 
 
 def exit_status(exit_code: int) -> int:
-    """The status with which a shell would report this end: 128 and the signal's number for signals."""
+    """The status that a shell would report: for signals, 128 plus the signal's number."""
     return 128 - exit_code if exit_code < 0 else exit_code

@@ -1,8 +1,8 @@
-"""What a rank is doing, read from the python stacks that faulthandler has written. Pure, but for `StackRequest`.
+"""What a rank is doing, read from the python stacks that faulthandler has written. Pure, except `StackRequest`.
 
-A rank whose innermost python frame lies in torch's distributed parts, or in a backward pass that uses no processor,
-waits for other ranks; so does one whose line calls `wait` of a collective's handle. A rank with a GPU also waits where
-its line reads a number back from the GPU: it can't, until the collectives before it are done.
+A rank waits for other ranks if its innermost python frame is in torch's distributed modules, or in a backward pass that
+uses no processor, or if its line calls `wait` on a collective's handle. A rank with a GPU also waits if its line reads
+a number from the GPU: that is only possible after the collectives before it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from evenstep.processes import children, handles_signal
 
 _LONGEST_S = 0.5
 _MOST_WORKERS = 8
-_TRIES = 6  # on a busy node a worker may not run for so long that it doesn't answer
+_TRIES = 6  # on a busy node a worker may get no processor for so long that it doesn't answer
 _POLL_S = 0.02
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
@@ -33,12 +33,12 @@ _THREAD = re.compile(r"^(?:Current thread 0x[0-9a-f]+|Thread 0x[0-9a-f]+|Stack \
 _DISTRIBUTED = ("distributed/", "nn/parallel/distributed.py")
 _NOT_WAITING = ("distributed/checkpoint/", "distributed/elastic/")
 _ENGINE = "_engine_run_backward"  # python's last frame in a backward pass
-_PASSED_OVER = ("_ops.py", "_compile.py")  # through them python calls an operator
+_PASSED_OVER = ("_ops.py", "_compile.py")  # skipped: python calls operators through these files
 _WRAPPERS = re.compile(r"wrapper|_wrapped_call_impl|_call_impl|inner|_fn|decorate_context|__call__|_.*")
 _WAITS = re.compile(r"\.wait\(|wait_tensor")
 _READS_DEVICE = re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\(")
 LOADING = "loading data"
-# By a part of the name of a file of torch, what a rank does there; the innermost one counts.
+# By part of the name of one of torch's files: a rank's activity in that file. The innermost frame counts.
 _PHASES = (
     ("utils/data/", LOADING, 1.0),
     ("_dynamo/", "compiling", 6.0),
@@ -61,7 +61,7 @@ class Frame:
     function: str
 
     def in_torch(self) -> str:
-        """Its file inside torch's folder; "" if it lies elsewhere."""
+        """Its file, relative to torch's folder; "" if it is elsewhere."""
         return self.file.removeprefix(TORCH).replace(os.sep, "/") if self.file.startswith(TORCH) else ""
 
     def __str__(self) -> str:
@@ -73,11 +73,11 @@ class Place:
     """Where a rank is.
 
     Attributes:
-        call: What it waits in, such as "barrier"; "": it doesn't wait.
-        is_for_device: It waits for its GPU, and only by that for other ranks.
-        phase: What it does, in words; "": the stack doesn't say.
-        patience: How many times as long as elsewhere that may ordinarily take.
-        site: The innermost line of the user's, with its text; "": there is none.
+        call: The call in which it waits, such as "barrier"; "": it doesn't wait.
+        is_for_device: It waits for its GPU, and through that for other ranks.
+        phase: Its activity, in words; "": the stack doesn't show it.
+        patience: How many times longer than usual this activity may take.
+        site: The innermost line of the user's code, with its text; "": there is none.
         stack: The frames from the script on, the innermost last.
     """
 
@@ -90,7 +90,7 @@ class Place:
 
 
 def parse_stacks(text: str) -> list[list[Frame]]:
-    """The threads of one dump of faulthandler, the main thread last; of each its frames, the innermost first."""
+    """The threads in one dump of faulthandler, the main thread last. Each is a list of frames, the innermost first."""
     threads: list[list[Frame]] = []
     for line in text.splitlines():
         if _THREAD.match(line):
@@ -102,10 +102,10 @@ def parse_stacks(text: str) -> list[list[Frame]]:
 
 
 class StackRequest:
-    """Stacks that were asked for by a signal. `is_complete` says when they are there.
+    """Stacks that were requested by a signal. `is_complete` returns whether they have been written.
 
     Args:
-        processes: (pid, the file that it writes to), by rank; who doesn't handle the signal is left out.
+        processes: (pid, the file that it writes to), by rank. Processes that don't handle the signal are left out.
     """
 
     def __init__(self, processes: Mapping[int, tuple[int, Path]]) -> None:
@@ -113,28 +113,28 @@ class StackRequest:
         self._begins: dict[int, tuple[Path, int]] = {}
         self._sizes: dict[int, int] = {}
         for rank, (pid, path) in processes.items():
-            # Anything else would die of it: a script may have become another program.
+            # Other processes would die of the signal: a script may have become another program.
             if handles_signal(pid, STACK_SIGNAL):
                 self._begins[rank] = (path, path.stat().st_size)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, STACK_SIGNAL)
 
     def is_complete(self) -> bool:
-        """Whether all have written, and no file has grown since the last call; or too much time has passed."""
+        """Whether all have written and no file has grown since the last call, or too much time has passed."""
         sizes = {rank: path.stat().st_size for rank, (path, _) in self._begins.items()}
         is_still = sizes == self._sizes and all(sizes[rank] > begin for rank, (_, begin) in self._begins.items())
         self._sizes = sizes
         return is_still or time.monotonic() - self._sent > _LONGEST_S
 
     def await_stacks(self, longest_s: float) -> dict[int, str]:
-        """`stacks`, as soon as they are there, but not later."""
+        """Return `stacks` as soon as they are complete, at the latest after the given time."""
         deadline = time.monotonic() + longest_s
         while time.monotonic() < deadline and not self.is_complete():
             time.sleep(_POLL_S)
         return self.stacks()
 
     def stacks(self) -> dict[int, str]:
-        """What each has written, by rank; "" if it has not."""
+        """Each process's text, by rank; "" if it has written nothing."""
         found = {}
         for rank, (path, begin) in self._begins.items():
             with path.open("rb") as file:
@@ -150,13 +150,13 @@ def place_of(
     has_gpu: bool = False,
     source: Callable[[str, int], str] = linecache.getline,
 ) -> Place:
-    """Where a rank is, by its stacks.
+    """Where a rank is, according to its stacks.
 
     Args:
         threads: As `parse_stacks` returns them.
         is_idle: Its main thread uses no processor.
-        has_gpu: It has opened one.
-        source: The text of a line of a file.
+        has_gpu: It has opened a GPU.
+        source: Returns the text of a line of a file.
     """
     if not threads:
         return Place()
@@ -164,8 +164,8 @@ def place_of(
     if not frames:
         return Place()
     if frames[0].function == _ENGINE:
-        # A GPU's part of the backward pass has a thread of its own, which python has not started. A hook that hangs
-        # there is not what others do that wait.
+        # The GPU's part of the backward pass runs in a thread that python hasn't started. A hook that hangs there
+        # differs from a rank that waits.
         hooks = [
             each for each in threads[:-1] if each[-1].function != "_bootstrap" and any(is_users(f.file) for f in each)
         ]
@@ -182,9 +182,9 @@ def place_of(
 def place_in_worker(
     threads: Sequence[Sequence[Frame]], *, source: Callable[[str, int], str] = linecache.getline
 ) -> Place | None:
-    """Where a loader's worker is in the user's code; None if it isn't there.
+    """Where a loader's worker is in the user's code; None if it isn't in the user's code.
 
-    A worker that was forked has what its rank did at that time below its own frames.
+    Below its own frames a forked worker has the frames that its rank had at the fork.
     """
     frames = [*itertools.takewhile(lambda frame: frame.function != "_bootstrap", threads[-1])] if threads else []
     if not any(is_users(frame.file) for frame in frames):
@@ -193,16 +193,16 @@ def place_in_worker(
 
 
 def without_machinery(frames: Sequence[Frame]) -> list[Frame]:
-    """Without what has started the script: evenstep's launcher, and what stands below it."""
+    """The frames without those that started the script: evenstep's launcher, and the frames below it."""
     ends = [number for number, each in enumerate(frames) if each.file.startswith(f"{PACKAGE}launcher{os.sep}")]
     return list(frames[: ends[0]] if ends else frames)
 
 
 def _call(frames: Sequence[Frame], text: str, *, is_idle: bool, has_gpu: bool) -> tuple[str, bool]:
-    """(What a rank waits in, whether it is its GPU).
+    """(The call in which a rank waits, whether it waits for its GPU).
 
     Args:
-        text: The line of its innermost frame, if that is the user's.
+        text: The line of its innermost frame, if that is the user's code.
     """
     if text:
         if is_idle and _WAITS.search(text):
@@ -225,7 +225,7 @@ def _call(frames: Sequence[Frame], text: str, *, is_idle: bool, has_gpu: bool) -
         made = "DistributedDataParallel()" if "nn/parallel/" in torchs[-1].in_torch() else "a constructor"
         return made, False
     name = next((name for name in reversed(names) if not _WRAPPERS.fullmatch(name)), names[-1])
-    return name.removeprefix("pre_").removeprefix("post_"), False  # of FSDP
+    return name.removeprefix("pre_").removeprefix("post_"), False  # FSDP's names
 
 
 def _phase(frames: Sequence[Frame]) -> tuple[str, float]:
@@ -240,7 +240,7 @@ def _phase(frames: Sequence[Frame]) -> tuple[str, float]:
 
 
 def _shown(frames: Sequence[Frame], source: Callable[[str, int], str], *, most: int = 16) -> str:
-    """As python shows a stack, without the middle of one that is very deep."""
+    """Format a stack as python does, without the middle of a very deep one."""
     lines = []
     for number, frame in enumerate(reversed(frames)):
         if most // 2 <= number < len(frames) - most // 2:
@@ -253,24 +253,24 @@ def _shown(frames: Sequence[Frame], source: Callable[[str, int], str], *, most: 
 
 
 class WorkerStacks:
-    """Where the workers of a rank's loader are, one after the other: they write to their rank's file."""
+    """Reads the stacks of a loader's workers, one after the other, because they all write to their rank's file."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[int, int, Path, int]] = deque()  # with how often each may still be asked
+        self._waiting: deque[tuple[int, int, Path, int]] = deque()  # the last number: tries that are left
         self._asked: tuple[int, int, Path, int] | None = None
         self._request = StackRequest({})
 
     def ask(self, rank: int, pid: int, path: Path) -> None:
-        """Ask the workers that a rank has forked."""
+        """Request the stacks of the workers that a rank has forked."""
         self._waiting.extend((rank, child, path, _TRIES) for child in children(pid)[:_MOST_WORKERS])
 
     @property
     def is_busy(self) -> bool:
-        """Whether one of them writes now."""
+        """Whether a worker is writing now."""
         return self._asked is not None
 
     def look(self) -> list[str]:
-        """Lines on workers that are in the user's code; others wait for something to do. Never blocks."""
+        """Lines about workers that are in the user's code; other workers are idle. Never blocks."""
         lines = []
         if self._asked is not None:
             rank, worker, path, tries = self._asked

@@ -1,14 +1,14 @@
-"""What is to be done with an attempt, decided from one look at its ranks. Pure.
+"""Decides what to do with an attempt, from the present states of its ranks. Pure.
 
 [Note: how an attempt ends]
 
-`judge` answers every look with the first row that holds, of one of two tables. While no failure is known the ranks are
-left alone: until one has failed or is given up, all have ended, one doesn't end though others have saved, or a node has
-failed or wants to join. Once a failure is known, the others may end by themselves and report why, since the first to
-end needn't be the first that failed: for a moment where the root cause is evident, for longer where all reports only
-say that a peer was lost. Then they are stopped.
+`judge` returns the first matching row of one of two tables. While no failure is known the ranks are left alone, until
+one has failed or is given up, all have ended, one doesn't end although others have saved, or a node has failed or wants
+to join. Once a failure is known, the others may end by themselves and report why, because the first rank to end needn't
+be the first that failed: for a moment if the root cause is evident, for longer if all reports only name a lost peer.
+Then they are stopped.
 
-`elastic/attempt.py` does what is answered, and looks again.
+`elastic/attempt.py` carries out the result, and checks the ranks again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from evenstep.launcher.failure.report import StopPolicy, is_evident
 
 
 class Step(enum.Enum):
-    """What is to be done next."""
+    """The next action."""
 
     WAIT = "until the next look"
     LEAVE_BEHIND = "kill the ranks that don't end, and go on without them: no failure"
@@ -45,16 +45,16 @@ class End(enum.Enum):
 
 @dataclass(frozen=True)
 class Situation:
-    """All that a decision rests on. Times are monotonic, in nanoseconds.
+    """Everything that a decision depends on. Times are monotonic, in nanoseconds.
 
     Attributes:
-        states: The ranks of this node, but for those that the run has lost.
+        states: The states of this node's ranks, except those that the run has lost.
         policy: How long to wait.
-        now_ns: When that was seen.
-        saved_ns: When a rank was first seen to have saved and ended; None: none has.
-        failed_ns: When it was noticed that the attempt has failed; None: it has not.
+        now_ns: The time at which the states were read.
+        saved_ns: When a rank was first found to have saved and ended; None: no rank has.
+        failed_ns: When the attempt's failure was noticed; None: it hasn't failed.
         is_given_up: A rank of this node was given up.
-        failed_elsewhere: A failure on another node is known, or it is lost.
+        failed_elsewhere: A failure on another node is known, or another node is lost.
         new_node_waits: A new node waits to join.
     """
 
@@ -69,16 +69,16 @@ class Situation:
 
     @property
     def codes(self) -> set[int | None]:
-        """How the ranks have ended; None: one runs."""
+        """How the ranks have ended; None for a rank that runs."""
         return {each.exit_code for each in self.states}
 
     def since_s(self, then_ns: int | None) -> float:
-        """Seconds since then; -inf: that has not been."""
+        """Seconds since a time; -inf if the time is None."""
         return -math.inf if then_ns is None else (self.now_ns - then_ns) / 1e9
 
 
 def judge(seen: Situation) -> Step | End:
-    """What is to be done: the first row that holds."""
+    """The action of the first row that matches."""
     rows = _WHILE_ALL_IS_WELL if seen.failed_ns is None else _ONCE_IT_HAS_FAILED
     return next(step for holds, step in rows if holds(seen))
 
@@ -88,14 +88,17 @@ def _has_failed(seen: Situation) -> bool:
 
 
 def _has_told(seen: Situation) -> bool:
-    """A rank has reported an error, and is done; or its end takes too long: a thread or an exit handler holds it."""
+    """A rank has reported an error and is done, or its end takes too long because of a thread or an exit handler."""
     longest_s = seen.policy.terminate_s
     told = (each for each in seen.states if each.report is not None)
     return any(each.is_done or (each.report and seen.since_s(each.report.time_ns) > longest_s) for each in told)
 
 
 def _is_late(seen: Situation) -> bool:
-    """Ranks agree on a step before they leave, so the others follow within moments."""
+    """A rank is late after others have saved.
+
+    Ranks agree on a step before they leave, so all should end within moments.
+    """
     return None in seen.codes and seen.since_s(seen.saved_ns) > seen.policy.terminate_s
 
 
@@ -104,7 +107,7 @@ def _only_end(seen: Situation) -> bool:
 
 
 def _is_leaving(seen: Situation) -> bool:
-    """A rank has left its world as it should, and early: how it ends decides which one is the root cause."""
+    """A rank has left its world without an error but early. How it ends decides which rank is the root cause."""
     return any(each.is_leaving for each in seen.states) and seen.since_s(seen.failed_ns) < seen.policy.terminate_s
 
 
@@ -117,7 +120,7 @@ _WHILE_ALL_IS_WELL: Sequence[_Row] = (
     (_is_late, Step.LEAVE_BEHIND),
     (lambda seen: None in seen.codes, Step.WAIT),
     (lambda seen: seen.codes == {EXIT_PREEMPTED}, End.SAVED),
-    (lambda seen: EXIT_PREEMPTED in seen.codes, Step.NOTICE),  # and others have ended without a save
+    (lambda seen: EXIT_PREEMPTED in seen.codes, Step.NOTICE),  # while others have ended without a save
     (lambda seen: True, End.WELL),
 )
 _ONCE_IT_HAS_FAILED: Sequence[_Row] = (
@@ -132,27 +135,27 @@ _ONCE_IT_HAS_FAILED: Sequence[_Row] = (
 
 
 def is_known(states: Iterable[RankState]) -> bool:
-    """Whether the root cause is known, as far as it is on this node."""
+    """Whether the root cause is known, if it is on this node."""
     states = [*states]
     return is_evident(ends_of(states), reports_of(states))
 
 
 def ends_of(states: Iterable[RankState]) -> list[Exit]:
-    """How ranks have ended."""
+    """How the ranks have ended."""
     return [end for each in states if (end := each.end) is not None]
 
 
 def reports_of(states: Iterable[RankState]) -> list[CrashReport]:
-    """What ranks have reported."""
+    """The ranks' reports."""
     return [each.report for each in states if each.report is not None]
 
 
 def find_lost(states: Iterable[RankState], num_workers: int) -> list[RankState]:
-    """The ranks without which the others go on: workers that a signal has killed, while a worker is left.
+    """The ranks that the others continue without: workers that a signal has killed, while another worker is left.
 
     Args:
-        states: Of ranks that were not lost before.
-        num_workers: Of parameter servers: the first ranks. 0: no rank can be lost.
+        states: The states of ranks that were not lost before.
+        num_workers: With parameter servers, the number of workers, which are the first ranks. 0: no rank can be lost.
     """
     workers = [each for each in states if each.rank < num_workers]
     killed = [each for each in workers if (each.exit_code or 0) < 0 and each.report is None]

@@ -1,1 +1,1 @@
-"""What a command line of `evenstep run` means: `flags`, `ranks`, then `resources` (ranks and threads) and `logs`."""
+"""The options of `evenstep run`: `flags`, `ranks`, then `resources` (ranks and threads) and `logs`."""

@@ -1,4 +1,4 @@
-"""The command line of `evenstep run`: our flags in a parser of ours; what else torchrun has is passed on to torch."""
+"""The command line of `evenstep run`: our own parser for our flags; torchrun's other flags are passed on to torch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ exit status: 0 if all ranks ended well, else the status of the rank that failed 
 130 after Ctrl-C; 75 if the run was asked to stop and has saved a checkpoint; 71 if a rank didn't come in time, 72 if
 ranks disagree, 73 for NaN or drift, 74 for a checkpoint, 76 if a host is lost; 78 if the command is wrong."""
 
-# torchrun's flags that we neither read nor give another default: with a value, and without one. A flag that this list
-# doesn't know is passed on, too, if it is written --flag=value.
+# torchrun's flags that we neither read nor give another default: those with a value, and those without. A flag that
+# isn't in this list is passed on, too, if it is written --flag=value.
 _PASSED_ON = (
     "--role",
     "--start-method",
@@ -73,7 +73,7 @@ _LAUNCHERS_ALONE = (
 
 
 class _Parser(ArgumentParser):
-    """Reports a wrong call as an error of ours. argparse would print the usage and exit with 2."""
+    """Reports a wrong command line as one of our errors. argparse would print the usage and exit with 2."""
 
     def error(self, message: str) -> NoReturn:
         """Raise a `ConfigurationError`."""
@@ -85,7 +85,7 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
     """The parser of our own flags, and of torchrun's that we read or give another default.
 
     Args:
-        allow_abbrev: Take the beginning of a flag for the flag, where no other begins so.
+        allow_abbrev: Accept abbreviated flags, if they are unambiguous.
     """
     parser = _Parser(
         prog="evenstep run",
@@ -97,7 +97,7 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
         add_help=False,
     )
     parser.add_argument("training_script", metavar="script", help="What every rank runs.")
-    # Before python 3.13 argparse asks for it too, by a name that the help doesn't know.
+    # Before python 3.13 argparse also requires it, under a name that isn't in the help.
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help=SUPPRESS).required = False
 
     add = _adder(parser, "most used")
@@ -161,7 +161,7 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
         action=env,
         default="static",
         metavar="NAME",
-        help="How the hosts meet: static (each host says its --node-rank) or c10d (default: static).",
+        help="How the hosts meet: static (each host has a --node-rank) or c10d (default: static).",
     )
     add(
         "--rdzv-endpoint",
@@ -190,14 +190,14 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
         metavar="HOST",
         help="Address of this host for the others (default: the one on the way to --master-addr).",
     )
-    add("--standalone", action=check_env, help="This host alone. Without --nnodes that is so anyway.")
+    add("--standalone", action=check_env, help="Only this host. This is the default without --nnodes.")
 
     add = _adder(parser, "before a long run")
     add(
         "--check",
         action="store_true",
-        help="Run no script: do the ranks add up correctly and take a step? Measures latency and bandwidth of every "
-        "pair of ranks.",
+        help="Run no script, but check that ranks add correctly and can take a step, and measure latency and bandwidth "
+        "of every pair of ranks.",
     )
     add(
         "--inject",
@@ -227,15 +227,15 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
     add(
         "--secret-file",
         metavar="FILE",
-        help="On each node, a file of the same content that only this user may read: processes of parameter servers "
-        "prove by it that they belong to the run (default: EVENSTEP_SECRET_FILE; without one, whoever reaches the "
-        "rendezvous is let in).",
+        help="On each node, a file with the same content that only this user may read. With it processes of parameter "
+        "servers prove that they belong to the run (default: EVENSTEP_SECRET_FILE; without a file, every process "
+        "that can reach the rendezvous is accepted).",
     )
     add(
         "--cold-start",
         action="store_true",
-        help="Start every rank as a new python, and not as a copy of one that has imported torch. Slower; for "
-        "libraries that can't be forked.",
+        help="Start every rank as a new python, not as a fork of one that has imported torch. Slower; for libraries "
+        "that can't be forked.",
     )
 
     add = _adder(parser, "output")
@@ -317,7 +317,7 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
         type=float,
         default=0.1,
         metavar="S",
-        help="Seconds between two looks at the ranks (default: 0.1).",
+        help="Seconds between two checks of the ranks (default: 0.1).",
     )
 
     add = _adder(parser, "others", _OTHERS)
@@ -330,7 +330,7 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
 
 
 def _adder(parser: ArgumentParser, title: str, description: str | None = None) -> Callable[..., None]:
-    """Begin a new part of the help, and return what adds flags to it.
+    """Begin a new section of the help, and return the function that adds flags to it.
 
     A flag is understood with underscores too, and by its aliases: the help leaves these out.
     """
@@ -339,7 +339,7 @@ def _adder(parser: ArgumentParser, title: str, description: str | None = None) -
     def add(*names: str, action: Any = "store", aliases: Sequence[str] = (), **settings: Any) -> None:
         shown = group.add_argument(*names, action=action, **settings)
         others = {"--" + names[-1][2:].replace("-", "_"), *aliases} - {*names}
-        # `env` and `check_env` read a PET_* variable for their default: only the flag that is shown may have one.
+        # `env` and `check_env` read a PET_* variable for their default. Only the flag that the help shows may do so.
         plain = {env: "store", check_env: "store_true"}.get(action, action)
         hidden = {"dest": shown.dest, "action": plain, "default": SUPPRESS, "help": SUPPRESS}
         if others:
@@ -349,10 +349,10 @@ def _adder(parser: ArgumentParser, title: str, description: str | None = None) -
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
-    """A command line; with `--check` before the script, or without one, the check stands for the script.
+    """Parse a command line. With `--check` before the script, or without a script, the check takes its place.
 
     Raises:
-        ConfigurationError: It can't be understood.
+        ConfigurationError: The command line is invalid.
     """
     if "--check" in arguments:
         args = _parse([*arguments, _CHECK])
@@ -364,10 +364,10 @@ def parse(arguments: Sequence[str]) -> Namespace:
 
 
 def _parse(arguments: list[str]) -> Namespace:
-    """What isn't ours before the script goes to torch's own parser, which also has the defaults of its other flags.
+    """Parse our flags, and pass other flags before the script to torch's parser, which has their defaults.
 
-    Abbreviated flags are torchrun's, too, but argparse looks for them among the script's own arguments as well, and
-    finds `--n 5` ambiguous: they are taken only where there is something that can't be understood without.
+    torchrun accepts abbreviated flags, too, but argparse also looks for them among the script's own arguments, and
+    finds `--n 5` ambiguous. So abbreviations are accepted only if the command line is invalid without them.
     """
     args, unknown = make_parser().parse_known_args(arguments)
     if unknown:
@@ -383,13 +383,14 @@ def _parse(arguments: list[str]) -> Namespace:
 
 
 def behind_the_script(args: Namespace, arguments: Sequence[str]) -> str | None:
-    """The first flag of the launcher's that stands behind the script, which gets it instead; None if there is none.
+    """The first launcher flag that comes after the script, so that the script gets it; None if there is none. Pure.
 
-    Of those that a script is unlikely to have. Pure.
+    Only flags count that a script is unlikely to have.
 
     Args:
-        args: What `parse` made.
-        arguments: Of the command line. A `--` separates the launcher's from the script's: nothing is looked for then.
+        args: The result of `parse`.
+        arguments: The command line's arguments. If a `--` separates the launcher's from the script's, the result is
+            None.
     """
     for given in () if "--" in arguments else args.training_script_args:
         if given.startswith("--") and given.partition("=")[0].replace("_", "-") in _LAUNCHERS_ALONE:
@@ -398,10 +399,10 @@ def behind_the_script(args: Namespace, arguments: Sequence[str]) -> str | None:
 
 
 def validated(args: Namespace) -> Namespace:
-    """The same arguments, if their numbers make sense. Pure.
+    """Check the arguments' numbers, and return the arguments. Pure.
 
     Raises:
-        ConfigurationError: One doesn't.
+        ConfigurationError: A number is invalid.
     """
     checks.number("--stopped-grace", args.stopped_grace, least=0, finite=False)
     checks.number("--node-timeout", args.node_timeout, above=0, finite=False)
@@ -411,8 +412,8 @@ def validated(args: Namespace) -> Namespace:
     checks.whole("--servers", args.servers, least=0)
     if args.servers and (num_nodes(args)[1] > 1 or args.check):
         raise ConfigurationError(
-            "--servers is for the ranks of a script on one node. On several, start all ranks alike and set "
-            "EVENSTEP_SERVERS: so many of them, the last ones, are servers."
+            "--servers is for the ranks of a script on one node. On several nodes, start all ranks in the same way and "
+            "set EVENSTEP_SERVERS to the number of servers; the last ranks then are servers."
         )
     checks.whole("--shutdown-timeout", args.shutdown_timeout, least=0)
     if args.master_port is not None:
@@ -424,7 +425,7 @@ def num_nodes(args: Namespace) -> tuple[int, int]:
     """The fewest and the most hosts.
 
     Raises:
-        ConfigurationError: `--nnodes` is neither a number nor MIN:MAX, or `--node-rank` is none of theirs.
+        ConfigurationError: `--nnodes` is neither a number nor MIN:MAX, or `--node-rank` is out of range.
     """
     try:
         fewest, most = torch_run.parse_min_max_nnodes(args.nnodes)
@@ -433,7 +434,7 @@ def num_nodes(args: Namespace) -> tuple[int, int]:
     if not 0 < fewest <= most:
         raise ConfigurationError(f"--nnodes {args.nnodes}: use a number of hosts, or MIN:MAX with 1 <= MIN <= MAX.")
     if not 0 <= args.node_rank < most and not args.standalone:
-        # It would wait for the others for ever, and they for it.
+        # With a wrong node rank this node and the others would wait for each other for ever.
         choice = "is 0" if most == 1 else f"lies between 0 and {most - 1}"
         hosts = str(most) if fewest == most else args.nnodes
         raise ConfigurationError(f"--node-rank {args.node_rank}: with --nnodes {hosts} it {choice}.")
@@ -441,14 +442,14 @@ def num_nodes(args: Namespace) -> tuple[int, int]:
 
 
 def placed_by(task: tuple[int, str, int] | None, args: Namespace, arguments: Sequence[str]) -> Namespace:
-    """The same arguments, with the rendezvous that another launcher's variables give, unless the user named one.
+    """The same arguments, with the rendezvous from another launcher's variables, unless the user has given one.
 
     Pure.
 
     Args:
-        task: Node rank, address and port; None: nothing is known.
+        task: Node rank, address and port; None: another launcher has set none.
         args: The parsed arguments.
-        arguments: The command line, to see what the user has said.
+        arguments: The command line, to see which flags the user has given.
     """
     own = ("--node-rank", "--master-addr", "--master-port", "--rdzv-endpoint", "--rdzv-backend", "--standalone")
     before_script = arguments[: len(arguments) - len(args.training_script_args)]
@@ -469,7 +470,7 @@ def for_workers(args: Namespace, *, num_ranks: int, parent_pid: int) -> Namespac
         "run_path": False,
         "training_script": str(Path(__file__).parents[1] / "spawn" / "start_worker.py"),
         "training_script_args": [str(parent_pid), kind, args.training_script, *args.training_script_args],
-        # torchelastic's own log files are not used, and must not be made.
+        # torchelastic's own log files aren't used, and must not be created.
         "redirects": "0",
         "tee": "0",
         "log_dir": "/dev/null",
@@ -481,15 +482,16 @@ def for_workers(args: Namespace, *, num_ranks: int, parent_pid: int) -> Namespac
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a run as one of them sees them, and where they meet.
+    """The nodes of a run, and their rendezvous, as configured on one of them.
 
     Attributes:
-        fewest: So many, at least.
-        most: So many, at most.
-        rank: Which of them this one is, where their number is fixed.
+        fewest: The least number of nodes.
+        most: The largest number of nodes.
+        rank: This node's rank, if the number of nodes is fixed.
         host: Name or address of node 0.
-        port: On which node 0 listens for the others; of a run on one node, `MASTER_PORT` of the ranks. None: not given.
-        backend: torch's name of how they meet.
+        port: The port on which node 0 listens for the others; in a run on one node, `MASTER_PORT` of the ranks. None:
+            not given.
+        backend: torch's name of the rendezvous.
         may_restart: Ranks are started again if they fail.
     """
 
@@ -503,15 +505,17 @@ class Nodes:
 
 
 def plan_nodes(args: Namespace) -> Nodes:
-    """The nodes that a command line means. Pure.
+    """The nodes that a command line describes. Pure.
 
     Raises:
-        ConfigurationError: It says something that can't be, or not where they meet.
+        ConfigurationError: The description is contradictory, or lacks the place of the rendezvous.
     """
     fewest, most = num_nodes(args)
     is_static = args.rdzv_backend == "static" and not args.standalone
     if most > 1 and args.standalone:
-        raise ConfigurationError(f"--standalone is one host, --nnodes {args.nnodes} are more: leave one of them out.")
+        raise ConfigurationError(
+            f"--standalone means one host, but --nnodes {args.nnodes} means more: leave one of them out."
+        )
     if fewest < most and is_static:
         raise ConfigurationError(
             f"--nnodes {args.nnodes}: a number that changes needs --rdzv-backend c10d and --rdzv-endpoint HOST:PORT."

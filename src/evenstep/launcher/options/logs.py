@@ -1,4 +1,4 @@
-"""Where each rank's output goes. Rank 0's goes to the terminal as it is: inherited, so that bars work."""
+"""The destination of each rank's output. Rank 0 inherits the terminal, so that progress bars work."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class OutputChoices:
 
     @classmethod
     def parse(cls, *, redirects: str, tee: str, local_ranks_filter: str) -> OutputChoices:
-        """From the flags' texts.
+        """Parse the flags' texts.
 
         Raises:
-            ConfigurationError: One of them can't be understood.
+            ConfigurationError: A text is invalid.
         """
 
         def streams(flag: str, text: str) -> Std | dict[int, Std]:
@@ -58,13 +58,13 @@ class OutputChoices:
         return cls(redirects=streams("--redirects", redirects), tee=streams("--tee", tee), shown=shown)
 
     def validate_ranks(self, num_ranks: int) -> None:
-        """Check that every rank that is named exists: its output would be missing silently.
+        """Check that every named rank exists: the output of a rank that doesn't exist would be missing silently.
 
         Args:
             num_ranks: Ranks of this host.
 
         Raises:
-            ConfigurationError: One of them doesn't.
+            ConfigurationError: A rank doesn't exist.
         """
         there_are = {1: "is 0", 2: "are 0 and 1"}.get(num_ranks, f"are 0 to {num_ranks - 1}")
         chosen: Mapping[str, dict[int, str]] = {
@@ -87,15 +87,15 @@ def name_of_run(log_directory: Path) -> str:
 
 
 def make_log_directory(log_dir: str | None) -> Path:
-    """Make the directory of one run's logs: in `log_dir` under a name of its own, or, for None, a temporary one.
+    """Make the directory of one run's logs: in `log_dir` under a unique name, or, for None, a temporary one.
 
     Raises:
-        ConfigurationError: It can't be made, or not be written to.
+        ConfigurationError: It can't be made or written to.
     """
     try:
         if log_dir is None:
             return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY_LOGS}{os.getpid()}-", dir=temporary_root()))
-        # Of several pods all launchers have pid 1, and perhaps one host's name.
+        # In several pods all launchers have pid 1, and may have the same host name.
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{platform.node()}-{os.getpid()}"
         for number in itertools.count(1):
             directory = Path(log_dir).absolute() / (f"{name}-{number}" if number > 1 else name)
@@ -105,7 +105,7 @@ def make_log_directory(log_dir: str | None) -> Path:
     except OSError as error:
         where = "no directory for the logs of the ranks" if log_dir is None else f"--log-dir {log_dir}"
         raise ConfigurationError(
-            f"{where}: {error.strerror}. Name a directory that can be made, or written to, with --log-dir."
+            f"{where}: {error.strerror}. Pass a directory that can be made and written to with --log-dir."
         ) from None
     return directory
 
@@ -122,9 +122,9 @@ class Destination:
 def plan_destination(
     choices: OutputChoices, *, local_rank: int, rank: int, directory: Path, attempt: int = 0
 ) -> Destination:
-    """Where one rank writes. Pure.
+    """The destination of one rank's output. Pure.
 
-    Both streams go to one file, in the order in which they were written, unless just one of them is to be shown.
+    Both streams go to one file, in the order of writing, unless only one of them is shown on the terminal.
     """
     is_shown = choices.shown is None or local_rank in choices.shown
     if rank == 0:
@@ -146,11 +146,11 @@ def plan_destination(
 
 
 class RankLogs(LogsSpecs):
-    """torchelastic's question where output goes, answered by `plan_destination`.
+    """torchelastic's interface for the destination of output, implemented by `plan_destination`.
 
     Args:
-        choices: Of the command line.
-        log_directory: Of this run.
+        choices: The command line's choices.
+        log_directory: This run's directory.
     """
 
     def __init__(self, choices: OutputChoices, log_directory: Path) -> None:
@@ -173,7 +173,7 @@ class RankLogs(LogsSpecs):
             filtered_stderr=str(self._directory / "filtered_stderr.log"),
         )
         count = max((int(variables["TORCHELASTIC_RESTART_COUNT"]) for variables in envs.values()), default=0)
-        # An attempt that goes on with more hosts keeps its number, and must not overwrite what it has said so far.
+        # An attempt that continues with more hosts keeps its number, and must not overwrite its earlier output.
         self._last = max(count, self._last + 1)
         for local_rank, variables in envs.items():
             rank = int(variables["RANK"])
@@ -186,7 +186,8 @@ class RankLogs(LogsSpecs):
                 dest.tee_stdouts[local_rank] = plan.stdout
             if plan.tee & Std.ERR and plan.stderr != plan.stdout:
                 dest.tee_stderrs[local_rank] = plan.stderr
-            # A rank reports on its page. A file that can't be written would be taken for the error of the rank.
+            # Ranks report errors on their heartbeat pages. torchelastic would mistake an unwritable error file for an
+            # error of the rank.
             dest.error_files[local_rank] = variables["TORCHELASTIC_ERROR_FILE"] = os.devnull
         return dest
 

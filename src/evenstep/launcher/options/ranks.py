@@ -1,4 +1,4 @@
-"""The option that says how many ranks there are, in all commands that start some."""
+"""The option for the number of ranks, in all commands that start ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def add_nproc_per_node(
     """Add `--nproc-per-node` and its other names, which the help leaves out.
 
     Args:
-        parser: Of a command that starts ranks on this host.
-        help: What it says.
-        type: Of the value: some commands take several numbers.
-        default: If it isn't given.
+        parser: The parser of a command that starts ranks on this host.
+        help: The help text.
+        type: The value's type: some commands take several numbers.
+        default: The value if the option isn't given.
         metavar: How the help shows the value.
     """
     parser.add_argument("--nproc-per-node", type=type, default=default, metavar=metavar, help=help)

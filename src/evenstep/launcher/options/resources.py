@@ -15,13 +15,13 @@ from evenstep.device import choose_device
 from evenstep.errors import ConfigurationError
 from evenstep.ground.environment import Placement
 
-# Ranks for each CPU. A few have their use, where it is tried what many ranks do; thousands only stop the machine.
+# Ranks for each CPU. A few more ranks than CPUs are useful for testing; thousands would only stop the machine.
 _MANY_PER_CPU, _MOST_PER_CPU = 8, 64
 
 
 @dataclass(frozen=True)
 class Host:
-    """What a host offers to the ranks: physical cores, logical CPUs, GPUs."""
+    """A host's hardware for ranks: physical cores, logical CPUs, GPUs."""
 
     num_cores: int
     num_cpus: int
@@ -33,9 +33,9 @@ class RankPlan:
     """How many ranks a host gets, and how many threads each of them computes with.
 
     Attributes:
-        num_ranks: With parameter servers.
-        num_threads: Of each rank's CPU operations.
-        remark: What is to be said of their number; "": nothing.
+        num_ranks: The number of ranks, parameter servers included.
+        num_threads: Threads of each rank's CPU operations.
+        remark: A remark about the number of ranks to print, or "".
     """
 
     num_ranks: int
@@ -59,12 +59,12 @@ def plan_ranks(
             or "cpu" (a rank per logical CPU, as torchrun has it).
         host: The hardware of this node.
         threads_per_rank: The user's number; None: `OMP_NUM_THREADS`, else as many as fit.
-        device: What `--device` says; None: GPUs if there are any.
-        openmp_threads: What `OMP_NUM_THREADS` says.
+        device: The value of `--device`; None: GPUs if there are any.
+        openmp_threads: The value of `OMP_NUM_THREADS`.
         servers: Parameter servers, beside the ranks that `nproc` counts.
 
     Raises:
-        ConfigurationError: No such number of ranks, threads or GPUs; or so many ranks that nobody can mean it.
+        ConfigurationError: There can't be such a number of ranks, threads or GPUs, or there are far too many ranks.
     """
     if threads_per_rank is not None and threads_per_rank < 1:
         raise ConfigurationError(
@@ -73,15 +73,15 @@ def plan_ranks(
     fixed = threads_per_rank or openmp_threads
     num_ranks = _count_ranks(nproc, host, threads_per_rank=fixed, device=device)
     if device is not None:
-        # The same rule, and the same words, as every rank's own `evenstep.init`.
+        # The same rule and the same message as in every rank's own `evenstep.init`.
         choose_device(device, Placement(world_size=num_ranks, local_world_size=num_ranks), num_gpus=host.num_gpus)
     by_threads = nproc == "auto" and not _uses_gpus(host, device)
     num_ranks += servers
     fitting = _auto_threads(host) if by_threads else max(1, host.num_cores // num_ranks)
     crowd = f"{num_ranks} ranks on a node of {counted(host.num_cpus, 'CPU')}"
     if num_ranks > _MOST_PER_CPU * host.num_cpus:
-        raise ConfigurationError(f"{crowd}: no more than {_MOST_PER_CPU} a CPU are started. Give a smaller number.")
-    remark = f"{crowd}: they mostly wait for each other" if num_ranks > _MANY_PER_CPU * host.num_cpus else ""
+        raise ConfigurationError(f"{crowd}: at most {_MOST_PER_CPU} per CPU are allowed. Pass a smaller number.")
+    remark = f"{crowd}: they will mostly wait for each other" if num_ranks > _MANY_PER_CPU * host.num_cpus else ""
     return RankPlan(num_ranks=num_ranks, num_threads=fixed or fitting, remark=remark)
 
 
@@ -115,19 +115,19 @@ def _uses_gpus(host: Host, device: str | None) -> bool:
 
 
 def _auto_threads(host: Host) -> int:
-    # A rank per core drowns in communication on big hosts; one rank wastes the cores its operations can't fill.
+    # On big hosts a rank per core spends its time in communication; a single rank can't use all cores.
     return math.ceil(host.num_cores / 8)
 
 
 def look_at_host() -> Host:
-    """What this host has, and this process may use."""
+    """The hardware of this host that this process may use."""
     import torch
 
     return Host(num_cores=count_cores(), num_cpus=os.cpu_count() or 1, num_gpus=torch.cuda.device_count())
 
 
 def count_cores() -> int:
-    """Physical cores that this process may use: its affinity, and what its control groups limit it to."""
+    """Physical cores that this process may use, by its affinity and the limits of its control groups."""
     if sys.platform != "linux":
         return os.cpu_count() or 1
     allowed = os.sched_getaffinity(0)
@@ -140,6 +140,6 @@ def count_cores() -> int:
 
 
 def cores_within(siblings: Iterable[str], limit: float | None) -> int:
-    """Physical cores, from the sibling list of each allowed CPU, and what control groups limit them to. Pure."""
+    """Physical cores, from the sibling list of each allowed CPU, limited by control groups. Pure."""
     cores = len(set(siblings))
     return max(1, cores if limit is None else min(cores, math.ceil(limit)))

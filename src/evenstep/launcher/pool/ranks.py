@@ -47,7 +47,7 @@ class Task:
     """One call.
 
     Attributes:
-        preparation: In a rank's first task, how multiprocessing's new processes import the parent's `__main__`.
+        preparation: In a rank's first task, multiprocessing's data for importing the parent's `__main__`.
     """
 
     call: bytes
@@ -57,11 +57,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank sends back.
+    """A rank's answer.
 
     Attributes:
-        value: The packed result, or exception; None: the parent doesn't want it, or it can't travel.
-        report: Of what the rank raised; None: it succeeded.
+        value: The packed result or exception; None: the parent doesn't need it, or it can't be sent.
+        report: The report of the rank's exception; None: it succeeded.
     """
 
     value: bytes | None
@@ -87,7 +87,7 @@ def serve(descriptor: int, rank: int) -> None:
         except OSError:
             return
         if answer.report is not None:
-            # Only now may sockets close: peers that see them break report after this rank.
+            # Sockets may close only now: peers that notice the broken connections then report after this rank.
             raise SystemExit(answer.report.exit_code)
 
 
@@ -106,7 +106,7 @@ def _perform(task: Task, rank: int) -> Answer:
     except BaseException as error:
         report, exception = CrashReport.of(error, rank=rank, traceback=describe(error)), None
         if isinstance(error, SystemExit):
-            # `sys.exit(3)` on a rank must not end the parent: it arrives as the text of a RankFailedError.
+            # `sys.exit(3)` on a rank must not end the parent: the parent gets it as the text of a RankFailedError.
             report = replace(report, exit_code=error.code if isinstance(error.code, int) else 1)
         else:
             with contextlib.suppress(TypeError):
@@ -116,15 +116,17 @@ def _perform(task: Task, rank: int) -> Answer:
 
 def _import_main(preparation: dict[str, Any]) -> None:
     process: Any = multiprocessing.current_process()
-    process._inheriting = True  # what starts processes meanwhile would do so without end: `_refuse_while_importing`
+    process._inheriting = (
+        True  # starting processes during the import would recurse without end: `_refuse_while_importing`
+    )
     try:
         spawn.prepare(preparation)
     finally:
         del process._inheriting
 
 
-# A signal that comes just before the parent sleeps is noted and doesn't wake it: an interrupt would count only when a
-# rank answers. So it sleeps in short stretches.
+# A signal that comes just before the parent sleeps doesn't wake it, so an interrupt would take effect only when a rank
+# answers. So the parent sleeps in short intervals.
 _LOOK_EVERY_S = 0.5
 _STACK_S = 0.5
 
@@ -150,9 +152,9 @@ class RankGroup:
     Args:
         num_ranks: How many; at least 1.
         num_threads: Threads of each rank's CPU operations.
-        device: What `evenstep.init` takes as its default in the ranks; None: GPUs if there are any.
+        device: Default device of `evenstep.init` in the ranks; None: GPUs if there are any.
         policy: How ranks are stopped.
-        servers: How many of them, the last ones, are parameter servers.
+        servers: How many of the last ranks are parameter servers.
     """
 
     def __init__(
@@ -182,7 +184,7 @@ class RankGroup:
                 self._start(rank, num_threads, device)
             self._guard = Guard(self.pids)
         except BaseException:
-            self._stop()  # they import torch, and would see the closed pipe only then
+            self._stop()  # they are importing torch, and would notice the closed pipe only afterwards
             raise
 
     def __repr__(self) -> str:
@@ -218,13 +220,13 @@ class RankGroup:
             results: "all", or "first" to fetch only rank 0's.
 
         Returns:
-            What each rank returned, in order of rank; of rank 0 alone with "first".
+            The ranks' results, in order of rank; with "first" only rank 0's.
 
         Raises:
-            ConfigurationError: The call can't be sent; the group is as before.
+            ConfigurationError: The call can't be sent; the group can still be used.
             CollectiveTimeoutError: Not all ranks were done in time. The group is closed.
-            RankFailedError: A rank died, or raised what can't be sent. The group is closed.
-            Exception: What the rank that failed first raised. The group is closed.
+            RankFailedError: A rank died, or raised an exception that can't be sent. The group is closed.
+            Exception: The exception of the rank that failed first. The group is closed.
         """
         if self._is_closed:
             raise UsageError(f"{self!r} can't run another task: a task failed, or it was closed. Make a new one.")
@@ -232,7 +234,7 @@ class RankGroup:
         preparation = None
         if self._num_tasks == 0:
             preparation = spawn.get_preparation_data("evenstep rank")
-            for name in ("authkey", "start_method"):  # neither can travel here, nor does a script's rank have them
+            for name in ("authkey", "start_method"):  # can't be sent, and a script's rank doesn't have them
                 del preparation[name]
         self._num_tasks += 1
         deadline = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
@@ -240,7 +242,7 @@ class RankGroup:
         try:
             for index, rank in enumerate(self._ranks):
                 task = Task(call, wants_result=results == "all" or index == 0, preparation=preparation)
-                # A rank that is already dead is noticed, with its signal, where the answers are awaited.
+                # A rank that is already dead is noticed, with its signal, when the answers are awaited.
                 with contextlib.suppress(OSError):
                     rank.connection.send(task)
             self._await_answers(answers, deadline)
@@ -250,18 +252,18 @@ class RankGroup:
             if len(answers) < self.num_ranks:
                 raise self._too_late(answers, timeout_s or 0.0)
         except BaseException:
-            # Also a KeyboardInterrupt here: no rank is left behind.
+            # After any exception, even a KeyboardInterrupt, no rank is left behind.
             self._stop()
             raise
         found = (answer.value for _, answer in sorted(answers.items()) if isinstance(answer, Answer))
         return [pickle.loads(value) for value in found if value is not None]
 
     def close(self) -> None:
-        """End the processes and remove what they met in. Twice is once."""
+        """End the processes and remove the file of their rendezvous. A second call does nothing."""
         if self._is_closed or os.getpid() != self._pid:  # a forked child that ends leaves its parent's ranks alone
             return
         for rank in self._ranks:
-            rank.connection.close()  # the rank sees the end of the pipe, and leaves
+            rank.connection.close()  # the rank notices the end of the pipe, and ends
         await_ends((rank.process for rank in self._ranks), self._policy.terminate_s)
         self._stop()
 
@@ -277,7 +279,7 @@ class RankGroup:
         )
         variables |= {
             "OMP_NUM_THREADS": str(num_threads),
-            # For functions that call torch's own init_process_group.
+            # For functions that call torch's init_process_group.
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(self._port.port),
         }
@@ -285,17 +287,17 @@ class RankGroup:
         python, *options = spawn.get_command_line()  # with the options of this interpreter
         command = [python, *options[: options.index("-c")], "-u", WORKER, str(os.getpid()), "function"]
         try:
-            # Ours must be the only copy of the other end that is left, or its end would never be seen.
+            # Close this copy: while the parent has it the end of the rank's end of the pipe would never be noticed.
             with theirs, environment.exported(variables):
                 process = subprocess.Popen(
                     [*command, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # Ctrl-C is the parent's
+                    start_new_session=True,  # so that Ctrl-C reaches only the parent
                 )
             self._ranks.append(_Rank(Child(process.pid, reap=process.poll), ours))
         except BaseException:
-            ours.close()  # where an interrupt came just now, a rank of which nobody knows ends by this
+            ours.close()  # after an interrupt this ends a rank that isn't recorded yet
             raise
 
     # ------------------------------------------------------------------ answers
@@ -309,7 +311,7 @@ class RankGroup:
             connections = [rank.connection for rank in pending.values()]
             ready = multiprocessing.connection.wait(connections, timeout=min(left_s, _LOOK_EVERY_S))
             for index, rank in pending.items():
-                # What a rank has forked may hold its end of the pipe.
+                # A process that a rank has forked may hold the rank's end of the pipe.
                 if rank.connection in ready or rank.process.poll() is not None:
                     answers[index] = self._receive(index, rank)
 
@@ -342,7 +344,7 @@ class RankGroup:
         report = answer.report
         remote = RemoteTraceback(f"on {who} of {self.num_ranks}:\n{report.traceback}")
         error: BaseException | None = None
-        with contextlib.suppress(Exception):  # nothing was sent, or e.g. its class exists only in the ranks
+        with contextlib.suppress(Exception):  # nothing was sent, or its class exists only in the ranks
             error = pickle.loads(answer.value or b"")
         if error is None:
             message = f"{who} of {self.num_ranks} failed: {report.summary}"
@@ -365,7 +367,7 @@ class RankGroup:
         )
 
     def _stop(self) -> None:
-        """Stop the ranks that are left, and what those have started."""
+        """Stop the remaining ranks, and the processes that they have started."""
         self._is_closed = True
         atexit.unregister(self.close)
         ranks, self._ranks, policy = dict(enumerate(self._ranks)), [], self._policy
@@ -393,13 +395,13 @@ def _reports(answers: Answers) -> list[CrashReport]:
 
 
 def _exits(answers: Answers) -> list[Exit]:
-    """Of ranks that have failed."""
+    """The exits of ranks that have failed."""
     raised = [Exit(report.rank, report.pid, report.exit_code or 1) for report in _reports(answers)]
     return raised + [each for each in answers.values() if isinstance(each, Exit)]
 
 
 def _refuse_while_importing() -> None:
-    """A rank that imports its script must not start ranks: it would do so without end."""
+    """Refuse to start ranks while a rank imports its script: each new rank would start more without end."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigurationError(
             "evenstep.launch was called while a rank was importing the script. The ranks import it to find the "

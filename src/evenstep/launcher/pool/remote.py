@@ -1,6 +1,6 @@
-"""What travels between a parent and the ranks it started: functions there, results and exceptions back.
+"""Messages between a parent and the ranks it started: functions to ranks, results and exceptions back.
 
-Pickle, over the pipe of our own child: nothing here ever reads bytes from the network or from disk.
+They are pickled, and sent over a pipe to our own child: this module never reads bytes from the network or from disk.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from evenstep.errors import ConfigurationError
 def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     """A call as bytes that a rank can load.
 
-    Functions of importable modules travel by name. Lambdas, functions inside functions, and whatever was typed into
-    a notebook or given to `python -c` travel by value, which needs cloudpickle.
+    Functions of importable modules are sent by name. Lambdas, functions inside functions, and functions typed into a
+    notebook or passed to `python -c` are sent by value, which needs cloudpickle.
 
     Raises:
         ConfigurationError: cloudpickle is needed and not installed, or an argument can't be sent.
@@ -31,7 +31,7 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         if not (b"__main__" in data and not main_is_importable()):
             return data
     except Exception as error:
-        # Whatever the object's own pickling raises: cloudpickle may still manage.
+        # The object's own pickling may raise anything, and cloudpickle may still succeed.
         problem = error
     name = getattr(fn, "__qualname__", repr(fn))
     try:
@@ -51,18 +51,18 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """What `pack_call` packed."""
+    """The inverse of `pack_call`."""
     fn, args, kwargs = pickle.loads(data)
     return fn, args, kwargs
 
 
 def pack_answer(value: Any) -> bytes:
-    """A result or an exception as bytes; tensors by value, and not through memory that the caller would have to free.
+    """A result or an exception as bytes. Tensors are sent by value: the caller would have to free shared memory.
 
     Raises:
-        TypeError: It can't be sent, or would not survive the way, as an exception with a constructor of its own.
+        TypeError: It can't be sent, or couldn't be restored, such as an exception with its own constructor.
     """
-    cloudpickle = sys.modules.get("cloudpickle")  # loaded in a rank exactly when the call came by value
+    cloudpickle = sys.modules.get("cloudpickle")  # imported in a rank only if the call was sent by value
     problems = []
     for dumps in [pickle.dumps] if cloudpickle is None else [pickle.dumps, cloudpickle.dumps]:
         try:
@@ -70,7 +70,7 @@ def pack_answer(value: Any) -> bytes:
             if isinstance(value, BaseException):
                 pickle.loads(data)
             return data
-        except Exception as error:  # whatever a foreign __reduce__ or __init__ raises
+        except Exception as error:  # another library's __reduce__ or __init__ may raise anything
             problems.append(str(error))
     raise TypeError(f"the function returned a {type(value).__name__} that can't be sent to the parent: {problems[0]}")
 

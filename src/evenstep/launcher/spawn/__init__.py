@@ -7,8 +7,8 @@ Reading order:
 2. `start_worker`: the file that python executes where there is no zygote; it dies with its launcher.
 3. `script_runner`: prepares the process (heartbeat page, excepthook, faults) and runs the script as `__main__`, or
    functions that a pool sends.
-4. `own_ranks`: a script that starts ranks of its own is refused.
+4. `own_ranks`: refuses a script that starts its own ranks.
 5. `child`: a rank's process as the launcher sees it, and how it is stopped: [Note: signal before you reap].
-6. `guard`: ends what ranks have started where the launcher was killed.
+6. `guard`: ends the processes that ranks have started, if the launcher is killed.
 7. `log_lines`: time, rank and step in front of every line of a log file.
 """

@@ -1,10 +1,10 @@
-"""A child of the launcher, which keeps its number until nothing will be sent to it any more.
+"""A child process of the launcher, whose pid stays reserved until no more signals will be sent to it.
 
 [Note: signal before you reap]
 
-A process that has ended keeps its number until its parent reaps it; then another process may get it. What a rank has
-started belongs to the group of the rank's number, and is to be killed after the rank has ended. So the launcher looks
-at its children without reaping them (`WNOWAIT`), signals their groups, and reaps them last.
+A process that has ended keeps its pid until its parent reaps it; then another process may get the pid. The processes
+that a rank has started belong to the process group with the rank's pid, and have to be killed after the rank has ended.
+So the launcher checks its children without reaping them (`WNOWAIT`), signals their groups, and reaps them last.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _POLL_S = 0.005
 
 
 class BecomeRank(BaseException):
-    """Raised in a forked rank: leave the launcher's stack, and go on as a rank.
+    """Raised in a forked rank to leave the launcher's stack and continue as a rank.
 
     Attributes:
-        arguments: What `evenstep.launcher.spawn.script_runner.main` is to be called with.
+        arguments: Arguments for `evenstep.launcher.spawn.script_runner.main`.
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
@@ -43,8 +43,8 @@ class Child:
 
     Args:
         pid: The child; nothing else in this process may wait for it.
-        reap: Called once, when it has ended and is released; None: `os.waitpid`. Of a process that `subprocess` has
-            started it is its `poll`: python reaps children whose objects have gone, so the object is kept until then.
+        reap: Called once, when the child has ended and is released; None: `os.waitpid`. For a process from `subprocess`
+            pass its `poll`: python reaps children whose objects are collected, so this keeps the object alive.
 
     Attributes:
         pid: The child.
@@ -58,7 +58,7 @@ class Child:
         self._is_released = False
 
     def poll(self) -> int | None:
-        """`returncode`, as of now."""
+        """Return the current `returncode`."""
         if self.returncode is None:
             with contextlib.suppress(ChildProcessError):
                 ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -85,16 +85,19 @@ class Child:
             os.kill(self.pid, which)
 
     def signal_group(self, which: int) -> None:
-        """Send a signal to it and to what it has started, also after it has ended; nothing once it is released."""
+        """Send a signal to it and to the processes that it has started, even after its end.
+
+        Does nothing once it is released.
+        """
         if not self._is_released:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 try:
                     os.killpg(self.pid, which)
-                except ProcessLookupError:  # it was started this moment, and leads no group yet
+                except ProcessLookupError:  # it has just been started, and doesn't lead a group yet
                     os.kill(self.pid, which)
 
     def release(self) -> None:
-        """Reap it, if it has ended; its number may then become another process's. Twice is once."""
+        """Reap it if it has ended; another process may then get its pid. A second call does nothing."""
         if self._is_released or self.poll() is None:
             return
         self._is_released = True
@@ -120,7 +123,7 @@ class Guard:
         )
 
     def close(self) -> None:
-        """End it. Twice is once."""
+        """End it. A second call does nothing."""
         self._process.kill()
         self._process.wait()
 
@@ -128,17 +131,17 @@ class Guard:
 def stop(
     children: Mapping[int, Child], ask: Callable[[int], object], *, patience_s: float, terminate_s: float
 ) -> list[int]:
-    """Stop children and what they have started. A signal to this process meanwhile means SIGKILL now.
+    """Stop children and the processes that they have started. A signal to this process meanwhile means SIGKILL now.
 
     Args:
-        children: By whatever number.
-        ask: Sends the first signal to one of those that run, by its number. To it alone: it may need what it has
-            started, such as the workers of its loader, for the steps until it saves.
-        patience_s: Until SIGKILL follows, to everything; nothing follows where all had ended before.
-        terminate_s: From SIGKILL until those that still run are left behind.
+        children: The children, by any number.
+        ask: Sends the first signal to a running child, by its number. To the child alone: until it saves it may need
+            the processes that it has started, such as its loader's workers.
+        patience_s: Time until SIGKILL to everything; nothing is sent if all have ended before.
+        terminate_s: Time from SIGKILL until children that still run are left behind.
 
     Returns:
-        The numbers of those that can't be killed.
+        The numbers of children that can't be killed.
     """
     running = [number for number, child in children.items() if child.poll() is None]
     try:
@@ -153,19 +156,20 @@ def stop(
 
 
 def await_ends(children: Iterable[Child], longest_s: float) -> None:
-    """Return when all have ended, but not later."""
+    """Return when all have ended, at the latest after the given time."""
     running, deadline = list(children), time.monotonic() + longest_s
     while time.monotonic() < deadline and (running := [child for child in running if child.poll() is None]):
         time.sleep(_POLL_S)
 
 
 def keep_ended_children() -> Callable[[], None]:
-    """Have the kernel keep how children end, also where whoever started this process had SIGCHLD ignored.
+    """Make the kernel keep the exit statuses of children, even if this process was started with SIGCHLD ignored.
 
-    It would reap them itself: no status would be known, and a child that ended looks like one that can't be started.
+    Otherwise the kernel would reap children itself: their statuses would be lost, and an ended child would look like
+    one that couldn't be started.
 
     Returns:
-        What restores that; from a thread it does nothing, because only the main thread may.
+        A function that restores the old setting. From a thread it does nothing, because only the main thread may.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGCHLD) != signal.SIG_IGN:
         return lambda: None
@@ -180,10 +184,10 @@ def keep_ended_children() -> Callable[[], None]:
 
 
 def leave_process_1() -> None:
-    """Where this is process 1 of a container, go on in a child. Returns in it, or at once.
+    """If this is process 1 of a container, continue in a child. Returns in the child; otherwise at once.
 
-    Process 1 inherits what others leave behind, and has to reap it; the kernel ignores signals that it has no handler
-    for. So it does only that: it reaps, passes signals on, and ends as its child does, and all other processes with it.
+    Process 1 inherits orphaned processes and has to reap them, and the kernel ignores signals without a handler in it.
+    So process 1 only reaps, passes signals on, and ends with its child's status; all other processes end with it.
     """
     if os.getpid() != 1:
         return
@@ -196,7 +200,7 @@ def leave_process_1() -> None:
     while True:
         found = signal.sigwaitinfo(passed)
         if found.si_signo != signal.SIGCHLD:
-            if found.si_code <= 0:  # a process's; a terminal's goes to the child, too
+            if found.si_code <= 0:  # sent by a process; the terminal sends its signals to the child, too
                 os.kill(child, found.si_signo)
             continue
         with contextlib.suppress(ChildProcessError):

@@ -1,4 +1,4 @@
-"""Lines of a rank's log file, each with time, rank and step in front: what python prints, logs and warns of."""
+"""Puts time, rank and step in front of every line that python writes to a rank's log file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class StampedLines(io.TextIOWrapper):
     """A text stream that writes a stamp before every line.
 
     Args:
-        stream: What it takes the place of; of no use afterwards.
-        rank: Stands in the stamp.
+        stream: The stream that this one replaces; it must not be used afterwards.
+        rank: The rank in the stamp.
     """
 
     def __init__(self, stream: io.TextIOWrapper, *, rank: int) -> None:
@@ -25,7 +25,7 @@ class StampedLines(io.TextIOWrapper):
         self._is_at_start = True
 
     def write(self, text: str) -> int:
-        """Write text; lines begin where the last one has ended, in whatever pieces they come."""
+        """Write text, which may be any part of a line or several lines."""
         stamped = []
         for line in text.splitlines(keepends=True):
             if self._is_at_start:

@@ -1,6 +1,6 @@
-"""Scripts that start ranks of their own, as with `torch.multiprocessing.spawn`: refused before the first one starts.
+"""Scripts that start their own ranks, as with `torch.multiprocessing.spawn`: refused before the first one starts.
 
-Each of two ranks would start two, which meet at one port and fail there, or wait for each other.
+Each of two ranks would start two more, which would meet at one port and fail, or wait for each other.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _JOINS = "init_process_group"
 
 
 def refuse_own_ranks() -> None:
-    """From now on the script fails with a `ConfigurationError` where it starts a process that would join a group."""
+    """From now on raise a `ConfigurationError` when the script starts a process that would join a process group."""
     start = BaseProcess.start
 
     @functools.wraps(start)
     def start_no_rank(process: Any) -> None:
-        # torch's `spawn` has a target of its own, whose first argument is the script's function.
+        # torch's `spawn` starts its own function, whose first argument is the script's function.
         for function in (process._target, *process._args[:1]):
             if joins_a_group(function):
                 script, name = sys.argv[0], getattr(function, "__name__", "its function")
                 raise ConfigurationError(
                     f"{script} starts its own ranks: processes in which {name} calls {_JOINS}. Start it with `python "
-                    f"{script}`. Or have it call {name} once, with LOCAL_RANK of the environment for the rank and "
-                    f"WORLD_SIZE for the number of ranks: evenstep starts them."
+                    f"{script}`. Or change it to call {name} once, with the environment variable LOCAL_RANK as the "
+                    f"rank and WORLD_SIZE as the number of ranks: evenstep starts the ranks."
                 )
         start(process)
 
@@ -39,7 +39,7 @@ def refuse_own_ranks() -> None:
 
 
 def joins_a_group(function: object) -> bool:
-    """Whether a function, or anything of the user's files that it names, names `init_process_group`. Pure."""
+    """Whether a function, or any function in the user's files that it uses, names `init_process_group`. Pure."""
     waiting: list[Any] = [function]
     known: set[int] = set()
     while waiting:

@@ -1,7 +1,7 @@
 """One rank: prepares the process, then becomes the user's script, or calls functions for `evenstep.launch`.
 
-`start_worker.py` calls `main`, in a process that dies with the launcher and has no directory of the script's or the
-user's on its path yet.
+`start_worker.py` calls `main`, in a process that dies with the launcher, and whose path has no directory of the script
+or the user yet.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from evenstep.launcher.spawn.log_lines import stamp_lines
 from evenstep.launcher.spawn.own_ranks import refuse_own_ranks
 from evenstep.processes import has_gpu_driver
 
-# A rank gets it while it runs, too. Scripts and libraries have uses of their own for SIGUSR1 and SIGUSR2.
+# Healthy ranks get this signal, too. SIGUSR1 and SIGUSR2 are left to scripts and libraries.
 STACK_SIGNAL = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 2)) - 2
 
 
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
     if page is not None:
         page.words[Note.IS_READY] = 1
     if kind == "program":
-        # The kernel's promise to end this process with its parent survives this.
+        # The parent-death signal of this process survives `exec`.
         os.execvp(target, [target, *rest])
     faulthandler.enable()
     meet_without_port(placement)
@@ -61,21 +61,21 @@ def main(arguments: list[str]) -> None:
         stamp_lines(placement.rank)
     if page is not None:
         write_page(placement)
-        # Open to the end of the process: faulthandler writes to its number.
+        # Keep it open until the process ends: faulthandler writes to its descriptor.
         register_stacks(os.open(placement.pages[placement.local_rank], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC))
         page.words[Note.WRITES_STACKS] = 1
         count_optimizer_steps()
     if given.inject:
-        # By name: nothing of evenstep stands on what is meant for tests.
+        # Imported by name, because no module may depend on `testing`.
         importlib.import_module("evenstep.testing.faults").install(given.inject, rank=placement.rank)
     if kind != "function" and placement.world_size > 1:
         refuse_own_ranks()
     excepthook.install(placement)
-    # What was imported so far stays to the end, and collections needn't look through it.
+    # Modules imported so far are never freed, so collections needn't scan them.
     atexit.register(end_quickly, os.getpid(), has_frozen_types=_reports_leaks())
     gc.freeze()
     if kind == "function":
-        # By name: the pool stands above.
+        # Imported by name, because the pool is above this room.
         importlib.import_module("evenstep.launcher.pool.ranks").serve(int(target), placement.rank)
     elif kind == "module":
         _become_module(target, rest)
@@ -84,9 +84,9 @@ def main(arguments: list[str]) -> None:
 
 
 class _Terminal(io.FileIO):
-    """A terminal. Once it has gone, what is written goes nowhere.
+    """A terminal stream that discards output once the terminal is gone.
 
-    A dropped connection asks the ranks to save and stop. The one that prints would fail before it comes to that.
+    A dropped connection makes the ranks save and stop. Without this class the rank that prints would fail before that.
     """
 
     def write(self, data: Any, /) -> int:
@@ -100,7 +100,7 @@ class _Terminal(io.FileIO):
 
 
 def unbuffered(descriptor: int, name: str, like: object) -> io.TextIOWrapper:
-    """A stream as `python -u` makes it: what is written is seen, also if the process is killed."""
+    """A stream as `python -u` makes it: output is visible at once, even if the process is killed."""
     raw = (_Terminal if os.isatty(descriptor) else io.FileIO)(descriptor, "wb", closefd=False)
     raw.name = name
     encoding, errors = getattr(like, "encoding", "utf-8"), getattr(like, "errors", "strict")
@@ -112,37 +112,37 @@ def unbuffered(descriptor: int, name: str, like: object) -> io.TextIOWrapper:
 def register_stacks(file: int) -> None:
     """Have this process write its stacks to a descriptor on `STACK_SIGNAL`. Keep it open.
 
-    Without a GPU only the main thread's stack is written: that thread gets the signal. faulthandler reads the frames of
-    other threads without the interpreter lock, and a healthy rank whose threads ran python now and then died of
-    SIGSEGV when it was asked. With a GPU a hook of the backward pass may hang in a thread of autograd's.
+    Without a GPU only the main thread's stack is written, because that thread gets the signal. faulthandler reads other
+    threads' frames without the interpreter lock, and healthy ranks with running threads sometimes died of SIGSEGV from
+    that. With a GPU all stacks are written, because a backward hook may hang in one of autograd's threads.
     """
-    all_threads = has_gpu_driver() and not is_set("EVENSTEP_SERVERS")  # whose RPC has threads that run python
+    all_threads = has_gpu_driver() and not is_set("EVENSTEP_SERVERS")  # RPC of parameter servers has python threads
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=all_threads)
 
 
 def end_quickly(pid: int, *, has_frozen_types: bool = False) -> None:
     """Have python end without its last collections, which take half of the time from an error to the end of the run.
 
-    Objects that modules hold are released as usual. Cycles of objects, and what they hold, are left to the system:
-    python doesn't promise to call their `__del__` at its end. A file would be closed then, so what was
-    written to files, and is still in memory, is written out here. The launcher waits for no more than that where a rank
-    has failed, so what is registered to be done at the end is done before.
+    Objects that modules hold are released as usual. Cycles of objects, and the objects that they hold, are left to the
+    system: python doesn't promise to call their `__del__` at its end. python's collection would close files, so
+    buffered output of files is flushed here instead. If a rank has failed the launcher waits for nothing after that, so
+    exit handlers run first.
 
-    Where a library reports what python hasn't released, python's own end remains: see `_reports_leaks`.
+    If a library reports objects that python hasn't released, python ends in the usual way: see `_reports_leaks`.
 
     Args:
-        pid: The rank's; a process that the script has forked ends as python does.
-        has_frozen_types: Such a library was imported before the first `gc.freeze()`, as it is in the ranks of a
-            second attempt.
+        pid: The rank's process; a process that the script has forked ends in the usual way.
+        has_frozen_types: Such a library was imported before the first `gc.freeze()`, as in the ranks of a second
+            attempt.
     """
     if os.getpid() != pid:
         return
-    multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # waits for children, and for what they are sent
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # waits for children and their queues
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or another thing that the script has put there
+        with contextlib.suppress(Exception):  # closed, or replaced by the script
             stream.flush()
-    for thing in gc.get_objects():  # of what has come since the script began
+    for thing in gc.get_objects():  # created since the script began
         if issubclass(type(thing), _io._IOBase):
             with contextlib.suppress(Exception):  # closed, or not of a kind that can be written
                 if stat.S_ISREG(os.fstat(thing.fileno()).st_mode):  # a pipe might wait for its reader
@@ -155,16 +155,16 @@ def end_quickly(pid: int, *, has_frozen_types: bool = False) -> None:
 
 
 def _reports_leaks() -> bool:
-    """Whether nanobind, with which triton and other libraries are bound to python, is in this process.
+    """Whether nanobind, which triton and other libraries use for their python bindings, is in this process.
 
-    It looks at python's very end for types that weren't released, and prints thirty lines if there are any. Classes are
-    cycles, which only a collection releases, and no collection looks at what is frozen.
+    At python's very end nanobind looks for types that weren't released, and prints thirty lines if it finds any.
+    Classes are in reference cycles, which only a collection frees, and collections skip frozen objects.
     """
     return any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type))
 
 
 def _is_own_log(descriptor: int, rank: int) -> bool:
-    """Whether that is a log file of the launcher's; the terminal's stream may be a file, too, and is left alone."""
+    """Whether a stream is a log file of the launcher's. The inherited stream may be a file, too, and is left alone."""
     try:
         return Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.startswith(f"rank-{rank}.")
     except OSError:
@@ -172,9 +172,9 @@ def _is_own_log(descriptor: int, rank: int) -> bool:
 
 
 def _share_one_file() -> None:
-    """Let stdout and stderr continue each other where they were opened as one file, twice.
+    """Let stdout and stderr share one descriptor if they were opened as the same file twice.
 
-    Two descriptors with an offset each would overwrite what the other wrote.
+    Two descriptors with separate offsets would overwrite each other's output.
     """
     out, err = os.fstat(1), os.fstat(2)
     if stat.S_ISREG(out.st_mode) and os.path.samestat(out, err):
@@ -182,7 +182,7 @@ def _share_one_file() -> None:
 
 
 def become_script(path: str, arguments: list[str]) -> None:
-    """Run a script as python itself would have from the start."""
+    """Run a script as python itself would run it."""
     sys.argv = [path, *arguments]
     _put_first(Path(path).resolve().parent)
     with io.open_code(str(Path(path).absolute())) as file:
@@ -204,14 +204,14 @@ def _become_module(name: str, arguments: list[str]) -> None:
 
 
 def _put_first(directory: Path) -> None:
-    """The directory that python itself would have searched first, from the start."""
+    """Put the directory first on the path that python itself would put there."""
     if not getattr(sys.flags, "safe_path", False):  # python -P, 3.11 and later
         sys.path.insert(0, str(directory))
 
 
 def _run_as_main(code: types.CodeType, **names: object) -> None:
-    # A module that stays `__main__` to the end of the process, unlike runpy's: threads and exit handlers of the
-    # script may still pickle what it defines.
+    # A module that stays `__main__` until the process ends, unlike runpy's: the script's threads and exit handlers may
+    # still pickle objects that it defines.
     module = types.ModuleType("__main__")
     module.__dict__.update(names)
     sys.modules["__main__"] = module

@@ -1,15 +1,16 @@
-"""What becomes a rank: `python -u start_worker.py PARENT_PID script|module|program|function TARGET ARGS...`.
+"""Runs as a rank: `python -u start_worker.py PARENT_PID script|module|program|function TARGET ARGS...`.
 
-`evenstep run` starts it, and `evenstep.launch`, whose target is the descriptor from which functions come.
+`evenstep run` starts it, and so does `evenstep.launch`; for the latter the target is the descriptor from which
+functions are read.
 
-A file, and neither `-m` nor `-c`: those put the current directory first on the path, where a `random.py` of the
-user's would stand for python's own while torch is imported. `python -P` would do, and exists from python 3.11 only.
+A file, not `-m` or `-c`: those put the current directory first on the path, and a `random.py` of the user's there would
+replace python's own while torch is imported. `python -P` would do, and exists from python 3.11 only.
 """
 
 import sys
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):  # python -P, 3.11 and later
-    # The directory of this file, whose modules aren't meant to be imported by their bare names.
+    # Remove the directory of this file: its modules must not be importable by their bare names.
     del sys.path[0]
 
 import ctypes
@@ -28,8 +29,8 @@ def die_with_parent(parent_pid: int) -> None:
     at once if the parent went before this was called.
 
     Args:
-        parent_pid: The process that started this one, as that one passed it: it may be 1 in a container, so that
-            "my parent is now 1" proves nothing.
+        parent_pid: The pid of the process that started this one, passed by that process: it may be 1 in a container, so
+            a parent of 1 doesn't prove that the parent has ended.
     """
     if sys.platform != "linux":
         return
@@ -40,9 +41,9 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def import_what_the_launcher_did() -> None:
-    """Have `evenstep` be the package that this file belongs to, also where it has been imported.
+    """Make `evenstep` the package that this file belongs to, even if another one has been imported.
 
-    It may be on no path: `python -m evenstep run` finds it in the current directory.
+    The package may be on no path: `python -m evenstep run` finds it in the current directory.
     """
     package = Path(__file__).resolve().parents[2]
     found = (finder.find_spec(package.name, None) for finder in sys.meta_path)  # an editable installation has its own
@@ -52,7 +53,7 @@ def import_what_the_launcher_did() -> None:
 
 
 if __name__ == "__main__":
-    # Before torch is imported: a launcher that is interrupted right now may not know of this process yet.
+    # Before torch is imported: a launcher that is interrupted right now may not have recorded this process yet.
     die_with_parent(int(sys.argv[1]))
     import_what_the_launcher_did()
     from evenstep.launcher.spawn.script_runner import main

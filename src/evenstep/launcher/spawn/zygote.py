@@ -8,20 +8,20 @@
         │                                ends at once       │
         └───────────────── becomes the parent of ───────────┘
 
-- The process between ends, so that the kernel gives the rank to the nearest ancestor that takes orphans, and the
-  launcher has declared itself one (`PR_SET_CHILD_SUBREAPER`), only for this moment: it has no use for the orphans that
-  ranks leave later. It waits for its ranks and learns how they ended, as for those it has started itself; and they die
-  with it, not with the zygote.
-- A forked rank has what the zygote has: modules, and nothing else. There is one thread, no CUDA, no process group, no
-  generator that has drawn a number, no descriptor that the launcher was given: somebody's lock would be held as long as
-  the ranks run. `settle` puts right what differs between a fork and a process that python has just started: session,
-  variables, streams, signals, threads, random numbers, path.
+- The process between ends, so that the kernel gives the rank to the nearest ancestor that adopts orphans. The launcher
+  has declared itself one (`PR_SET_CHILD_SUBREAPER`), only for this moment: it doesn't want the orphans that ranks leave
+  later. So the launcher waits for ranks and gets their exit statuses as for its own children; and ranks die with the
+  launcher, not with the zygote.
+- A forked rank has the zygote's modules, and nothing else: one thread, no CUDA, no process group, no used random
+  generator, and no descriptor that the launcher has inherited, since ranks would hold another program's lock on it.
+  `settle` corrects the differences between a fork and a process that python has just started: session, variables,
+  streams, signals, threads, random numbers, path.
 - One difference stays: python draws the seed of its hashes at its start, so all ranks of a node iterate over a set of
   texts in the same order. `evenstep verify` runs once without a zygote, and sees code that depends on it.
-- A forked rank leaves the stack of the launcher by an exception, `BecomeRank`, which `cli.main` turns into a call of
-  the worker. It ends as any python process does: exit handlers, finalisers, files that are still open.
-- Where a fork could differ from a fresh process there is no zygote, and python starts the ranks: options of the
-  interpreter, modules that were found beside the launcher, threads, another system than Linux.
+- A forked rank leaves the launcher's stack by an exception, `BecomeRank`. `cli.main` catches it and calls the worker.
+  It ends as any python process does: exit handlers, finalisers, files that are still open.
+- If a fork could differ from a fresh process there is no zygote, and each rank is a new python: with options of the
+  interpreter, modules that were imported from the launcher's directory, threads, or another system than Linux.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Zygote:
     """The launcher's end of the zygote.
 
     Args:
-        connection: To the zygote.
-        pid: Its process.
+        connection: The connection to the zygote.
+        pid: The zygote's process.
     """
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
@@ -71,14 +71,14 @@ class Zygote:
     def start_command(
         self, command: Sequence[str], variables: Mapping[str, str], descriptors: Sequence[int]
     ) -> Child | None:
-        """Fork a rank; None if the zygote can't any more, and where the command isn't python with our worker.
+        """Fork a rank. Returns None if the zygote can't fork any more, or if the command isn't python with our worker.
 
-        Such as a program that binds a rank to cores and then starts it: that is started as it is written.
+        For example, a program that binds a rank to cores and then starts it has to be started itself.
 
         Args:
-            command: Python's, with our worker and its arguments.
+            command: The python command with our worker and its arguments.
             variables: The rank's whole environment.
-            descriptors: What become its stdin, stdout and stderr.
+            descriptors: The descriptors for its stdin, stdout and stderr.
         """
         is_ours = tuple(command[:3]) == (sys.executable, "-u", WORKER) and os.path.lexists("/proc/self/fd/0")
         if self._connection is None or not is_ours:
@@ -96,7 +96,7 @@ class Zygote:
         return Child(pid) if pid else None
 
     def close(self) -> None:
-        """End the zygote and wait for that."""
+        """End the zygote and wait for its end."""
         if self._connection is None:
             return
         with contextlib.suppress(ChildProcessError, ProcessLookupError):
@@ -110,30 +110,30 @@ def why_not(first_on_path: str, options: Sequence[str], modules: Iterable[str | 
     """Why a fork of this process would differ from one that python starts; None if it wouldn't. Pure.
 
     Args:
-        first_on_path: The directory that python has put first on its path: of the script, or the current one.
-        options: This process's command line behind the name of the interpreter.
-        modules: The files of the modules that were imported, but for evenstep's own.
+        first_on_path: The directory that python has put first on its path: the script's, or the current one.
+        options: This process's command line after the name of the interpreter.
+        modules: The files of all imported modules except evenstep's own.
     """
     for option in options:
         if not option.startswith("-") or option == "-m":
             break
-        if option != "-u":  # ranks have that anyway
+        if option != "-u":  # ranks have this option in any case
             return f"python was started with {option}"
     for file in modules:
-        # Modules of torch that no file has made name one all the same, without a directory.
+        # torch's modules without a file still name one, without a directory.
         if file is not None and first_on_path and os.path.dirname(file) == first_on_path:
-            return f"{file} was imported from where the launcher stands"
+            return f"{file} was imported from the launcher's directory"
     return None
 
 
 def fork_zygote(*, preloads: bool = False) -> Zygote | None:
-    """Fork the zygote off this process; None if forks of this process can't serve as ranks.
+    """Fork the zygote from this process; None if forks of this process can't become ranks.
 
     Call this early, with nothing on the stack that must be undone: forked ranks unwind it with `BecomeRank`.
 
     Args:
-        preloads: After the first attempt's ranks the zygote imports what torch itself imports when the first
-            optimizer is made. Ranks of later attempts then have it.
+        preloads: After forking the first attempt's ranks, import the modules that torch imports when the first
+            optimizer is made, for the ranks of later attempts.
 
     Raises:
         BecomeRank: In the forked ranks.
@@ -147,7 +147,7 @@ def fork_zygote(*, preloads: bool = False) -> Zygote | None:
         return None
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()  # what is in its buffer would be written once by every fork
+            stream.flush()  # else every fork would write the buffered text once
     ours, theirs = socket.socketpair()
     launcher = os.getpid()
     pid = os.fork()
@@ -155,7 +155,7 @@ def fork_zygote(*, preloads: bool = False) -> Zygote | None:
         try:
             ours.close()
             close_inherited(theirs.fileno())
-            os.setsid()  # Ctrl-C is the launcher's
+            os.setsid()  # so that Ctrl-C reaches only the launcher
             die_with_parent(launcher)
             arguments = _serve(theirs, launcher, preloads=preloads)
         except BaseException:
@@ -164,9 +164,8 @@ def fork_zygote(*, preloads: bool = False) -> Zygote | None:
     theirs.close()
     ours.settimeout(_ANSWER_S)
     zygote = Zygote(ours, pid)
-    # Looked at only now: numpy's threads end when a process forks, and begin again when they are needed; the system
-    # may list one for a moment after that. A thread that is still here may have held a lock, which nobody would ever
-    # release in the forks.
+    # Check threads only now: numpy's threads end when a process forks, and start again when they are needed; the system
+    # may list one for a moment longer. Any other thread may hold a lock, which would never be released in the forks.
     deadline = time.monotonic() + _THREADS_END_S
     while len(os.listdir("/proc/self/task")) > 1:
         if time.monotonic() > deadline:
@@ -178,10 +177,10 @@ def fork_zygote(*, preloads: bool = False) -> Zygote | None:
 
 @contextlib.contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Processes whose parents end inside become children of this one.
+    """Context in which this process adopts orphaned descendants as its children.
 
     Raises:
-        OSError: Not on this kernel.
+        OSError: The kernel doesn't support it.
     """
     libc, before = c_library(), ctypes.c_int()
     if (
@@ -196,15 +195,15 @@ def _adopting_orphans() -> Iterator[None]:
 
 
 def close_inherited(keep: int) -> None:
-    """Close what whoever started this process has left open for it, but for the three streams.
+    """Close all inherited descriptors, except the three standard streams.
 
-    What python and its libraries open themselves isn't inheritable, which tells the two apart.
+    Descriptors that python and its libraries open themselves aren't inheritable, so these can be distinguished.
 
     Args:
-        keep: A descriptor to be left open.
+        keep: A descriptor to leave open.
     """
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # the list's own
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             if descriptor > 2 and descriptor != keep and os.get_inheritable(descriptor):
                 os.close(descriptor)
 
@@ -219,12 +218,15 @@ def _is_shadowed() -> bool:
 
 
 def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[str]:
-    """Fork one rank after the other until the launcher has gone. Returns in the forked ranks: what they are to run."""
+    """Fork one rank after the other until the launcher has ended.
+
+    Returns only in the forked ranks: their worker's arguments.
+    """
     num_forks = 0
     while True:
         head, descriptors, _, _ = socket.recv_fds(connection, 1, 4)
         if not head:
-            os._exit(0)  # the launcher has gone
+            os._exit(0)  # the launcher has ended
         with open(descriptors.pop(0), "rb") as order:
             order.seek(0)
             arguments, variables = json.load(order)
@@ -263,23 +265,23 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
 
 
 def _join(launcher: int, between: int) -> None:
-    """Lead a session, and be the launcher's child: it can signal and wait for this process from here on.
+    """Lead a session and become the launcher's child, so that the launcher can signal and wait for this process.
 
     Args:
-        launcher: Its process; it adopts what its grandchildren leave.
+        launcher: The launcher's process, which adopts its orphaned grandchildren.
         between: The process that forked this one, and ends at once.
     """
     os.setsid()
     while (parent := os.getppid()) != launcher:
         if parent != between:
-            os._exit(1)  # the launcher has gone
+            os._exit(1)  # the launcher has ended
         time.sleep(0.0002)
     die_with_parent(launcher)
 
 
 def _preload() -> None:
-    # The first optimizer imports it, a second and more. Not through the import statement: the launcher has no use for
-    # it, and nothing may depend on it.
+    # The first optimizer imports it, which takes more than a second. Imported by name, because the launcher doesn't
+    # need it and nothing may depend on it.
     with contextlib.suppress(Exception):
         __import__("torch._dynamo")
 
@@ -293,11 +295,11 @@ _SET_BLAS_THREADS = (
 
 
 def settle(variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
-    """Take over a rank's variables and streams, and start threads and random numbers as a new process would.
+    """Install a rank's variables and streams, and set up threads and random numbers as in a new process.
 
     Args:
         variables: The whole environment.
-        descriptors: What become stdin, stdout and stderr; closed under their present numbers.
+        descriptors: The descriptors for stdin, stdout and stderr; closed under their present numbers.
     """
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
@@ -305,11 +307,11 @@ def settle(variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
         os.close(descriptor)
     environment.replace(variables)
     _set_signals()
-    tempfile.tempdir = None  # an import may have asked for it, and TMPDIR may be another one here
+    tempfile.tempdir = None  # an import may have cached it, and this rank's TMPDIR may differ
     sys.stdout = sys.__stdout__ = unbuffered(1, "<stdout>", sys.__stdout__)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = unbuffered(2, "<stderr>", sys.__stderr__)  # type: ignore[misc]
     _set_threads()
-    # python's own generator is seeded anew by the fork; these would be the same in all ranks.
+    # A fork reseeds python's own generator. These generators would be the same in all ranks.
     torch.default_generator.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -317,7 +319,7 @@ def settle(variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
 
 
 def _set_signals() -> None:
-    """The launcher handles these, so what it executes has their defaults, also where they were ignored."""
+    """Reset signals that the launcher handles to their defaults, even if they were ignored before, as `exec` would."""
     for which in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         if signal.getsignal(which) is signal.SIG_IGN:
             signal.signal(which, signal.default_int_handler if which == signal.SIGINT else signal.SIG_DFL)
@@ -335,10 +337,10 @@ class _MemoryMap(ctypes.Structure):
     )
 
 
-# By name, their places in /proc/PID/stat behind the name of the program.
+# The fields' positions in /proc/PID/stat after the name of the program.
 _IN_STAT = {"start_code": 23, "end_code": 24, "start_stack": 25, "start_data": 42, "end_data": 43, "start_brk": 44}
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
-_shown: list[mmap.mmap] = []  # the kernel reads it as long as this process lives
+_shown: list[mmap.mmap] = []  # the kernel reads this memory as long as this process runs
 
 
 def show_as(command: Sequence[str], variables: Mapping[str, str]) -> bool:
@@ -349,7 +351,7 @@ def show_as(command: Sequence[str], variables: Mapping[str, str]) -> bool:
     """
     texts = [b"".join(os.fsencode(word) + b"\0" for word in command)]
     texts.append(b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in variables.items()))
-    # Private: the kernel shows nothing of what it would have to ask a file for, and counts shared memory as one.
+    # Private: the kernel doesn't show memory that belongs to a file, and counts shared memory as a file.
     memory = mmap.mmap(-1, sum(map(len, texts)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(b"".join(texts))
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -371,7 +373,7 @@ def show_as(command: Sequence[str], variables: Mapping[str, str]) -> bool:
 
 
 def _set_threads() -> None:
-    """`OMP_NUM_THREADS` as torch would have read it when it was loaded."""
+    """Apply `OMP_NUM_THREADS` as torch would do when it is loaded."""
     num_threads = environment.openmp_threads()
     if num_threads is not None and not environment.is_set("MKL_NUM_THREADS"):
         torch.set_num_threads(num_threads)
@@ -384,12 +386,12 @@ def mapped_files(maps: str) -> set[str]:
 
 
 def set_blas_threads(variables: Mapping[str, str]) -> None:
-    """The same for numpy's OpenBLAS; in the zygote, before it forks.
+    """Set the number of threads of numpy's OpenBLAS; in the zygote, before it forks.
 
-    In a fork OpenBLAS would first start as many threads as there are cores, only to leave most of them idle.
+    Otherwise OpenBLAS would start a thread per core in each fork, and leave most of them idle.
 
     Args:
-        variables: Of the rank.
+        variables: The rank's variables.
     """
     wanted = variables.get("OMP_NUM_THREADS", "")
     if not wanted.isdigit() or variables.get("OPENBLAS_NUM_THREADS") or variables.get("GOTO_NUM_THREADS"):

@@ -1,5 +1,5 @@
-"""Local SGD: ranks step on their own and average their parameters now and then.
+"""Local SGD: ranks step independently and average their parameters from time to time.
 
-Reading order: `local_sgd` (the class that users see), `state` (optimizer state that differs between ranks, and its
-way into a checkpoint and back).
+Reading order: `local_sgd` (the class that users see), `state` (optimizer state that differs between ranks: saved,
+loaded and averaged).
 """

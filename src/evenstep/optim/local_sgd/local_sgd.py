@@ -1,29 +1,29 @@
-"""Less communication: ranks step on their own, and exchange what they have learnt now and then.
+"""Less communication: ranks step independently, and exchange their changes from time to time.
 
 Plain averaging is Local SGD (Stich, "Local SGD Converges Fast and Communicates Little", 2019; Lin et al., "Don't Use
 Large Mini-Batches, Use Local SGD", 2018). With an outer optimizer it is DiLoCo (Douillard et al., "DiLoCo: Distributed
-Low-Communication Training of Language Models", 2023). Not the same answer as averaging gradients: between two exchanges
-replicas differ.
+Low-Communication Training of Language Models", 2023). The result differs from that of averaging gradients: between two
+exchanges replicas differ.
 
 [Note: outer steps]
 
-    first local step    keep a copy of the parameters, which are equal on all ranks
-    local steps         every rank moves its parameters
+    first local step    copy the parameters, which are equal on all ranks
+    local steps         every rank changes its parameters
     exchange            the mean over ranks of (parameters now - copy), in `transfer_dtype`
                         parameters = copy, gradient = -mean, and the outer optimizer steps
 
-Parameters are equal again behind it, so a checkpoint holds the copy as the model itself, and beside it only the state
-of the outer optimizer.
+After the exchange parameters are equal again, so a checkpoint needs no copy: it holds the model, and the state of the
+outer optimizer.
 
 [Note: local steps of a divided model]
 
-With `parallelize(local_steps=True)` a replica is divided over the ranks along "shard". FSDP2 divides over these alone,
-and windows end among them: weights are counted within a replica. What is exchanged is each rank's parts, with the
+With `parallelize(local_steps=True)` a replica is divided over the ranks along "shard". FSDP2 divides only over these
+ranks, and windows end among them: weights count within a replica. In an exchange each rank averages its parts with the
 ranks along "replicate" that have the same parts in other replicas.
 
-    a replica does as one       whether a step is left out is agreed on within it, in each step ("skip", "raise")
-    all ranks do as one         whether some gradient wasn't finite is agreed on within replicas, then between them;
-                                names and scales of losses travel between all ranks
+    within a replica            its ranks agree in each step whether to skip it ("skip", "raise")
+    between all ranks           ranks agree within replicas, then between them, whether some gradient wasn't finite;
+                                names and scales of losses are exchanged between all ranks
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from evenstep.replica.monitors.checks import Finder, listed
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 from evenstep.transport.core.object_collectives import exchange
 
-_DEADLINE_S = 5.0  # at the end: a rank whose loop was shorter waits as long before the others lose it
+_DEADLINE_S = 5.0  # at the end of a run: how long a rank that has finished first waits for the others
 
 
 class LocalSGD:
@@ -71,43 +71,45 @@ class LocalSGD:
             optimizer.zero_grad()
         local.average()
 
-    With `outer` it is DiLoCo: the mean of what ranks have changed is the gradient of an outer step (see [Note: outer
+    With `outer` it is DiLoCo: the mean of the ranks' changes is the gradient of an outer step (see [Note: outer
     steps]), as in ``outer=torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)``. All ranks take
-    the same outer step, from the same parameters. Trained parameters that `outer` lacks become their mean.
+    the same outer step, from the same parameters. Trained parameters that `outer` doesn't have are averaged.
 
     Collective: every rank makes it and calls `step` equally often, so give every rank equally many batches, none of
     them empty. From now on backward passes of the model don't exchange gradients, until `close`: `p.grad` is this
-    rank's mean, which may be clipped. Weights of `model.backward` count within a rank; all ranks count the same in a
-    mean. What the optimizer keeps (momenta) stays each rank's own. A `Checkpointer` counts and saves the steps behind
-    which parameters are the same on all ranks. It is given this object, and not the optimizers: the inner one's state
-    on every rank and the outer one's are saved with it: `Checkpointer(..., model=model, local_sgd=local)`.
+    rank's mean, which may be clipped. Weights of `model.backward` count within a rank; all ranks count equally in a
+    mean. Each rank keeps its own optimizer state (momenta). A `Checkpointer` counts and saves only the steps after
+    which parameters are equal on all ranks. Pass it this object instead of the optimizers: `Checkpointer(...,
+    model=model, local_sgd=local)`. It then saves the inner optimizer's state of every rank and the outer optimizer's
+    state.
 
-    Of a model that `parallelize(local_steps=True)` has divided a replica steps as a rank does here; see [Note: local
-    steps of a divided model].
+    With a model that `parallelize(local_steps=True)` has divided, each replica steps independently, not each rank; see
+    [Note: local steps of a divided model].
 
-    A gradient that isn't finite is this rank's alone until parameters are averaged; then all ranks know of it, and do
-    what the model's `on_nonfinite` says: "warn" says it once, with rank and parameter, on CPUs; "skip" has left out
-    that rank's step, and says so; "raise" has, too, and is a NonFiniteError of all ranks in place of the exchange.
+    A gradient that isn't finite stays on its rank until parameters are averaged. Then all ranks follow the model's
+    `on_nonfinite`: with "warn" one warning names the rank and the parameter, on CPUs only; with "skip" that rank has
+    skipped its step, and a warning reports it; with "raise" that rank has skipped its step, too, and all ranks raise a
+    NonFiniteError instead of averaging.
 
     Args:
-        model: An `evenstep.DistributedDataParallel`, or what `parallelize` has made with `local_steps`.
+        model: An `evenstep.DistributedDataParallel`, or a model from `parallelize(local_steps=True)`.
         optimizer: A plain torch optimizer over its parameters.
         every: Steps from one exchange to the next.
-        warmup_steps: Steps at the beginning after each of which parameters are averaged, without an outer step.
+        warmup_steps: Number of first steps, after each of which parameters are averaged, without an outer step.
         outer: A plain torch optimizer over parameters of the model; the same on all ranks. None: plain averaging.
-        transfer_dtype: `torch.bfloat16` or `torch.float16`: what trained parameters have changed travels in it, and is
-            added to the values from before. None: what travels has the parameters' dtype.
+        transfer_dtype: `torch.bfloat16` or `torch.float16`: the dtype in which changes of trained parameters are sent,
+            before they are added to the previous values. None: the parameters' dtype.
 
     Attributes:
-        outer: See there; a scheduler may set its rates, equally on all ranks.
+        outer: As given; a scheduler may set its rates, equally on all ranks.
         num_steps: Local steps so far.
         peers: The ranks that it averages over.
 
     Raises:
-        ConfigurationError: No such model, a divided optimizer, one of other parameters, the same optimizer twice, a
-            number out of its range, or another dtype.
-        UsageError: Gradients have been added since they were last averaged, ranks step on their own already, a
-            ShardedOptimizer has parameters of the model, or it was divided without `local_steps`.
+        ConfigurationError: The model has the wrong class, an optimizer is sharded or has other parameters, both
+            optimizers are the same, a number is out of its range, or the dtype isn't supported.
+        UsageError: Gradients have been added since they were last averaged, ranks already step independently, a
+            ShardedOptimizer has parameters of the model, or the model was divided without `local_steps`.
         MismatchError: The ranks were given different numbers.
     """
 
@@ -135,34 +137,36 @@ class LocalSGD:
 
         def validate() -> dict[str, Any]:
             if model.world.virtual_ranks is not None:
-                raise UsageError("in reproducible mode: what ranks learn by themselves depends on how many there are.")
+                raise UsageError(
+                    "in reproducible mode: the result of independent steps depends on the number of ranks."
+                )
             _validate(model, "optimizer", optimizer)
             if outer is not None:
                 _validate(model, "outer", outer)
                 if outer is optimizer:
-                    raise ConfigurationError("outer: the optimizer of local steps. Make another one.")
+                    raise ConfigurationError("outer: this is the optimizer of the local steps. Make another one.")
             if model.monitors.options.has_divided():
                 raise UsageError(
-                    "the model has a ShardedOptimizer, which steps with the mean of all ranks' gradients, and from now "
-                    "on there would be none. Give its parameters to the plain optimizer."
+                    "the model has a ShardedOptimizer, which needs gradients that are averaged over ranks, and "
+                    "LocalSGD doesn't average them. Give its parameters to the plain optimizer."
                 )
             if transfer_dtype not in (None, torch.bfloat16, torch.float16):
                 raise checks.refuse("transfer_dtype", transfer_dtype, "torch.bfloat16, torch.float16, or None")
             if model.engine.ending.owner is not None:
                 raise UsageError("the model has another LocalSGD. Close that first.")
             if model.engine.is_in_window:
-                raise UsageError("gradients have been added and not averaged. Make it before the loop.")
+                raise UsageError("gradients have been added but not averaged. Make it before the loop.")
             return {
                 "every": checks.whole("every", every, least=1),
                 "warmup_steps": checks.whole("warmup_steps", warmup_steps, least=0),
-                "outer": repr(outer),  # with its options: ranks would take different steps
+                "outer": repr(outer),  # with its options: different ones would give different steps
                 "transfer_dtype": str(transfer_dtype),
             }
 
         validate_on_all_ranks(peers.everybody, "LocalSGD", validate)
         self.model, self.peers = model, peers
         self.optimizer = optimizer
-        self.every = int(every)  # as plain numbers, whichever kind they are
+        self.every = int(every)  # as plain numbers, from any integer type
         self.warmup_steps = int(warmup_steps)
         self.outer, self.transfer_dtype = outer, transfer_dtype
         self.num_steps = 0
@@ -174,26 +178,26 @@ class LocalSGD:
         policy = model.settings.on_nonfinite
         self._policy = policy if policy in ("skip", "raise") or model.world.device.type == "cpu" else None
         self._finder = Finder()
-        self._bad: dict[str, None] = {}  # parameters whose gradients weren't finite here since the last average
+        self._bad: dict[str, None] = {}  # names of this rank's gradients that weren't finite since the last average
         self._num_left_out = 0
         self._has_warned = False
         self._scaler: torch.amp.GradScaler | None = None
         self._set_apart(True)
-        # Before replicas are compared, and before a Checkpointer saves for the last time.
+        # Registered to run before replicas are compared, and before a Checkpointer saves for the last time.
         peers.everybody.before_close.insert(0, partial(_average_at_end, weakref.ref(self)))
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> bool:
         """Step on this rank's gradients. Collective if ranks exchange now; returns whether parameters are equal.
 
         Args:
-            scaler: The `torch.amp.GradScaler` by which losses were scaled: it steps the optimizer, and is updated.
-                Ranks overflow each by itself; with parameters its scale becomes the same everywhere, the smallest.
+            scaler: The `torch.amp.GradScaler` that scaled the losses. It steps the optimizer, and is updated. Ranks
+                overflow independently; when parameters are averaged all ranks get the smallest scale.
 
         Raises:
-            ConfigurationError: The scaler is none.
-            UsageError: Gradients are scaled, and there is no scaler; or those of a divided model are still to be added
-                over its ranks. Nothing was stepped.
-            NonFiniteError: See the class. Parameters are each rank's own.
+            ConfigurationError: The scaler isn't a GradScaler.
+            UsageError: Gradients are scaled but no scaler was passed, or gradients of a divided model haven't been
+                added over its ranks yet. Nothing was stepped.
+            NonFiniteError: See the class. Each rank still has its own parameters.
         """
         engine = self.model.engine
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -231,7 +235,7 @@ class LocalSGD:
         """End the accumulation of this rank, if it is open.
 
         Raises:
-            UsageError: Other ranks have to take part in that.
+            UsageError: Other ranks would have to take part.
         """
         engine = self.model.engine
         if not self.model.is_divided:
@@ -244,14 +248,14 @@ class LocalSGD:
 
     @property
     def is_open(self) -> bool:
-        """Whether ranks step on their own."""
+        """Whether ranks step independently now."""
         return self.model.engine.ending.owner is self
 
     def average(self) -> None:
-        """Collective: parameters and floating-point module buffers become their mean over ranks; no outer step.
+        """Collective: average parameters and floating-point module buffers over ranks, without an outer step.
 
         Raises:
-            NonFiniteError: See the class. Parameters are each rank's own.
+            NonFiniteError: See the class. Each rank still has its own parameters.
         """
         self._exchange(None)
 
@@ -263,12 +267,12 @@ class LocalSGD:
             outer: None: parameters become the mean.
 
         Raises:
-            NonFiniteError: See the class. Parameters are each rank's own.
+            NonFiniteError: See the class. Each rank still has its own parameters.
         """
         engine = self.model.engine
         is_bad = self._policy is not None and self._any_in_replica(bool(self._bad))
         if self.peers.transport.world_size > 1 or (outer is not None and self._before is not None):
-            reshard(self.model.module)  # what was gathered before would go on with the values of before
+            reshard(self.model.module)  # else the model would use parameters that were gathered before the average
             changes = self._changes()
             by_change = {_real(parameter).data_ptr() for parameter in engine.parameters} if changes else set()
             kept = (_real(each) for each in self.model._kept_tensors())
@@ -279,7 +283,7 @@ class LocalSGD:
         self._before, engine.is_apart = None, False
 
     def _changes(self) -> list[Tensor]:
-        """What this rank has added to each trained parameter since the last exchange: memory of its own."""
+        """This rank's change of each trained parameter since the last exchange, in new tensors."""
         if self._before is None:
             return []
         moved = zip(self.model.engine.parameters, self._before, strict=True)
@@ -304,14 +308,14 @@ class LocalSGD:
             parameter.grad = grad
 
     def _average_all(self, kept: Iterable[Tensor], is_bad: bool) -> None:
-        """Collective: tensors become their mean over ranks, in place; scales of losses the smallest.
+        """Collective: average tensors over ranks in place, and use the smallest loss scale.
 
         Args:
-            kept: Those of this rank.
-            is_bad: Something was found in this replica.
+            kept: This rank's tensors.
+            is_bad: A gradient of this replica wasn't finite.
         """
         for number, tensors in enumerate(by_kind(each for each in kept if each.is_floating_point())):
-            # One number more: whether something was found. Not in a message of its own.
+            # Send `is_bad` as one more number, instead of in a separate message.
             has_flag = number == 0 and self._policy is not None
             flag = [tensors[0].new_tensor([float(is_bad)])] if has_flag else []
             flat = torch.cat([*(tensor.reshape(-1) for tensor in tensors), *flag])
@@ -325,7 +329,10 @@ class LocalSGD:
             self._agree_on_scale(self._scaler)
 
     def _look_at_gradients(self) -> None:
-        """Of this step; where it is to be left out, the optimizer finds none. Collective within a divided replica."""
+        """Check this step's gradients, and drop them if the step is to be skipped.
+
+        Collective within a divided replica.
+        """
         if self._policy is None or (self._policy == "warn" and (self._has_warned or self._bad)):
             return
         engine = self.model.engine
@@ -337,7 +344,7 @@ class LocalSGD:
             drop_grads(engine.parameters)
 
     def _any_in_replica(self, is_so: bool) -> bool:
-        """Whether something is so on one of the ranks that this replica is divided over. Collective among these."""
+        """Whether a condition holds on any rank that this replica is divided over. Collective among these ranks."""
         if not self.model.is_divided:
             return is_so
         flag = torch.tensor([float(is_so)], device="cpu")
@@ -345,7 +352,7 @@ class LocalSGD:
         return bool(flag)
 
     def _conclude(self) -> None:
-        """Collective: say whose gradients were not finite."""
+        """Collective: report the ranks and parameters whose gradients were not finite."""
         world, policy = self.peers.everybody, self._policy
         received = exchange(self.peers.control, {"names": list(self._bad), "left_out": self._num_left_out})
         self._bad, self._num_left_out = {}, 0
@@ -353,22 +360,22 @@ class LocalSGD:
         text = "; ".join(f"rank {rank}: {listed(each['names'])}" for rank, each in enumerate(received) if each["names"])
         message = f"a gradient was infinite or not a number since parameters were last averaged, on {text}."
         if policy == "raise":
-            raise NonFiniteError(f"{message} That rank left out such steps; parameters were not averaged.")
+            raise NonFiniteError(f"{message} That rank skipped such steps; parameters were not averaged.")
         if self.model.monitors.nonfinite is not None:
             self.model.monitors.nonfinite.num_skipped += num_left_out
         if policy == "skip":
-            end = f"Left out: {checks.counted(num_left_out, 'step')} of such ranks (in all {self.model.skipped_steps})."
+            end = f"Skipped: {checks.counted(num_left_out, 'step')} of such ranks (in all {self.model.skipped_steps})."
         else:
             end = (
-                "It is now in all ranks' parameters. This warning comes once; on_nonfinite='skip' leaves out such "
-                "steps, 'raise' ends the run, None looks at nothing."
+                "It is now in all ranks' parameters. This warning comes once; on_nonfinite='skip' skips such steps, "
+                "'raise' ends the run, None turns the check off."
             )
         if world.is_main and not (policy == "warn" and self._has_warned):
             warn(f"{message} {end}")
         self._has_warned = True
 
     def _agree_on_scale(self, scaler: torch.amp.GradScaler) -> None:
-        """Collective: the smallest scale of all ranks, which have overflowed each by itself."""
+        """Collective: use the smallest loss scale of all ranks, because ranks have overflowed independently."""
         state = scaler.state_dict()
         received = exchange(self.peers.control, [state["scale"], state["_growth_tracker"]])
         scale, tracker = (min(each[i] for each in received) for i in range(2))
@@ -377,13 +384,13 @@ class LocalSGD:
     def close(self) -> None:
         """Collective: average once more; from now on backward passes exchange gradients again.
 
-        What the optimizer keeps becomes the same on all ranks, too: the mean of tensors, rank 0's numbers. With momenta
-        of their own ranks would step differently on equal gradients. Gradients that there are belong to this rank
-        alone, and are dropped. Behind it `step` is the optimizer's. A divided model isn't trained any more: nothing
-        would add its gradients over replicas.
+        Optimizer state becomes equal on all ranks, too: tensors are averaged, and numbers are rank 0's. With different
+        momenta ranks would step differently on equal gradients. Existing gradients are this rank's alone, and are
+        dropped. Afterwards `step` is the optimizer's own. A divided model can't be trained any more: nothing would add
+        its gradients over replicas.
 
         Raises:
-            NonFiniteError: See the class. Ranks still step on their own.
+            NonFiniteError: See the class. Ranks still step independently.
         """
         world = self.peers.everybody
         if not self.is_open:
@@ -397,41 +404,42 @@ class LocalSGD:
         except ConfigurationError as error:  # on all ranks
             if world.is_main:
                 warn(
-                    f"LocalSGD.close: what the optimizer keeps is each rank's own, and can't be averaged: {error} "
-                    f"To train on, make a new optimizer; with this one ranks would take different steps.",
+                    f"LocalSGD.close: the optimizer's state differs between ranks and can't be averaged: {error} To "
+                    f"continue training make a new optimizer; with this one ranks would take different steps.",
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """How many steps have been made, whether it is closed, and the outer optimizer's state.
+        """The number of steps, whether it is closed, and the outer optimizer's state.
 
-        Save where ranks have the same parameters, which are those of the last exchange.
+        Save it when ranks have the same parameters, as right after an exchange.
         """
         kept = {"num_steps": self.num_steps, "is_closed": not self.is_open}
         return kept if self.outer is None else {**kept, "outer": self.outer.state_dict()}
 
     def state_shards(self) -> tuple[dict[str, Any], list[Shard]]:
-        """Collective: as `state_dict`, and all that the ranks' optimizers keep, which isn't the same.
+        """Collective: as `state_dict`, plus the state of the ranks' optimizers, which differs between ranks.
 
         Returns:
-            (equal on all ranks, this rank's pieces). `evenstep.Checkpointer` writes each rank's pieces; put together
-            they are what `load_state_dict` takes.
+            (equal on all ranks, this rank's pieces). `evenstep.Checkpointer` writes each rank's pieces. Put together
+            they are the argument of `load_state_dict`.
 
         Raises:
-            ConfigurationError: What ranks keep has different shapes. Raised on all of them.
+            ConfigurationError: The state has different shapes on different ranks. Raised on all ranks.
         """
         state, shards = take_apart(self.optimizer, self.peers)
         return {**self.state_dict(), **state}, shards
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. What is a checkpoint's has the optimizer's state, too. The model has its parameters.
+        """Continue from a saved state. A checkpoint's state includes the optimizer's; parameters are the model's.
 
-        On as many ranks as there were each has its own again; on others every rank has the mean of what all have kept.
+        On the same number of ranks each rank gets its own optimizer state back. On another number every rank gets the
+        mean over all saved ranks.
 
         Args:
-            state: What `state_dict` returned, or what a `Checkpointer` has put together of `state_shards`.
+            state: The result of `state_dict`, or of `state_shards` as a `Checkpointer` has put it together.
 
         Raises:
-            ConfigurationError: It is no state of this class.
+            ConfigurationError: It isn't a state of this class.
         """
         where = "LocalSGD.load_state_dict"
         if not isinstance(state, Mapping):
@@ -447,7 +455,7 @@ class LocalSGD:
             self._leave()
 
     def _leave(self) -> None:
-        """Parameters are equal: backward passes exchange gradients again."""
+        """Let backward passes exchange gradients again, after parameters have become equal."""
         engine = self.model.engine
         engine.end_local_window()
         engine.ending = self._usual_ending
@@ -456,14 +464,17 @@ class LocalSGD:
         self._set_apart(False)
 
     def _set_apart(self, is_apart: bool) -> None:
-        """Have nothing compared between ranks that step each for itself. The ranks of one replica go on with it."""
+        """Stop comparisons between ranks that step independently. The ranks of one divided replica still compare."""
         observers, nonfinite = self.model.engine.observers, self.model.monitors.nonfinite
         for observer in [each for each in observers if each is nonfinite or not self.model.is_divided]:
             observer.set_apart(is_apart)
 
 
 def _average_at_end(reference: weakref.ref[LocalSGD]) -> None:
-    """A run that ends well between two exchanges ends with the mean. Collective, where all have made as many steps."""
+    """Average at the end of a successful run between two exchanges.
+
+    Collective if all ranks have made equally many steps.
+    """
     local = reference()
     if local is None or not local.model.engine.is_apart:
         return
@@ -496,7 +507,7 @@ def _validate(model: DistributedDataParallel, name: str, optimizer: Any) -> None
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
     if strangers:
         raise ConfigurationError(
-            f"{name}: its parameter of shape {list(strangers[0].shape)} is none of the model's, and would never be "
+            f"{name}: its parameter of shape {list(strangers[0].shape)} isn't one of the model's, so it would never be "
             f"averaged."
         )
 

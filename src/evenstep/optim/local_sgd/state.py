@@ -1,13 +1,13 @@
-"""What an optimizer keeps on ranks that step on their own: to a checkpoint, back, and the same on all of them.
+"""Optimizer state of ranks that step independently: saved, loaded, and made equal on all ranks.
 
 [Note: rows]
 
-    what is kept of a parameter     of every rank           in the checkpoint
+    state of a parameter            on every rank           in the checkpoint
     a tensor of shape [...]         another one             one tensor of shape [ranks, ...], each rank writes its row
     numbers, small tensors          another one             a list, one entry per rank
 
-Where `LocalSGD` has a divided model, read "replica" for "rank": a row is that of a replica, each rank writes and reads
-its part of it, and what isn't divided is that of the replica's first rank.
+With a divided model read "replica" for "rank": a row is a replica's, each rank writes and reads its part of the row,
+and state that isn't divided is that of the replica's first rank.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from evenstep.optim.loading import load_exactly
 from evenstep.optim.sharded.flat_segments import STATE_DICT, Shard
 from evenstep.replica.channels import Peers
 
-ROWS = "rows"  # what the tensors of all ranks stand under
+ROWS = "rows"  # the key of the tensors of all ranks
 
 
 def take_apart(optimizer: optim.Optimizer, peers: Peers) -> tuple[dict[str, Any], list[Shard]]:
     """Collective: the states of all ranks' optimizers, as pieces.
 
     Args:
-        optimizer: This rank's.
-        peers: Of the model.
+        optimizer: This rank's optimizer.
+        peers: The model's peers.
 
     Returns:
-        (what `put_together` takes, equal on all ranks, without rows or with DTensors of them; this rank's row of each
-        tensor that isn't there).
+        (the argument of `put_together`, equal on all ranks, without rows or with DTensors of rows; this rank's row of
+        each missing tensor).
 
     Raises:
-        ConfigurationError: Ranks keep tensors of different shapes. Raised on all of them.
+        ConfigurationError: Ranks have tensors of different shapes. Raised on all ranks.
     """
     return _take_apart(optimizer.state_dict(), _parameters_of(optimizer), peers)
 
 
 def make_equal(optimizer: optim.Optimizer, peers: Peers) -> None:
-    """Collective: every optimizer keeps the mean of all ranks' tensors, and the first rank's numbers.
+    """Collective: every optimizer gets the mean of all ranks' tensors, and the first rank's numbers.
 
     Its parameter groups stay as they are.
 
     Args:
         optimizer: This rank's.
-        peers: Of the model, which isn't divided.
+        peers: The model's peers; the model isn't divided.
 
     Raises:
-        ConfigurationError: Ranks keep tensors of different shapes, or what no message can carry. Raised on all of
-            them; nothing was changed.
+        ConfigurationError: Ranks have tensors of different shapes, or values that can't be sent. Raised on all ranks;
+            nothing was changed.
     """
     whole = optimizer.state_dict()
     state, shards = _take_apart({**whole, "param_groups": []}, _parameters_of(optimizer), peers)
@@ -67,13 +67,13 @@ def make_equal(optimizer: optim.Optimizer, peers: Peers) -> None:
         values = shard.values.to(peers.everybody.device, copy=True)
         flat = torch.view_as_real(values) if values.is_complex() else values
         if flat.is_floating_point():
-            peers.transport.all_reduce(flat).wait()  # who has none gives zeros
+            peers.transport.all_reduce(flat).wait()  # a rank without the tensor contributes zeros
             flat /= len(having)
         else:
             peers.transport.broadcast(flat, having[0]).wait()
         means.setdefault(number, {})[key] = values.view(shard.shape[1:])
     found: dict[int, dict[str, Any]] = {}
-    for each in reversed(received):  # the first rank that has something is the last to say it
+    for each in reversed(received):  # so that the first rank's values are set last and win
         for number, entries in each["state"].items():
             found[int(number)] = {**entries, **means.get(number, {})}
     load_exactly(optimizer, {**whole, "state": found})
@@ -90,9 +90,9 @@ def _take_apart(
         kept[str(number)] = {key: value for key, value in entries.items() if key not in large}
     shapes = {n: {key: _told(value) for key, value in each.items()} for n, each in tensors.items()}
     given = {"state": kept, "shapes": shapes, "param_groups": whole["param_groups"]}
-    # By the world, which exchanges also at its end, for the last save.
+    # Over the world, which can still exchange at its end, for the last save.
     told = peers.everybody.exchange([peers.number, given], what=STATE_DICT)
-    by_replica = dict(reversed(told))  # of each replica the first rank's
+    by_replica = dict(reversed(told))  # for each replica its first rank's state
     state: dict[str, Any] = {"ranks": [by_replica[number] for number in sorted(by_replica)]}
     num_rows, shards = len(by_replica), []
     for (number, key), (name, shape) in _agreed([each["shapes"] for _, each in told]).items():
@@ -115,11 +115,11 @@ def put_together(state: Mapping[str, Any], optimizer: optim.Optimizer, peers: Pe
     """Local: a state dict for this rank's optimizer.
 
     Args:
-        state: What `take_apart` returned, with the rows as tensors: all of them, or those that this rank needs; of a
-            divided parameter this rank's part of them.
-        optimizer: This rank's.
-        peers: Of the model. As many as there were: each has its own again. Others have the mean of all ranks' tensors,
-            and rank 0's numbers.
+        state: The result of `take_apart`, with rows as tensors: all rows, or those that this rank needs; for a divided
+            parameter this rank's part of them.
+        optimizer: This rank's optimizer.
+        peers: The model's peers. If there are as many as saved rows each gets its own row; otherwise all get the mean
+            of all tensors, and rank 0's numbers.
     """
     received, rows = state["ranks"], state.get(ROWS, {})
     parameters = dict(enumerate(_parameters_of(optimizer)))
@@ -149,7 +149,7 @@ def _told(value: Tensor) -> list[Any]:
 
 
 def _agreed(shapes: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[tuple[str, str], tuple[str, tuple[int, ...]]]:
-    """By number of the parameter and name, dtype and shape of what some rank keeps. Pure."""
+    """Dtype and shape of each state tensor that some rank has, by number of the parameter and name. Pure."""
     found: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
     for rank, each in enumerate(shapes):
         for number, entries in each.items():
@@ -158,12 +158,12 @@ def _agreed(shapes: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[tuple[str
                 if found.setdefault((number, key), received) != received:
                     raise ConfigurationError(
                         f"{key!r} of parameter {number} is {dtype} {list(shape)} on rank {rank} and "
-                        f"{found[number, key][0]} {list(found[number, key][1])} on a rank before it. Of an optimizer "
-                        f"whose state grows differently on each rank no checkpoint can be made."
+                        f"{found[number, key][0]} {list(found[number, key][1])} on an earlier rank. The state of an "
+                        f"optimizer that grows differently on each rank can't be saved."
                     )
     return found
 
 
 def _mean(rows: Tensor) -> Tensor:
-    """Of [ranks, ...]; of whole numbers the first."""
+    """The mean of [ranks, ...] over ranks; for integers the first rank's."""
     return rows.mean(0) if rows.is_floating_point() or rows.is_complex() else rows[0]

@@ -1,4 +1,4 @@
-"""An optimizer divided between elements: every rank steps its shard of each bucket, wherever parameters begin."""
+"""An optimizer divided between elements: every rank steps its shard of each bucket, across parameter boundaries."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class ElementWisePartition:
     """Steps this rank's shards with an inner optimizer of the user's class.
 
     Args:
-        exchange: Divides gradients and parameters.
+        exchange: Shards gradients and parameters.
         owner: Number of the optimizer in the exchange.
         kind: Class of the inner optimizer.
         defaults: Its arguments.
-        groups: The user's parameter groups, as they are at any time.
-        world: Who takes part.
-        master: Step values of 16 bits in float32.
+        groups: The user's parameter groups, read in every step.
+        world: The ranks that take part.
+        master: Step 16-bit values in float32.
     """
 
     elementwise = True
@@ -55,14 +55,14 @@ class ElementWisePartition:
         self._buckets: list[ShardedBucket] = []
         self._segments: list[FlatSegment] = []
         self._are_set = False  # whether every segment's gradient is its part of the shard
-        self._versions: list[int] = []  # of parameters, if values are kept in another precision beside them
+        self._versions: list[int] = []  # of parameters that have master weights
         self._inner: optim.Optimizer
         self.load_state({})
         exchange.followers[owner] = self
 
     @property
     def buckets(self) -> Sequence[ShardedBucket]:
-        """Those that this optimizer steps."""
+        """The buckets that this optimizer steps."""
         return self._buckets
 
     @property
@@ -73,12 +73,12 @@ class ElementWisePartition:
     # ------------------------------------------------------------------ the step
 
     def step(self, groups: Groups) -> None:
-        """Collective: step this rank's shards, and give every rank the values of all."""
+        """Collective: step this rank's shards, and gather the values of all shards on every rank."""
         self._set_gradients()
         self.run(groups, step_without_hooks(self._kind))
 
     def run(self, groups: Groups, call: Callable[[optim.Optimizer], _Answer]) -> _Answer:
-        """Collective: have the inner optimizer do something to this rank's shards, and give every rank all values."""
+        """Collective: run a method of the inner optimizer on this rank's shards, and gather all values."""
         self._take_over_changes()
         with options_of_users(groups, self._inner):
             answer = call(self._inner)
@@ -92,9 +92,9 @@ class ElementWisePartition:
         return answer
 
     def _take_over_changes(self) -> None:
-        """Take back parameters that the program has moved, and copy values that it has written to master weights.
+        """Take back parameters that the program has moved, and copy values that it has written to the master weights.
 
-        Where it wrote nothing the master weights stay. Writing through `p.data` isn't noticed.
+        Master weights of unwritten parameters stay. Writing through `p.data` isn't noticed.
         """
         are_replaced = [bucket.values.keep_hold() for bucket in self._buckets]
         if not self._master or (not any(are_replaced) and self._versions == self._count_changes()):
@@ -115,7 +115,7 @@ class ElementWisePartition:
         held = {bucket.layout.index: bucket.held() for bucket in self._buckets}
         are_all_held = all(all(each) for each in held.values())
         if are_all_held and self._are_set:
-            return  # the usual step: every segment's gradient is its part of the shard, as in the step before
+            return  # the usual step: every segment's gradient is already its part of the shard
         segments: list[FlatSegment] = []
         was_cut = False
         for segment in self._segments:
@@ -146,7 +146,7 @@ class ElementWisePartition:
     # ------------------------------------------------------------------ state
 
     def gather_state(self) -> dict[int, State]:
-        """Collective: by index of the parameter its whole state, on every rank, on the parameter's device."""
+        """Collective: the whole state by index of the parameter, on every rank, on the parameter's device."""
         self._take_over_changes()
         received = self._tell_each_other()
         wholes: dict[int, State] = {index: dict(scalars) for index, (scalars, _) in received.items()}
@@ -159,17 +159,18 @@ class ElementWisePartition:
         return wholes
 
     def release(self) -> None:
-        """Hold nothing of the buckets until `load_state`."""
+        """Drop references to the buckets until `load_state`."""
         self._buckets, self._segments = [], []
         self._inner.param_groups.clear()
         self._inner.state.clear()
 
     def load_state(self, kept: Mapping[int, State], *, is_loaded: bool = False) -> None:
-        """Keep a state, cut to this rank's shards.
+        """Load a state, cut to this rank's shards.
 
         Args:
-            kept: By index of the parameter, with tensors of the parameter's shape.
-            is_loaded: It comes from a state dict, so it is converted to what is stepped, as torch does.
+            kept: The state by index of the parameter, with tensors of the parameter's shape.
+            is_loaded: The state comes from a state dict, so it is converted to the dtype that is stepped, as torch
+                does.
         """
         self._buckets = [b for b in self._exchange.sharded_buckets if _owner_of(b) == self.owner]
         self._are_set = False
@@ -188,7 +189,7 @@ class ElementWisePartition:
             copy_options(self._kind, group, own)
             inner_groups.append(own)
         self._inner = self._kind(inner_groups, **self._defaults)
-        self._versions = []  # so that the next step compares: a state that was loaded may be of other parameters
+        self._versions = []  # so that the next step compares values: they may not fit the loaded state
         for segment in self._segments:
             if segment.state:
                 self._inner.state[segment.values] = {
@@ -205,18 +206,19 @@ class ElementWisePartition:
         return value.to(segment.values.device if on_device else "cpu")
 
     def _refresh(self) -> list[FlatSegment]:
-        """The segments, with what the inner optimizer keeps for them now."""
+        """The segments, with the inner optimizer's present state."""
         for segment in self._segments:
             segment.state = self._inner.state.get(segment.values, {})
         return self._segments
 
     def _tell_each_other(self) -> dict[int, tuple[State, dict[str, str]]]:
-        """Collective: by parameter, the state that isn't divided, and names and dtypes of what is."""
+        """Collective: by parameter, the state that isn't divided, and names and dtypes of the divided state."""
         mine: dict[str, Any] = {}
         for segment in self._refresh():
             elements = {key: str(value.dtype)[6:] for key, value in segment.elements().items()}
             for part in segment.slices:
-                # Clones: those who load it would otherwise count the steps of all parameters in one tensor.
+                # Clones: an optimizer that loads the state would otherwise count the steps of all parameters in one
+                # tensor.
                 scalars = {k: v.clone() if isinstance(v, Tensor) else v for k, v in segment.scalars().items()}
                 mine[str(part.parameter)] = [scalars, elements]
         received: dict[int, tuple[State, dict[str, str]]] = {}
@@ -244,7 +246,7 @@ class ElementWisePartition:
                 wholes[slot.parameter][key] = view_like(whole, slot.offset_numel, parameter).clone()
 
     def _whole(self, bucket: ShardedBucket, shard: Tensor) -> Tensor:
-        """Collective: what lies like the bucket, of all ranks' shards."""
+        """Collective: the whole tensor of all ranks' shards, laid out like the bucket."""
         if not self._world.is_closed:
             return bucket.gather(shard)
         return torch.cat(self._world.exchange(shard.cpu())).to(shard.device)
@@ -264,10 +266,10 @@ class ElementWisePartition:
                 for part in segment.slices:
                     parameter = segment.bucket.parameters[part.index]
                     if not part.numel and segment.bucket.transport.rank > 0:
-                        continue  # of a parameter without elements, which every rank has
+                        continue  # a parameter without elements: every rank has its state
                     values = segment.part(value, part)
                     whole = permuted.get(part.parameter)
-                    if whole is not None:  # what lies together in memory is scattered in the flattened whole
+                    if whole is not None:  # a contiguous stretch of memory is scattered in the flattened whole
                         values = whole[key].reshape(-1)[part.offset : part.offset + part.numel]
                     path = (*path_of(part.parameter), key)
                     found.append(Shard(path, tuple(parameter.shape), part.offset, values.detach().contiguous()))

@@ -1,11 +1,11 @@
-"""Flat segments of this rank's shards, each of which the inner optimizer steps as if it were one parameter.
+"""Flat segments of this rank's shards. The inner optimizer steps each segment as if it were one parameter.
 
 [Note: flat segments]
 
-Neighbouring slices of a shard are one *segment* if they belong to the same parameter group and have the same history
-(the number of steps, say): a step over few long tensors instead of many short ones. A parameter that gets no gradient
-in some step has another history from then on, so its segment is cut there. Between two slices there may be padding,
-where gradients and values are zero and stay so.
+Neighbouring slices of a shard are one *segment* if they belong to the same parameter group and have the same history,
+such as the number of steps. So a step handles few long tensors instead of many short ones. A parameter that gets no
+gradient in some step has a different history from then on, so its segment is cut at that parameter. Between two slices
+there may be padding, whose gradients and values are zero and stay zero.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION
 from evenstep.replica.sharded.bucket import ShardedBucket
 from evenstep.replica.sharded.slices import ShardSlice
 
-STATE_DICT = "a state_dict of an optimizer"  # the call, for an error where other ranks make another
+STATE_DICT = "a state_dict of an optimizer"  # the call's name, for the error if ranks make different calls
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Shard:
 
 
 State = dict[str, Any]
-MASTER = "master_weights"  # in the state of a parameter: its value in full precision
+MASTER = "master_weights"  # key in the state of a parameter: its value in full precision
 
 
 @dataclass(eq=False)
@@ -53,7 +53,7 @@ class FlatSegment:
 
     Attributes:
         bucket: The bucket of the shard.
-        slices: The slices of parameters in it, in order; none is empty, but of empty parameters.
+        slices: The slices of parameters in it, in order; only slices of empty parameters are empty.
         group: Number of the parameter group.
         values: [numel], the values that are stepped: a view of the shard, or its copy in full precision.
         state: The inner optimizer's state.
@@ -72,7 +72,7 @@ class FlatSegment:
 
     @property
     def end(self) -> int:
-        """Behind the last element, counted in the shard."""
+        """The position after the last element, counted in the shard."""
         return self.slices[-1].end
 
     @property
@@ -90,7 +90,7 @@ class FlatSegment:
         return tensor[part.begin - self.begin : part.end - self.begin]
 
     def elements(self) -> dict[str, Tensor]:
-        """Return the state that has a number per element: [numel] each."""
+        """Return the state that has a number for each element: [numel] each."""
         found = {key: value for key, value in self.state.items() if is_divided(key, value, self.values)}
         return {**found, MASTER: self.values} if self.has_master else found
 
@@ -99,7 +99,10 @@ class FlatSegment:
         return {key: value for key, value in self.state.items() if not is_divided(key, value, self.values)}
 
     def cut(self, keep_together: Callable[[ShardSlice], Hashable]) -> list[FlatSegment]:
-        """Runs of slices for which `keep_together` gives the same; they share this segment's memory."""
+        """Cut this segment into runs of slices with the same result of `keep_together`.
+
+        They share this segment's memory.
+        """
         segments = []
         for _, group in groupby(self.slices, keep_together):
             slices = tuple(group)
@@ -121,11 +124,11 @@ def build_segments(
     """The segments of one bucket's shard, with their part of the state.
 
     Args:
-        bucket: Whose.
-        group_of: Number of the parameter group of a parameter (by index).
-        wholes: By index of the parameter its state, with tensors of the parameter's shape.
+        bucket: The bucket.
+        group_of: Returns the number of a parameter's group, by index of the parameter.
+        wholes: The state by index of the parameter, with tensors of the parameter's shape.
         master: Keep values of 16 bits in float32.
-        is_loaded: The state takes on the values' dtype; else it keeps the one that its optimizer has chosen.
+        is_loaded: Convert the state to the values' dtype; else it keeps the dtype that its optimizer has chosen.
     """
 
     def kind(part: ShardSlice) -> Hashable:
@@ -138,7 +141,7 @@ def build_segments(
             tuple(sorted((k, str(v.dtype)) for k, v in state.items() if k not in scalars)),
         )
 
-    # Of a parameter without elements every rank has the whole, and its state: torch's optimizers keep one.
+    # Every rank has the whole of a parameter without elements, and its state: torch's optimizers have one for it.
     here = [part for part in bucket.slices if part.numel or not bucket.parameters[part.index].numel()]
     for _, same in groupby(here, kind):
         slices = tuple(same)
@@ -152,7 +155,7 @@ def build_segments(
 
 
 def _fill(segment: FlatSegment, states: Sequence[State], *, is_loaded: bool) -> None:
-    """Cut this segment's part out of its parameters' states."""
+    """Copy this segment's part from its parameters' states."""
     for key, value in states[0].items():
         parameter = segment.bucket.parameters[segment.slices[0].index]
         if not is_divided(key, value, parameter):

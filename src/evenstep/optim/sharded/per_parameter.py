@@ -1,6 +1,6 @@
 """An optimizer divided at parameter boundaries: every rank steps whole parameters.
 
-For steps that need them whole; and for all in a world of one, where nothing is packed or copied for a division by one.
+For steps that need whole parameters; and for all steps in a world of one, where packing would only cost copies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ALIGNMENT_NUMEL = 32  # 64 bytes of the smallest dtype
 
 
 def plan_owners(numels: Mapping[int, int], num_ranks: int) -> dict[int, int]:
-    """Which rank steps which parameter: the largest first, each to the rank that has least so far. Pure.
+    """Assign parameters to ranks: the largest first, each to the rank that has the fewest elements so far. Pure.
 
     Args:
         numels: By index of the parameter, its number of elements.
@@ -41,17 +41,17 @@ def plan_owners(numels: Mapping[int, int], num_ranks: int) -> dict[int, int]:
 
 
 class PerParameterPartition:
-    """Steps this rank's parameters with an inner optimizer of the user's class, and takes the others' from others.
+    """Steps this rank's parameters with an inner optimizer of the user's class, and receives all others.
 
     Args:
-        parameters: Of the model, in registration order.
-        groups_by_index: Of each parameter that is stepped the number of its group.
+        parameters: The model's parameters, in registration order.
+        groups_by_index: For each parameter that is stepped, the number of its group.
         kind: Class of the inner optimizer.
         defaults: Its arguments.
-        groups: The user's parameter groups, as they are at any time.
+        groups: The user's parameter groups, read in every step.
         world: The ranks that take part.
-        transport: Of the model: carries the values of parameters.
-        elementwise: Whether the step is element-wise all the same.
+        transport: The model's transport; carries the values of parameters.
+        elementwise: Whether the step is element-wise nevertheless.
 
     Attributes:
         elementwise: As given.
@@ -83,11 +83,11 @@ class PerParameterPartition:
     # ------------------------------------------------------------------ the step
 
     def step(self, groups: Groups) -> None:
-        """Collective: step this rank's parameters, and get the values of the others'."""
+        """Collective: step this rank's parameters, and receive the values of the others'."""
         self.run(groups, step_without_hooks(self._kind))
 
     def run(self, groups: Groups, call: Callable[[optim.Optimizer], _Answer]) -> _Answer:
-        """Collective: have the inner optimizer do something to this rank's parameters, and get the others' values."""
+        """Collective: run a method of the inner optimizer on this rank's parameters, and receive the others' values."""
         self._keep_hold()
         with options_of_users(groups, self._inner):
             answer = call(self._inner)
@@ -98,7 +98,7 @@ class PerParameterPartition:
         return answer
 
     def _keep_hold(self) -> None:
-        """Take back parameters whose memory was replaced."""
+        """Move parameters whose memory was replaced back into the flat tensors."""
         for index, home in self._homes.items():
             parameter = self._parameters[index]
             if parameter.data_ptr() != home.data_ptr():
@@ -111,13 +111,13 @@ class PerParameterPartition:
         """Keep the part of a state that belongs to this rank's parameters.
 
         Args:
-            kept: By index of the parameter.
-            is_loaded: It comes from a state dict, so it is converted to the parameters' dtypes, as torch does.
+            kept: The state by index of the parameter.
+            is_loaded: The state comes from a state dict, so it is converted to the parameters' dtypes, as torch does.
         """
         group_of = self._groups_by_index()
         self._owners = plan_owners({i: self._parameters[i].numel() for i in group_of}, self._world.world_size)
         if self._world.world_size > 1 and self._owners.keys() != self._homes.keys():
-            self._settle()
+            self._flatten_parameters()
         own = [index for index in group_of if self._owners[index] == self._world.rank]
         inner_groups = []
         for number, group in enumerate(self._groups()):
@@ -133,15 +133,15 @@ class PerParameterPartition:
             load_exactly(self._inner, {**packed, "state": states}, keeps_dtypes=not is_loaded)
 
     def _state_of(self, index: int, state: State) -> State:
-        """What the inner optimizer is given. A value that was kept in full precision becomes the parameter's."""
+        """The state for the inner optimizer. A value that was saved in full precision is copied to the parameter."""
         parameter, master = self._parameters[index], state.get(MASTER)
         if master is not None:
             with torch.no_grad():
                 parameter.copy_(master)
         return {key: value for key, value in state.items() if key != MASTER}
 
-    def _settle(self) -> None:
-        """Parameters of one owner and kind lie side by side, so that few broadcasts carry them."""
+    def _flatten_parameters(self) -> None:
+        """Move parameters of one owner and dtype into one flat tensor, so that few broadcasts carry them."""
         together: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
         for index, owner in sorted(self._owners.items()):
             parameter = self._parameters[index]
@@ -162,7 +162,7 @@ class PerParameterPartition:
                 self._homes[index] = home
 
     def gather_state(self) -> dict[int, State]:
-        """Collective: by index of the parameter its state, on every rank, on the parameter's device."""
+        """Collective: the state by index of the parameter, on every rank, on the parameter's device."""
         if self._world.world_size == 1:
             return {index: copy.deepcopy(state) for index, state in sorted(self._mine().items())}
         wholes: dict[int, State] = {}
@@ -179,7 +179,7 @@ class PerParameterPartition:
         """Collective: (by index of the parameter the state that isn't divided, this rank's part of the rest).
 
         Args:
-            path_of: Where a parameter's state belongs.
+            path_of: Returns the place of a parameter's state in the state dict.
         """
         scalars: dict[str, State] = {}
         found = []
@@ -202,6 +202,6 @@ class PerParameterPartition:
 
     @property
     def num_bytes(self) -> int:
-        """What this rank's state takes."""
+        """The memory that this rank's state takes."""
         values = [value for state in self._mine().values() for value in state.values()]
         return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))

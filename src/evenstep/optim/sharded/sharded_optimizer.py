@@ -44,34 +44,35 @@ class ShardedOptimizer(optim.Optimizer):
     Collective: every rank makes it, with the same arguments, before the training loop; every rank calls `step`. It is a
     `torch.optim.Optimizer`: parameter groups, schedulers, hooks, `zero_grad` and hyper-parameters are torch's.
 
-    During the backward pass gradients are summed so that each rank gets its shard only; `step` updates the shard, and
-    every rank gets the new values of all. What stands in `p.grad` meanwhile raises when it is read: clip with
-    `evenstep.clip_grad_norm_`. In a world of one nothing is divided and `p.grad` is what it always is.
+    During the backward pass gradients are summed so that each rank gets only its shard; `step` updates the shard, and
+    every rank gets the new values of all shards. Meanwhile `p.grad` is a placeholder that raises when it is read: clip
+    with `evenstep.clip_grad_norm_`. In a world of one nothing is divided and `p.grad` is the usual gradient.
 
-    Optimizers whose step isn't known to be element-wise (Adafactor, Muon, classes of your own) are divided at
-    parameter boundaries: gradients are those of an unsharded optimizer, state and work are divided. What a step writes
-    into its groups (`k` of schedule-free ones) comes back to `param_groups`, and is compared between ranks. Methods of
-    the class that torch's optimizers lack, such as `train()` and `eval()`, are there: called on all ranks.
+    Optimizers whose step isn't known to be element-wise (Adafactor, Muon, classes of your own) are divided at parameter
+    boundaries: gradients are whole, state and work are divided. Values that a step writes into its groups (`k` of
+    schedule-free optimizers) are copied to `param_groups`, and compared between ranks. Methods of the class that
+    torch's optimizers lack, such as `train()` and `eval()`, work too: call them on all ranks.
 
     Args:
         model: An `evenstep.DistributedDataParallel`.
         kind: Class of the optimizer, such as `torch.optim.AdamW`.
-        params: As for `kind`: parameters of the model, or groups of them; None: all that are trained.
-        shard_gradients: Keep only this rank's shard of the gradients (ZeRO stage 2). Buckets are lent memory then, two
-            at a time.
-        elementwise: Whether the step changes an element by that element's gradient and state alone; None: known of
+        params: As for `kind`: parameters of the model, or groups of them; None: all trained parameters.
+        shard_gradients: Keep only this rank's shard of the gradients (ZeRO stage 2). Buckets then share memory, which
+            two of them use at a time.
+        elementwise: Whether the step changes an element only by that element's gradient and state; None: known for
             torch's classes, False for others.
-        master_weights: Step in float32 parameters that have 16 bits, and keep those values in the state.
+        master_weights: Step 16-bit parameters in float32, and keep the float32 values in the state.
         reduce_dtype: The dtype in which gradients are added over ranks; None: the parameters' own.
-        defaults: Arguments of `kind`. Where it has a fused step, and `fused` and `foreach` aren't given, that is used.
+        defaults: Arguments of `kind`. If it has a fused step, and neither `fused` nor `foreach` is given, the fused
+            step is used.
 
     Raises:
-        ConfigurationError: No such model or optimizer, a parameter that isn't the model's, or one that belongs to
-            another ShardedOptimizer. Raised on all ranks if it is so on one.
-        UsageError: Made between a backward pass and the reduction of its gradients, or while there is a LocalSGD of
-            the model. The same.
-        MismatchError: The ranks were given different arguments. Raised on all of them. Later on, backward passes raise
-            it where options of the groups have come to differ between ranks.
+        ConfigurationError: The model or optimizer class is wrong, or a parameter isn't the model's, or belongs to
+            another ShardedOptimizer. Raised on all ranks if it happens on one.
+        UsageError: It was made between a backward pass and the reduction of its gradients, or while the model has a
+            LocalSGD. Raised on all ranks if it happens on one.
+        MismatchError: The ranks were given different arguments. Raised on all ranks. Later, backward passes raise it if
+            options of the groups have become different between ranks.
     """
 
     model: DistributedDataParallel
@@ -113,8 +114,8 @@ class ShardedOptimizer(optim.Optimizer):
             nonlocal by_elements
             if model.is_divided:
                 raise UsageError(
-                    "it isn't needed here: the model is divided over ranks, and so is what an optimizer keeps of it. "
-                    "Use torch's own, such as torch.optim.AdamW(model.parameters())."
+                    "it isn't needed here: the model is divided over ranks, so its optimizer state is divided, too. "
+                    "Use torch's own optimizer, such as torch.optim.AdamW(model.parameters())."
                 )
             validate_kind(kind)
             arguments.validate_switches(elementwise=elementwise, **switches)
@@ -145,11 +146,10 @@ class ShardedOptimizer(optim.Optimizer):
         self._defaults_given = defaults
         super().__init__(groups, defaults_of(kind, defaults))
         self.state = _PartitionedState()  # type: ignore[assignment]
-        # In a world of one nothing is packed for a division by one; but virtual ranks are stepped as they are on
-        # several ranks.
+        # In a world of one nothing is packed, except for virtual ranks: they must be stepped as on several ranks.
         keeps_master = master_weights and any(each.dtype in HALF_PRECISION for each in model.engine.parameters)
         stays_whole = model.world.world_size == 1 and model.world.virtual_ranks is None and not keeps_master
-        this = weakref.proxy(self)  # no cycle: what is deleted is freed at once
+        this = weakref.proxy(self)  # avoids a reference cycle: a deleted optimizer is freed at once
         if by_elements and not stays_whole:
             has_peers = model.world.world_size > 1
             self._sharding = Sharding(
@@ -204,8 +204,7 @@ class ShardedOptimizer(optim.Optimizer):
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """A method of the optimizer's class that torch's optimizers lack, such as `eval()` of schedule-free ones.
 
-        Collective: called on all ranks, each does it to its own part, and what it changed in parameters is gathered as
-        behind a step.
+        Collective: each rank runs it on its own part, and changed parameters are gathered as after a step.
 
         Raises:
             AttributeError: The class has no such method.
@@ -223,7 +222,7 @@ class ShardedOptimizer(optim.Optimizer):
         return functools.wraps(method)(call)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch; with False, gradients that lie side by side are zeroed in one go."""
+        """As in torch. With False, gradients in one flat tensor are zeroed at once."""
         if set_to_none:
             for parameter in self._all_parameters():
                 parameter.grad = None
@@ -242,19 +241,19 @@ class ShardedOptimizer(optim.Optimizer):
         states = {parameter: by_index.get(self._index_of[id(parameter)]) for parameter in self._all_parameters()}
         self.state = {parameter: state for parameter, state in states.items() if state}  # type: ignore[assignment]
         try:
-            return super().state_dict()  # with what hooks of the program make of it
+            return super().state_dict()  # runs the program's hooks, too
         finally:
             self.state = _PartitionedState()  # type: ignore[assignment]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up a state dict, of a plain optimizer or of a divided one on any number of ranks.
+        """Load a state dict, of a plain optimizer or of a divided one on any number of ranks.
 
-        Every rank gives the same.
+        Every rank passes the same state dict.
 
         Raises:
-            ConfigurationError: It is no state dict, or that of another class of optimizer, or a tensor of it doesn't
-                have its parameter's shape. Nothing was taken up.
-            ValueError: torch's own, where parameter groups don't match.
+            ConfigurationError: It isn't a state dict, it is that of another class of optimizer, or a tensor doesn't
+                have its parameter's shape. Nothing was loaded.
+            ValueError: torch's own, if parameter groups don't match.
         """
         with abort_peers(self):
             _validate_state_dict(state_dict)
@@ -267,7 +266,7 @@ class ShardedOptimizer(optim.Optimizer):
             heard.append(given)
             return {**given, "state": {}}
 
-        # Behind the program's own hooks, which may give another state dict.
+        # After the program's own hooks, which may return another state dict.
         handle = self.register_load_state_dict_pre_hook(take_state)
         try:
             super().load_state_dict(dict(state_dict))
@@ -291,7 +290,7 @@ class ShardedOptimizer(optim.Optimizer):
             UsageError: As for the class.
         """
         add = super().add_param_group
-        if self._partition is None:  # the constructor's, which has been looked at
+        if self._partition is None:  # called by the constructor, which has checked the group
             add(param_group)
             return
         before = len(self.param_groups)
@@ -318,11 +317,11 @@ class ShardedOptimizer(optim.Optimizer):
             raise
 
     def state_shards(self) -> tuple[dict[str, Any], list[Shard]]:
-        """Collective: the state dict without the tensors that are divided, and this rank's pieces of those.
+        """Collective: the state dict without its divided tensors, and this rank's pieces of these tensors.
 
         Returns:
-            (equal on all ranks, this rank's pieces). `evenstep.Checkpointer` writes each rank's pieces; put together
-            they are what `load_state_dict` takes.
+            (equal on all ranks, this rank's pieces). `evenstep.Checkpointer` writes each rank's pieces. Put together
+            they are the argument of `load_state_dict`.
         """
         number_of = {self._index_of[id(p)]: number for number, p in enumerate(self._all_parameters())}
         scalars, shards = self._divided.shards(lambda index: ("state", number_of[index]))
@@ -336,15 +335,15 @@ class ShardedOptimizer(optim.Optimizer):
         return self._divided.num_bytes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: what it steps lies in its model's memory, and on other ranks.
+        """Refused: its parameters are in its model's memory, and on other ranks.
 
         Raises:
             UsageError: Always.
         """
         raise UsageError(
-            f"{type(self).__name__} on rank {self.model.world.rank} can't be copied or pickled: what it steps lies in "
-            f"memory of its model's. Keep state_dict(), make another one over the copy of the model, and "
-            f"load_state_dict() there."
+            f"{type(self).__name__} on rank {self.model.world.rank} can't be copied or pickled, because its parameters "
+            f"are in its model's memory. Save state_dict(), make another optimizer over the copy of the model, and "
+            f"call its load_state_dict()."
         )
 
     def __repr__(self) -> str:
@@ -362,7 +361,7 @@ class ShardedOptimizer(optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _groups_by_index(self) -> dict[int, int]:
-        """Of each parameter (by index) the number of its group."""
+        """The number of each parameter's group, by index of the parameter."""
         return {
             self._index_of[id(parameter)]: number
             for number, group in enumerate(self.param_groups)
@@ -382,38 +381,38 @@ class ShardedOptimizer(optim.Optimizer):
         return list(zip(saved, self._all_parameters(), strict=False))
 
     def _validate_options(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise for the state of another class, which lacks entries that the first step needs."""
+        """Raise for another class's state, which lacks entries that the first step needs."""
         for number, group in enumerate(state_dict["param_groups"]):
             strange = group.keys() - {"initial_lr"}.union(*self.param_groups)
             lacking = _lacks(self._kind, self._defaults_given, group) if strange else set()
-            if lacking:  # what is strange alone may be a scheduler's, or another version's
+            if lacking:  # unknown entries alone may be a scheduler's, or another version's
                 raise ConfigurationError(
                     f"load_state_dict on rank {self.model.world.rank}: parameter group {number} has "
                     f"{', '.join(sorted(strange))}, and lacks {', '.join(sorted(lacking))}: it was saved from another "
-                    f"class of optimizer than {self._kind.__name__}. Make one of the class that was saved, or load no "
-                    f"state."
+                    f"class of optimizer than {self._kind.__name__}. Make an optimizer of the saved class, or don't "
+                    f"load the state."
                 )
 
     def _validate_loaded(self, state_dict: Mapping[str, Any]) -> None:
         if not self._divided.elementwise:
-            return  # its optimizer's state has shapes of its own
+            return  # such an optimizer's state may have other shapes
         for number, parameter in self._numbered(state_dict):
             for key, value in state_dict["state"].get(number, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0 and not is_divided(key, value, parameter):
                     name = self.model.engine.names[self._index_of[id(parameter)]]
                     raise ConfigurationError(
                         f"load_state_dict on rank {self.model.world.rank}: {key!r} of parameter {name!r} has the shape "
-                        f"{list(value.shape)}, and the parameter {list(parameter.shape)}."
+                        f"{list(value.shape)}, but the parameter has {list(parameter.shape)}."
                     )
 
     def _shard(self, sharding: Sharding) -> ShardedExchange:
-        """Collective: divide the gradients of what is in the groups now."""
+        """Collective: shard the gradients of the parameters that are in the groups now."""
         engine = self.model.engine
         others = _shardings_of_others(self.model, sharding.owner)
         return shard_gradients(engine, others | {i: (sharding, group) for i, group in self._groups_by_index().items()})
 
     def _stepped_by_others(self) -> set[int]:
-        """Ids of parameters that other optimizers divide which are alive."""
+        """Ids of parameters that other existing ShardedOptimizers have."""
         taken = _shardings_of_others(self.model, -1 if self._sharding is None else self._sharding.owner)
         others = [each for each in self.model.monitors.options.alive if each is not self]
         stepped = {id(parameter) for each in others for group in each.param_groups for parameter in group["params"]}
@@ -422,19 +421,19 @@ class ShardedOptimizer(optim.Optimizer):
     def _validate(self, parameters: list[Tensor]) -> None:
         if self.model.engine.stays_local:
             raise UsageError(
-                "the model has a LocalSGD, so its gradients aren't averaged over ranks, and there is nothing to "
-                "divide. Close that first."
+                "the model has a LocalSGD, so its gradients aren't averaged over ranks and can't be sharded. Close the "
+                "LocalSGD first."
             )
         stepped = self._stepped_by_others()
         if not stepped.isdisjoint(map(id, parameters)):
-            gc.collect()  # an optimizer is in a cycle: what looks alive may have been left long ago
+            gc.collect()  # optimizers are in reference cycles: an unused one may not be collected yet
             stepped = self._stepped_by_others()
         for parameter in parameters:
             index = self._index_of.get(id(parameter))
             if index is None:
                 raise ConfigurationError(
-                    f"a parameter of shape {list(parameter.shape)} is none of those that the model was wrapped with "
-                    f"and trains. Wrap the model after unfreezing or adding parameters, and take them from "
+                    f"a parameter of shape {list(parameter.shape)} isn't a trained parameter of the wrapped model. "
+                    f"Wrap the model after unfreezing or adding parameters, and pass parameters from "
                     f"model.parameters()."
                 )
             if id(parameter) in stepped:
@@ -446,14 +445,14 @@ class ShardedOptimizer(optim.Optimizer):
 def _validate_state_dict(given: Any) -> None:
     is_one = isinstance(given, Mapping) and isinstance(given.get("state"), Mapping)
     if not is_one or not isinstance(given.get("param_groups"), Sequence):
-        raise checks.refuse("load_state_dict: state_dict", given, "what an optimizer's state_dict() gives")
+        raise checks.refuse("load_state_dict: state_dict", given, "the result of an optimizer's state_dict()")
     wrong = [state for state in given["state"].values() if not isinstance(state, Mapping)]
     if wrong:
         raise checks.refuse("load_state_dict: the state of a parameter", wrong[0], "values by name")
 
 
 def _lacks(kind: type[optim.Optimizer], arguments: Mapping[str, Any], group: Mapping[str, Any]) -> set[str]:
-    """Options of a class that a saved group lacks, but for those that the class adds to what older versions saved."""
+    """Options of a class that a saved group lacks, except those that the class adds to older versions' states."""
     tried = try_out(kind, arguments)
     wanted = set(tried.param_groups[0])
     tried.load_state_dict({"state": {}, "param_groups": [{**group, "params": [0]}]})
@@ -461,7 +460,7 @@ def _lacks(kind: type[optim.Optimizer], arguments: Mapping[str, Any], group: Map
 
 
 class _PartitionedState(dict[Any, Any]):
-    """`optimizer.state`: empty, and an error when a parameter is looked up in it."""
+    """`optimizer.state`: empty. Looking up a parameter in it raises an error."""
 
     def __bool__(self) -> bool:
         """True: torch's `get_optimizer_state_dict` steps an optimizer whose state is empty."""
@@ -469,9 +468,9 @@ class _PartitionedState(dict[Any, Any]):
 
     def __missing__(self, key: object) -> Any:
         raise UsageError(
-            "the state of this optimizer is divided over the ranks, and isn't kept by "
-            "parameter. optimizer.state_dict() gives it (with a ShardedOptimizer: called on all ranks), and "
-            "state_shards() of a ShardedOptimizer this rank's pieces."
+            "the state of this optimizer is divided over the ranks, and not stored by parameter. Call "
+            "optimizer.state_dict() (with a ShardedOptimizer: on all ranks), or state_shards() of a ShardedOptimizer "
+            "for this rank's pieces."
         )
 
 
@@ -485,14 +484,14 @@ def _validate_options(
         raise checks.refuse("reduce_dtype", reduce_dtype, "a floating-point dtype, or None")
     if not by_elements and (any(switches.values()) or reduce_dtype is not None):
         raise ConfigurationError(
-            f"{kind.__name__} is divided at parameter boundaries, where gradients and parameters are whole and of "
-            f"one dtype: {', '.join(switches)} and reduce_dtype are for element-wise optimizers. If it is one, say "
+            f"{kind.__name__} is divided at parameter boundaries, with whole gradients and parameters of one dtype. "
+            f"{', '.join(switches)} and reduce_dtype are for element-wise optimizers. If it is one, pass "
             f"elementwise=True."
         )
 
 
 def _shardings_of_others(model: DistributedDataParallel, owner: int) -> dict[int, tuple[Sharding, int]]:
-    """Of parameters that belong to other sharded optimizers that are alive."""
+    """The shardings of parameters that belong to other existing ShardedOptimizers."""
     exchange = model.engine.exchange
     if not isinstance(exchange, ShardedExchange):
         return {}

@@ -1,9 +1,9 @@
-"""Which worker takes which batch of an epoch: each once, whoever is fastest. Pure.
+"""Which worker gets which batch of an epoch. Each batch is given out once; fast workers get more. Pure.
 
 [Note: a batch's way]
 
 A batch is *open* until a worker takes it, *held* until the gradients of its samples are applied, and then *finished*.
-What a worker holds when it ends is open again. Other workers may have gone on to a later epoch by then: they take it
+A batch that a worker holds when it ends is open again. If the other workers are in a later epoch by then, they take it
 there.
 """
 
@@ -20,12 +20,12 @@ Batch = tuple[Pass, int]  # and its number in the epoch
 
 
 class Taken(NamedTuple):
-    """What a worker is given.
+    """The answer to a worker that asks for a batch.
 
     Attributes:
-        batch: Of an earlier epoch than the worker's own where it came back; None: there is none now.
+        batch: The batch. One that came back may be of an earlier epoch than the worker's. None: there is none now.
         is_over: All batches of the worker's own pass are finished.
-        failure: Why there is none; "" unless the workers' loaders differ.
+        failure: Why there is no batch: the workers' loaders differ. "": they don't.
     """
 
     batch: Batch | None
@@ -38,8 +38,8 @@ class _State:
     facts: str  # "": not known yet
     num_batches: int  # 0: not known yet
     first: int = 0  # all before it are finished
-    ahead: set[int] = field(default_factory=set)  # others that are finished
-    next: int = 0  # all from it on were never given out, but those that a run before this one has finished
+    ahead: set[int] = field(default_factory=set)  # later ones that are finished
+    next: int = 0  # it and later ones were never given out, except those that an earlier run has finished
     returned: deque[int] = field(default_factory=deque)
 
 
@@ -49,25 +49,25 @@ class BatchQueue:
     def __init__(self) -> None:
         self._passes: dict[Pass, _State] = {}
         self._held: dict[int, set[Batch]] = {}  # by worker
-        self._first_epochs: dict[int, int] = {}  # by loader: earlier ones were finished before this run
+        self._first_epochs: dict[int, int] = {}  # by loader: epochs before it were finished before this run
 
     def __repr__(self) -> str:
         return f"<BatchQueue {len(self._passes)} passes, {sum(map(len, self._held.values()))} batches held>"
 
     def take(self, worker: int, wanted: Pass, num_batches: int, facts: str) -> Taken:
-        """The next batch for a worker: one that an earlier pass over this loader lacks, else the next of its own pass.
+        """The next batch for a worker: an open one of an earlier pass over this loader, else the next of its own pass.
 
         Args:
             worker: Its number.
             wanted: The worker's pass.
-            num_batches: Of the epoch.
-            facts: What decides which samples a batch has; equal on all workers.
+            num_batches: The batches of the epoch.
+            facts: Values that decide which samples a batch has; equal on all workers.
         """
         loader, epoch, _ = wanted
         if epoch < self._first_epochs.get(loader, 0):
             return Taken(None, is_over=True)
         state = self._passes.setdefault(wanted, _State(facts, num_batches))
-        if not state.num_batches and _agree(state.facts, facts):  # begun before this run, by a loader without a queue
+        if not state.num_batches and _agree(state.facts, facts):  # begun before this run by a loader without a queue
             state.facts, state.num_batches = facts, num_batches
         if (state.facts, state.num_batches) != (facts, num_batches):
             return Taken(
@@ -86,7 +86,7 @@ class BatchQueue:
         return Taken(None, is_over=state.first == state.num_batches)
 
     def finish(self, worker: int, batches: Iterable[Batch]) -> None:
-        """The gradients of what a worker has taken are applied."""
+        """The gradients of a worker's batches are applied."""
         held = self._held.get(worker, set())
         for each in batches:
             if each in held:
@@ -98,7 +98,7 @@ class BatchQueue:
                     state.first += 1
 
     def give_back(self, worker: int, batches: Iterable[Batch] | None = None) -> list[Batch]:
-        """Others take what a worker holds: some batches, or, with None, all; returns these."""
+        """Reopen some batches that a worker holds, or all with None; returns them."""
         held = self._held.get(worker, set())
         found = sorted(held if batches is None else held & set(batches))
         held -= set(found)
@@ -107,13 +107,13 @@ class BatchQueue:
         return found
 
     def is_returned(self, batch: Batch) -> bool:
-        """Whether a batch came back, and nobody has taken it since."""
+        """Whether a batch came back and is still open."""
         return batch[1] in self._passes[batch[0]].returned
 
-    # ------------------------------------------------------------------ what checkpoints hold
+    # ------------------------------------------------------------------ checkpoints
 
     def state(self) -> dict[str, Any]:
-        """What is finished, in JSON types; what is held counts as open."""
+        """The finished batches, in JSON types; a held batch counts as open."""
         passes = [
             {
                 "pass": list(at),
@@ -127,7 +127,7 @@ class BatchQueue:
         return {"passes": passes, "first_epochs": {str(key): value for key, value in self._first_epochs.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Begin where `state` was taken."""
+        """Begin with a saved `state`."""
         self._passes, self._held = {}, {}
         self._first_epochs = {int(key): int(value) for key, value in state["first_epochs"].items()}
         for each in state["passes"]:
@@ -140,7 +140,7 @@ class BatchQueue:
 
 
 def _agree(before: str, facts: str) -> bool:
-    """Whether a loader has the batches of the loader without a queue that began an epoch, as far as that says."""
+    """Whether a loader's batches may be those of the loader without a queue that began an epoch."""
     return not before or json.loads(before).items() <= json.loads(facts).items()
 
 

@@ -1,16 +1,16 @@
-"""Which pushes make an update, and who may go on: decided by the first server, for all servers. Pure.
+"""Which pushes make an update, and which workers may continue: decided by the first server for all. Pure.
 
 [Note: one order of updates]
 
 Every server has another part of each gradient. If each decided by itself, two servers could apply the pushes of a
-worker that was killed differently, and pull different versions. So a worker gives each server its part, and asks the
-first one for its step when all others have theirs. The first server's `Coordinator` decides then, and every server
-executes the same numbered `Decision`s in their order. Hence a push is applied on all servers or on none, and what a
-worker gets is one version of all parameters.
+worker that was killed differently, and pull different versions. So a worker sends the other servers their parts first,
+and then asks the first server for its step. The first server's `Coordinator` decides, and every server executes the
+same numbered `Decision`s in their order. Hence a push is applied on all servers or on none, and a worker gets one
+version of all parameters.
 
-| mode | gradients are applied | a worker goes on |
+| mode | gradients are applied | a worker continues |
 | --- | --- | --- |
-| "sync" | once a step, those of all workers together | after that |
+| "sync" | once a step, of all workers together | after the update |
 | "async" | each push by itself, at once | at once |
 | "bounded" | each push by itself, at once | when the slowest worker is at most `max_staleness` steps behind |
 """
@@ -29,11 +29,11 @@ Key = tuple[int, int]  # (worker, number of its call)
 
 @dataclass(frozen=True)
 class Mode:
-    """When gradients are applied, and who waits for whom.
+    """When gradients are applied, and which workers wait.
 
     Attributes:
         name: "sync", "async" or "bounded".
-        max_staleness: Of "bounded": how many steps a worker may be ahead of the slowest.
+        max_staleness: For "bounded": how many steps a worker may be ahead of the slowest.
     """
 
     name: str
@@ -41,12 +41,12 @@ class Mode:
 
 
 class Push(NamedTuple):
-    """What the coordinator knows of a push.
+    """The coordinator's record of a push.
 
     Attributes:
         weight: Sum of the worker's weights; 0: it had no samples, and no server has gradients.
-        version: Number of updates that its parameters had seen.
-        batches: Whose gradients it has.
+        version: The version of the parameters that it was computed with: the number of updates.
+        batches: The batches whose gradients it has.
     """
 
     weight: float
@@ -55,17 +55,17 @@ class Push(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What all servers do next.
+    """The next actions of all servers.
 
     Attributes:
         number: From 1, without a gap.
-        applied: Pushes that make one update, in the order of their sum.
-        released: Calls that are answered now, with the parameters as they are then.
+        applied: Pushes that make one update, in the order of summation.
+        released: Calls that are answered after that, with the new parameters.
         gone: Workers that were lost.
         saves: The queue's state, to be saved with the servers'; None: nothing is saved here.
-        is_last: Nothing else is done until that is complete: the run ends behind it.
-        stops: It was asked to.
-        failure: Why the run can't go on: waiting and later calls are answered with it; "": it can.
+        is_last: The save has to be complete before anything else: the run ends after it.
+        stops: A stop was requested.
+        failure: Why the run can't continue: the answer to waiting and later calls; "": it can continue.
         has_ended: All workers have left.
     """
 
@@ -81,7 +81,7 @@ class Decision(NamedTuple):
 
 
 def decoded(values: Sequence[Any]) -> Decision:
-    """A decision that came as JSON."""
+    """A decision, decoded from JSON."""
     number, applied, released, *rest = values
     return Decision(number, [(w, n) for w, n in applied], [(w, n) for w, n in released], *rest)
 
@@ -92,8 +92,8 @@ class _Member:
 
     Attributes:
         clock: Steps that it has pushed.
-        call: Its push that waits for its release; None: none does.
-        push: That is in no update yet; None: there is none.
+        call: Its call that waits for its release; None: no call waits.
+        push: Its push that isn't in an update yet; None: there is none.
     """
 
     clock: int
@@ -106,10 +106,10 @@ class Coordinator:
 
     Args:
         mode: See the table.
-        workers: Numbers of those that will join; they are waited for.
-        queue: Batches; each is finished when its push is applied.
+        workers: The numbers of the workers that will join; the others wait for them.
+        queue: The batches; each is finished when its push is applied.
         version: Number of updates so far.
-        saves_at_end: The state is saved when all workers have left, and they are answered behind that.
+        saves_at_end: Save the state when all workers have left, and only then answer them.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class Coordinator:
         self._mode, self._queue, self._saves_at_end = mode, queue, saves_at_end
         self._expected = set(workers)
         self._members: dict[int, _Member] = {}  # by worker, without those that have left
-        self._leaving: dict[int, Key] = {}  # the call of each worker that has left and waits
-        self._has_left = False  # one of them, which may have been lost since
-        self._lost: list[tuple[int, Batch]] = []  # what lost workers held
+        self._leaving: dict[int, Key] = {}  # the waiting call of each worker that has left
+        self._has_left = False  # whether any has left; it may have been lost since
+        self._lost: list[tuple[int, Batch]] = []  # batches that lost workers held
         self._number = 0
         self._failure = ""
         self.has_ended = False
@@ -130,7 +130,7 @@ class Coordinator:
     def __repr__(self) -> str:
         return f"<Coordinator {self._mode.name}, {len(self._members)} workers, version {self.version}>"
 
-    # ------------------------------------------------------------------ who is there
+    # ------------------------------------------------------------------ members
 
     @property
     def members(self) -> set[int]:
@@ -145,15 +145,15 @@ class Coordinator:
     def join(self, worker: int) -> None:
         """A worker begins.
 
-        Workers that are waited for begin at their first step, and others have gone ahead of that by the bound at most.
-        A later one begins at the step of the slowest that is there, so it holds nobody back more than that one does.
+        Workers that are waited for begin at their first step; the others are ahead by at most the bound. A worker that
+        joins later begins at the step of the slowest member, so it delays nobody more than that member does.
         """
         here = [0] if worker in self._expected else [member.clock for member in self._members.values()]
         self._expected.discard(worker)
         self._members[worker] = _Member(min(here, default=0))
 
     def lose(self, worker: int) -> list[Decision]:
-        """A worker's process has ended: what it holds, if it had not left, goes to others."""
+        """A worker's process has ended. If it had not left, its batches go to others."""
         left, lost = self._leaving.pop(worker, None), self._members.pop(worker, None)
         if left is None and lost is None:
             return self.give_up([worker]) if worker in self._expected else []
@@ -161,25 +161,25 @@ class Coordinator:
         return [self._decide(gone=[worker]), *self._advance()]
 
     def give_up(self, workers: Iterable[int]) -> list[Decision]:
-        """Workers that have never joined aren't waited for any more."""
+        """No longer wait for workers that have never joined."""
         self._expected -= set(workers)
         return self._advance()
 
     def leave(self, key: Key, failure: str = "") -> list[Decision]:
-        """A worker has ended: done, or with a failure, with which the run can't go on."""
+        """A worker has ended: in good order, or with a failure that ends the run."""
         if self._members.pop(key[0], None) is not None:
             self._leaving[key[0]], self._has_left = key, True
         self._queue.give_back(key[0])
         return self.fail(failure) if failure else self._advance()
 
     def fail(self, failure: str) -> list[Decision]:
-        """The run can't go on."""
+        """The run can't continue."""
         self._failure = self._failure or failure
         return self._advance()
 
     @property
     def untrained(self) -> list[tuple[int, Batch]]:
-        """(worker, batch) of what lost workers held, and nobody has taken since."""
+        """(worker, batch) for each batch that a lost worker held and that nobody has taken since."""
         return [each for each in self._lost if self._queue.is_returned(each[1])]
 
     def lagging(self) -> list[tuple[int, int]]:
@@ -187,10 +187,10 @@ class Coordinator:
         here = [(worker, member.clock) for worker, member in self._members.items() if member.call is None]
         return sorted(here + [(worker, 0) for worker in self._expected])
 
-    # ------------------------------------------------------------------ what comes
+    # ------------------------------------------------------------------ requests
 
     def pull(self, key: Key) -> list[Decision]:
-        """A worker wants the parameters as they are."""
+        """A worker requests the present parameters."""
         return [] if self._failure else [self._decide(released=[key])]
 
     def push(self, key: Key, push: Push) -> list[Decision]:
@@ -207,7 +207,7 @@ class Coordinator:
         """Have all servers save their state, between the same two updates."""
         return [self._decide(saves=self._queue.state(), is_last=is_last, stops=stops)]
 
-    # ------------------------------------------------------------------ what follows
+    # ------------------------------------------------------------------ decisions
 
     def _decide(self, **what: Any) -> Decision:
         self._number += 1
@@ -219,7 +219,7 @@ class Coordinator:
         if self._failure:
             return [self._decide(failure=self._failure, has_ended=True)]
         decisions = []
-        # By worker, so that the sum doesn't depend on who came first.
+        # By worker, so that the sum doesn't depend on the order of arrival.
         if not self._expected and all(member.push is not None for member in self._members.values()):
             decisions += self._apply([member for _, member in sorted(self._members.items())])
         released = self._release()

@@ -6,6 +6,6 @@ together. It never holds a table.
 Reading order:
 
     remote_embedding.py  `evenstep.RemoteEmbedding`: the module in a worker's model, and all of a model
-    table.py             a server's share of one table, the optimizers of single rows, and what travels
-    initial_rows.py      what a row is before it is trained, from its number alone
+    table.py             a server's share of one table, the optimizers of single rows, and their gradients
+    initial_rows.py      the value of a row before it is trained, from its number alone
 """

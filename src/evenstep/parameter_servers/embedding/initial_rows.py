@@ -1,7 +1,7 @@
-"""What a row is before it is trained: a function of seed, table and the row's number alone. Pure.
+"""The value of a row before it is trained: a function of seed, table and the row's number only. Pure.
 
-So it depends neither on the number of servers nor on the order in which rows are first used, and a row that nobody has
-trained needs no memory.
+So it depends neither on the number of servers nor on the order in which rows are first used, and an untrained row needs
+no memory.
 
 [Note: how a value is drawn]
 A counter-based generator (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011) with SplitMix64's
@@ -29,10 +29,10 @@ def normal_rows(ids: Tensor, dim: int, *, table: str, seed: int, std: float, dty
     Args:
         ids: [n], int64, not negative.
         dim: Columns.
-        table: Its name: tables of one seed differ.
-        seed: Of all tables.
+        table: The table's name, so that tables with the same seed differ.
+        seed: The seed of all tables.
         std: Standard deviation; 0: zeros.
-        dtype: Of the result.
+        dtype: The result's dtype.
 
     Returns:
         [n, dim].

@@ -1,13 +1,13 @@
-"""`evenstep.RemoteEmbedding`: a table of embeddings of which this process has the rows of its batch only.
+"""`evenstep.RemoteEmbedding`: a table of embeddings on servers; this process has only the rows of its batch.
 
 [Note: a row's way]
 
     worker    unique ids ── lookup ── rows, a leaf of the graph ── forward, backward ── gradients of rows ── ps.step
     server                  rows                                                       add, divide, optimizer
 
-A lookup makes a leaf tensor of the batch's different rows, from which the output is gathered. When autograd has added
-up the leaf's gradient, a hook takes it away and keeps it with the ids until the step. So nothing is kept of a forward
-pass that isn't followed by a backward pass.
+A lookup makes a leaf tensor of the batch's different rows, from which the output is gathered. When autograd has summed
+the leaf's gradient, a hook removes it from the leaf and stores it with the ids until the step. So a forward pass
+without a backward pass leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 StartLookup = Callable[[str, list[Tensor]], Callable[[], list[Tensor]]]
-"""Sends a lookup: the table's name and for each server its ids, to what waits for the servers' rows."""
+"""Sends a lookup, from the table's name and the ids for each server; returns a function that waits for the rows."""
 
 
 @dataclass
 class _Attachment:
-    """A table's way to its servers. Copies of the module share it; a pickled module loses it."""
+    """A table's connection to its servers. Copies of the module share it; a pickled module loses it."""
 
     name: str
     who: str
@@ -65,39 +65,39 @@ def _nothing() -> None:
 
 @dataclass
 class _Lookup:
-    """Rows that are on their way, or have come."""
+    """Rows that were requested; they may have arrived."""
 
     ids: Tensor  # [n], int64, ascending, each once
-    positions: list[Tensor]  # for each server those of its ids
+    positions: list[Tensor]  # for each server, the positions of its ids
     finish: Callable[[], list[Tensor]]
-    has_begun: bool = False  # the step that it was for
+    has_begun: bool = False  # the step that it was requested for
 
 
 class RemoteEmbedding(nn.Module):
     """An embedding table on the servers of `evenstep.parameter_server`; a worker sees the rows of its batch only.
 
-    A part of the model that `model_fn` makes, used as `torch.nn.Embedding` or, with `pooling`, `torch.nn.EmbeddingBag`.
-    It has no parameters on workers: `ps.step` pushes the gradients of the rows that were used, and the servers' own
-    optimizer of the table changes those rows, in the same step as the parameters of the model. Rows of all tables are
-    divided over the servers: row i is on server i modulo their number.
+    It is a part of the model that `model_fn` makes, and is used as `torch.nn.Embedding` or, with `pooling`,
+    `torch.nn.EmbeddingBag`. It has no parameters on workers: `ps.step` pushes the gradients of the rows that were used,
+    and the servers' own optimizer of the table changes those rows, in the same step as the parameters of the model.
+    Rows of all tables are divided over the servers: row i is on server i modulo their number.
 
-    Its rows begin as a function of `seed`, the table's name and their number, whatever the number of servers. Memory
-    is taken on servers as rows are trained.
+    The first value of a row is a function of `seed`, the table's name and the row's number; it doesn't depend on the
+    number of servers. Servers allocate memory as rows are trained.
 
     Args:
         num_embeddings: Rows.
         embedding_dim: Columns.
-        padding_idx: A row of zeros, which is never trained; of bags it is left out. None: no such row.
+        padding_idx: A row of zeros, which is never trained and is left out of bags. None: no such row.
         pooling: None: a row for each id. "sum", "mean", "max": one row for each bag of ids.
         optimizer: "sgd", "adagrad" (Duchi et al., 2011) or "rowwise_adagrad" (one accumulator for a row). A row that
             isn't in a step is left alone, with its state.
-        lr: Rate. `module.lr` may be set between steps; on all workers in "sync".
+        lr: Learning rate. `module.lr` may be set between steps; in "sync" on all workers.
         eps: Added to the denominator of "adagrad" and "rowwise_adagrad".
-        init_std: Rows begin as draws from a normal distribution of this standard deviation.
+        init_std: The first rows are drawn from a normal distribution with this standard deviation.
         init_fn: Makes the first rows instead: ids [n] to rows [n, embedding_dim], always the same for an id. Runs on
             servers.
-        seed: Of the first rows.
-        name: Of the table; None: that of the module in the model.
+        seed: The seed of the first rows.
+        name: The name of the table; None: the module's name in the model.
 
     Attributes:
         lr: See above.
@@ -106,7 +106,7 @@ class RemoteEmbedding(nn.Module):
         ConfigurationError: An argument is wrong.
     """
 
-    like: Tensor  # [0]: its dtype and device are those of the rows, so that `.double()` and `.to()` do as with others
+    like: Tensor  # [0]: has the rows' dtype and device, so that `.double()` and `.to()` work as usual
 
     @excepthook.for_users
     def __init__(
@@ -145,7 +145,7 @@ class RemoteEmbedding(nn.Module):
         self._init_fn = init_fn
         self._seed = checks.whole(f"{_WHO}seed", seed, least=0, most=LARGEST_SEED)
         if name is not None:
-            checks.text(f"{_WHO}name", name, otherwise="None for that of the module")
+            checks.text(f"{_WHO}name", name, otherwise="None for the module's name")
         self.table_name = name
         self.register_buffer("like", torch.empty(0, dtype=dtype, device="cpu"), persistent=False)
         self._attachment: _Attachment | None = None
@@ -168,15 +168,15 @@ class RemoteEmbedding(nn.Module):
         Args:
             ids: int64 or int32, any shape. With `pooling` [bags, size], or [n] with `offsets`.
             offsets: [bags], where each bag begins in `ids`. Only with `pooling`.
-            per_sample_weights: As `ids`: what each row is multiplied by. Only with `pooling="sum"`.
+            per_sample_weights: The factor of each row, in the shape of `ids`. Only with `pooling="sum"`.
 
         Returns:
             [*ids.shape, embedding_dim], or [bags, embedding_dim].
 
         Raises:
             ConfigurationError: `offsets` or `per_sample_weights` without `pooling`.
-            UsageError: An id isn't in the table, `ids` is no tensor of ids, or this is outside of
-                `with evenstep.parameter_server(...)`.
+            UsageError: An id isn't in the table, `ids` isn't a tensor of ids, or this is outside of `with
+                evenstep.parameter_server(...)`.
             PeerLostError: A server has gone, or another worker failed.
         """
         if self.pooling is None and (offsets is not None or per_sample_weights is not None):
@@ -202,24 +202,24 @@ class RemoteEmbedding(nn.Module):
         )
 
     def prefetch(self, ids: Tensor) -> None:
-        """Ask for rows that a later `forward` of this step or of the next one needs, without waiting for them.
+        """Request rows that a later `forward` of this step or the next one needs, without waiting for them.
 
-        Called for the next batch before the present one is computed, its way to the servers and back is hidden.
-        `forward` uses what comes if it is called with the same set of ids. It uses the rows as they were when they
-        were asked for, without what steps have changed since: also without this worker's own last step.
+        If this is called for the next batch before the present batch is computed, the transfer is hidden behind the
+        computation. `forward` uses the requested rows if it is called with the same set of ids. It uses their values at
+        the time of the request, without later steps, also without this worker's own last step.
 
         Args:
             ids: As in `forward`.
 
         Raises:
-            ConfigurationError: In "sync", where each step uses what the step before has made.
+            ConfigurationError: In "sync", because each step needs the rows of the step before.
             UsageError: An id isn't in the table, `ids` is no tensor of ids, or this is outside of
                 `with evenstep.parameter_server(...)`.
         """
         if not self._validate_attached("prefetch").may_prefetch:
             raise ConfigurationError(
-                f"{self._who()}: prefetch in mode='sync' would compute the next step with rows of before this one. "
-                f"Leave it out, or use mode='async' or 'bounded'."
+                f"{self._who()}: prefetch in mode='sync' would compute the next step with rows from before the present "
+                f"step. Leave prefetch out, or use mode='async' or 'bounded'."
             )
         self._ahead.append(self._start(torch.unique(self._validate_ids(ids))))
 
@@ -264,15 +264,15 @@ class RemoteEmbedding(nn.Module):
         self._attachment, self._pushed, self._ahead = None, [], []
 
     def spec(self, name: str) -> TableSpec:
-        """What its servers make.
+        """The table's specification for the servers.
 
         Raises:
-            ConfigurationError: Rows can't be of the dtype that the model has.
+            ConfigurationError: Rows can't have the model's dtype.
         """
         if self.like.dtype not in _DTYPES:
             raise ConfigurationError(
-                f"{_WHO}table {name!r} would have rows of {self.like.dtype}, in which small steps are lost. "
-                f"float32 and float64 are possible: leave `.half()` and `.bfloat16()` to the rest of the model."
+                f"{_WHO}table {name!r} would have rows of {self.like.dtype}, in which small steps are lost. Use "
+                f"float32 or float64: apply `.half()` and `.bfloat16()` only to the rest of the model."
             )
         rows, dim, dtype = self.num_embeddings, self.embedding_dim, self.like.dtype
         return TableSpec(name, rows, dim, dtype, self._optimizer, self._eps, self._seed, self._std, self._init_fn)
@@ -284,11 +284,11 @@ class RemoteEmbedding(nn.Module):
         return facts | {"dtype": str(self.like.dtype)}
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients of this step so far."""
+        """Multiply the gradients collected in this step by a factor."""
         self._pushed = [(ids, gradient * factor) for ids, gradient in self._pushed]
 
     def gradients(self) -> list[RowGradients]:
-        """The gradients of this step's lookups, for each server; [] where there are none.
+        """The gradients of this step's lookups, for each server; [] if there are none.
 
         Raises:
             NonFiniteError: One is infinite or not a number.
@@ -304,17 +304,17 @@ class RemoteEmbedding(nn.Module):
             raise NonFiniteError(
                 f"{self._who()}: the gradient of row {int(wrong[0])}"
                 f"{f' and of {len(wrong) - 1} others' if len(wrong) > 1 else ''} is infinite or not a number; nothing "
-                f"was sent. Look at the loss."
+                f"was sent. Check the loss."
             )
         parts = split_by_server(ids, attachment.num_servers)
         return [RowGradients(ids[part], values[part], lr) for part in parts]
 
     def release_gradients(self) -> None:
-        """Forget the gradients of this step."""
+        """Drop the gradients of this step."""
         self._pushed = []
 
     def begin_step(self) -> None:
-        """A step has ended: what was looked up for it and not used is forgotten."""
+        """A step has ended: drop lookups for it that weren't used."""
         self._ahead = [each for each in self._ahead if not each.has_begun]
         for lookup in self._ahead:
             lookup.has_begun = True
@@ -330,17 +330,17 @@ class RemoteEmbedding(nn.Module):
     def _validate_attached(self, doing: str) -> _Attachment:
         if self._attachment is None:
             raise UsageError(
-                f"{self._who()}: {doing}: there are no servers that have this table. Make it in the model_fn of "
+                f"{self._who()}: {doing}: no server has this table. Make the table in the model_fn of "
                 f"evenstep.parameter_server, and use ps.model inside the `with` statement."
             )
         return self._attachment
 
     def _validate_ids(self, ids: Any) -> Tensor:
-        """Checked, as int64 on the CPU."""
+        """The ids, checked, as int64 on the CPU."""
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
             found = f"a tensor of {ids.dtype}" if isinstance(ids, Tensor) else checks.shown(ids)
             raise UsageError(f"{self._who()}: ids are {found}; pass a tensor of int64 or int32.")
-        ids = ids.detach().to("cpu", torch.int64)  # a copy only where it has to be
+        ids = ids.detach().to("cpu", torch.int64)  # a copy only if needed
         if ids.numel():
             least, most = (int(each) for each in torch.aminmax(ids))
             if least < 0 or most >= self.num_embeddings:
@@ -370,7 +370,7 @@ class RemoteEmbedding(nn.Module):
         return rows
 
     def _note(self, leaf: Tensor, ids: Tensor, padding: int | None) -> None:
-        """Take the gradient away from a leaf: see [Note: a row's way]."""
+        """Move the gradient from a leaf to the pushed ones: see [Note: a row's way]."""
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
         if padding is not None:
@@ -391,8 +391,8 @@ def find_tables(model: nn.Module) -> dict[str, RemoteEmbedding]:
             name = module.table_name or path or "the model"
             if name in found:
                 raise ConfigurationError(
-                    f"{_WHO}two tables of the model are named {name!r}, the second at {path!r}. Use one module in both "
-                    f"places for one table, or other names for two."
+                    f"{_WHO}two tables of the model are named {name!r}, the second at {path!r}. For one table, use one "
+                    f"module in both places; for two tables, give them different names."
                 )
             found[name] = module
     return found

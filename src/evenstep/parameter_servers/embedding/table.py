@@ -1,4 +1,4 @@
-"""A server's share of one table, the optimizers of single rows, and what travels of them.
+"""A server's share of one table, the optimizers of single rows, and the gradients that are sent.
 
 [Note: optimizers of rows]
 
@@ -6,15 +6,15 @@
 | --- | --- | --- |
 | "sgd" | none | what `torch.optim.SGD` does without momentum |
 | "adagrad" | dim numbers | what `torch.optim.Adagrad` does (1) |
-| "rowwise_adagrad" | 1 number | the same with one accumulator for a row, of the mean of its squares (2) |
+| "rowwise_adagrad" | 1 number | Adagrad with one accumulator for a row: the mean of the squares in the row (2) |
 
 (1) Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", 2011.
 (2) Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation
 Models", 2022.
 
-A row that isn't in a step is left alone, with its state. To all of these a row without a gradient is the same as one
-with a gradient of zeros, so they compute what the dense optimizer computes. Adam isn't among them: it would move rows
-by their first moment also when they are in no batch.
+A row that isn't in a step is left alone, with its state. For each of these optimizers a gradient of zeros leaves the
+row unchanged, so they compute what the dense optimizer computes. Adam is missing, because its first moment would move
+rows that are in no batch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ DEFAULT_EPS = 1e-10  # torch's, of Adagrad
 
 
 class RowGradients(NamedTuple):
-    """What a worker pushes of a table to one server.
+    """A worker's push of one table to one server.
 
     Attributes:
-        ids: [n], int64, each once, all of that server.
-        values: [n, dim], the mean by weight of this worker's gradients.
+        ids: [n], int64, each once, all on that server.
+        values: [n, dim], the weighted mean of this worker's gradients.
         lr: The rate of this step.
     """
 
@@ -48,7 +48,7 @@ class RowGradients(NamedTuple):
 
 
 def split_by_server(ids: Tensor, num_servers: int) -> list[Tensor]:
-    """For each server the positions of its ids, ascending.
+    """For each server, the positions of its ids, ascending.
 
     Row i is on server i modulo `num_servers`: tables are often sorted by how frequent their rows are, and ranges would
     give one server all the frequent ones.
@@ -62,7 +62,7 @@ def split_by_server(ids: Tensor, num_servers: int) -> list[Tensor]:
 
 
 def add_up(ids: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Each id once, ascending, with the sum of its rows, added in the order in which they are given.
+    """Each id once, ascending, with the sum of its rows, added in the given order.
 
     Args:
         ids: [n] each, int64.
@@ -77,7 +77,7 @@ def add_up(ids: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True)
 class TableSpec:
-    """What a table is.
+    """The definition of a table.
 
     Attributes:
         name: The module's name in the model, or its own.
@@ -85,10 +85,10 @@ class TableSpec:
         embedding_dim: Columns.
         dtype: float32 or float64.
         optimizer: One of `ROW_OPTIMIZERS`.
-        eps: Added to the root in the denominator of Adagrad's.
+        eps: Added to the root in Adagrad's denominator.
         seed: See `normal_rows`.
         std: See `normal_rows`.
-        init_fn: Makes rows of ids instead; None: `normal_rows`.
+        init_fn: Makes rows from ids instead; None: `normal_rows`.
     """
 
     name: str
@@ -102,7 +102,7 @@ class TableSpec:
     init_fn: Callable[[Tensor], Tensor] | None = None
 
     def initial(self, ids: Tensor) -> Tensor:
-        """Rows before they are trained: a function of their ids.
+        """The untrained values of some rows: a function of their ids.
 
         Raises:
             ConfigurationError: The user's function returned something else.
@@ -117,17 +117,17 @@ class TableSpec:
                 f"evenstep.RemoteEmbedding {self.name!r}: init_fn returned {found} for {len(ids)} ids; return a tensor "
                 f"of shape {wanted} in floating point."
             )
-        return rows.detach().to("cpu", self.dtype, copy=True).contiguous()  # a step changes it in place
+        return rows.detach().to("cpu", self.dtype, copy=True).contiguous()  # a step changes them in place
 
 
 class Table:
     """The rows `server`, `server + num_servers`, ... of a table, with their optimizer's state.
 
-    Memory is reserved for all, and the system gives pages of it when rows on them are trained. An untrained row is
-    computed whenever it is asked for. Not for several threads at once.
+    Address space is reserved for all rows; the system allocates a page when a row on it is trained. An untrained row is
+    computed at each request. Not for several threads at once.
 
     Args:
-        spec: Of the whole table.
+        spec: The definition of the whole table.
         server: This server's number.
         num_servers: How many there are.
     """
@@ -146,7 +146,7 @@ class Table:
         return f"<Table {self.spec.name!r} {len(self._is_trained)} rows, {int(self._is_trained.sum())} trained>"
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Rows, as copies.
+        """Copies of some rows.
 
         Args:
             ids: [n], int64, of this server.
@@ -164,19 +164,19 @@ class Table:
         return rows
 
     def mean(self, pushes: Sequence[tuple[float, RowGradients]]) -> RowGradients:
-        """The mean by weight of what some workers have pushed.
+        """The weighted mean of some workers' pushes.
 
         Args:
-            pushes: (each one's part of the weight, what it has pushed).
+            pushes: (the worker's part of the weight, its push) each.
 
         Raises:
-            MismatchError: The workers want other rates.
+            MismatchError: The workers have different rates.
         """
         rates = sorted({each.lr for _, each in pushes})
         if len(rates) > 1:
             raise MismatchError(
-                f"RemoteEmbedding {self.spec.name!r}: workers of one step have lr {' and '.join(map(str, rates))}; all "
-                f"set the same."
+                f"RemoteEmbedding {self.spec.name!r}: workers of one step have lr {' and '.join(map(str, rates))}; set "
+                f"the same on all."
             )
         ids, values = add_up(
             [each.ids for _, each in pushes],
@@ -185,7 +185,7 @@ class Table:
         return RowGradients(ids, values, rates[0])
 
     def apply(self, gradients: RowGradients) -> None:
-        """A step of the optimizer on some rows: [Note: optimizers of rows]."""
+        """One optimizer step for some rows: [Note: optimizers of rows]."""
         ids, values, lr = gradients
         places = self._places(ids)
         rows = self.look_up(ids)
@@ -208,12 +208,12 @@ class Table:
         return {"ids": ids, **{name: tensor[places] for name, tensor in self._kept.items()}}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take rows that a server of another run had; those that are other servers' now are skipped.
+        """Load rows that one server had saved; rows that belong to other servers now are skipped.
 
         Called once for each server of that run.
 
         Raises:
-            ConfigurationError: Another table, or another optimizer.
+            ConfigurationError: The table or the optimizer differs.
         """
         wanted = {"ids", *self._kept}
         who = f"evenstep.RemoteEmbedding {self.spec.name!r}: the saved table"

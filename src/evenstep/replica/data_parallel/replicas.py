@@ -2,22 +2,22 @@
 
 [Note: a graph per replica]
 
-Every replica has parameters of its own, leaves of its own graph, which share the original's memory where they are on
-its device. So the outputs of a pass hang on as many graphs as there are replicas, and the caller's graph has one node
-for all of them (`_Replicated`), between the parts of the batch and the parameters on one side and the outputs of each
-replica on the other. Autograd itself cuts the batch, joins the outputs and adds up the gradients, outside of the node.
+Every replica has its own parameters, which are leaves of its own graph. On the original's device they share the
+original's memory. So a pass has as many graphs as there are replicas, and the caller's graph has one node for all of
+them (`_Replicated`). The node's inputs are the parts of the batch and the parameters; its results are the outputs of
+each replica. Outside of the node autograd splits the batch, joins the outputs and adds up the gradients.
 
-The node's backward pass has every CPU replica's thread differentiate its own graph: autograd alone runs a CPU graph in
-the one thread that called it.
+In the node's backward pass every CPU replica's thread differentiates its own graph: left alone, autograd would run all
+CPU graphs in the one thread that called it.
 
-Accelerators are the other way round. Autograd has a thread per device, and a call from our thread would wait for the
-device's thread, which may be the one that is waiting for us. Their graphs are differentiated in one call from here,
-which autograd distributes over its threads itself.
+On accelerators autograd has a thread per device. A call from a replica's thread would wait for the device's thread,
+which may be waiting for that call. So the accelerators' graphs are differentiated in one call from the node, and
+autograd distributes the work over its threads.
 
 [Note: what is kept between passes]
 
-The threads, and on other devices than the first the values of parameters that haven't changed. Module objects are
-copied in every pass, shallowly: so a replica follows whatever was done to the original.
+Two things are kept: the threads, and copies of unchanged parameters on devices other than the first. Module objects are
+copied shallowly in every pass, so a replica follows every change of the original.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from evenstep.pytrees import Rebuild, flatten_tensors
 
 
 class Replica:
-    """What stays of a replica between passes.
+    """A replica's thread and copies of parameters, kept between passes.
 
     Args:
-        index: Which it is; the first writes into the original's module buffers, others have copies.
-        device: Where.
-        home: Where the original is. A replica there shares the parameters' memory.
+        index: The replica's number. The first replica writes into the original's module buffers, others have copies.
+        device: The replica's device.
+        home: The original's device. A replica on that device shares the parameters' memory.
     """
 
     def __init__(self, index: int, device: torch.device, home: torch.device) -> None:
@@ -56,8 +56,8 @@ class Replica:
         self._values: dict[tuple[nn.Parameter, int, int], Tensor] = {}  # by version and address
 
     def copy_of(self, original: nn.Module) -> tuple[nn.Module, list[nn.Parameter]]:
-        """Return a copy of a module on this device, and what stands for each of its parameters."""
-        # Values that are kept would be of no use for training if they came from a pass in inference mode.
+        """Return a copy of a module on this device, and the replacement of each of its parameters."""
+        # Copies made in inference mode couldn't be trained by a later pass.
         with outside_inference_mode(), torch.no_grad():
             leaves = self._leaves(list(original.parameters()))
             made: dict[Any, Any] = {None: None}
@@ -68,7 +68,8 @@ class Replica:
         return made[original], list(leaves.values())
 
     def _fill(self, copy: nn.Module, original: nn.Module, made: dict[Any, Any], leaves: dict[Any, Any]) -> None:
-        # Entry by entry, and parameters as attributes: scripted modules hold them elsewhere, recurrent ones in a list.
+        # Set each entry, and parameters also as attributes: scripted modules store them elsewhere, recurrent ones in a
+        # list too.
         for name, child in original._modules.items():
             copy._modules[name] = made[child]
         for name, parameter in original._parameters.items():
@@ -76,7 +77,8 @@ class Replica:
         if self.index == 0:
             copy._buffers = original._buffers
         else:
-            # In every pass: batch normalisation changes its own without telling the version counter.
+            # Copy buffers in every pass: batch normalisation changes its buffers without increasing the version
+            # counter.
             for name, buffer in original._buffers.items():
                 copy._buffers[name] = None if buffer is None else buffer.detach().to(self.device, copy=True)
 
@@ -96,7 +98,7 @@ class Replica:
 
 
 def carried(tensors: Sequence[Tensor | None], device: torch.device) -> list[Tensor | None]:
-    """Copies on a device, of the same strides. The dense ones of a dtype travel as one tensor."""
+    """Copies of tensors on a device, with the same strides. Dense tensors of a dtype are sent as one tensor."""
     made = [t if t is None else t.to(device) if t.is_sparse else torch.empty_like(t, device=device) for t in tensors]
     dense: Any = [(t, copy) for t, copy in zip(tensors, made, strict=True) if t is not None and not t.is_sparse]
     for dtype in {tensor.dtype for tensor, _ in dense}:
@@ -112,7 +114,7 @@ class Replicas:
     """All replicas of a model.
 
     Args:
-        devices: Of each; the first has the original.
+        devices: Each replica's device; the original is on the first.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -126,14 +128,15 @@ class Replicas:
         Args:
             original: The module.
             parts: [replica][tensor]; those that require a gradient are where the original is.
-            rebuild: Makes (arguments, keyword arguments) of a part's tensors.
+            rebuild: Builds (arguments, keyword arguments) from a part's tensors.
 
         Returns:
-            The tensors of the outputs, [replica][tensor], in the caller's graph; what makes an output of such tensors.
+            The tensors of the outputs, [replica][tensor], in the caller's graph; and a function that builds an output
+            from a replica's tensors.
 
         Raises:
             UsageError: The replicas have returned different numbers of tensors.
-            Exception: Of the first replica that raised one: see `run`.
+            Exception: The exception of the first replica that raised one: see `run`.
         """
         jobs, leaves, sources = [], [], []
         for replica, part in zip(self.members, parts, strict=False):
@@ -146,7 +149,7 @@ class Replicas:
         outputs, rebuilds = zip(*map(flatten_tensors, self.run("forward", jobs)), strict=True)
         counts = [len(each) for each in outputs]
         if len(set(counts)) > 1:
-            raise UsageError(f"DataParallel: the replicas returned {counts} tensors each.")
+            raise UsageError(f"DataParallel: the replicas returned different numbers of tensors: {counts}.")
         if sources and torch.is_grad_enabled():
             flat = iter(_Replicated.apply(self, outputs, leaves, *sources))  # type: ignore[no-untyped-call]
             outputs = tuple(list(itertools.islice(flat, count)) for count in counts)
@@ -158,11 +161,11 @@ class Replicas:
         Args:
             outputs: [replica][tensor].
             leaves: [replica][leaf].
-            grads: Of all outputs; None: one has no part in the loss.
+            grads: Gradients of all outputs; None for an output that the loss doesn't use.
             keep_graph: There will be another backward pass.
 
         Returns:
-            The gradients of all leaves, where the original is.
+            The gradients of all leaves, on the original's device.
         """
         work = []
         for own, own_leaves in zip(outputs, leaves, strict=True):
@@ -184,11 +187,12 @@ class Replicas:
 
         Args:
             doing: For messages: "forward".
-            jobs: One per replica. They find the calling thread's modes, and its number of threads divided by theirs.
+            jobs: One per replica. They run with the calling thread's modes, and with its number of threads divided by
+                the number of jobs.
 
         Raises:
-            Exception: Of the first replica that raised one: the same type where that is possible, with the replica
-                and its device in the message.
+            Exception: The exception of the first replica that raised one: of the same type if possible, with the
+                replica and its device in the message.
         """
         num_threads = torch.get_num_threads()
         if self.on_cpu:
@@ -200,7 +204,7 @@ class Replicas:
         ]
         errors = [future.exception() for future in futures]
         if torch.get_num_threads() != num_threads:
-            # A thread that sets its own number also sets that of threads to come.
+            # A thread that sets its number of OpenMP threads also sets that of threads that start later.
             torch.set_num_threads(torch.get_num_threads())
         for replica, error in zip(self.members, errors, strict=False):
             if error is not None:
@@ -226,16 +230,19 @@ class _Replicated(torch.autograd.Function):
         graphs, keep_graph = ctx.graphs, keeps_graph()
         if graphs is None:
             raise UsageError(
-                "DataParallel: a second backward pass through the same outputs, whose graphs have been freed. Pass "
-                "retain_graph=True to the first one."
+                "DataParallel: a second backward pass through the same outputs, but the first one has freed their "
+                "graphs. Pass retain_graph=True to the first backward pass."
             )
         if not keep_graph:
-            ctx.graphs = None  # the caller's graph may live on, and these would with it
+            ctx.graphs = None  # else the graphs would live as long as the caller's graph
         return None, None, None, *ctx.replicas.backward(*graphs, iter(grads), keep_graph=keep_graph)
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the batch on a device, perhaps before it has arrived; not on the CPU, which would read too early."""
+    """A tensor of the batch, copied to a device.
+
+    The copy is asynchronous, except to the CPU, which would read too early.
+    """
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
@@ -249,7 +256,7 @@ def _differentiate(pairs: Any, leaves: Any, keep_graph: bool) -> Any:
 
 
 def _inheriting(job: Job, device: torch.device, num_threads: int) -> Job:
-    """A job for another thread, with what this one has set and that one doesn't inherit."""
+    """A job for another thread, with the modes of this thread that the other one doesn't inherit."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     kind = device.type
     autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -260,7 +267,7 @@ def _inheriting(job: Job, device: torch.device, num_threads: int) -> Job:
             torch.set_num_threads(num_threads)
         if stream is not None:
             torch.cuda.set_stream(stream)  # and its device
-            stream.query()  # a new thread has no context, of which cuBLAS would warn
+            stream.query()  # gives a new thread a context; cuBLAS would warn without one
         with torch.inference_mode(inference), torch.set_grad_enabled(grad), autocast:
             return job()
 

@@ -20,25 +20,26 @@ from evenstep.replica.data_parallel.replicas import Replicas, sent
 
 
 class DataParallel(nn.DataParallel[nn.Module]):
-    """Divides a batch over devices of one process, one thread each, and puts the outputs together on one of them.
+    """Divides a batch over devices of one process, with a thread for each, and gathers the outputs on one device.
 
     A drop-in for `torch.nn.DataParallel`, whose devices may also be the CPU, and may be named more than once: two
     replicas on `"cpu"` share the parameters and run side by side, forward and backward. Gradients arrive in the
     module's own parameters, summed over the batch as in one process.
 
-    Threads, and copies of parameters on other devices, stay alive between steps. Parameters are copied only when they
-    have changed: by an operation that autograd's version counter sees, or by getting other memory. A change through
-    `p.data`, in place, is seen by replicas that share its memory; to those on other devices `refresh` brings it.
+    Threads, and copies of parameters on other devices, stay alive between steps. Parameters are copied again only when
+    they have changed: by an operation that autograd's version counter sees, or by getting other memory. An in-place
+    change through `p.data` is visible to replicas that share the memory; call `refresh` to copy it to other devices.
 
-    Module buffers that the forward pass changes (running statistics) are those of the first replica. Plain attributes
-    that it sets are lost, as with torch's class. Random numbers on several CPU replicas come from one generator, in the
-    order in which the threads ask. Gradients can't be differentiated again: use `model.module` for that.
+    If the forward pass changes module buffers (running statistics), the first replica's changes are kept. Plain
+    attributes that the forward pass sets are lost, as with torch's class. Several CPU replicas draw random numbers from
+    one generator, in the order in which their threads call it. Gradients can't be differentiated again: use
+    `model.module` for that.
 
     Args:
         module: The model; moved to the first device.
         device_ids: Devices, one per replica: indices, names or `torch.device` objects. None: all GPUs, or one replica
             on the CPU where there are none.
-        output_device: Where outputs are put together; None: the first device.
+        output_device: The device on which outputs are gathered; None: the first device.
         dim: The batch dimension.
 
     Raises:
@@ -72,29 +73,30 @@ class DataParallel(nn.DataParallel[nn.Module]):
         """Run the module on the parts of a batch, at the same time.
 
         Args:
-            *inputs: Nests of tensors, divided along `dim`; what has no such dimension goes to every replica.
+            *inputs: Pytrees of tensors, divided along `dim`. Tensors without that dimension and other values go to
+                every replica.
             **kwargs: The same.
 
         Returns:
-            The outputs, joined along `dim`, on the output device; numbers (0-dim) become [replicas]. What is no
-            tensor is the first replica's.
+            The outputs, joined along `dim`, on the output device; 0-dim tensors become [replicas]. Outputs that aren't
+            tensors are the first replica's.
 
         Raises:
             UsageError: The batch is empty.
-            ConfigurationError: Its tensors are of different lengths; a parameter has left the first device.
-            Exception: What a replica raised, with its device in the message.
+            ConfigurationError: The batch's tensors have different lengths, or a parameter has left the first device.
+            Exception: An exception of a replica, with the replica's device in the message.
         """
         return self._run(self.module, inputs, kwargs)
 
     def loss(self, criterion: Callable[[Any, Any], Tensor], inputs: Any, targets: Any, **kwargs: Any) -> Tensor:
-        """`criterion(model(inputs), targets)`, computed where the outputs are, so that only numbers travel.
+        """`criterion(model(inputs), targets)`, computed on the outputs' devices, so that only numbers are sent.
 
         Args:
-            criterion: Of outputs and targets. Its value is a mean, a sum (`criterion.reduction == "sum"`), or one
-                number per sample. Means of parts are weighted by what they were taken over: the samples, or for a
-                criterion with `ignore_index` and class weights the weights of the targets that count. torch's
-                `F.cross_entropy` and `F.nll_loss` and a `functools.partial` of them are known as its modules are.
-                A module is replicated with the model; its tensors are on the first device.
+            criterion: A function of outputs and targets. Its value is a mean, a sum (`criterion.reduction == "sum"`),
+                or one number per sample. Means of parts are weighted by the number of samples, or, for a criterion with
+                `ignore_index` or class weights, by the sum of the weights of the targets that count. This also works
+                for torch's `F.cross_entropy` and `F.nll_loss`, and for a `functools.partial` of them. A criterion that
+                is a module is replicated with the model; its tensors are on the first device.
             inputs: The module's input; a tuple: its positional arguments.
             targets: A pytree of tensors, divided like the inputs.
             **kwargs: The module's keyword arguments.
@@ -111,12 +113,12 @@ class DataParallel(nn.DataParallel[nn.Module]):
             return value  # one number per sample, or one replica
         if _setting(criterion, "reduction") == "sum":
             return value.sum()
-        # A part in which nothing counted has a mean of NaN, which counts for nothing.
+        # A part without targets that count has a mean of NaN and a weight of 0: leave it out.
         mean: Tensor = (torch.where(weights > 0, value, 0.0) * weights).sum() / weights.sum()
         return mean.to(value.dtype)
 
     def refresh(self) -> None:
-        """Copy all parameters and buffers anew before the next pass, however they were changed."""
+        """Copy all parameters and buffers again before the next pass, even if their versions haven't changed."""
         self.__dict__.pop("_replicas", None)
 
     def extra_repr(self) -> str:
@@ -146,7 +148,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
             if tensor.device != self.devices[0]:
                 raise ConfigurationError(
                     f"DataParallel: a parameter or buffer of the module or criterion is on {tensor.device}; all of "
-                    f"them stay on the first device, {self.devices[0]}."
+                    f"them must stay on the first device, {self.devices[0]}."
                 )
         outputs, rebuild = self._replicas.forward(module, parts, rebuild)
         return rebuild([self._joined(row) for row in zip(*outputs, strict=True)])
@@ -157,7 +159,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
 
 
 class _Scored(nn.Module):
-    """A model and a criterion, which is replicated with it."""
+    """A model and a criterion, replicated together."""
 
     def __init__(self, module: nn.Module, criterion: Callable[[Any, Any], Tensor], dim: int) -> None:
         super().__init__()
@@ -168,7 +170,7 @@ class _Scored(nn.Module):
         return value, self._weight(targets, value.device).double(), value.dim() == 0
 
     def _weight(self, targets: Any, device: torch.device) -> Tensor:
-        """What a mean over targets was taken over, up to a factor that all replicas have: 0-dim."""
+        """The weight of a mean over targets, up to a factor that all replicas share: 0-dim."""
         ignored = _setting(self.criterion, "ignore_index")
         if not isinstance(ignored, int) or not isinstance(targets, Tensor) or targets.is_floating_point():
             tensors, _ = flatten_tensors(targets)
@@ -180,7 +182,7 @@ class _Scored(nn.Module):
 
 
 def _setting(criterion: Any, name: str) -> Any:
-    """A criterion's setting, also where it is torch's function, or a `functools.partial` of that."""
+    """A criterion's setting. The criterion may be a module, torch's function, or a `functools.partial` of that."""
     if isinstance(criterion, functools.partial):
         return criterion.keywords.get(name, _setting(criterion.func, name))
     is_known = criterion in (functional.cross_entropy, functional.nll_loss)
@@ -191,9 +193,9 @@ def _device(asked: int | str | torch.device) -> torch.device:
     try:
         device = torch.device("cuda", asked) if isinstance(asked, int) else torch.device(asked)
     except (RuntimeError, TypeError):
-        raise ConfigurationError(f"{asked!r} is no device; use 0, 'cuda:0' or 'cpu'.") from None
+        raise ConfigurationError(f"{asked!r} isn't a device; use 0, 'cuda:0' or 'cpu'.") from None
     if device.type == "cuda":
         if (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigurationError(f"{asked!r}: this host has {torch.cuda.device_count()} GPUs that torch can use.")
+            raise ConfigurationError(f"{asked!r}: torch can use {torch.cuda.device_count()} GPUs on this host.")
         return torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
     return device

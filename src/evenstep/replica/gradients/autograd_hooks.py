@@ -2,28 +2,31 @@
 
 [Note: hooks on outputs]
 
-torch's `Tensor.register_hook` makes an ordered dict of hooks and a handle for each tensor anew; together they take 10
-microseconds, and these hooks are never removed. A node of the graph can be given the hooks of any tensor that has the
-same place among its outputs, so here one tensor has them for all, and a module's outputs stay as they were.
+torch's `Tensor.register_hook` makes a new ordered dict of hooks and a new handle for each tensor. Together they take 10
+microseconds, and these hooks are never removed. But a node of the graph accepts the hook dict of any tensor that has
+the same index among its node's outputs. So one tensor holds the hook dict for all outputs, and the outputs themselves
+are not changed.
 
 [Note: counting and watching]
 
-A hook on every parameter costs a Python call per parameter and backward pass: on a model of 400 small tensors a tenth
-of the step. So parameters are *counted* only in the first synchronised pass. Then each bucket is *watched* through its
-sentinel, the parameter whose gradient came last. When a sentinel's gradient comes, the others are checked (a gradient
-that is new, or whose version has changed since the pass began, has come): verified, not counted. Those that are missing
-get a hook for the rest of this pass, and the last of them to come is the sentinel from then on.
+A hook on every parameter costs a Python call per parameter and backward pass: a tenth of the step of a model with 400
+small tensors. So gradients are *counted*, with a hook on every parameter, only in the first synchronised pass. From
+then on each bucket is *watched* through its sentinel, the parameter whose gradient came last. When the sentinel's
+gradient comes, the bucket's other gradients are checked: a gradient has come if it is new, or if its version has
+changed since the pass began. Parameters without their gradient get a hook for the rest of this pass, and the last of
+them becomes the sentinel.
 
-When a pass arrives at the module's outputs, autograd knows which parameters it will not reach. It is queried only about
-sentinels and about parameters that were unused before: a bucket doesn't wait for them. Autograd doesn't know of what a
-reentrant checkpoint will compute in a backward pass within the backward pass, so those parameters always are expected.
+When a pass arrives at the module's outputs, autograd knows which parameters it will not reach, and a bucket doesn't
+wait for those. Autograd is queried only about sentinels and about parameters that were unused before. It doesn't know
+which parameters a reentrant checkpoint will reach in its own backward pass within this one, so such parameters are
+always expected.
 
-Autograd has a thread for each GPU, so hooks of a model on two of them are called by two threads. One lock is held from
-the hook to the launch of the buckets that it completes.
+Autograd has a thread for each GPU, so two threads call the hooks of a model on two GPUs. One lock is held from the call
+of a hook until the buckets that it completes are launched.
 
-A parameter that receives several gradients in one pass (reentrant checkpoints) makes its bucket *patient*: it is
-complete only when the pass has ended. An unexpected late gradient changes the version of the bucket's memory, which the
-bucket compares when the sum arrives.
+A parameter that receives several gradients in one pass (reentrant checkpoints) makes its bucket *patient*: the bucket
+is complete only when the pass has ended. An unexpected late gradient changes the version of the bucket's memory; the
+bucket compares versions when the sum arrives.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class Listener(Protocol):
         """A watched parameter has its gradient. Returns whether this pass fills buckets."""
 
     def bucket_complete(self, bucket: int) -> None:
-        """All gradients that a bucket can get in this pass are there."""
+        """A bucket has all the gradients that it can get in this pass."""
 
     def gradient_late(self, parameter: int) -> None:
         """A parameter has received another gradient after its bucket was complete."""
@@ -76,8 +79,8 @@ class Readiness:
         self._nodes = [_accumulator(parameter) for parameter in parameters]
         self._listener = weakref.ref(listener)
         self._handles: dict[int, RemovableHandle] = {}  # by parameter: hooks that stay
-        self._temporary: dict[int, RemovableHandle] = {}  # by parameter: hooks of this pass
-        self._unhooked: set[int] = set()  # frozen parameters that are to be hooked when they are trained again
+        self._temporary: dict[int, RemovableHandle] = {}  # by parameter: hooks for this pass only
+        self._unhooked: set[int] = set()  # frozen parameters, to be hooked when they are trained again
         weakref.finalize(self, _remove_all, self._handles, self._temporary)
         self._nested: set[int] = set()  # parameters whose gradients come from a backward pass within the pass
         self._graph_task: int | None = None
@@ -91,8 +94,10 @@ class Readiness:
         self._clear_pass()
 
     def _retire_others(self) -> None:
-        """Remove the hooks of a model that was wrapped before and left; the collector may have seen it on some ranks
-        only."""
+        """Remove the hooks of an abandoned wrapper of the same parameters.
+
+        The collector may have freed it on some ranks only.
+        """
         for parameter in self._parameters:
             other = _hooking.get(id(parameter))
             if other is not None and any(each is parameter for each in other._parameters):
@@ -102,7 +107,7 @@ class Readiness:
     def watch(self, layout: Layout) -> None:
         """From the next pass on watch the buckets of a layout through their sentinels.
 
-        A rank whose passes so far were over empty shares goes on counting: it has seen no gradient come.
+        A rank that has had only empty shares goes on counting: no gradient has come yet.
         """
         self._follow(layout)
         self._clear_pass()
@@ -118,8 +123,8 @@ class Readiness:
         self._set_hooks(sentinel for sentinel in self._sentinels if sentinel is not None)
 
     def count(self) -> None:
-        """Count in the next pass: the first, or one in which no output may tell what comes."""
-        if self._buckets and not self.is_counting:  # where nothing travels there is nothing to watch
+        """Count in the next pass: it is the first, or it may reach no output at which autograd could be queried."""
+        if self._buckets and not self.is_counting:  # without buckets there is nothing to watch
             self.is_counting, self.order = True, []
             self._num_gradients = [0] * len(self._parameters)
             self._set_hooks(range(len(self._parameters)))
@@ -127,15 +132,15 @@ class Readiness:
     # ------------------------------------------------------------------ a pass
 
     def begin(self) -> None:
-        """A pass begins: remember which gradients there are, and in which version."""
+        """A pass begins: record which gradients exist, and their versions."""
         if self._unhooked:
             self._set_hooks(self._unhooked | self._handles.keys())
-        # A script's hook that came after ours may change the gradient: as under torch's class that happens before it
-        # is sent.
+        # A hook that the script registered after ours may change the gradient. Move our hook behind it, so that the
+        # changed gradient is sent, as torch's class does.
         for parameter, handle in self._handles.items():
             hooks = self._parameters[parameter]._post_accumulate_grad_hooks
             if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
-                hooks[handle.id] = hooks.pop(handle.id)  # not `move_to_end`, of which autograd takes no notice
+                hooks[handle.id] = hooks.pop(handle.id)  # not `move_to_end`, which autograd ignores
         grads = [parameter.grad for parameter in self._parameters]
         if [True for grad in grads if grad is not None]:
             self._before = [None if grad is None else (grad, grad._version) for grad in grads]
@@ -158,10 +163,13 @@ class Readiness:
             self._absent.update(p for p in self._buckets[bucket] if not self._will_come(p))
             # A module that was called several times has been here already.
             if not self._await(bucket) and bucket not in self._completed and bucket not in self._vacant:
-                self._vacant.append(bucket)  # complete, once the pass is known to be a real one
+                self._vacant.append(bucket)  # complete, once the pass is known to accumulate gradients
 
     def is_another(self, parameter: int) -> bool:
-        """Whether a parameter was converted or moved: autograd has another node for it then, also when it is back."""
+        """Whether a parameter was converted or moved.
+
+        Autograd then has a new node for it, even if it was moved back.
+        """
         return _accumulator(self._parameters[parameter]) is not self._nodes[parameter]
 
     def any_has_come(self) -> bool:
@@ -170,7 +178,10 @@ class Readiness:
         return len(self._missing(everything)) < len(everything)
 
     def _missing(self, among: Iterable[int]) -> set[int]:
-        """Parameters that have received no gradient in this pass. A call for each would be the cost to avoid."""
+        """Parameters that have received no gradient in this pass.
+
+        Written without a call per parameter, which is what counting costs.
+        """
         parameters, before_all, missing = self._parameters, self._before, set()
         if before_all is self._no_gradients:
             return {parameter for parameter in among if parameters[parameter].grad is None}
@@ -181,7 +192,7 @@ class Readiness:
         return missing
 
     def end(self) -> None:
-        """The pass has ended: learn from what went otherwise than expected."""
+        """The pass has ended: adapt to gradients that came in another order or number than expected."""
         if self._awaited and not self.is_counting:
             for bucket, pending in self._awaited.items():
                 self._unused_before |= pending
@@ -228,7 +239,7 @@ class Readiness:
         listener.bucket_complete(bucket)
 
     def _await(self, bucket: int, but: int = -1) -> bool:
-        """Hook what a bucket still waits for. Returns whether there is anything."""
+        """Hook the parameters that a bucket still waits for. Returns whether there are any."""
         missing = self._missing(self._buckets[bucket]) - self._absent - {but}
         pending = {p for p in missing if self._parameters[p].requires_grad}
         if pending:
@@ -269,7 +280,7 @@ class Readiness:
             self._handles[parameter] = self._hook(parameter)
 
     def _hook(self, index: int) -> RemovableHandle:
-        # The hook knows this object weakly: a module that is wrapped again is not averaged twice.
+        # The hook holds this object weakly: else a module that is wrapped again would be averaged twice.
         this = weakref.ref(self)
 
         def gradient_accumulated(_: Tensor) -> None:
@@ -285,7 +296,7 @@ class Readiness:
 def _accumulator(parameter: Tensor) -> Any:
     """The node of autograd that accumulates into `parameter.grad`; it lives only as long as it is referenced."""
     is_frozen = not parameter.requires_grad
-    if is_frozen:  # it has none meanwhile; when it is trained again, it has this one, which is held
+    if is_frozen:  # a frozen parameter has no node; when it is trained again it gets this one, which is kept alive
         parameter.requires_grad_()
     try:
         with torch.enable_grad():
@@ -307,15 +318,15 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 class _Mark:
-    """Lies in the graph of outputs, and so lives as long as that does."""
+    """Is stored in the graph of the outputs, so it lives as long as the graph."""
 
 
 class OutputHooks:
-    """Puts one function on what a module returned, again and again: see [Note: hooks on outputs].
+    """Hooks one function on a module's outputs in every forward pass: see [Note: hooks on outputs].
 
     Args:
         function: A method, called with the gradient that reaches an output; may return another one in its place.
-        is_tracked: `are_alone_in` will be asked.
+        is_tracked: `are_alone_in` will be called.
     """
 
     def __init__(self, function: Hook, *, is_tracked: bool = False) -> None:
@@ -327,7 +338,7 @@ class OutputHooks:
             return None if called is None else called(grad)
 
         self._function: Hook = reached
-        # Outputs that have the hook themselves can be saved without a warning.
+        # With this mark torch saves outputs that carry the hook without a warning.
         setattr(self._function, "__torch_unserializable__", True)  # noqa: B010
         self._carrier = torch.empty(0, device="cpu")
         self._carrier._backward_hooks = {0: self._function}
@@ -350,8 +361,8 @@ class OutputHooks:
         """Whether a loss goes through outputs with these hooks, and through none with others.
 
         Args:
-            loss: With a graph, which is searched as long as any outputs with these hooks have one.
-            other: Those others. What is beneath outputs with these hooks isn't looked at.
+            loss: Has a graph. It is searched as long as any outputs with these hooks have a graph.
+            other: The other hooks. The graph beneath outputs with these hooks isn't searched.
         """
         if not self._marks:
             return False

@@ -1,19 +1,20 @@
-"""Division: by what the gradients of a window are divided, and where.
+"""Division: the divisor of a window's gradients, and where it is applied.
 
 [Note: one division]
 
-Every rank has a row (`transport.base.Row`): the sum of its window's weights, and whether that is weighted or plain. One
-function says what the rows' sum means (`transport.core.reduction.divisor_of`). It is applied once:
+Every rank has a row (`transport.base.Row`): the sum of its window's weights, and whether the window is weighted or
+plain. One function computes the divisor from the sum of all rows (`transport.core.reduction.divisor_of`). The divisor
+is applied once:
 
     shared memory        by the transport, to each part of a sum as it stores it; the rows come with the call
-    other transports     by the engine, when the window ends: the header has the sum of the rows
+    other transports     by the engine, when the window ends: the header carries the sum of the rows
     one rank, LocalSGD   by the engine: the rank's own row is all there is
 
-Two kinds of gradients are smaller before the sum, and so have less to be divided by after it:
+Two kinds of gradients are divided by a part of the divisor before they are added, and by the rest afterwards:
 
-    float16, plain       divided by the number of ranks as they are packed; 64 ranks with 1,500 each would be infinite
-    a hook's             means: of a weighted window by the sum of weights (`AgreedScale.divide_by_total`); the hook
-                         itself averages over ranks
+    float16, plain       divided by the number of ranks as they are packed; 64 ranks with 1,500 each would give infinity
+    for a hook           in a weighted window, divided by the mean weight (`AgreedScale.divide_by_total`); the hook
+                         averages over ranks
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ def row_of(kind: Kind | None, weight: float | Tensor, scale: float) -> Row:
     """This rank's row; reads a weight that is a tensor.
 
     Args:
-        kind: Of its window.
+        kind: The window's kind; None: it had no pass.
         weight: The sum of the window's weights.
-        scale: What the weights were divided by before they multiplied gradients.
+        scale: The scale that weights were divided by before they multiplied gradients.
     """
     return Row(float(weight) / scale, float(kind is Kind.WEIGHTED), float(kind is Kind.PLAIN))
 
 
 def divisor_on_device(weight: Tensor, num_weighted: Tensor, plain: float | Tensor) -> Tensor:
-    """`divisor_of` of a sum of rows that lies on a GPU and isn't read: 0-dim."""
+    """`divisor_of` for a sum of rows on a GPU, without reading it on the host: 0-dim."""
     return torch.where(num_weighted > 0, torch.where(weight > 0, weight, torch.inf), plain)
 
 
 def divide_alone(parameters: Iterable[Tensor], window: Window, *, plain: float, scale: float) -> None:
-    """Divide `p.grad` where no other rank takes part in the window.
+    """Divide `p.grad` of a window in which no other rank takes part.
 
     Args:
-        parameters: Those that are trained.
-        window: This rank's.
+        parameters: The trained parameters.
+        window: This rank's window.
         plain: The divisor of a plain window.
         scale: As in `row_of`.
     """
@@ -64,11 +65,11 @@ def divide_alone(parameters: Iterable[Tensor], window: Window, *, plain: float, 
 
 
 def divide(gradients: Iterable[Tensor], divisor: float | Tensor) -> None:
-    """Divide gradients in place, and don't multiply by the inverse: that has other bits.
+    """Divide gradients in place. Multiplying by the inverse would give other bits.
 
     Args:
         gradients: Dense or sparse.
-        divisor: A number, or 0-dim and not read.
+        divisor: A number, or a 0-dim tensor, which isn't read on the host.
     """
     if not isinstance(divisor, Tensor) and divisor == 1:
         return
@@ -82,7 +83,7 @@ def divide(gradients: Iterable[Tensor], divisor: float | Tensor) -> None:
 
 
 def zero_where(condition: Tensor, gradients: Iterable[Tensor]) -> None:
-    """Make gradients zero where a condition holds, without reading it."""
+    """Set gradients to zero if a condition holds, without reading the condition on the host."""
     for gradient in gradients:
         values = gradient._values() if gradient.is_sparse else gradient
         values.masked_fill_(condition.to(gradient.device), 0)

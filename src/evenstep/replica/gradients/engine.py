@@ -6,19 +6,19 @@
     backward       the hook on the outputs begins a *pass*, or `model.backward` has begun it. `Readiness` reports when a
                    bucket is complete. The exchange packs it (one batched copy, none for gradients that are views of it
                    already) and launches it, in order. The first pass only counts, and launches at its end
-    its end        a parameter without a gradient was not used: its bucket travels with zeros. A header with weights and
-                   used flags follows, then rank 0's module buffers; all are awaited. What no transport has divided is
-                   divided now: see [Note: one division] in `division`
+    its end        a parameter without a gradient was not used: its bucket is sent with zeros. A header with weights and
+                   used flags follows, then rank 0's module buffers; all are awaited. Gradients that the transport has
+                   not divided are divided now: see [Note: one division] in `division`
 
 A pass inside `no_sync`, `accumulate` or all but the last of `microbatches` only adds to `p.grad`: within a window
-`p.grad` is this rank's undivided sum. The state at backward decides, not the state at forward. `window` has how a pass
-counts, `strategies` how a window ends, `observer` what watches.
+`p.grad` is this rank's undivided sum. The state at backward decides, not the state at forward. `window` defines how a
+pass counts, `strategies` how a window ends, `observer` the interface of checks.
 
 [Note: passes of the wrapper's own]
 
 A backward pass that has nothing to do with the wrapper (`model.module(x).sum().backward()`, for a saliency map or an
-attack) belongs to this rank alone: its gradients are added to `p.grad`, and nobody else is needed. Two things make a
-pass the wrapper's own.
+attack) belongs to this rank alone: its gradients are added to `p.grad`, and no other rank takes part. A pass is the
+wrapper's own in two cases.
 
     it reaches an output of the wrapper's forward       whatever the state was at forward, and however often
     a forward of the wrapper has *prepared* it          it is the first pass since that began in a synchronised state:
@@ -26,16 +26,17 @@ pass the wrapper's own.
                                                         keeps in an attribute does, or one in an object of a class that
                                                         no pytree knows. This is all that torch's class goes by
 
-A rank's own pass isn't followed: its gradients count as what somebody has put into `p.grad`. So a PLAIN window averages
-them with its own, as torch's class does. `window.State` says where a model is, and `window.TRANSITIONS` where it goes
-from there.
+A rank's own pass isn't followed: the engine treats its gradients like any tensor that the program has put into
+`p.grad`. So a PLAIN window averages them with its own, as torch's class does. `window.State` lists a model's states,
+and `window.TRANSITIONS` the transitions between them.
 
 [Note: a loss that goes through several models]
 
 The gradient that reaches an encoder in `decoder.backward(loss, weight=w)` has been multiplied by w, although the
-encoder's `backward` wasn't called: divided by the number of ranks it would be about w times too large. So both are
-named, `evenstep.backward([encoder, decoder], loss, weight=w)`, and have a pass of the same weight. If a gradient comes
-to a model that wasn't named, that is an error. `loss.backward()` means the same for every model.
+encoder's `backward` wasn't called: divided by the number of ranks it would be about w times too large. So the program
+names both, `evenstep.backward([encoder, decoder], loss, weight=w)`, and each has a pass of the same weight. A gradient
+that reaches a model that wasn't named raises an error. `loss.backward()` means the same for every model, so it needs no
+names.
 """
 
 from __future__ import annotations
@@ -80,14 +81,14 @@ class Engine:
     """Follows the backward passes and accumulation windows of one wrapped module.
 
     Args:
-        trained: Its trained parameters, and what watches their steps.
+        trained: Its trained parameters, and the observers of their steps.
         exchange: Averages their gradients over ranks.
         ending: How its windows end.
         label: The module's class, for messages.
 
     Attributes:
-        ending: How windows end now; a `LocalSGD` replaces it for a while.
-        state: Where the model is.
+        ending: How windows end now; a `LocalSGD` replaces it while it is in use.
+        state: The model's state between two optimizer steps.
     """
 
     def __init__(self, trained: Trained, exchange: Exchange, ending: WindowEnd, *, label: str) -> None:
@@ -106,7 +107,7 @@ class Engine:
         self.synchronise = True  # whether the next backward pass ends the window
         self.state = State.IDLE
         self.is_apart = False  # local SGD: parameters differ between ranks
-        self.was_scaled = False  # whether a GradScaler has scaled what the last window left in `p.grad`
+        self.was_scaled = False  # whether a GradScaler has scaled the gradients that the last window left in `p.grad`
         self.num_reductions, self.has_learned_order = 0, False
         self._hooks = OutputHooks(self._real_outputs_reached)
         self._dummy_hooks = OutputHooks(self._dummy_outputs_reached, is_tracked=True)
@@ -114,7 +115,7 @@ class Engine:
         self._pass: Pass | None = None
         # Since the last window: training forward passes, and outputs that backward passes have reached.
         self._num_forwards = self._num_reached = 0
-        self._single_pass_task = -1  # of autograd: the last pass that was a whole window
+        self._single_pass_task = -1  # autograd's task id of the last pass that was a whole window
         self._muted: list[RemovableHandle] = []  # while a dummy batch has outputs that can't be muted
         self._left_early: str | None = None
         self._label = label
@@ -124,13 +125,13 @@ class Engine:
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """What travels."""
+        """The buckets in which gradients are sent."""
         return self.exchange.buckets
 
     # ------------------------------------------------------------------ called by the wrapper
 
     def begin_forward(self) -> None:
-        """Raise where the replicas would drift apart.
+        """Raise if the replicas would drift apart from here on.
 
         Raises:
             UsageError: An earlier backward pass failed half-way, or a loop over micro-batches was left early.
@@ -149,7 +150,7 @@ class Engine:
         """Put hooks on the module's outputs, which begin a pass when a backward pass reaches them.
 
         Args:
-            outputs: What the module returned, any pytree of tensors.
+            outputs: The module's outputs, any pytree of tensors.
             began_ns: When the forward pass began, on the clock of `time.perf_counter_ns`.
             over_dummy: The module ran on a dummy batch in place of an empty share.
             is_training: The module is in training mode.
@@ -178,7 +179,10 @@ class Engine:
         return 1.0 if self._pass is None else self._pass.contribution
 
     def announce(self) -> None:
-        """Have ranks that have left their loop take part in the window that has begun. Collective with them."""
+        """Have ranks that have left their loop take part in the window that has begun.
+
+        Collective, including those ranks.
+        """
         self.exchange.announce()
 
     def begin_weighted_pass(
@@ -194,12 +198,12 @@ class Engine:
         """Begin a pass of `model.backward`; see `weighted_passes`.
 
         Args:
-            weight: Of the pass.
-            scale: By which another model of the same pass divides weights; None: this is the one that decides.
+            weight: The pass's weight.
+            scale: The scale of the pass's first model; None: this model is the first, and determines the scale.
             is_scaled: The loss was scaled by a GradScaler.
-            turn: Of this model in the pass.
+            turn: This model's turn in the pass.
             only_dummies: See `is_over_dummies`.
-            dtype: Of the loss.
+            dtype: The loss's dtype.
 
         Returns:
             The scale by which the weight is divided.
@@ -241,7 +245,7 @@ class Engine:
         """Collective: end the window of a rank that has nothing to add to it (an empty share).
 
         Raises:
-            UsageError: As `begin_forward`, which such a rank may not have run.
+            UsageError: As for `begin_forward`, which a rank with an empty share may not have called.
         """
         self.begin_forward()
         window = self.window
@@ -255,13 +259,13 @@ class Engine:
         self._end_window()
 
     def open_window(self) -> None:
-        """Open a window before its first pass, without earlier reduced gradients; nothing if one is open."""
+        """Open a window before its first pass, and save earlier reduced gradients. Does nothing if a window is open."""
         if self.window is None:
             self._window = self._new_window(is_running=False)
             self._save_reduced(self._window)
 
     def cancel_window(self) -> None:
-        """Close a window without passes; `p.grad` is what it was before."""
+        """Close a window without passes, and restore `p.grad`."""
         if self._window is not None and self._window.kind is None:
             self._window.saved.add_back()
             self._window = None
@@ -300,17 +304,17 @@ class Engine:
         return self.is_in_window or not self.synchronise or self.is_apart
 
     def replace_exchange(self, made: Exchange) -> None:
-        """Exchange gradients otherwise from now on; between two windows."""
+        """Use another exchange from now on. Called between two windows."""
         self.exchange = made
         self._may_be_single = False
         self.readiness = Readiness(self.parameters, made.layout, self)
         self.has_learned_order = False
 
     def adopt_order(self, order: Sequence[int]) -> None:
-        """Collective: lay buckets out as a run did from which this one goes on, before there is state to move.
+        """Collective: lay buckets out as in the run that is resumed, before there is optimizer state to move.
 
         Args:
-            order: What `Exchange.order` was there; another model's isn't taken.
+            order: That run's `Exchange.order`. Ignored if it doesn't fit this model.
         """
         if not self.has_learned_order and sorted(order) == list(range(self.num_dense)):
             self.has_learned_order = True
@@ -333,7 +337,7 @@ class Engine:
     def _dummy_outputs_reached(self, grad: Tensor) -> Tensor:
         with self.readiness.lock:
             self._outputs_reached(grad, over_dummy=True)
-        return torch.zeros_like(grad)  # the loss may go through outputs over samples, too
+        return torch.zeros_like(grad)  # the loss may also go through outputs over samples
 
     def _outputs_reached(self, grad: Tensor, *, over_dummy: bool) -> Tensor | None:
         self._num_reached += 1
@@ -355,11 +359,11 @@ class Engine:
         return self._pass.at_outputs(grad)
 
     def _begin_single_pass(self) -> bool:
-        """Begin a pass that needs nothing but autograd, if this is one: see `State.SINGLE`."""
+        """Begin a pass that needs only autograd, if this is one: see `State.SINGLE`. Returns whether it is."""
         if not self._may_be_single or self.is_in_window or not self.synchronise or self.world.ended_at:
             return False
         if self.recorder.is_profiled:
-            return False  # of a profile's ranges the end is needed, too
+            return False  # a profile also needs the end of the pass
         self.was_scaled = False
         self.num_reductions += 1
         self.recorder.begin_backward(is_whole=True)
@@ -368,8 +372,8 @@ class Engine:
     def gradient_came(self, parameter: int | None = None) -> bool:
         """See `Listener`."""
         self._notice_failure()
-        if self._pass is None:  # the loss uses the parameter directly; perhaps the module's outputs too
-            # Where weights count, a gradient without one is a mistake, which `_count` explains.
+        if self._pass is None:  # the loss uses the parameter directly, perhaps besides the module's outputs
+            # In a weighted window a gradient without a weight is a mistake; `_count` raises the error.
             is_weighted = self._window is not None and self._window.kind is Kind.WEIGHTED
             if not (self.state is State.FORWARD or is_weighted or _weighted):
                 if parameter is not None and not self.stays_local:
@@ -393,14 +397,14 @@ class Engine:
         raise (moved_parameter if self.readiness.is_another(parameter) else late_gradient)([self.names[parameter]])
 
     def autograd_ended(self) -> None:
-        """The run of autograd has ended in which a pass of `loss.backward()` began."""
+        """Autograd has ended the run in which a pass of `loss.backward()` began."""
         self.exchange.when_added(self._plain_pass_ended)
 
     def _plain_pass_ended(self) -> None:
         if self._pass is None:
             return
         if self.state is State.STARTED:
-            if not self.readiness.any_has_come():  # it was torch.autograd.grad: there is nothing to average
+            if not self.readiness.any_has_come():  # it was torch.autograd.grad, which leaves nothing to average
                 self._cancel_pass()
                 return
             self._count()
@@ -422,7 +426,7 @@ class Engine:
         self.state = TRANSITIONS[self.state][event]
 
     def _notice_failure(self) -> None:
-        """Do as `begin_forward` does where a pass has failed and no forward pass has told of it."""
+        """Do what `begin_forward` does if a pass has failed since the last forward pass."""
         if self._pass is not None and self._pass.has_raised:
             self._give_up_pass()
         if self.state is State.FAILED:
@@ -433,7 +437,7 @@ class Engine:
         if self.state is State.COUNTED or self.readiness.any_has_come():
             self.fail()
         else:
-            self._cancel_pass()  # it was torch.autograd.grad, or nothing has come of it
+            self._cancel_pass()  # it was torch.autograd.grad, or it raised before any gradient came
 
     def _cancel_pass(self) -> None:
         """End a pass in which no parameter has received a gradient."""
@@ -445,11 +449,11 @@ class Engine:
         self.state, self._pass = self._pass.before, None
 
     def _open_plain_pass(self, effect: Effect, *, is_found_late: bool = False) -> None:
-        """Begin a pass of `loss.backward()`. Within autograd it ends when autograd does.
+        """Begin a pass of `loss.backward()`. If autograd is running the pass ends with autograd.
 
         Args:
             effect: See `Pass`.
-            is_found_late: A gradient has come, and no output was reached before it.
+            is_found_late: A gradient has come before any output was reached.
         """
         global _last_begun
         before, _last_begun = None if _last_begun is None else _last_begun(), weakref.ref(self)
@@ -464,7 +468,7 @@ class Engine:
         end, node = _AutogradEnd(self, self._pass), enclosing_node() if is_found_late else None
         if node is None:
             at_end_of_backward(end)
-        else:  # the pass of a reentrant checkpoint ends before the one that it is in
+        else:  # a reentrant checkpoint's pass ends before the pass around it
             node.register_hook(lambda *_: at_end_of_backward(end))
 
     def _open_pass(self, opened: Pass) -> None:
@@ -499,7 +503,7 @@ class Engine:
         """Save what an earlier reduction left in `p.grad`; see [Note: saved gradients]."""
         if all(parameter.grad is None for parameter in self.parameters):
             return
-        # zero_grad(set_to_none=False): nothing to keep, and the views stay where they are.
+        # After zero_grad(set_to_none=False) there is nothing to save, and the views stay in `p.grad`.
         clear = {p for each in self.buckets if each.hides or each.is_clear for p in each.parameters}
         window.saved.save([p for p in self.parameters if p.grad is not None and p not in clear], is_copied=True)
 
@@ -509,10 +513,10 @@ class Engine:
         assert self._window is not None
         if self._pass.kind is Kind.PLAIN and _weighted:
             raise UsageError(
-                f"backward on rank {self.world.rank}: the loss goes through a wrapped {self._label}, too, and its "
-                f"gradients belong to another model's backward. Name all wrapped models that the loss goes through: "
-                f"evenstep.backward([encoder, decoder], loss, weight=...). Or another thread is in model.backward: "
-                f"then call that in this thread, too."
+                f"backward on rank {self.world.rank}: the loss also goes through a wrapped {self._label}, but the "
+                f"backward call doesn't name that model. Name all wrapped models that the loss goes through: "
+                f"evenstep.backward([encoder, decoder], loss, weight=...). If instead another thread is in "
+                f"model.backward, call model.backward in this thread, too."
             )
         self._enter(Event.COUNT)
         self._window.add(self._pass.kind, self._pass.weight, is_scaled=self._pass.is_scaled)
@@ -543,12 +547,12 @@ class Engine:
             self._muted.pop().remove()
 
     def _drop_zeroed_window(self) -> None:
-        """Drop the open window if `zero_grad` has dropped its gradients: its weights, and what it saved, count no more.
+        """Drop the open window, with its weights and saved gradients, if `zero_grad` has dropped its gradients.
 
-        Until `zero_grad` has done so, a loop that was left early has an incomplete sum.
+        The same holds for the incomplete sum of a loop over micro-batches that was left early.
         """
         if self._pass is not None:
-            return  # which may be what has changed them
+            return  # the running pass may be what has changed the gradients
         if self._window is None:
             is_dropped = all(parameter.grad is None for parameter in self.parameters)
         else:
@@ -568,7 +572,8 @@ class Engine:
         for observer in self._at_end:
             observer.end_window(self.names[first:], self.parameters[first:])
         for observer in self._at_forgotten:
-            # Of forward passes that have several outputs more may be reached: then some are missed.
+            # A forward pass with several outputs may be counted as reached several times. Then some forward passes
+            # without a backward pass go unnoticed.
             observer.forget_forwards(max(0, self._num_forwards - self._num_reached))
         self._num_forwards = self._num_reached = 0
         self.exchange.finish(self._window)
@@ -578,11 +583,11 @@ class Engine:
         self.recorder.end()
         self.num_reductions += 1
         if not self.has_learned_order:
-            self.has_learned_order = True  # on all ranks in the same window, whatever each has seen
+            self.has_learned_order = True  # on all ranks in the same window, also on those without gradients
             self.exchange.learn_order(self.readiness.order)
         if self.readiness.is_counting:
             self.readiness.watch(self.exchange.layout)
-        self._pass_ended()  # on all ranks, whatever is said of it
+        self._pass_ended()  # before the observers act, which may raise: the state must be the same on all ranks
         skips = [each.act(window) for each in self.observers if each.found is not None or each in self._acting]
         if any(skips):
             drop_grads(self.parameters)
@@ -607,7 +612,7 @@ class Engine:
         self._unmute()
 
     def _reset_after_error(self) -> None:
-        """Drop the gradients of a failed pass, in a world of one: the model is as before it."""
+        """Drop the gradients of a failed pass, in a world of one. The model is as before the pass."""
         self._enter(Event.RESET)
         self._window = None
         self.exchange.reset()
@@ -619,7 +624,7 @@ class Engine:
 
 
 class _AutogradEnd:
-    """What autograd calls when it has ended. Where it has raised it calls nothing, and lets go of this."""
+    """Called by autograd when it has ended. If autograd raises it doesn't call this object, but drops it."""
 
     def __init__(self, engine: Engine, current: Pass) -> None:
         self._engine = engine
@@ -634,8 +639,8 @@ class _AutogradEnd:
             self._pass.has_raised = True
 
 
-# The `weighted_passes` that run, in any thread: on a GPU autograd has one thread for the passes of all threads, so the
-# thread doesn't show whose pass it is. A set, because two threads may change it at once.
+# The running `weighted_passes` of all threads. On a GPU one thread of autograd's runs the passes of all threads, so the
+# current thread doesn't identify the pass. A set, because two threads may change it at once.
 _weighted: set[object] = set()
 # The engine whose pass of `loss.backward()` began last.
 _last_begun: weakref.ref[Engine] | None = None
@@ -650,15 +655,15 @@ def weighted_passes(
     dtype: torch.dtype,
     is_scaled: bool = False,
 ) -> Iterator[float]:
-    """Surround one backward pass that one or several models take part in; yield the scale that divides the weight.
+    """Context for one backward pass through one or several models; yields the scale that divides the weight.
 
     Collective if the engines synchronise. Passes begin and end in the order of `engines`.
 
     Args:
-        engines: Of all wrapped models that the loss goes through, in the same order on all ranks.
-        weight: Of the pass.
-        only_dummies: Of each engine, what `is_over_dummies` says of the loss.
-        dtype: Of the loss.
+        engines: Engines of all wrapped models that the loss goes through, in the same order on all ranks.
+        weight: The pass's weight.
+        only_dummies: For each engine, the result of `is_over_dummies` for the loss.
+        dtype: The loss's dtype.
         is_scaled: The loss was scaled by a GradScaler.
     """
     if len(engines) > 1:
@@ -667,9 +672,9 @@ def weighted_passes(
     _weighted.add(this)
     try:
         if (largest := max(engines, key=lambda engine: engine.world.world_size)) is not engines[0]:
-            # A group's own model is named before one of more ranks, in whose sums gradients would have each group's
-            # scale. Nothing is agreed here: a rank without samples ends the first model's window before it takes part
-            # in another's.
+            # A model of a smaller group is named before a model of more ranks. Gradients of the larger model are added
+            # over several groups, so the groups need one scale: the larger model's. No collective is possible here: a
+            # rank without samples ends the first model's window before it takes part in the second's.
             opens_window = not largest.is_in_window
             scale = largest.exchange.scale.agree(None, opens_window=opens_window, is_urgent=False)
         turns = [Turn.FIRST if len(engines) > 1 else Turn.ALONE, *[Turn.BEHIND] * (len(engines) - 1)]
@@ -689,7 +694,7 @@ def weighted_passes(
     for number, engine in enumerate(engines):
         try:
             engine.end_weighted_pass()
-        except (NonFiniteError, DriftError, MismatchError) as error:  # all ranks' alike, and the others end their pass
+        except (NonFiniteError, DriftError, MismatchError) as error:  # on all ranks; the other engines end their pass
             found = found or error
         except BaseException:
             for behind in engines[number + 1 :]:
@@ -700,7 +705,10 @@ def weighted_passes(
 
 
 def _validate_disjoint(engines: Sequence[Engine]) -> None:
-    """Raise if a parameter is in two of the models: each would divide its gradient by the sum of weights. Local."""
+    """Raise if a parameter is in two of the models: each model would divide its gradient by the sum of weights.
+
+    Local.
+    """
     seen: set[int] = set()
     for engine in engines:
         if not seen.isdisjoint(engine.parameter_ids):

@@ -1,4 +1,4 @@
-"""Observers: the interface of the checks that watch a model's steps, or act in them (`monitors.checks` has most)."""
+"""Observers: the interface of the checks that watch a model's steps or act in them (most are in `monitors.checks`)."""
 
 from __future__ import annotations
 
@@ -16,30 +16,32 @@ class Observer:
     """Watches the steps of one model on this rank. Every method does nothing here.
 
         a pass begins                begin_pass
-        a pass ends, no window does  end_local_pass       `no_sync`, `accumulate`, all but the last of `microbatches`
+        a pass ends in a window      end_local_pass       `no_sync`, `accumulate`, all but the last of `microbatches`
         a pass goes past the model   passed_by            what it adds to `p.grad` is this rank's own
         the last pass has ended      end_window, forget_forwards
-        a bucket is packed           totals_for, inspect  if `inspects_buckets`; while autograd runs, and the rest, with
-                                                          shared memory always the last one, after `end_window`
-        the header travels           header_numbers, judge
+        a bucket is packed           totals_for, inspect  if `inspects_buckets`; while autograd runs or after
+                                                          `end_window` (with shared memory the last bucket always is)
+        the header is sent           header_numbers, judge
         gradients are averaged       act, step
         an optimizer has stepped     stepped
 
-    A check that compares ranks has a few numbers in the header: `header_numbers` gives this rank's, `judge` is given
-    their sums over ranks and decides, and `act` has `conclude` do what is to be done, which may take other collectives.
-    On a GPU the sums are judged at the end of the next window, so that nothing waits for them, unless
-    `is_read_at_once`.
+    A check that compares ranks has a few numbers in the header. `header_numbers` returns this rank's numbers, `judge`
+    receives their sums over ranks and decides, and `act` calls `conclude`, which raises, warns or acts, and may use
+    other collectives. On a GPU the sums are judged at the end of the next window, so that nothing waits for them,
+    unless `is_read_at_once`.
 
-    A rank's own gradients are readable in `inspect` only: in `header_numbers` some buckets travel already, and `p.grad`
-    is a view of them. A world of one has no buckets and no header, so only the other methods are called there; and an
-    observer that inspects buckets turns off its short path (`window.State.SINGLE`).
+    A rank's own gradients are readable in `inspect` only: when `header_numbers` is called some buckets are already in
+    flight, and `p.grad` is a view of them. A world of one has no buckets and no header, so only the other methods are
+    called there. An observer that inspects buckets disables the single-pass fast path of such a world
+    (`window.State.SINGLE`).
 
     Attributes:
         num_numbers: How many numbers it has in the header of every window. A constant of the class.
         is_read_at_once: Whether their sums are worth waiting for a GPU.
         inspects_buckets: Whether `totals_for` and `inspect` are called.
-        sent: What the numbers of this window are about, for `judge`; None: nothing, so their sums aren't judged.
-        found: What `judge` has found, for `conclude`; None: nothing. The same on all ranks, but for `sent` in it.
+        sent: Describes what the numbers of this window are about, for `judge`; None: nothing, so their sums aren't
+            judged.
+        found: What `judge` has found, for `conclude`; None: nothing. The same on all ranks, except for a `sent` in it.
     """
 
     num_numbers = 0
@@ -58,7 +60,7 @@ class Observer:
         """A backward pass that isn't the wrapper's own has left a gradient in a parameter."""
 
     def forget_forwards(self, number: int) -> None:
-        """So many training forward passes since the last window were reached by no backward pass."""
+        """A number of training forward passes since the last window that no backward pass has reached."""
 
     def watch_buckets(self, buckets: Sequence[Bucket]) -> None:
         """Buckets have been laid out."""
@@ -70,19 +72,19 @@ class Observer:
     def inspect(self, bucket: Bucket, totals: Sequence[float] | None = None) -> None:
         """Inspect a bucket that holds this rank's gradients, before it travels.
 
-        They may be smaller, as [Note: one division] in `division` says, or by the scale of float16 weights; in
-        reproducible mode earlier virtual ranks are added.
+        The gradients may have been made smaller already: see [Note: one division] in `division`, and the scale of
+        float16 weights. In reproducible mode the sums of earlier virtual ranks are added.
 
         Args:
             bucket: The bucket.
-            totals: The sums that `Bucket.pack` has taken of it; None: it took none.
+            totals: The sums that `Bucket.pack` computed; None: it computed none.
         """
 
     def end_window(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         """The last pass of a window has ended.
 
         Args:
-            names: Of the parameters whose gradients travel in no bucket.
+            names: Names of the parameters whose gradients are in no bucket.
             parameters: Those parameters.
         """
 
@@ -91,19 +93,19 @@ class Observer:
         return (0.0,) * self.num_numbers
 
     def judge(self, sent: Any, sums: Sequence[float]) -> None:
-        """Judge numbers that have been added over ranks. All ranks see the same sums. Local: what follows is `act`'s.
+        """Judge the sums of the numbers over ranks. All ranks get the same sums. Local; `act` is the collective part.
 
-        Here `sent` is found where a sum isn't 0.
+        This implementation sets `found` to `sent` if a sum isn't 0.
 
         Args:
-            sent: What the numbers are about: `sent`, as it was when they travelled.
-            sums: Over ranks, of `header_numbers`: [num_numbers].
+            sent: The value of the attribute `sent` when the numbers were sent.
+            sums: Sums over ranks of `header_numbers`: [num_numbers].
         """
         if any(sums):
             self.found = sent
 
     def act(self, window: Window) -> bool:
-        """Do what follows from what has been judged. Collective if there is something, which all ranks know.
+        """Act on `found`. Collective if something was found; all ranks know whether it was.
 
         Returns:
             Whether the window's gradients must be dropped, on all ranks alike.
@@ -112,7 +114,7 @@ class Observer:
         return found is not None and self.conclude(found)
 
     def conclude(self, found: Any) -> bool:
-        """Raise, warn or act, as all ranks do. Collective. Returns as `act` does."""
+        """Raise, warn or act, the same on all ranks. Collective. Returns what `act` returns."""
         return False
 
     def step(self) -> None:
@@ -122,9 +124,12 @@ class Observer:
         """An optimizer that has parameters of the model has stepped."""
 
     def set_apart(self, is_apart: bool) -> None:
-        """Ranks step each for itself from now on, or together again: within a join they leave one by one."""
+        """From now on each rank steps independently, or all ranks step together again.
+
+        Within a join ranks leave one by one.
+        """
 
 
 def overriding(observers: Sequence[Observer], method: str) -> list[Observer]:
-    """Those that do something there; a step would else call most of them for nothing."""
+    """The observers that override a method: a step calls only these."""
     return [each for each in observers if getattr(type(each), method) is not getattr(Observer, method)]

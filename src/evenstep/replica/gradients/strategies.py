@@ -1,4 +1,4 @@
-"""How the windows of a model end: with a mean over all ranks, here, or in ways that derive from it."""
+"""How the windows of a model end: with the mean over all ranks, or in a way derived from that."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WindowEnd:
     Attributes:
         exchanges: Whether gradients travel to other ranks.
         sums_first: Whether gradients are divided only after all of them have been added, never before.
-        owner: The object that has set this end for a while; None: it is the model's own.
+        owner: The object that has replaced the model's own ending by this one; None: this is the model's own.
     """
 
     exchanges = True
@@ -34,7 +34,7 @@ class WindowEnd:
         self.num_shares = num_shares
 
     def validate_pass(self, what: str) -> None:
-        """Raise where no pass may begin now.
+        """Raise if no pass may begin now.
 
         Args:
             what: What begins, for the message.
@@ -48,14 +48,14 @@ class WindowEnd:
         return window.weight
 
     def add_to(self, bucket: Bucket) -> None:
-        """Add what earlier parts of the window left to a packed bucket, before it travels."""
+        """Add the sums of earlier parts of the window to a packed bucket, before it is sent."""
 
     def close(self, window: Window, buckets: Sequence[Bucket]) -> None:
         """Complete this rank's gradients and weight: the window's last pass has ended.
 
         Args:
-            window: Of this rank.
-            buckets: Of the exchange.
+            window: This rank's window.
+            buckets: The exchange's buckets.
         """
 
 
@@ -74,11 +74,12 @@ class LocalWindowEnd(WindowEnd):
 
 
 class ReplicaWindowEnd(WindowEnd):
-    """Ends every window with the mean over the ranks that have parts of the same replica: local SGD of a divided model.
+    """Ends every window with the mean over the ranks that hold the parts of one replica: local SGD of a divided model.
 
     Args:
-        num_shares: How many these ranks are.
-        owner: The `LocalSGD` that steps with it; None: there is none, and replicas would drift apart.
+        num_shares: The number of these ranks.
+        owner: The `LocalSGD` that steps with it; None: there is none, so no pass is allowed: replicas would drift
+            apart.
     """
 
     def __init__(self, num_shares: int, owner: object = None) -> None:
@@ -89,7 +90,7 @@ class ReplicaWindowEnd(WindowEnd):
         """See `WindowEnd`."""
         if self.owner is None:
             raise UsageError(
-                f"{what}, and no LocalSGD averages its replicas, which step each for itself (local_steps=True). Make "
-                f"evenstep.LocalSGD(model, optimizer, every=...) before the loop. Behind its close such a model isn't "
-                f"trained any more."
+                f"{what}, and no LocalSGD averages its replicas, each of which steps independently (local_steps=True). "
+                f"Make evenstep.LocalSGD(model, optimizer, every=...) before the loop. After its close() such a model "
+                f"can't be trained any more."
             )

@@ -1,4 +1,4 @@
-"""The accumulation window: what is summed in it, by what it is divided, and how each of its passes counts.
+"""The accumulation window: the sums that it holds, its divisor, and how each of its passes counts.
 
 A window begins with the first backward pass after a reduction and ends with the next reduction. Within it, either
 every pass is PLAIN (`loss.backward()`: summed over micro-batches, averaged over ranks) or every pass is WEIGHTED
@@ -6,14 +6,15 @@ every pass is PLAIN (`loss.backward()`: summed over micro-batches, averaged over
 
 [Note: passes that contribute nothing]
 
-A pass with weight 0, or over an empty share, runs for its side effects (hooks, collectives of the user's), but NaN in
-it must not reach the sum. The gradients of the window so far are saved before it and put back after it; what it
-produced is dropped. A PLAIN pass that reaches outputs over a dummy batch first may reach others over samples later: its
-gradients are kept apart until it ends, and added then.
+A pass with weight 0, or over an empty share, runs for its side effects (hooks, the user's collectives), but its NaNs
+must not reach the sum. The gradients of the window so far are saved before the pass and put back after it; the
+gradients of the pass itself are dropped. A PLAIN pass that reaches outputs over a dummy batch first may reach outputs
+over samples later: its gradients are kept apart until it ends, and added then.
 
-Where rows of this rank have a part in other ranks' outputs (`shares_statistics`: a SyncBatchNorm), a pass with weight 0
-over real rows is not dropped, because the others' losses have a gradient in them. It is *muted* instead: what reaches
-the module's outputs is replaced by zeros, so only what comes from the others is left.
+If other ranks' outputs depend on this rank's rows (`shares_statistics`: a SyncBatchNorm), a pass with weight 0 over
+real rows is not dropped, because the other ranks' losses have a gradient with respect to those rows. The pass is
+*muted* instead: zeros replace the gradients that reach the module's outputs, so only the gradients from other ranks'
+losses remain.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class State(Enum):
     FORWARD = auto()  # a forward pass of the wrapper has run outside of `no_sync`: the next pass is the wrapper's own
     STARTED = auto()  # a pass has reached an output of the wrapper; perhaps it is `torch.autograd.grad`
     COUNTED = auto()  # a pass has given a parameter a gradient, or will: it counts in its window
-    SINGLE = auto()  # a pass of `model.backward` that is a window, on one rank: there is nothing to follow in it
+    SINGLE = auto()  # a pass of `model.backward` on one rank that is a whole window: nothing in it needs to be followed
     FAILED = auto()  # a pass has raised, so that gradients weren't averaged
 
 
@@ -60,8 +61,8 @@ class Event(Enum):
     RESET = auto()  # what a failed pass has left is dropped
 
 
-# What isn't here is a fault of evenstep's own, but for two rules: a pass that ends without a gradient leaves the state
-# in which it began, and whatever raises leads to FAILED.
+# A transition that isn't in this table is a bug of evenstep, with two exceptions: a pass that ends without a gradient
+# restores the state in which it began, and an exception leads to FAILED.
 TRANSITIONS = {
     State.IDLE: {
         Event.FORWARD: State.FORWARD,
@@ -89,7 +90,7 @@ class SavedShard(Protocol):
     """Reduced gradients of a sharded bucket, kept out of a window."""
 
     def give_back(self, *, add: bool) -> None:
-        """Return them to the shard; `add` to what has been reduced since."""
+        """Return the gradients to the shard; with `add`, add them to the gradients that were reduced since."""
 
 
 class SavedGradients:
@@ -99,10 +100,10 @@ class SavedGradients:
 
     *Of a window.* Without `zero_grad` between two synchronised passes the second adds to the reduced gradient R. A
     PLAIN pass may leave R where it is: averaging equal values changes nothing. A WEIGHTED pass would multiply R by the
-    number of ranks over the sum of weights, so R is saved and added back. A rank without a pass does as was right for
-    the last window. Virtual ranks are added without R, too: it is saved before the loop, since in a PLAIN pass some
-    gradients may have come already. R of a sharded bucket is its shard, to which autograd can't add; it is saved in any
-    case.
+    number of ranks over the sum of weights, so R is saved and added back. A rank without a pass treats R as the kind of
+    the last window requires. R must not enter the sums of virtual ranks either. It is saved before the loop over them,
+    because when a PLAIN pass is noticed autograd may already have added gradients to R. R of a sharded bucket is its
+    shard. Autograd can't add to a shard, so R is always saved there.
 
     *Of a pass that contributes nothing.* The window's gradients so far are saved before it and put back after it.
 
@@ -114,11 +115,11 @@ class SavedGradients:
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def save(self, parameters: Iterable[nn.Parameter], *, is_copied: bool) -> None:
-        """Take gradients out of `p.grad`, which becomes None.
+        """Save the gradients in `p.grad`, and set `p.grad` to None.
 
         Args:
-            parameters: Whose.
-            is_copied: Keep copies, because their memory will be written to.
+            parameters: The parameters.
+            is_copied: Save copies, because the gradients' memory will be written to.
         """
         for parameter in parameters:
             grad = parameter.grad
@@ -126,13 +127,13 @@ class SavedGradients:
             parameter.grad = None
 
     def put_back(self) -> None:
-        """Restore `p.grad`, and drop what autograd has put there since."""
+        """Restore `p.grad`, and drop the gradients that autograd has put there since."""
         for parameter, grad in self._gradients:
             parameter.grad = grad
         self._gradients = []
 
     def add_back(self, *, to_shards: bool = False) -> None:
-        """Add them to `p.grad`, at the end of a window, or of one without passes.
+        """Add the saved gradients to `p.grad`, when a window ends or is closed without a pass.
 
         Args:
             to_shards: The window has been reduced; see `SavedShard.give_back`.
@@ -150,11 +151,11 @@ class Window:
 
     Attributes:
         kind: What the passes meant; None before the first, and for a rank whose share was empty.
-        weight: Sum of the weights so far; a 0-dim tensor as soon as one of them was.
-        weight_held: The weight of the gradients in `p.grad`. The same, but in reproducible mode, where `p.grad` holds
-            the last virtual rank alone.
+        weight: Sum of the weights so far; a 0-dim tensor if one of them was a tensor.
+        weight_held: The weight of the gradients in `p.grad`. Equal to `weight`, except in reproducible mode, where
+            `p.grad` holds only the last virtual rank's gradients.
         is_scaled: The loss of a pass was scaled by a GradScaler, so gradients may overflow.
-        has_leftovers: The window has no pass, and `p.grad` holds what an earlier reduction left.
+        has_leftovers: The window has no pass, and `p.grad` holds gradients of an earlier reduction.
         saved: Gradients that this window doesn't reduce.
     """
 
@@ -174,24 +175,24 @@ class Window:
         """
         if self.kind is not None and self.kind is not kind:
             raise UsageError(
-                f"{CALLS[kind]} after {CALLS[self.kind]} in the same accumulation window: the one divides by the "
-                f"number of ranks, the other by the sum of the weights. Use one of them until the optimizer's step."
+                f"{CALLS[kind]} after {CALLS[self.kind]} in the same accumulation window: one divides by the number of "
+                f"ranks, the other by the sum of the weights. Use only one of them until the optimizer's step."
             )
         self.kind = kind
         self.weight = self.weight_held = self.weight + weight
         self.is_scaled |= is_scaled
 
     def note_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Remember one of the gradients that a pass has left, so that `has_changed` costs no look at the others.
+        """Record one of the gradients that a pass has left, so that `has_changed` needs to check only that one.
 
         Args:
-            parameters: Whose gradients; none: they are kept elsewhere.
+            parameters: The parameters whose gradients the pass left; empty: the gradients are kept elsewhere.
         """
         held = ((parameter, parameter.grad) for parameter in parameters)
         self._noted = next(((parameter, grad, grad._version) for parameter, grad in held if grad is not None), None)
 
     def has_changed(self) -> bool:
-        """Whether somebody has written to the noted gradient, or replaced it, since the last pass."""
+        """Whether the recorded gradient was written to or replaced since the last pass."""
         if self._noted is None:
             return False
         parameter, grad, version = self._noted
@@ -199,7 +200,7 @@ class Window:
 
 
 class Turn(Enum):
-    """The turn of a model in a pass through several of them: see [Note: one order] in `exchange.all_reduce`."""
+    """A model's turn in a pass through several models: see [Note: one order] in `exchange.all_reduce`."""
 
     ALONE = auto()  # as far as is known
     FIRST = auto()
@@ -220,15 +221,15 @@ class Pass:
 
     Attributes:
         kind: What it means.
-        weight: Its share in the window's sum.
-        effect: As far as is known.
+        weight: Its weight in the window's sum.
+        effect: What is known of its effect so far.
         is_scaled: The loss was scaled by a GradScaler.
         before: The state in which it began.
         opens_window: No window was open when it began.
         ends_window: It ends the window; decided when it begins.
-        fills_buckets: Gradients travel as soon as autograd has produced them.
-        has_raised: Autograd has, and so didn't end it.
-        saved: Gradients of the window so far, while a pass runs that began as a dropped one.
+        fills_buckets: Gradients are sent as soon as autograd has produced them.
+        has_raised: Autograd has raised an exception in it, and so doesn't report its end.
+        saved: Gradients of the window before this pass, if the pass began as a dropped one.
     """
 
     kind: Kind
@@ -243,7 +244,7 @@ class Pass:
     saved: SavedGradients | None = None
 
     def end_apart(self) -> None:
-        """Drop the gradients of a dropped pass, or add them to those of the window if it is none after all."""
+        """Drop the gradients of a dropped pass. If the pass turned out to reach samples, add them to the window's."""
         if self.saved is not None and self.effect is Effect.DROPPED:
             self.saved.put_back()
         elif self.saved is not None:
@@ -251,13 +252,16 @@ class Pass:
 
     @property
     def contribution(self) -> float | Tensor:
-        """0.0 where its gradients are dropped, else not 0.0; a weight that is a tensor isn't read, and may be 0."""
+        """0.0 if the pass's gradients are dropped, else another number.
+
+        A weight tensor is returned unread, so it may be 0.
+        """
         if self.effect is Effect.DROPPED:
             return 0.0
         return self.weight if isinstance(self.weight, Tensor) else 1.0
 
     def at_outputs(self, grad: Tensor) -> Tensor | None:
-        """Return what replaces a gradient that reaches the module's outputs; None: nothing does."""
+        """Return the replacement for a gradient that reaches the module's outputs; None: it isn't replaced."""
         if self.effect is not Effect.MUTED:
             return None
         if isinstance(self.weight, Tensor):
@@ -266,10 +270,10 @@ class Pass:
 
 
 def effect_of(weight: float | Tensor, *, only_dummies: bool, shares_statistics: bool) -> Effect:
-    """What a pass of `model.backward` does; see [Note: passes that contribute nothing]. Pure.
+    """The effect of a pass of `model.backward`; see [Note: passes that contribute nothing]. Pure.
 
     Args:
-        weight: Of the pass; a tensor isn't read.
+        weight: The pass's weight; a tensor isn't read.
         only_dummies: The loss goes through outputs over dummy batches, and through none over samples.
         shares_statistics: Other ranks' outputs depend on this rank's rows.
     """
@@ -283,14 +287,15 @@ def effect_of(weight: float | Tensor, *, only_dummies: bool, shares_statistics: 
 
 
 def as_multiplied(weight: float | Tensor, scale: float, dtype: torch.dtype) -> float | Tensor:
-    """What a pass adds to the sum of weights: its weight, as far as a loss of 16 bits can be multiplied by that.
+    """The weight that a pass adds to the sum of weights: its weight rounded to a 16-bit loss's dtype.
 
-    20,001 times a gradient in bfloat16 is 19,968 times it. Counted so, gradients that are equal have their own mean.
+    In bfloat16, 20,001 times a gradient is 19,968 times it. With the rounded weight the mean of equal gradients is that
+    gradient.
 
     Args:
-        weight: Of the pass.
-        scale: What it is divided by before.
-        dtype: Of the loss.
+        weight: The pass's weight.
+        scale: The scale that the weight is divided by first.
+        dtype: The loss's dtype.
     """
     if dtype.itemsize > 2:
         return weight
@@ -309,7 +314,7 @@ def validate_weight(weight: float | Tensor, *, rank: int) -> float | Tensor:
         if weight.numel() != 1 or weight.is_complex():
             raise ConfigurationError(
                 f"backward on rank {rank}: weight is a {str(weight.dtype)[6:]} tensor of shape {list(weight.shape)}; "
-                f"it is one number, such as mask.sum()."
+                f"pass one number, such as mask.sum()."
             )
         if weight.device.type != "cpu":
             return weight.detach().reshape(()).double()  # reading it would wait for the device
@@ -319,13 +324,13 @@ def validate_weight(weight: float | Tensor, *, rank: int) -> float | Tensor:
             weight = float("none" if isinstance(weight, str) else weight)  # numpy's scalars and the like
         except (TypeError, ValueError):
             raise ConfigurationError(
-                f"backward on rank {rank}: weight={weight!r} is no number. Pass the number of samples or tokens that "
+                f"backward on rank {rank}: weight={weight!r} isn't a number. Pass the number of samples or tokens that "
                 f"the loss was averaged over."
             ) from None
     if not (weight >= 0 and math.isfinite(weight)):
         raise ConfigurationError(
-            f"backward on rank {rank}: weight={weight!r}; a weight is finite and at least 0: the number of samples "
-            f"or tokens that the loss was averaged over."
+            f"backward on rank {rank}: weight={weight!r}, but a weight must be finite and at least 0. Pass the number "
+            f"of samples or tokens that the loss was averaged over."
         )
     return float(weight)
 
@@ -337,6 +342,6 @@ def drop_grads(parameters: Iterable[Tensor]) -> None:
 
 
 def all_zero(parameters: Iterable[Tensor]) -> bool:
-    """Whether no gradient is left, or only zeros. On a GPU this waits for the first that is left."""
+    """Whether there are no gradients, or only zeros. On a GPU this waits for the first gradient that exists."""
     grads = (parameter.grad for parameter in parameters)
     return not any((grad._values() if grad.is_sparse else local_part(grad)).any() for grad in grads if grad is not None)

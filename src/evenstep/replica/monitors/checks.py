@@ -1,69 +1,68 @@
 """The checks of one model's steps: gradients that aren't finite, options and calls that differ, replicas that drift.
 
-    check         in the header                     what the sum shows     what is done, on all ranks alike
-    NonFinite     found something; has a scaler     some rank has          the step is skipped, an error, or one warning
+    check         in the header                     what the sum shows     result, the same on all ranks
+    NonFinite     number of findings; has a scaler  some rank has          the step is skipped, an error, or one warning
     OptionsWatch  contrasts of options and calls    not 0: ranks differ    `MismatchError` names the option or the call
     DriftWatch    doubts; contrast of a digest      not 0, twice           `DriftError` names ranks and parameters
-    StepWatch     steps, batches, passes (`steps`)  ranks have others      one warning
+    StepWatch     steps, batches, passes (`steps`)  ranks differ           one warning
 
-Each is an `Observer`: a header that travels in any case carries its numbers, each rank judges their sums, and only if
-they show something ranks exchange what they have, and make one message of it. OptionsWatch and DriftWatch compare what
-ranks have alike, so they are a `Comparison`, and so is another such row: what that is (`measure`), and the message
-where ranks differ (`conclude`). `header` reads them late on a GPU, and counts kinds of passes itself. `digests` has the
-numbers by which values are compared.
+Each check is an `Observer`: its numbers are in the header, which is sent in any case, and each rank judges their sums.
+Only if a sum shows something do ranks exchange details and make one message of them. OptionsWatch and DriftWatch
+compare values that all ranks should have equal, so they are `Comparison`s. To add another one, write its values
+(`measure`) and its message (`conclude`). On a GPU `header` reads the sums late. `header` itself counts the kinds of
+passes. `digests` has the numbers by which values are compared.
 
 [Note: how gradients are checked]
 
-"skip" and "raise" add up every bucket that is about to travel: a sum is finite unless an element isn't (or the sum is
-very large, which a second look at each gradient tells apart). The header carries whether a rank has found something,
-and is read at once, before an optimizer can step: on a GPU that waits for it.
+"skip" and "raise" add up every bucket that is about to be sent. If the sum isn't finite each gradient is checked: an
+element may be infinite or NaN, or the sum may only be very large. The header carries the number of findings, and is
+read at once, before an optimizer can step; on a GPU that waits for the device.
 
-"warn" checks the sums over ranks instead, while they are made in shared memory: each rank checks the part that it
-makes, so it costs 1/n. Rank 0 warns at the end of the window, or of the next one. Where Gloo makes the sums on CPUs,
-"warn" adds up every bucket as the other two do.
+"warn" checks the sums over ranks instead, while they are made in shared memory: each rank checks the part that it sums,
+so the check costs 1/n. Rank 0 warns at the end of that window or of the next one. If Gloo makes the sums on CPUs,
+"warn" adds up every bucket as the other two policies do.
 
-Of a model that is divided over ranks each rank inspects its parts of the sums, which FSDP2 has made by then.
+For a model that is divided over ranks, each rank inspects its parts of the sums that FSDP2 has made.
 
 [Note: how options are compared]
 
-Of the options of all parameter groups of optimizers that are divided over ranks, every rank makes a checksum at the
-end of each window. Where checksums differ, which all ranks see, ranks exchange their options, and all raise. The
-checksum is made anew only when an option has another value than in the window before. Hosts that round otherwise may
-have another last digit in a cosine: the checksum is of numbers rounded to `_DIGITS`, and those that lie within
-`_OPTIONS_ROUNDING` of each other are the same. Options that are tensors on a GPU aren't read: a digest of them, rounded
-too, is the second number.
+At the end of each window every rank makes a checksum of the options in all parameter groups of sharded optimizers. If
+checksums differ all ranks see it, exchange their options, and raise. A new checksum is made only when an option has
+changed since the last window. Machines with different rounding may have a different last digit in a cosine schedule. So
+the checksum is of numbers rounded to `_DIGITS`, and options within `_OPTIONS_ROUNDING` of each other count as equal.
+Options that are tensors on a GPU aren't read: a digest of their rounded values is the second number.
 
-What else a step is given (`OptionsWatch.note`) is in the same checksum: arguments of clipping.
+The same checksum covers the arguments of calls that all ranks make (`OptionsWatch.note`), such as clipping.
 
 [Note: how ranks compare]
 
 Trained parameters are divided into *portions* of equal cost. At the end of a window in which a portion is due, each
-rank makes a digest of its bytes, and the header, which travels in any case, carries two numbers:
+rank makes a digest of the portion's bytes, and the header carries two numbers:
 
-    [0]  whether this rank doubts that replicas are meant to be equal, and a contrast of what its rounding depends on
+    [0]  whether this rank doubts that replicas are meant to be equal, plus a contrast of its machine's properties
     [1]  a contrast of the digest with other ranks' (`digests.contrast`)
 
-Added over ranks, a contrast is 0 if all have the same: so every rank knows, and all know the same, without a collective
-of its own. Only where digests differ do ranks find out which, and by how much.
+Added over ranks, contrasts give 0 if all ranks have the same value. So all ranks reach the same result without an extra
+collective. Only if digests differ do ranks determine which parameters differ, and by how much.
 
-Of a divided model, ranks that differ only along "replicate" have the same parts of all parameters. The header is added
-over all ranks of the model, and a digest is contrasted with those of the same parts. All ranks come to the same windows
-and states, whatever each has to compare, so all of them raise if replicas of any part differ.
+In a divided model, ranks that differ only along "replicate" have the same parts of all parameters. The header is added
+over all ranks of the model, and a digest is contrasted only with digests of the same parts. All ranks go through the
+same windows and states, also those with nothing to compare, so all of them raise if replicas of any part differ.
 
-[Note: what may differ, and is no fault]
+[Note: differences that are no fault]
 
 - Parameters that are changed for one pass and put back before the optimizer steps (sharpness-aware minimisation, with
   each rank's own gradient). So a difference counts only if it is still there after the next step of an optimizer.
-- Ranks that step on their own: communication hooks other than torch's that average, optimizers that step in an
-  accumulation window, `init_sync=False`. A rank that sees such a thing *doubts*, and as soon as one doubts no rank
-  compares any more.
-- Ranks of a `LocalSGD`, until it is closed, which makes parameters and what optimizers keep equal again.
-- Ranks within `join`, of which some have left. They are made equal at its end.
+- Ranks that step independently: communication hooks other than torch's averaging hooks, optimizers that step in an
+  accumulation window, `init_sync=False`. A rank that notices one of these *doubts*, and as soon as one rank doubts no
+  rank compares any more.
+- Ranks of a `LocalSGD`, until it is closed. Its close makes parameters and optimizer state equal again.
+- Ranks within `join`, when some have left. They are made equal at its end.
 - Ranks on unlike machines, which may round differently, unless the user has set `compare_every`.
 - Parameters that aren't trained aren't read: training doesn't change them. Module buffers are either made equal at the
   end of every window, or are each rank's own.
 
-A difference of rounding alone leads to one warning, and ends nothing.
+If all differences are rounding, there is one warning and training goes on.
 """
 
 from __future__ import annotations
@@ -97,19 +96,19 @@ from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
-Number = float | Tensor  # 0-dim, float64, if it comes from a GPU, which isn't waited for
+Number = float | Tensor  # a 0-dim float64 tensor if it comes from a GPU, which isn't waited for
 
 
 class Comparison(Observer):
-    """A check that ranks have the same. A row of the table is a subclass with `measure`, and `conclude`, its message.
+    """A check that ranks have equal values. A subclass defines the values (`measure`) and the message (`conclude`).
 
     Args:
-        rank: Of those that are compared.
-        num_ranks: How many are compared.
+        rank: This rank's number among the compared ranks.
+        num_ranks: How many ranks are compared.
 
     Attributes:
         num_windows: In how many windows this rank has compared.
-        is_apart: Ranks step each for itself, and nothing is compared.
+        is_apart: Each rank steps independently, and nothing is compared.
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:
@@ -118,11 +117,11 @@ class Comparison(Observer):
         self._place = (rank, num_ranks)
 
     def measure(self) -> tuple[Any, Sequence[Number]]:
-        """Return what this window's numbers are about, for `judge` and `conclude`, and `num_numbers` `contrast`s."""
+        """Return the value of `sent`, for `judge` and `conclude`, and `num_numbers` numbers from `contrast`."""
         raise NotImplementedError
 
     def contrast(self, value: Any) -> Number:
-        """A number that adds up to 0 over ranks that have the same: plain values, but for rounding, or a digest."""
+        """A number whose sum over ranks is 0 if all have the same value: a digest, or plain values up to rounding."""
         return contrast(value if isinstance(value, Tensor) else checksum(value), *self._place)
 
     def header_numbers(self, window: Window) -> Sequence[float] | Tensor:
@@ -140,7 +139,7 @@ class Comparison(Observer):
 
 
 def as_row(*numbers: Number) -> Sequence[float] | Tensor:
-    """Return numbers as `Observer.header_numbers` does: one tensor if some of them are on a GPU."""
+    """Return numbers in the form of `Observer.header_numbers`: one tensor if some of them are on a GPU."""
     if Tensor not in map(type, numbers):
         return numbers  # type: ignore[return-value]
     like = next(each for each in numbers if isinstance(each, Tensor))
@@ -157,38 +156,38 @@ def validate_policy(policy: str | None) -> None:
     """Refuse an unknown policy.
 
     Raises:
-        ConfigurationError: It is none of "warn", "skip", "raise" and None.
+        ConfigurationError: It isn't "warn", "skip", "raise" or None.
     """
     if policy not in ("warn", "skip", "raise", None):
         raise ConfigurationError(f"on_nonfinite={policy!r}; 'warn', 'skip', 'raise', or None.")
 
 
 class Finder:
-    """Finds gradients of this rank that aren't finite, by name. Waits for a GPU only in `take`."""
+    """Finds the names of this rank's gradients that aren't finite. Waits for a GPU only in `take`."""
 
     def __init__(self) -> None:
         self._peaks: list[tuple[Sequence[str], Tensor]] = []  # (names, [n] largest absolute values)
 
     def look(self, names: Sequence[str], gradients: Sequence[Tensor], whole: Sequence[Tensor] | None = None) -> None:
-        """Look at some gradients.
+        """Check some gradients.
 
         Args:
-            names: Of their parameters.
-            gradients: On one device.
-            whole: The same numbers in fewer tensors; None: there are none.
+            names: Names of their parameters.
+            gradients: The gradients, on one device.
+            whole: The same numbers in fewer tensors; None: there are no such tensors.
         """
         found = [(name, each) for name, each in zip(names, gradients, strict=True) if each.numel()]
         if not found:
             return
         with torch.no_grad():
-            by_size = sorted(whole or gradients, key=Tensor.numel)  # so that all small ones are neighbours
+            by_size = sorted(whole or gradients, key=Tensor.numel)  # so that small tensors are neighbours
             if found[0][1].device.type == "cpu" and all(map(math.isfinite, map(total_of, together(by_size)))):
                 return
             peaks = torch.stack([each.abs().amax().double() for _, each in found])
         self._peaks.append(([name for name, _ in found], peaks))
 
     def look_in_grads(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """Look at what `p.grad` of some parameters has on this rank."""
+        """Check this rank's part of `p.grad` of some parameters."""
         found = [(name, p.grad) for name, p in zip(names, parameters, strict=True) if p.grad is not None]
         self.look(
             [name for name, _ in found],
@@ -204,21 +203,21 @@ class Finder:
         return count
 
     def take(self) -> list[str]:
-        """Return the parameters that were found since the last call."""
+        """Return the names that were found since the last call."""
         peaks, self._peaks = self._peaks, []
         both = [each for names, values in peaks for each in zip(names, values.isfinite().tolist(), strict=True)]
         return [name for name, is_finite in both if not is_finite]
 
 
 class NonFinite(Observer):
-    """Finds gradients that aren't finite, and skips the step, raises, or warns once, as the ranks decide together.
+    """Finds gradients that aren't finite, and skips the step, raises, or warns once, the same on all ranks.
 
     Args:
         policy: What happens to the step.
         world: The ranks that take part.
         control: Carries messages on the CPU, in order with the model's passes.
-        in_sums: Check the sums over ranks in shared memory, and not this rank's own gradients.
-        of_parts: The model is divided over ranks, and gradients have been added when they are inspected.
+        in_sums: Check the sums over ranks in shared memory instead of this rank's own gradients.
+        of_parts: The model is divided over ranks, and gradients have already been added when they are inspected.
 
     Attributes:
         num_skipped: Steps that were skipped so far.
@@ -237,19 +236,22 @@ class NonFinite(Observer):
         self._control = control
         self._of_parts = of_parts
         self._finder = Finder()
-        self._findings: set[tuple[int, int, str]] = set()  # in sums: window, rank (-1: of all together), parameter
+        self._findings: set[tuple[int, int, str]] = set()  # in sums: window, rank (-1: only the sum), parameter
         self._num_windows = 0
         self._is_off = False  # it has warned
         self._is_apart = False
 
     def set_apart(self, is_apart: bool) -> None:
-        """See `Observer`. The ranks of one replica of a divided model raise nothing alone: `LocalSGD` looks itself."""
+        """See `Observer`.
+
+        The ranks of one replica of a divided model can't raise alone: `LocalSGD` checks gradients itself.
+        """
         self._is_apart = is_apart and self._of_parts
 
-    # ------------------------------------------------------------------ look
+    # ------------------------------------------------------------------ find
 
     def watch_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """Check the sums of buckets, as long as their memory lives."""
+        """Check the sums in these buckets' memory, as long as the memory exists."""
         for bucket in () if self.inspects_buckets else buckets:
             layout = bucket.layout
             is_lent = layout.sharding is not None and layout.sharding.frees_gradients  # memory of several buckets
@@ -279,22 +281,23 @@ class NonFinite(Observer):
             return
         places = (~torch.isfinite(result)).nonzero()[:, 0]
         if len(places) == 0:
-            return  # a large total of finite numbers
+            return  # all numbers are finite, only their total was too large
         values = torch.stack([given[places] for given in inputs])
         bad, is_small = ~values.isfinite(), values.abs() < torch.finfo(values.dtype).max / (2 * len(inputs))
         for rank, given in enumerate(inputs):
             if given.data_ptr() == result.data_ptr():
-                # Overwritten by the sum: it is what the others don't explain, or not known to be.
+                # The sum has overwritten this rank's input. Blame this rank only if all other inputs are small numbers,
+                # which don't explain the sum.
                 is_small[rank] = True
                 bad[rank] = is_small.all(0)
         slots = torch.searchsorted(begins, places + begin, right=True) - 1
         for rank, here in enumerate([~bad.any(0), *bad], -1):
             self._findings |= {(self._num_windows, rank, names[slot]) for slot in set(slots[here].tolist())}
 
-    # ------------------------------------------------------------------ tell
+    # ------------------------------------------------------------------ report
 
     def header_numbers(self, window: Window) -> Sequence[float] | Tensor:
-        """See `Observer`: how much this rank has found that others don't know yet, and whether a scaler handles it."""
+        """See `Observer`: the number of this rank's unreported findings, and whether a scaler handles them."""
         self.sent = True
         found = self._finder.count() + len(self._findings) if not self._is_off else 0.0
         return as_row(found, float(window.is_scaled))
@@ -312,7 +315,7 @@ class NonFinite(Observer):
         self.sent = None
         self._num_windows += 1
         if self.found is None:
-            self._finder = Finder()  # what a scaler handles is told to nobody
+            self._finder = Finder()  # findings that a scaler handles aren't reported
         return super().act(window)
 
     def conclude(self, found: Any) -> bool:
@@ -330,15 +333,15 @@ class NonFinite(Observer):
             self._is_off = True
             if self._world.is_main and not has_scaler_anywhere:
                 warn(
-                    f"{message} (in backward pass {first + 1}). It is now in the parameters, unless the step was left "
-                    f"out. This warning comes once; on_nonfinite='skip' leaves such steps out, 'raise' ends the run, "
-                    f"None looks at nothing.",
+                    f"{message} (in backward pass {first + 1}). It is now in the parameters, unless the step was "
+                    f"skipped. This warning comes once; on_nonfinite='skip' skips such steps, 'raise' ends the run, "
+                    f"None turns the check off.",
                 )
             return False
         message += "."
         if has_scaler_anywhere:
             message += (
-                " If a GradScaler has scaled the loss, say so, and its overflows are left to it: "
+                " If a GradScaler has scaled the loss, pass it, and it handles its overflows itself: "
                 "model.backward(loss, scaler=scaler)."
             )
         if self._policy == "raise":
@@ -349,7 +352,7 @@ class NonFinite(Observer):
         return True
 
     def _story(self, found: Sequence[tuple[int, int, str]]) -> tuple[str, int]:
-        """What was found in the first window of several, and the number of that."""
+        """The message for the findings of the first window that has any, and that window's number."""
         first = min(number for number, _, _ in found)
         by_rank: dict[int, list[str]] = {}
         for number, rank, name in dict.fromkeys(found):
@@ -365,8 +368,8 @@ class NonFinite(Observer):
 
 
 def has_scaler() -> bool:
-    """Whether a GradScaler is in use in this process, so that an overflow now and then is no fault."""
-    gc.collect()  # one of a training that is over may wait in a circle of references
+    """Whether a GradScaler is in use in this process, so that occasional overflows are normal."""
+    gc.collect()  # a scaler from an earlier training may still be in a reference cycle
     kinds = torch.amp.GradScaler
     return any(issubclass(type(each), kinds) and each.is_enabled() for each in gc.get_objects())
 
@@ -379,27 +382,30 @@ def listed(names: Sequence[str]) -> str:
 
 # ---------------------------------------------------------------------- options and calls that differ
 
-Call = tuple[str, tuple[tuple[str, Any], ...]]  # who was called, and what it was given: plain values
-Facts = tuple[str, Mapping[str, Any]]  # whose, and plain values that all ranks have alike, by name
+Call = tuple[str, tuple[tuple[str, Any], ...]]  # name of the function, and its arguments: plain values
+Facts = tuple[str, Mapping[str, Any]]  # name of the owner, and by name the plain values that ranks should have equal
 
 _MAX_CALLS = 1000  # between two windows
-ABOUT_SCHEDULERS = "a scheduler that is given a loss, such as ReduceLROnPlateau, wants everybody's: world.mean(loss)."
+ABOUT_SCHEDULERS = (
+    "a scheduler that takes a loss, such as ReduceLROnPlateau, needs the mean over all ranks: world.mean(loss)."
+)
 
 _PLAIN = (bool, int, float, str)
 _NOT_PLAIN = "(not compared)"
 _DIGITS = 9
-_MARSHAL_VERSION = 2  # of later ones the bytes depend on who else holds the values
-_OPTIONS_ROUNDING = 1e-8  # not less than the last of the digits
-_ROUNDING_OF_ZERO = 1e-15  # what is left of a cosine that has come to its end
-_ROUNDED_BITS = 24  # of a float64's 52, on a GPU; about the digits
-_MAX_NUMEL = 16  # of a tensor that is an option; a larger one is told by its shape
+_MARSHAL_VERSION = 2  # in later versions the bytes depend on reference counts
+_OPTIONS_ROUNDING = 1e-8  # not less than the last of `_DIGITS` digits
+_ROUNDING_OF_ZERO = 1e-15  # the rounding error of a cosine schedule that has reached 0
+_ROUNDED_BITS = 24  # rounded away of a float64's 52 bits, on a GPU; leaves about `_DIGITS` digits
+_MAX_NUMEL = 16  # of a tensor that is an option; only the shape of larger ones is compared
 
 
 def options_of(optimizer: optim.Optimizer) -> dict[str, Any]:
     """Return the options that an optimizer's step reads from its parameter groups, by readable name.
 
     Args:
-        optimizer: Whose. Only options that its class has are in it, and only plain ones: numbers, texts, small tensors.
+        optimizer: The optimizer. Only its class's options are returned, and only plain ones: numbers, texts, small
+            tensors.
     """
     found: dict[str, Any] = {"the number of parameter groups": len(optimizer.param_groups)}
     for number, group in enumerate(optimizer.param_groups):
@@ -410,16 +416,16 @@ def options_of(optimizer: optim.Optimizer) -> dict[str, Any]:
 
 
 def facts_of(optimizers: Sequence[Mapping[str, Any]]) -> list[Facts]:
-    """`options_of` several optimizers as `find_difference` takes them. Pure."""
+    """The results of `options_of` for several optimizers, in the form of `find_difference`. Pure."""
     count = len(optimizers)
     return [(f"optimizer {n + 1} of {count}" if count > 1 else "", each) for n, each in enumerate(optimizers)]
 
 
 def find_difference(received: Sequence[Sequence[Facts]]) -> str | None:
-    """The first fact that isn't the same everywhere; None: there is none. Pure.
+    """A description of the first fact that differs between ranks, or None. Pure.
 
     Args:
-        received: By rank, facts of what every rank has or has called in the same order.
+        received: By rank, facts about its optimizers or calls, in the same order on all ranks.
     """
     for rank, each in enumerate(received):
         for first, other in itertools.zip_longest(received[0], each):
@@ -437,13 +443,13 @@ def find_difference(received: Sequence[Sequence[Facts]]) -> str | None:
 
 
 class OptionsWatch(Comparison):
-    """Compares the options of optimizers that are divided over ranks, and what else steps are given.
+    """Compares the options of sharded optimizers, and the arguments of calls that all ranks make.
 
     Args:
         world: The ranks that take part.
-        control: Carries messages on the CPU, in order with what belongs to the model's passes.
-        are_replicas_alike: As far as this rank knows they are meant to be. Where they aren't, ranks may clip as
-            they like, if their optimizers aren't sharded.
+        control: Carries messages on the CPU, in order with those of the model's passes.
+        are_replicas_alike: Returns whether replicas are meant to be equal, as far as this rank knows. If they aren't,
+            ranks may clip differently, unless their optimizers are sharded.
     """
 
     num_numbers = 2
@@ -455,23 +461,23 @@ class OptionsWatch(Comparison):
         self._control = control
         self._calls: list[Call] = []
         self._next_number = itertools.count().__next__
-        # By numbers that all ranks give alike, though an optimizer that was thrown away may live on on some of them.
+        # By number. All ranks give the same numbers, but a deleted optimizer may not be collected yet on some of them.
         self._optimizers: weakref.WeakValueDictionary[int, optim.Optimizer] = weakref.WeakValueDictionary()
-        self._written = b""  # options and calls of the window before: what shows soonest that nothing has changed
-        self._number: Number = 0.0  # of them
+        self._written = b""  # options and calls of the last window, serialised: the fastest test whether they changed
+        self._number: Number = 0.0  # their contrast
 
     def add(self, optimizer: optim.Optimizer) -> None:
-        """Collective: compare this optimizer's options from now on, for as long as it lives."""
+        """Collective: compare this optimizer's options from now on, as long as it lives."""
         self._optimizers[self._next_number()] = optimizer
 
     def note(self, who: str, given: Sequence[tuple[str, Any]]) -> None:
-        """A call of which every rank makes one like it before the next window ends."""
+        """Record a call that every rank has to make with the same arguments before the next window ends."""
         if len(self._calls) < _MAX_CALLS and not self.is_apart:
             self._calls.append((who, tuple(given)))
 
     @property
     def has_optimizers(self) -> bool:
-        """Whether an optimizer is divided over ranks, whose parts then have to fit together."""
+        """Whether there is an optimizer that is divided over ranks, so that its parts have to fit together."""
         return bool(self._optimizers) and self._world.world_size > 1
 
     @property
@@ -482,11 +488,11 @@ class OptionsWatch(Comparison):
     def has_divided(self) -> bool:
         """Whether a ShardedOptimizer of the model is in use."""
         if self.alive:
-            gc.collect()  # an optimizer is in a cycle: what looks alive may have been left long ago
+            gc.collect()  # optimizers are in reference cycles: an unused one may not be collected yet
         return bool(self.alive)
 
     def measure(self) -> tuple[Sequence[Call], Sequence[Number]]:
-        """See `Comparison`: about the calls since the last window; these and options, and options that aren't read."""
+        """See `Comparison`: the calls since the last window; contrasts of calls and options, and of unread options."""
         calls, self._calls = self._calls, []
         groups = [(group, optimizer.defaults) for optimizer in self.alive for group in optimizer.param_groups]
         options: list[list[Any]] = [[*map(group.get, names)] for group, names in groups]
@@ -494,7 +500,7 @@ class OptionsWatch(Comparison):
         far = []
         try:
             written = marshal.dumps(values, _MARSHAL_VERSION)
-        except ValueError:  # not all is plain
+        except ValueError:  # some values aren't plain
             far = [_rounded_bits(value) for each in options for value in each if _is_far(value)]
             values = plain(values, reads_devices=False)
             written = marshal.dumps(values, _MARSHAL_VERSION)
@@ -518,32 +524,36 @@ class OptionsWatch(Comparison):
         difference = find_difference([facts_of([each["options"][number] for number in numbers]) for each in received])
         if difference is not None:
             raise MismatchError(
-                f"the ranks step with different options: {difference} ({noticed}), and each steps its own part of the "
-                f"parameters. Set options alike on all ranks; {ABOUT_SCHEDULERS} Where the optimizer's own step "
-                f"computes an option from all parameters, as Prodigy its d, it can't be divided: use it as it is."
+                f"the ranks step with different options: {difference} ({noticed}), and each rank steps its own part of "
+                f"the parameters. Set the same options on all ranks; {ABOUT_SCHEDULERS} An optimizer that computes an "
+                f"option from all parameters in its step, as Prodigy does its d, can't be divided: use it without "
+                f"ShardedOptimizer."
             )
         if numbers or all(each["alike"] for each in received):
             difference = find_difference([each["calls"] for each in received])
             if difference is not None:
                 raise MismatchError(
-                    f"the ranks were given different arguments: {difference} ({noticed}; it was so before that). Every "
-                    f"rank makes the same calls with the same arguments. Set them alike, and resume from a checkpoint."
+                    f"the ranks were given different arguments: {difference} ({noticed}; it happened before that). "
+                    f"Make the same calls with the same arguments on all ranks, and resume from a checkpoint."
                 )
         return False
 
 
 def checksum(value: Any) -> int:
-    """Of plain values: 64 bits. Numbers that differ by rounding have the same, but for some at the border. Pure."""
+    """A 64-bit checksum of plain values, rounded first.
+
+    Numbers that differ by rounding rarely have different ones. Pure.
+    """
     made = hashlib.blake2b(repr(_rounded(value)).encode(), digest_size=8).digest()
     return int.from_bytes(made, "little", signed=True)
 
 
 def plain(value: Any, *, reads_devices: bool = True) -> Any:
-    """Return an option or argument as a number, a text, or tuples of them; "(not compared)" for what is none.
+    """Return an option or argument as a number, a text, or tuples of them; "(not compared)" for other values.
 
     Args:
         value: Numbers, texts, small tensors, and lists and tuples of them are compared.
-        reads_devices: Read tensors on a GPU, which waits for it; else their shape is all that is compared.
+        reads_devices: Read tensors on a GPU, which waits for it; else only their shape is compared.
     """
     if value is None or type(value) in _PLAIN:
         return value
@@ -565,14 +575,14 @@ def _rounded_bits(value: Tensor) -> Tensor:
 
 
 def _rounded(value: Any) -> Any:
-    """What `plain` has given, or a list of it, with numbers as the checksum has them."""
+    """A result of `plain`, or a list of them, with numbers rounded for the checksum."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     return tuple(map(_rounded, value)) if isinstance(value, tuple | list) else value
 
 
 def _are_close(one: Any, other: Any) -> bool:
-    """Whether two values of `plain` are the same, but for rounding."""
+    """Whether two results of `plain` are equal up to rounding."""
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
         return len(one) == len(other) and all(map(_are_close, one, other))
     if isinstance(one, float) and isinstance(other, float):
@@ -585,9 +595,9 @@ def _are_close(one: Any, other: Any) -> bool:
 
 DEFAULT_EVERY = 64
 
-_LEAST_BYTES = 512 << 10  # a portion is not smaller: what is done per portion would cost more than reading it
-_CALL_BYTES = 16 << 10  # what could be read in the time that python takes for one more tensor
-_ROUNDING = 16  # times the dtype's epsilon, of a tensor's largest value
+_LEAST_BYTES = 512 << 10  # of a portion: the overhead of a smaller one would cost more than reading it
+_CALL_BYTES = 16 << 10  # the bytes that can be read in the time that python takes for one more tensor
+_ROUNDING = 16  # times the dtype's epsilon, relative to a tensor's largest value
 
 
 @dataclass(frozen=True)
@@ -595,9 +605,9 @@ class Piece:
     """Some rows of a parameter.
 
     Attributes:
-        parameter: Its number.
+        parameter: The parameter's number.
         begin: First row, along the first dimension.
-        end: Behind the last.
+        end: One past the last row.
     """
 
     parameter: int
@@ -613,8 +623,8 @@ class Replicas:
     """The ranks that have the same parameters, or the same parts of them.
 
     Attributes:
-        rank: This rank, among them.
-        numbers: What messages call each of them.
+        rank: This rank's number among them.
+        numbers: Each one's rank number for messages.
         transport: Carries tensors between them.
         control: Carries messages between them, on the CPU.
     """
@@ -626,22 +636,22 @@ class Replicas:
 
 
 def plan_portions(sizes: Sequence[tuple[int, int]], every: int) -> tuple[Portion, ...]:
-    """Divide parameters into at most `every` portions that cost about the same. Each row is in one of them. Pure.
+    """Divide parameters into at most `every` portions of about the same cost. Each row is in one portion. Pure.
 
     Args:
-        sizes: Of each parameter, the number of rows and the bytes of one.
-        every: In how many windows all are to be compared once.
+        sizes: For each parameter, the number of rows and the bytes of a row.
+        every: Number of windows in which all parameters are compared once.
     """
     in_all = sum(rows * row_bytes + _CALL_BYTES for rows, row_bytes in sizes if rows)
     enough = max(_LEAST_BYTES, -(-in_all // every))
     portions: list[list[Piece]] = [[] for _ in range(-(-in_all // enough))]
-    cost = 0  # of all that comes before this parameter's rows
+    cost = 0  # of everything before this parameter's rows
     for index, (rows, row_bytes) in enumerate(sizes):
         cost += _CALL_BYTES if rows else 0
         begin = 0
         while begin < rows:
             number = (cost + begin * row_bytes) // enough
-            end = min(rows, -((cost - (number + 1) * enough) // row_bytes))  # the row that comes to the border is in it
+            end = min(rows, -((cost - (number + 1) * enough) // row_bytes))  # includes the row that reaches the border
             portions[number].append(Piece(index, begin, end))
             begin = end
         cost += rows * row_bytes
@@ -675,11 +685,11 @@ class DriftWatch(Comparison):
     """Compares this rank's parameters with its replicas'.
 
     Args:
-        names: Of the parameters.
-        parameters: Those that are trained.
-        replicas: The ranks that have the same ones.
+        names: Names of the parameters.
+        parameters: The trained parameters.
+        replicas: The ranks that have the same parameters.
         everybody: Carries messages of all ranks of the model, on the CPU, in order with its passes.
-        every: In how many windows all are compared once.
+        every: Number of windows in which all parameters are compared once.
         is_vouched: The user has set `compare_every`, so there is no doubt.
     """
 
@@ -702,7 +712,7 @@ class DriftWatch(Comparison):
         self._everybody = everybody
         self._is_vouched = is_vouched
         portions = plan_portions([_rows(self._values_of(index)) for index in range(len(parameters))], every)
-        # None in the first of many windows, before which no optimizer has stepped.
+        # No portion is due in the first of many windows: no optimizer has stepped before it.
         places = [(2 + number * every // len(portions)) % every for number in range(len(portions))]
         self._due = dict(zip(places, portions, strict=True))
         self._every = every
@@ -710,13 +720,16 @@ class DriftWatch(Comparison):
         self._doubts = False
         self._has_warned = False
         self._versions: list[int] | None = None
-        self._stepped: set[int] = set()  # optimizers since the last window, by id
-        self._left: list[int] | None = None  # versions of what steps have left; None: of steps without an average
-        self._steppers: list[weakref.ref[Any]] = []  # optimizers that have stepped the last suspect, in that order
+        self._stepped: set[int] = set()  # ids of optimizers that have stepped since the last window
+        self._left: list[int] | None = None  # versions of parameters after the last step; None: it had no average
+        self._steppers: list[weakref.ref[Any]] = []  # optimizers that have stepped the suspect, in that order
         self._watch_steps(None)
 
     def set_apart(self, is_apart: bool) -> None:
-        """See `Observer`. Replicas are equal again when ranks come together, whatever there was before."""
+        """See `Observer`.
+
+        Replicas are equal again when ranks step together again, so earlier suspicions are dropped.
+        """
         super().set_apart(is_apart)
         self._versions = None
         self._watch_steps(None)
@@ -727,7 +740,7 @@ class DriftWatch(Comparison):
         return not (self._doubts or self.is_apart)
 
     def doubt(self) -> None:
-        """Replicas may be meant to differ from now on, unless the user vouches for the contrary."""
+        """Stop comparing, because replicas may be meant to differ; not if the user has set `compare_every`."""
         self._doubts = self._doubts or not self._is_vouched
 
     # ------------------------------------------------------------------ called by the engine
@@ -743,9 +756,9 @@ class DriftWatch(Comparison):
         return super().header_numbers(window)
 
     def measure(self) -> tuple[tuple[Portion, bool], Sequence[Number]]:
-        """See `Comparison`: about a portion, and whether it has differed before."""
+        """See `Comparison`: `sent` is a portion, and whether it has differed before."""
         if self._versions is not None and self._versions != self._versions_now():
-            self.doubt()  # an optimizer has stepped on gradients of this rank alone
+            self.doubt()  # an optimizer has stepped on this rank's own gradients
         self._versions = None
         is_again = self._suspect is not None
         portion = self._suspect or self._due.get(self.num_windows % self._every, ())
@@ -755,20 +768,20 @@ class DriftWatch(Comparison):
         return (portion, is_again), [self._machine + self._doubts, number]
 
     def judge(self, sent: tuple[Portion, bool], sums: Sequence[float]) -> None:
-        """See `Observer`. A difference counts if it is there again behind the next step of an optimizer."""
+        """See `Observer`. A difference counts if it is still there after the next step of an optimizer."""
         portion, is_again = sent
         some_doubt, differs = map(bool, sums)
         if some_doubt:
             self._doubts = True
             self._watch_steps(None)
-        elif is_again and portion is self._suspect:  # on a GPU it has been sent twice when it is judged
+        elif is_again and portion is self._suspect:  # on a GPU a portion is sent twice before it is judged
             self._watch_steps(None)
             self.found = portion if differs else None
-        elif differs and not is_again and self._suspect is None:  # one at a time
+        elif differs and not is_again and self._suspect is None:  # one suspect at a time
             self._watch_steps(portion)
 
     def conclude(self, found: Portion) -> bool:
-        """Raise what differs, or warn.
+        """Raise if replicas have drifted apart, or warn of rounding.
 
         Raises:
             DriftError: On every rank, with the same text.
@@ -778,7 +791,7 @@ class DriftWatch(Comparison):
         )
         for text, is_rounding in received:
             if text and not is_rounding:
-                self._left = None  # who catches this has been told, and isn't told again at the end
+                self._left = None  # a program that catches this error doesn't get it again at the end
                 raise DriftError(text)
         texts = [text for text, _ in received if text]
         if texts and self._everybody.rank == 0 and not self._has_warned:
@@ -789,9 +802,9 @@ class DriftWatch(Comparison):
     # ------------------------------------------------------------------ parts
 
     def _watch_steps(self, suspect: Portion | None) -> None:
-        """Take the digest of a portion behind each step of an optimizer from now on; None: of none."""
+        """From now on take the digest of a portion after each step of an optimizer; None: of no portion."""
         self._suspect = suspect
-        self._after_step: Tensor | None = None  # 0-dim, int64: its digest behind the last step
+        self._after_step: Tensor | None = None  # 0-dim, int64: the suspect's digest after the last step
         if suspect is not None:
             self._steppers = []
 
@@ -808,10 +821,10 @@ class DriftWatch(Comparison):
                 self._steppers.append(weakref.ref(optimizer))
 
     def left_by_last_step(self) -> list[int | None] | None:
-        """Digests of all parameters, as the last step behind an average has left them.
+        """Digests of all parameters, as the last step after an average has left them.
 
         Returns:
-            None for those that have changed since; None for all where replicas may be meant to differ.
+            By parameter, its digest, or None if it has changed since. None for all if replicas may be meant to differ.
         """
         if not self.is_on or self._left is None:
             return None
@@ -826,7 +839,7 @@ class DriftWatch(Comparison):
 
         Args:
             differing: Numbers of the parameters.
-            timeout_s: Deadline for the other replicas, of which one may do something else.
+            timeout_s: Deadline for the other replicas, one of which may not take part.
         """
         for transport in (self._replicas.control, self._replicas.transport):
             transport.set_timeout(timeout_s)
@@ -844,7 +857,7 @@ class DriftWatch(Comparison):
         return self._values_of(piece.parameter)[piece.begin : piece.end]
 
     def _values_of(self, parameter: int) -> Tensor:
-        """What replicas have alike of a parameter; one without dimensions has one row."""
+        """The part of a parameter that replicas have in common. A 0-dim parameter has one row."""
         values = local_part(self._parameters[parameter]).data
         return values if values.dim() else values.reshape(1)
 
@@ -852,14 +865,14 @@ class DriftWatch(Comparison):
         return digest([self._rows_of(piece) for piece in portion])
 
     def _explain(self, portion: Portion, when: str) -> tuple[str, bool]:
-        """Collective among replicas: what differs between them, and whether by rounding alone; "" if nothing does.
+        """Collective among replicas: a message about their differences (or ""), and whether these are only rounding.
 
         Args:
-            portion: What they compare.
-            when: For the message.
+            portion: The pieces to compare.
+            when: When the difference was noticed, for the message.
         """
         control = self._replicas.control
-        # NaN is NaN, and zero is zero, whatever their signs and other bits are.
+        # All NaNs count as equal, and both zeros, whatever their bits.
         own = [int(digest([canonical(self._rows_of(piece))])) for piece in portion]
         steppers = [options_of(each) for ref in self._steppers if (each := ref()) is not None]
         received = exchange(control, {"digests": own, "steppers": steppers})
@@ -873,26 +886,26 @@ class DriftWatch(Comparison):
         limits = [_ROUNDING * torch.finfo(self._parameters[piece.parameter].dtype).eps for piece in pieces]
         if all(distance <= limit for distance, limit in zip(distances, limits, strict=True)):
             return (
-                f"{text} That is rounding: the optimizer's step doesn't round alike on all ranks. It may grow; "
-                f"training goes on, and this warning comes once."
+                f"{text} That is rounding: the optimizer's step doesn't round in the same way on all ranks. The "
+                f"difference may grow. Training goes on, and this warning comes once."
             ), True
         same_number = len({len(each["steppers"]) for each in received}) == 1
         options = find_difference([facts_of(each["steppers"]) for each in received]) if same_number else None
         if options is not None:
             reason = (
-                f"The ranks step with different options: {options}. Set them alike, and resume from a checkpoint; "
-                f"{ABOUT_SCHEDULERS}"
+                f"The ranks step with different options: {options}. Set the same options on all ranks, and resume from "
+                f"a checkpoint; {ABOUT_SCHEDULERS}"
             )
         else:
             reason = (
-                "Something has changed parameters on some ranks only: a step or a zero_grad that some left out, "
-                "code that only one rank runs, a file that only one has read, a random number in the optimizer's step, "
-                "or faulty memory. Resume from a checkpoint."
+                "Something has changed parameters on some ranks only: a step or a zero_grad that some ranks skipped, "
+                "code that only one rank runs, a file that only one rank has read, a random number in the optimizer's "
+                "step, or faulty memory. Resume from a checkpoint."
             )
         return f"{text} {reason} Where ranks are meant to differ, wrap the model with compare_every=0.", False
 
     def _distance(self, piece: Piece, typical: int) -> float:
-        """Collective: by how much of its largest value this rank's piece differs from a typical rank's."""
+        """Collective: the difference of this rank's piece from a typical rank's, relative to its largest value."""
         own = self._rows_of(piece).detach()
         other = own.contiguous().clone()
         self._replicas.transport.broadcast(other.reshape(-1).view(torch.uint8), typical).wait()
@@ -902,55 +915,56 @@ class DriftWatch(Comparison):
         numbers = self._replicas.numbers
         names = list(dict.fromkeys(self._names[piece.parameter] for piece in pieces))
         which = f"parameter{'s' if len(names) > 1 else ''} {listed(names)}"
-        amount = "by what isn't a number" if most == float("inf") else f"by up to {most:.1e} of the largest value there"
+        amount = "by NaN" if most == float("inf") else f"by up to {most:.1e} of the largest value there"
         if minority:
             ranks = f"rank{'s' if len(minority) > 1 else ''} {', '.join(str(numbers[rank]) for rank in minority)}"
             verb = "differ" if len(minority) > 1 else "differs"
             return f"{ranks} {verb} from the other ranks in {which}, {amount}"
         if len(numbers) == 2:
             pair = " and ".join(map(str, numbers))
-            return f"ranks {pair} differ in {which}, {amount}; of two ranks it is undecidable which is right"
+            return f"ranks {pair} differ in {which}, {amount}; with two ranks it is undecidable which one is right"
         return f"the ranks differ in {which}, {amount}; no majority agrees, so it is undecidable which are right"
 
 
 def _rows(values: Tensor) -> tuple[int, int]:
-    """(number of rows, bytes of one); none of what isn't compared."""
+    """(number of rows, bytes of a row); 0 rows if the parameter isn't compared."""
     if type(values) is not Tensor or values.layout is not torch.strided or not values.numel():
         return 0, 0
     return len(values), values.nbytes // len(values)
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """Return what is the same on ranks that round alike."""
+    """Return the properties on which rounding depends, equal on ranks that round in the same way."""
     facts = determinism.facts(device)
     return {name: fact for name, fact in facts.items() if device.type == "cpu" or name != "num_threads"}
 
 
-# ---------------------------------------------------------------------- all of them
+# ---------------------------------------------------------------------- all checks of a model
 
 
 class Monitors:
-    """What watches the steps of one model.
+    """The observers of one model's steps.
 
     Args:
-        names: Of the parameters.
-        parameters: Those that are trained.
+        names: Names of the parameters.
+        parameters: The trained parameters.
         world: The ranks that take part.
-        transport: Carries what belongs to the model's passes.
-        control: Carries messages on the CPU, in order with that.
+        transport: Carries the messages of the model's passes.
+        control: Carries messages on the CPU, in order with those.
         on_nonfinite: What happens to a step with a gradient that isn't finite; None: nothing is checked.
-        compare_every: In so many windows parameters are compared between ranks once; None: where they are surely meant
-            to be equal, in the usual number; 0: never.
+        compare_every: Every parameter is compared between ranks once in this many windows; None: in the default number,
+            and only while replicas are certain to be meant equal; 0: never.
         starts_equal: The replicas were made equal when the model was wrapped.
-        replicas: The ranks that have the same parameters as this one, or the same parts of them; None: no others have.
+        replicas: The ranks that have the same parameters as this one, or the same parts of them; None: no other rank
+            has.
         is_divided: FSDP2 or tensor parallelism has divided the model over ranks, and adds gradients.
 
     Attributes:
         options: Compares options of optimizers and arguments of steps between ranks.
         drift: Compares parameters between ranks; None: nothing is compared.
         nonfinite: Finds gradients that aren't finite; None: nothing is checked.
-        steps: Looks at optimizers' steps; None: there is nobody to be out of step with.
-        observers: All of them, in the order in which the engine calls them.
+        steps: Checks optimizers' steps; None: there is only one rank.
+        observers: All observers, in the order in which the engine calls them.
     """
 
     def __init__(
@@ -974,7 +988,7 @@ class Monitors:
             if not starts_equal:
                 drift.doubt()
         nonfinite = None
-        # "warn" checks CPUs only, because it would wait for a GPU.
+        # "warn" checks only on CPUs, because on a GPU it would wait for the device.
         has_sums = world.device.type == "cpu" and (world.world_size > 1 or is_divided)
         if on_nonfinite in ("skip", "raise") or (on_nonfinite == "warn" and has_sums):
             in_sums = on_nonfinite == "warn" and transport.name == "shared memory" and not is_divided
@@ -984,7 +998,8 @@ class Monitors:
         self.drift, self.nonfinite = drift, nonfinite
         self.steps = StepWatch(parameters, world, control, watches) if world.world_size > 1 else None
         self.options = OptionsWatch(world, control, lambda: drift is not None and drift.is_on)
-        # A step that must not be made comes first, and options before parameters: these differ where those do.
+        # The check that can skip a step comes first. Options come before parameters, because different options make
+        # parameters differ.
         found = (nonfinite, self.options, drift, self.steps, InBackward(parameters if steps_late else ()))
         self.observers: tuple[Observer, ...] = tuple(each for each in found if each is not None)
 

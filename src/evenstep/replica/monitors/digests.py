@@ -1,4 +1,4 @@
-"""Digests: numbers that show whether ranks have the same tensors, and round alike."""
+"""Digests: numbers that show whether ranks have the same tensors, and whether differences are rounding."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 _SMALL_BYTES = 64 << 10  # copied together to be read at once
-# Prime, so that rows of a matrix don't begin in the same columns, and exchanging two of them is seen.
+# Prime, so that rows of a matrix begin in different columns, and swapping two rows changes the digest.
 _NUM_COLUMNS = 1021
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:
-    """A number made of the bytes of some tensors, in the order of their elements: 0-dim, int64, on the first's device.
+    """A hash of the bytes of some tensors, in the order of their elements: 0-dim, int64, on the first tensor's device.
 
-    The same on every machine, whatever the strides. As sums over columns of 32-bit words, weighted, it is read at the
-    speed of memory; who wants two tensors with the same digest can make them.
+    The same on every machine, for any strides. It consists of weighted sums over columns of 32-bit words, so it runs at
+    the speed of memory. It isn't cryptographic: two tensors with the same digest are easy to construct.
     """
     total: Tensor | None = None
     for flat in together(tensors):
@@ -35,20 +35,21 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def contrast(value: int | Tensor, rank: int, num_ranks: int) -> float | Tensor:
-    """A number of a rank's value; added over ranks it is 0 if all have the same value, and hardly ever otherwise. Pure.
+    """A rank's summand: over all ranks the sum is 0 if all have the same value, and almost never otherwise. Pure.
 
-    Every rank but the first adds the upper 40 bits of its value, and the first takes its own away as often. Where some
-    ranks differ from all others by the same, as two ranks always do, the sum isn't 0; it is by chance where values are
-    digests of three kinds or more, once in 2^39. Integers below 2^53 are exact in a float64, so there is no false alarm
-    among up to 8192 ranks, and several groups of ranks may add theirs together: the sum is 0 if all groups are equal.
+    Every rank except the first contributes the upper 40 bits of its value, and the first rank contributes minus its
+    own, times the number of other ranks. If there are only two different values, as with two ranks, the sum isn't 0.
+    With three or more different digests it is 0 by chance, once in 2^39. Integers below 2^53 are exact in a float64, so
+    there is no false alarm among up to 8192 ranks. Several groups of ranks may add their summands together: the sum is
+    0 if the ranks within each group are equal.
 
     Args:
         value: 64 bits, signed: a digest or a checksum.
-        rank: Of those that are compared.
-        num_ranks: How many are compared.
+        rank: This rank's number among the compared ranks.
+        num_ranks: How many ranks are compared.
 
     Returns:
-        0-dim, float64, if the value is on a GPU, which isn't waited for.
+        A number; or a 0-dim float64 tensor if the value is on a GPU, which isn't waited for.
     """
     if isinstance(value, Tensor) and value.device.type == "cpu":
         value = int(value)
@@ -57,8 +58,8 @@ def contrast(value: int | Tensor, rank: int, num_ranks: int) -> float | Tensor:
 
 
 def together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """All elements in fewer tensors, flat: neighbours that are small become one. Complex numbers become pairs."""
-    # Who has freed a tensor's memory will fill it again.
+    """All elements in fewer, flat tensors: small neighbours are joined. Complex numbers become pairs."""
+    # Skip tensors whose memory was freed: their owner will fill it again.
     filled = [each for each in tensors if each.numel() and each.untyped_storage().nbytes()]
     real = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in filled]
     runs = itertools.groupby([each.contiguous().reshape(-1) for each in real], _kind)
@@ -66,7 +67,7 @@ def together(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _kind(flat: Tensor) -> object:
-    """What neighbours have in common that become one; large ones have nothing."""
+    """The key by which neighbours are joined. Large tensors have a key of their own."""
     return (flat.dtype, flat.device) if flat.nbytes <= _SMALL_BYTES else id(flat)
 
 
@@ -79,21 +80,21 @@ def _weigh(words: Tensor) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """[_NUM_COLUMNS], int64, odd; no generator of torch's, whose numbers may change with its version."""
+    """[_NUM_COLUMNS], int64, odd. Not from torch's generators, whose numbers may change between versions."""
     draw = random.Random(1)
     numbers = [draw.getrandbits(62) * 2 + 1 for _ in range(_NUM_COLUMNS)]
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def canonical(values: Tensor) -> Tensor:
-    """With one kind of NaN, and one of zero. A copy; of complex numbers [..., 2]."""
+    """A copy in which all NaNs have the same bits, and all zeros. Complex numbers become [..., 2]."""
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
     return torch.where(values.isnan(), torch.full_like(values, torch.nan), values + 0.0)
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """The largest difference over the largest value; infinite if only one of two elements is no finite number."""
+    """The largest difference over the largest value; infinite if only one of two elements is finite."""
     wide = torch.complex128 if one.is_complex() else torch.float64
     one, other = one.to(wide), other.to(wide)
     same = (one == other) | (one.isnan() & other.isnan())

@@ -1,8 +1,8 @@
 """The end of a run: replicas are compared once more.
 
-While a model trains each of its parameters is compared in some window of 64 only, so a short run, and the end of a long
-one, would go unseen. What is compared is what the last step behind an average has left: a parameter that has changed
-since (`load_state_dict(best)` on rank 0, averaged or quantised weights) is skipped.
+During training each parameter is compared only once in 64 windows, so a short run, and the end of a long one, would not
+be compared. At the end ranks compare the parameters as the last step after an average has left them: a parameter that
+has changed since (`load_state_dict(best)` on rank 0, averaged or quantised weights) is skipped.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from evenstep.replica.monitors.checks import DriftWatch
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.world import World
 
-_DEADLINE_S = 5.0  # a rank whose loop was shorter waits as long before the others lose it
+_DEADLINE_S = 5.0  # how long a rank that has finished first waits for the others
 
 _watches: weakref.WeakKeyDictionary[World, list[weakref.ref[DriftWatch]]] = weakref.WeakKeyDictionary()
 
 
 def compare_at_end(watch: DriftWatch, world: World) -> None:
-    """Compare a model's replicas when its world's block has ended well. Collective then."""
+    """Compare a model's replicas when its world's block has ended without an exception. Collective then."""
     if world not in _watches:
         world.before_close.append(partial(_compare, weakref.ref(world)))
     _watches.setdefault(world, []).append(weakref.ref(watch))
@@ -36,14 +36,14 @@ def _compare(reference: weakref.ref[World]) -> None:
     assert world is not None
     watches = {str(number): watch for number, ref in enumerate(_watches[world]) if (watch := ref()) is not None}
     if world.process_group is not None and not dist.is_initialized():
-        return  # the script has ended its groups
+        return  # the script has destroyed its process groups
     mine = {number: watch.left_by_last_step() for number, watch in watches.items()}
     try:
         world.control.set_timeout(_DEADLINE_S)
         everybody = exchange(world.control, mine, what="the comparison of replicas at the end")
         found = {number: differing for number in mine if (differing := differing_at_end(number, everybody))}
         told = [watches[number].explain_end(differing, _DEADLINE_S) for number, differing in found.items()]
-    except Exception as error:  # whatever a rank does instead, this one has done its work
+    except Exception as error:  # this rank's training is complete, so a failed comparison is only a warning
         is_late = isinstance(error, CollectiveTimeoutError | PeerLostError)
         why = f"its ranks did not end within {_DEADLINE_S:.0f} s of each other" if is_late else "that failed"
         warn(
@@ -59,9 +59,9 @@ def differing_at_end(number: str, everybody: Sequence[dict[str, Sequence[int | N
     """Which parameters of a model differ between ranks. Pure.
 
     Args:
-        number: Of the model.
-        everybody: By rank and model the digest of each parameter; None: it is not to be compared. A model that some
-            rank has no more isn't compared either.
+        number: Number of the model.
+        everybody: By rank and model, the digest of each parameter; None: it isn't compared. A model that some rank has
+            deleted isn't compared either.
     """
     digests = [each.get(number) for each in everybody]
     found = [each for each in digests if each is not None]

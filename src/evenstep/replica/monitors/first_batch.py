@@ -1,12 +1,12 @@
-"""Whether ranks train on the same samples because torch's `DataLoader` was left where evenstep's is meant. Warns once.
+"""Warns once if ranks train on the same samples because the script still uses torch's `DataLoader`.
 
-Two things are needed for the warning: the first batches of ranks 0 and 1 are equal, and an iterator of torch's loader
-is under way that draws from the whole data set. So a script that divides its data itself, by a sampler or beforehand,
-is left alone, and so is a loader for an evaluation. Ranks that shuffle by seeds of their own (`init` without a seed)
-have other first batches, and aren't seen.
+The warning has two conditions: the first batches of ranks 0 and 1 are equal, and an iterator of torch's loader exists
+that draws from the whole data set. So there is no warning for a script that divides its data itself, by a sampler or
+beforehand, nor for an evaluation's loader. Ranks that shuffle with different seeds (`init` without a seed) have
+different first batches, so they aren't noticed.
 
-No rank waits: rank 1 leaves a digest in the store before its first backward pass, and rank 0 looks for it behind its
-first optimizer step, for which that pass was needed.
+No rank waits: rank 1 puts a digest into the store before its first backward pass, and rank 0 reads it after its first
+optimizer step, which needs that pass.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _KEY = "evenstep/first-batch"
 
 
 def compare_first_batches(world: World, inputs: Any) -> None:
-    """Have the first batches of ranks 0 and 1 compared, if no loader of evenstep's has drawn them.
+    """Have the first batches of ranks 0 and 1 compared, unless a loader of evenstep's has drawn them.
 
     Args:
-        world: Of ranks that have samples of their own.
-        inputs: Of the first training forward pass in it, any pytree.
+        world: A world whose ranks should have different samples.
+        inputs: Inputs of the first training forward pass in that world, any pytree.
     """
     global _judge
     if not world.is_initialised or world.store is None or world.world_size == 1 or world.rank > 1 or batches_drawn():
@@ -48,7 +48,7 @@ def compare_first_batches(world: World, inputs: Any) -> None:
 
 
 class _Judge:
-    """Rank 0's: waits for the first optimizer step."""
+    """Compares the digests on rank 0, after the first optimizer step."""
 
     def __init__(self, world: World, text: str) -> None:
         self._world, self._text = world, text

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evenstep.replica.gradients.observer import Observer
 
-# Read in `sys.modules`: where nobody has imported it no optimizer is there, and importing it takes a second.
+# Looked up in `sys.modules`: if the module isn't imported no optimizer is attached, and importing it takes a second.
 _TORCH_MODULE = "torch.distributed.optim.apply_optimizer_in_backward"
 _OPTIMIZERS = "_in_backward_optimizers"  # torch's attribute of a parameter
 
@@ -18,12 +18,12 @@ _OPTIMIZERS = "_in_backward_optimizers"  # torch's attribute of a parameter
 class InBackward(Observer):
     """Steps optimizers that torch's `_apply_optimizer_in_backward` has attached to parameters.
 
-    Autograd would step as soon as a parameter's gradient is there, which on several ranks is before it has been
-    averaged. torch's class takes those hooks away when it wraps a module, and steps when the average is there. So does
-    this class, also where the hooks have come later.
+    torch's hooks step as soon as autograd has a parameter's gradient. With several ranks that is before the gradient is
+    averaged. torch's `DistributedDataParallel` removes these hooks when it wraps a module, and steps when the average
+    is complete. This class does the same, and also removes hooks that are attached later.
 
     Args:
-        parameters: Those that are trained.
+        parameters: The trained parameters.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -32,7 +32,7 @@ class InBackward(Observer):
         self.begin_pass()
 
     def begin_pass(self) -> None:
-        """Take torch's hooks off the parameters, while any parameter in the process has some."""
+        """Remove torch's hooks from the parameters, if any parameter in the process has them."""
         module = sys.modules.get(_TORCH_MODULE)
         if module is not None and len(module.param_to_optim_hook_handle_map):
             for parameter in self._parameters:
@@ -41,7 +41,7 @@ class InBackward(Observer):
             self._stepped = [each for each in self._parameters if hasattr(each, _OPTIMIZERS)]
 
     def step(self) -> None:
-        """Step their parameters with averaged gradients, and set those to None."""
+        """Step the optimizers with averaged gradients, and set these gradients to None."""
         for parameter in self._stepped:
             if parameter.grad is not None:
                 for optimizer in parameter._in_backward_optimizers:

@@ -1,22 +1,22 @@
-"""Optimizers' steps beside a model's windows: on gradients that weren't averaged, and of ranks that are out of step.
+"""Checks of optimizers' steps: steps on gradients that weren't averaged, and ranks that are out of step.
 
 [Note: gradients that weren't averaged]
 
 `model.module.compute_loss(x).backward()` and a pass under `no_sync` leave this rank's own gradients in `p.grad`. A step
-on them is right in local SGD, and where the script averages by hand; else replicas drift apart. So a warning is due
-where an optimizer steps a parameter whose gradient such a pass has left, in the tensor in which it was left
-(`zero_grad` drops it, or makes it zero), and where no process group has made a call since. A script that logs with a
-collective between pass and step gets no warning: a wrong one would be worse.
+on such gradients is right in local SGD, and if the script averages by hand; else replicas drift apart. So a warning is
+due if an optimizer steps a parameter whose gradient such a pass has left, if the gradient is still the same tensor and
+not zero (`zero_grad` drops it, or makes it zero), and if no process group has made a call since. A script that logs
+with a collective between pass and step gets no warning: a wrong warning would be worse.
 
 [Note: slipped steps]
 
-A rank that leaves out a backward pass (`if loss != 0:`) meets the others one step later, and when each has left out one
-the numbers of their exchanges are equal: nothing hangs, replicas stay equal, and gradients of different steps are
-averaged. So ranks compare, from one window to the next, how often they have stepped, how many training batches they
-have drawn, and how many training forward passes no backward pass has reached (`Engine.end_forward`). What differs from
-the beginning, such as a forward pass on one rank before the loop, is no slip; nor are unequal micro-batches, or a cell
-that is called once for each part of a sequence. A rank whose share is empty runs less of a step than others do, so a
-window with such a rank isn't judged.
+A rank that skips a backward pass (`if loss != 0:`) has its next average with the others' earlier one. When each rank
+has skipped one pass all have made equally many exchanges: nothing hangs, replicas stay equal, and gradients of
+different steps are averaged. So ranks compare, from one window to the next, the numbers of optimizer steps, of training
+batches drawn, and of training forward passes that no backward pass has reached (`Engine.end_forward`). A difference
+from before the first window, such as a forward pass on one rank before the loop, is no slip. Neither are unequal
+micro-batches, or a cell that is called once for each part of a sequence. A rank with an empty share makes fewer of
+these calls in a step, so a window with such a rank isn't judged.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
-# What is counted: as it is told.
+# The counted events, as named in messages.
 _COUNTED = ("optimizer steps", "training batches drawn", "forward passes without a backward pass")
 
 
 @dataclass(frozen=True)
 class _Left:
-    """A gradient that this rank alone has left, and how many calls process groups had made then."""
+    """A gradient of this rank alone, and the number of calls that process groups had made at that time."""
 
     parameter: nn.Parameter
     gradient: Tensor
@@ -57,10 +57,10 @@ class StepWatch(Observer):
     """Warns of steps on gradients that weren't averaged, and of ranks that are out of step; each once.
 
     Args:
-        parameters: Those that are trained.
-        world: The ranks that take part, several of them.
-        control: Carries messages on the CPU, in order with what belongs to the model's passes.
-        others: Observers of the model that are told of steps.
+        parameters: The trained parameters.
+        world: The ranks that take part; more than one.
+        control: Carries messages on the CPU, in order with those of the model's passes.
+        others: Observers of the model whose `stepped` is called.
     """
 
     num_numbers = 2 * len(_COUNTED) + 1
@@ -72,18 +72,19 @@ class StepWatch(Observer):
         self._world, self._control, self._others = world, control, others
         self._left: _Left | None = None
         self._has_warned_of_gradients = self._has_warned_of_slips = False
-        # Of an optimizer that has no parameter of the model: how many groups it had then, below 0.
+        # By optimizer, the number of its steps. For an optimizer without a parameter of the model: minus its number of
+        # groups.
         self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._is_apart = False
-        self._num_steps = 0  # the most of one optimizer
-        self._num_forgotten = 0  # forward passes
+        self._num_steps = 0  # the largest count of an optimizer
+        self._num_forgotten = 0  # forward passes without a backward pass
         self._before: tuple[int, ...] | None = None  # counts at the last window's end; None: nothing to compare with
         count_optimizer_steps(self.optimizer_steps)
 
-    # ------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ events
 
     def begin_pass(self) -> None:
-        """See `Observer`: what it adds to is averaged with it, or noted again."""
+        """See `Observer`. The gradient that was noted is averaged with this pass, or noted again at its end."""
         self._left = None
 
     def passed_by(self, parameter: nn.Parameter) -> None:
@@ -138,11 +139,11 @@ class StepWatch(Observer):
             return
         self._has_warned_of_gradients = True
         why = (
-            "they come from a backward pass under no_sync or accumulate, and none has ended that window. Run the last "
-            "backward pass before the step outside"
+            "they come from a backward pass under no_sync or accumulate, and no later pass has averaged them. Run the "
+            "last backward pass before the step outside of no_sync and accumulate"
             if left.is_held_back
-            else "the backward pass went past the wrapper, which averages what a call of it began: call model(...) and "
-            "not model.module or a method of it, or give the loss to model.backward(loss)"
+            else "the backward pass bypassed the wrapper. Call model(...) instead of model.module or a method of it, "
+            "or pass the loss to model.backward(loss)"
         )
         warn(
             f"rank {self._world.rank}: {type(optimizer).__name__}.step at {user_site()} uses gradients that were not "
@@ -155,7 +156,7 @@ class StepWatch(Observer):
         return self._num_steps, batches_drawn(), self._num_forgotten
 
     def header_numbers(self, window: Window) -> Sequence[float] | Tensor:
-        """See `Observer`: of each count what has been added since the last window, and its square; an empty share."""
+        """See `Observer`: each count's increase since the last window, its square, and whether the share is empty."""
         self.sent = None
         before, self._before = self._before, None if self._is_apart else self._counts()
         if self._before is None or before is None or self._has_warned_of_slips:
@@ -167,7 +168,7 @@ class StepWatch(Observer):
         return [*numbers, float(window.kind is None)]
 
     def judge(self, sent: Any, sums: Sequence[float]) -> None:
-        """See `Observer`: equal numbers, and only those, have squares whose sum is that of the mean's."""
+        """See `Observer`. All numbers are equal if and only if n * (sum of squares) equals the square of their sum."""
         size, num_empty = self._world.world_size, sums[-1]
         if num_empty:
             return
@@ -177,8 +178,8 @@ class StepWatch(Observer):
                 return
 
     def conclude(self, found: int) -> bool:
-        """Warn of the number of what is counted. Collective."""
-        if not self._has_warned_of_slips:  # on a GPU numbers of the next window travel before these are judged
+        """Warn of the count that differs. Collective."""
+        if not self._has_warned_of_slips:  # on a GPU the next window's numbers are sent before these are judged
             self._has_warned_of_slips = True
             everybody = exchange(self._control, self._counts())
             if self._world.is_main:
@@ -187,15 +188,15 @@ class StepWatch(Observer):
 
 
 def _story(which: int, everybody: Sequence[Sequence[int]]) -> str:
-    """What differs, for all ranks' counts. Pure."""
+    """The message for one of the counts of all ranks. Pure."""
     counts = [each[which] for each in everybody]
     low, high = counts.index(min(counts)), counts.index(max(counts))
     found = f"rank {high} has {counts[high]} {_COUNTED[which]}, rank {low} has {counts[low]}"
     if low == high:
-        found = f"ranks have {counts[low]} {_COUNTED[which]}, in other steps"
+        found = f"all ranks have {counts[low]} {_COUNTED[which]}, but not in the same steps"
     return (
-        f"ranks are out of step: since the last average of gradients some have gone further than others ({found}), so "
-        f"gradients of different steps are averaged. A rank has probably left out a backward pass, a batch or a step. "
-        f"It takes part without adding anything by model.backward(loss, weight=0), or by an empty share. This warning "
-        f"comes once."
+        f"ranks are out of step: since the last average of gradients some ranks have gone further than others "
+        f"({found}), so gradients of different steps are averaged. A rank has probably skipped a backward pass, a "
+        f"batch or a step. A rank takes part without contributing by model.backward(loss, weight=0), or with an empty "
+        f"share. This warning comes once."
     )

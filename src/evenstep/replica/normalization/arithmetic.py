@@ -1,4 +1,4 @@
-"""Statistics of rows: of one rank's, of all ranks' together, and the running ones. In float64; see `sync_batchnorm`."""
+"""Statistics of one rank's rows, of all ranks' rows, and running statistics. In float64; see `sync_batchnorm`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def local_statistics(x: Tensor) -> Tensor:
 
 
 def combine(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The statistics of all rows out of those of each rank. Pure.
+    """Combine the ranks' statistics into the statistics of all rows. Pure.
 
     Args:
         rows: [num_ranks, 1 + 2 * num_features], float64: (count, mean, M2) of each rank.
@@ -42,7 +42,7 @@ def update_running_statistics(layer: BatchNorm, count: Tensor, mean: Tensor, var
     """Count one more batch in a layer's buffers, unless the batch had no rows.
 
     Args:
-        layer: Perhaps one that keeps no running statistics.
+        layer: The layer; it may keep no running statistics.
         count: As `combine` returns it.
         mean: See there.
         var: See there.

@@ -7,21 +7,21 @@
                and a pairwise algorithm for computing sample variances", 1979), which cancels nothing
     backward   the sums of dy and of dy * xhat over this rank's rows are added over ranks
 
-One collective each, of float64 numbers whatever the input's dtype: counts stay whole, and means of unequal counts are
-combined without a loss. A rank without rows sends zeros and takes part. The gradients of weight and bias are this
-rank's own: `DistributedDataParallel` averages them with all others.
+Each is one collective of float64 numbers, for every input dtype: counts stay whole numbers, and means of unequal counts
+are combined without loss. A rank without rows sends zeros and takes part. The gradients of weight and bias are this
+rank's own: `DistributedDataParallel` averages them with all other gradients.
 
 [Note: rows that don't count]
 
-The module runs on a dummy batch of a few rows for an empty share (`batches.DummyBatch`). Those rows count 0: they
-are normalised with the other ranks' statistics, and nothing of them travels, forward or backward.
+The module runs on a dummy batch of a few rows for an empty share (`batches.DummyBatch`). Those rows count 0: they are
+normalised with the other ranks' statistics, and contribute nothing to the exchanges, forward or backward.
 
 [Note: the recorded sequence]
 
 A rank that has left its loop takes part in the others' exchanges with count 0. It replays the exchanges of the last
 *window*: all forward and backward passes since gradients were last averaged. The active ranks announce a window before
-its first exchange. Every exchange carries a code of the layer and the direction, so a rank that replays an exchange
-which the others no longer make raises an error with the layers' names, instead of adding one layer's sums to another's.
+its first exchange. Every exchange carries a code of the layer and the direction. So if a rank replays an exchange that
+the others no longer make, an error names the layers, and one layer's sums are never added to another's.
 
     forward   forward   backward   backward   forward   ...
     norm 1    norm 2    norm 2     norm 1     norm 1
@@ -78,7 +78,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         process_group: The ranks that normalise together, a `torch.distributed` group; None: all of the current world.
         device: As in torch.
         dtype: As in torch.
-        bias: As in torch; 2.11 knows no such argument.
+        bias: As in torch; torch 2.11 has no such argument.
 
     Raises:
         ConfigurationError: An argument is wrong.
@@ -114,9 +114,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Normalise [n, num_features, ...]. Collective in training.
 
         Raises:
-            ValueError: There is one value per channel on all ranks together, of which no variance can be had; or the
-                input has no channels or the wrong number of them.
-            MismatchError: Another rank runs another layer. Raised on every rank that is in the exchange.
+            ValueError: There is only one value per channel on all ranks together, which has no variance; or the input
+                has no channels or the wrong number of channels.
+            MismatchError: Another rank runs another layer. Raised on every rank that takes part in the exchange.
         """
         if not self.training:
             return BatchNorm.forward(self, input)
@@ -124,7 +124,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self._check_non_zero_input_channels(input)
         if input.shape[1] != self.num_features:
             raise ValueError(f"expected input with {self.num_features} channels, and this is {list(input.shape)}")
-        # The exchange is no tensor operation: a compiled graph ends here. (The decorated method imports dynamo.)
+        # The exchange isn't a tensor operation: a compiled graph ends here. (The decorated method imports dynamo.)
         return self._train_uncompiled(input) if torch.compiler.is_compiling() else self._train(input)
 
     def _train(self, input: Tensor) -> Tensor:
@@ -140,7 +140,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
         """Replace every batch normalisation in a module, torch's `SyncBatchNorm` included, by one of this class.
 
-        Parameters, buffers and hooks are taken over, so optimizers and references to them stay right.
+        The new layers have the old ones' parameters, buffers and hooks, so optimizers and references to them stay
+        valid.
 
         Args:
             module: Changed in place; a batch normalisation itself is not.
@@ -150,7 +151,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             The module, or what replaces it.
 
         Raises:
-            ConfigurationError: A lazy layer doesn't know its number of channels yet; no module, or no group.
+            ConfigurationError: A lazy layer doesn't know its number of channels yet, or an argument isn't a module or a
+                group.
         """
         if not isinstance(module, nn.Module):
             raise checks.refuse("convert_sync_batchnorm: module", module, "a torch.nn.Module")
@@ -161,7 +163,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # An overseer belongs to a running world; a copy or a file has none.
+        # An overseer belongs to a running world, so it isn't copied or saved.
         return {name: value for name, value in self.__dict__.items() if name != "overseer"}
 
 
@@ -196,7 +198,7 @@ class _Normalise(torch.autograd.Function):
         own = mean.new_zeros(2, len(mean))  # sums of dy, and of dy * xhat
         if ctx.counts:
             x, dy = x.to(mean.dtype), dy.to(mean.dtype)
-            # Sums don't depend on the weight; but without one CUDA's kernel returns none of dy * xhat.
+            # The sums don't depend on the weight, but without a weight CUDA's kernel returns no sum of dy * xhat.
             _, own[1], own[0] = torch.ops.aten.native_batch_norm_backward(
                 dy, x, invstd, None, None, mean, invstd, True, ctx.layer.eps, [False, True, True]
             )
@@ -212,26 +214,26 @@ class _Normalise(torch.autograd.Function):
                 dx.mul_((-invstd * mean_dy_xhat).view(shape)).add_(dy).sub_(mean_dy.view(shape)).mul_(scale.view(shape))
             else:
                 dx = torch.zeros_like(x)
-        # In dtypes of their own: autograd converts a gradient to what it is the gradient of.
+        # Return gradients in the dtypes in which they were computed: autograd converts each to its input's dtype.
         return dx, own[1] if needs_weight else None, own[0] if needs_bias else None, None, None, None
 
 
 class SyncLayers:
-    """All SyncBatchNorms of a module, and what they exchange. False where there are none.
+    """All SyncBatchNorms of a module, and their exchanges. False if there are none.
 
-    Collective, but for copies: every rank makes one, for the same model.
+    Collective, except for copies: every rank makes one, for the same model.
 
     Args:
-        module: The model; or a layer that is in no wrapped model, for one forward pass and its backward pass.
+        module: The model, or a layer outside of any wrapped model, for one forward pass and its backward pass.
         world: The ranks that take part.
-        engine: Knows of the model's passes and windows; held weakly. None: of a layer that is in no wrapped model.
-        is_copy: The other ranks may have no such copy of the model, so nothing can be agreed now: it shares the
-            channels of layers without a model.
+        engine: The model's engine, held weakly. None for a layer outside of any wrapped model.
+        is_copy: The model is a copy, which other ranks may not have made, so no collective is possible now. It shares
+            the channels of layers without a model.
 
     Attributes:
         layers: By name.
-        recorded: The exchanges of the last window, each as (layer, is_backward); without a layer: an agreement on the
-            number of micro-batches.
+        recorded: The exchanges of the last window, each as (layer, is_backward). A layer of None is the agreement on
+            the number of micro-batches.
     """
 
     def __init__(self, module: nn.Module, world: World, engine: Engine | None = None, *, is_copy: bool = False) -> None:
@@ -242,11 +244,12 @@ class SyncLayers:
         self._engine = (lambda: None) if engine is None else weakref.ref(engine)
         self._has_channels = engine is not None and not is_copy
         self._channels: dict[tuple[torch.device, dist.ProcessGroup | None], Transport] = {}
-        self._window = -1  # to which the record belongs
+        self._window = -1  # the window that `recorded` belongs to
         self._over_dummy = self._running = False
         for layer in self.layers.values() if engine is not None else ():
             layer.overseer = self
-            # Now, while all ranks are here: a rank without a batch would not be there when a layer first needs it.
+            # Open the channel now, while all ranks are here: a rank without a batch would be missing when a layer first
+            # needs it.
             if self._has_channels:
                 self.channel(self._device_of(layer), layer.process_group)
 
@@ -260,10 +263,10 @@ class SyncLayers:
 
     @contextmanager
     def forward_pass(self, *, over_dummy: bool) -> Iterator[None]:
-        """Around the module's forward pass.
+        """Context of the module's forward pass.
 
         Args:
-            over_dummy: It runs on a dummy batch for an empty share: its rows count 0, now and in its backward pass.
+            over_dummy: The module runs on a dummy batch for an empty share. Its rows count 0, forward and backward.
         """
         for layer in self.layers.values():
             layer.overseer = self  # a module may have been wrapped twice
@@ -274,16 +277,16 @@ class SyncLayers:
             self._running = False
 
     def buffers(self) -> list[Tensor]:
-        """The running statistics, which are the same on all ranks, also on those whose share was empty."""
+        """The running statistics. They are the same on all ranks, also on ranks whose share was empty."""
         return [buffer for layer in self.layers.values() for buffer in layer.buffers(recurse=False)]
 
     def pad(self, parts: Sequence[Any], batch: Any, dim: int = 0) -> list[Any]:
-        """As many parts of a batch on every rank as on the one that has most of them; the empty ones come first.
+        """Add empty parts in front, so that every rank has as many parts as the rank with the most.
 
         Collective. Statistics are exchanged in every part, so every rank has to run the module equally often.
 
         Args:
-            parts: What this rank's share was divided into.
+            parts: The parts of this rank's share.
             batch: The share, for its structure.
             dim: The batch dimension.
         """
@@ -299,7 +302,8 @@ class SyncLayers:
     def shadow(self) -> None:
         """Collective: take part with count 0 in all exchanges of a window. Running statistics follow.
 
-        Without a record: every layer once, in the order of `named_modules`, and back.
+        Without a record it takes part in every layer once, in the order of `named_modules`, and then in reverse order
+        backward.
 
         Raises:
             MismatchError: The other ranks do something else than in the recorded window.
@@ -315,9 +319,9 @@ class SyncLayers:
     # ------------------------------------------------------------------ called by layers
 
     def channel(self, device: torch.device, group: dist.ProcessGroup | None) -> Transport:
-        """What carries the exchanges of inputs on a device. Collective the first time.
+        """The transport for exchanges of inputs on a device. Collective the first time.
 
-        It is this model's own: another model's exchanges may come in another order.
+        Each model has its own, because exchanges of two models may come in different orders.
         """
         if (device, group) not in self._channels:
             args = self._world, "batch normalisation", device, group
@@ -325,13 +329,14 @@ class SyncLayers:
         return self._channels[device, group]
 
     def counts_rows(self) -> bool:
-        """Whether the rows that a layer sees now are samples, and no dummies.
+        """Whether the rows that a layer now processes are samples, not dummies.
 
-        Outside the wrapper's forward pass, and so also inside `model.module(x)`, rows count.
+        Rows count outside the wrapper's forward pass, and so also inside `model.module(x)`.
         """
         contribution = self._contribution()
         is_dropped = not isinstance(contribution, Tensor) and contribution == 0
-        # An activation checkpoint runs the layer again inside the backward pass: as in the forward pass before it.
+        # An activation checkpoint runs the layer again inside the backward pass; rows must count as in the forward
+        # pass.
         runs_again = graph_task_id() != -1 and is_dropped
         return not (self._over_dummy and (self._running or runs_again))
 
@@ -340,11 +345,11 @@ class SyncLayers:
         return 1.0 if engine is None else engine.contribution()
 
     def record(self, layer: SyncBatchNorm | None, *, is_backward: bool = False) -> None:
-        """An exchange follows. Collective with ranks that have left their loop.
+        """Record an exchange before it is made. Collective, including ranks that have left their loop.
 
         Args:
-            layer: Whose; None: the ranks agree on the number of micro-batches.
-            is_backward: Its gradients, and not its statistics.
+            layer: The layer; None: the ranks agree on the number of micro-batches.
+            is_backward: The layer's gradients are exchanged, not its statistics.
         """
         engine = self._engine()
         if engine is not None:
@@ -354,15 +359,15 @@ class SyncLayers:
             self.recorded.append((layer, is_backward))
 
     def exchange_statistics(self, layer: SyncBatchNorm, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Collective: the statistics of all ranks' rows, as `combine` returns them. The layer's running ones follow.
+        """Collective: the statistics of all ranks' rows, as `combine` returns them. Updates running statistics.
 
         Args:
-            layer: One of these.
+            layer: One of these layers.
             own: [1 + 2 * num_features], float64, as `local_statistics` makes it.
 
         Raises:
-            ValueError: There is one value per channel in all. Raised on every rank; not on CUDA, where the running
-                variance takes the biased one instead of waiting for the device.
+            ValueError: There is only one value per channel on all ranks. Raised on every rank, but not on CUDA: there
+                the running variance uses the biased variance instead of waiting for the device.
             MismatchError: Another rank is in another exchange.
         """
         rows = self._exchange(layer, own, is_backward=False)
@@ -389,18 +394,18 @@ class SyncLayers:
         return self._exchange(layer, own, is_backward=True)[0].to(own.device)
 
     def _exchange(self, layer: SyncBatchNorm, own: Tensor, *, is_backward: bool) -> Tensor:
-        """Returns the rows of all ranks, or [1, n], their sum, on the device that carries them."""
+        """Returns the rows of all ranks, or their sum, [1, n], on the transport's device."""
         transport = self.channel(own.device, layer.process_group)
         code = float(2 * self._index[layer] + is_backward)
-        # Equal codes are those for which n * sum of squares is the square of the sum; whole numbers, so this is exact.
-        # (`new_tensor` would wait for a GPU.)
+        # All codes are equal if and only if n * (sum of squares) equals the square of the sum. Codes are whole numbers,
+        # so this is exact. (`new_tensor` would wait for a GPU.)
         sent = torch.cat([own.new_full((1,), code), own.new_full((1,), code * code), own])
         sent = sent if transport.name == "nccl" else sent.cpu()
         received = sent if is_backward else sent.new_empty(transport.world_size * len(sent))
         try:
             (transport.all_reduce(sent) if is_backward else transport.all_gather(received, sent)).wait()
         except EvenstepError as error:
-            # The same failure, and whose it was: a transport knows only of numbers and lengths.
+            # Raise the same failure with the layer's name: a transport knows only numbers and lengths.
             raise type(error)(f"{self._describe(code)}: {error}") from error
         received = received.view(-1, len(sent))
         if received.device.type == "cpu":
@@ -410,8 +415,8 @@ class SyncLayers:
                 transport.all_gather(codes, sent.new_tensor([code])).wait()
                 all_codes = "; ".join(f"rank {rank} is in {self._describe(c)}" for rank, c in enumerate(codes.tolist()))
                 raise MismatchError(
-                    f"the ranks run different batch normalisations at the same time: {all_codes}. Every rank runs the "
-                    f"same layers in the same order, whatever its batch."
+                    f"the ranks run different batch normalisations at the same time: {all_codes}. Every rank must run "
+                    f"the same layers in the same order, for every batch."
                 )
         return received[:, 2:]
 
@@ -425,14 +430,14 @@ class SyncLayers:
         return f"{'backward' if is_backward else 'forward'} of {which}"
 
     def _device_of(self, layer: SyncBatchNorm) -> torch.device:
-        """Where a layer's inputs will be."""
+        """The device of a layer's inputs."""
         return next((tensor.device for tensor in _tensors(layer)), self._world.device)
 
 
 def replace_torchs(module: nn.Module) -> nn.Module:
-    """A module in which this class stands for every `torch.nn.SyncBatchNorm` on the CPU, where torch's refuses to run.
+    """Replace every `torch.nn.SyncBatchNorm` on the CPU, where torch's class refuses to run, by this class.
 
-    Parameters, buffers and hooks are taken over; classes derived from torch's are left alone.
+    The new layers have the old ones' parameters, buffers and hooks. Classes derived from torch's are left alone.
 
     Args:
         module: Changed in place, unless it is such a layer itself.
@@ -451,7 +456,7 @@ def replace_torchs(module: nn.Module) -> nn.Module:
 
 
 def _nothing(layer: SyncBatchNorm, device: torch.device, *, is_backward: bool) -> Tensor:
-    """What a rank without rows sends."""
+    """The numbers that a rank without rows sends."""
     return torch.zeros(2 * layer.num_features + (not is_backward), dtype=torch.float64, device=device)
 
 
@@ -468,7 +473,7 @@ def _with_replaced(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -
 
 
 def _converted(cls: type[SyncBatchNorm], module: BatchNorm, process_group: dist.ProcessGroup | None) -> SyncBatchNorm:
-    """A layer of this class with all that another has."""
+    """A layer of this class with another layer's settings, parameters, buffers and hooks."""
     if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters(recurse=False)):
         raise ConfigurationError(
             f"{type(module).__name__} doesn't know its number of channels yet; run one batch before converting it."

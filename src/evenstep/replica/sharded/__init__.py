@@ -1,6 +1,6 @@
 """Gradients that are sharded over the ranks: each rank has the sum of its shard.
 
-Reading order: `exchange` (reduce-scatters buckets), `bucket` (what lies where in a sharded bucket), `slices` (which
-part of which parameter lies in a shard; pure), `values` (the parameters, which are gathered), `gradient_placeholder`
-(stands in `p.grad` for a gradient that this rank doesn't have).
+Reading order: `exchange` (reduce-scatters buckets), `bucket` (the memory of a sharded bucket), `slices` (which part of
+which parameter is in a shard; pure), `values` (the parameters, which are gathered), `gradient_placeholder` (is in
+`p.grad` in place of a sharded gradient).
 """

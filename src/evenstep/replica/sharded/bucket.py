@@ -1,29 +1,29 @@
-"""A bucket that is divided: every rank has the sum of one shard, and steps the parameters that lie in it.
+"""A sharded bucket: every rank has the sum of one shard, and steps the parameters in it.
 
 [Note: what lies where]
 
     flat      gradients     [numel]        slot | slot | slot ...| padding       all of this rank's own, before the sum
-    reduced   gradients     [numel / n]            ^^^^^^^^                      what this rank has of the sum
+    reduced   gradients     [numel / n]            ^^^^^^^^                      this rank's shard of the sum
     shard     gradients     [numel / n]            ^^^^^^^^                      the mean; the same memory, or wider
     values    parameters    [numel]        slot | slot | slot ...| padding       the same places as in `flat`
-      .own    parameters    [numel / n]            ^^^^^^^^                      what this rank steps; then all gather
+      .own    parameters    [numel / n]            ^^^^^^^^                      stepped by this rank, then gathered
 
-Parameters are views of `values`, so that gathering writes to where they are. With shared memory every rank copies the
-others' shards from where their owners have written them.
+Parameters are views of `values`, so gathering writes directly into them. With shared memory every rank copies the other
+ranks' shards straight from their owners' memory.
 
-What is added in a narrower dtype than the parameters' is unscaled, clipped and stepped in theirs: divided by a
-GradScaler's scale, float16 would lose what the scale has kept.
+Gradients that are added in a narrower dtype than the parameters' are unscaled, clipped and stepped in the parameters'
+dtype: divided by a GradScaler's scale, float16 numbers would lose the digits that the scale protects.
 
 [Note: what stands in p.grad]
 
     None           there is no gradient
-    shown          it has been reduced, and is in the shard: a placeholder. Where nothing is divided it is a view of
-                   `flat`, for everybody to read
-    a view         of `flat`, which holds zeros: autograd adds to them where they travel from
-    anything else  zeros where `flat` is no place for them; what autograd has accumulated in the window that is open;
-                   what the program has put there, the same on all ranks
+    shown          the gradient has been reduced, and is in the shard: a placeholder. In a world of one it is a view of
+                   `flat`, which programs may read
+    a view         of `flat`, which holds zeros: autograd adds gradients directly in the memory that is sent
+    anything else  zeros, if `flat` is lent or has another dtype; gradients of the open window from autograd;
+                   or a tensor from the program, the same on all ranks
 
-While a window is open no placeholder stands anywhere until its bucket is packed: `open_window` has saved their shards.
+In an open window `p.grad` holds no placeholder until its bucket is packed: `open_window` has saved the shards.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from evenstep.replica.sharded.slices import plan_slices
 from evenstep.replica.sharded.values import ShardedValues
 from evenstep.transport.core.transport import Transport
 
-# Their `reduce_scatter` may write its result over this rank's part of its input: the others never read that.
+# Transports whose `reduce_scatter` may write its result into this rank's part of its input, which no other rank reads.
 _REDUCE_IN_PLACE = ("local", "shared memory", "nccl")
 
 
 @dataclass(frozen=True)
 class Loan:
-    """Memory that several buckets use one after the other.
+    """Memory that several buckets use in turn.
 
     Attributes:
-        memory: [n], at least as long as the longest of them.
-        before: The bucket that has it before this one, in the order in which they travel; None: this is the first.
+        memory: [n], at least as long as the longest bucket.
+        before: The bucket that uses it before this one, in the order in which they are sent; None: this is the first.
     """
 
     memory: Tensor
@@ -70,12 +70,12 @@ class ShardedBucket(Bucket):
 
     Args:
         layout: Which parameter lies where; it has a sharding.
-        parameters: All parameters of the model, in registration order. Those in this bucket move to `values`.
+        parameters: All parameters of the model, in registration order. This bucket's parameters move into `values`.
         names: Their names, for messages.
         transport: Carries the memory.
-        allocator: Allocates it.
-        engine: Of the model.
-        loan: Memory for `flat`, which this bucket has from `pack` to `wait` only; None: it has its own.
+        allocator: Allocates the memory.
+        engine: The model's engine.
+        loan: Memory for `flat`, which this bucket has only from `pack` to `wait`; None: it has its own memory.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class ShardedBucket(Bucket):
         self.slices = plan_slices(layout, transport.rank, transport.world_size)
         self.values = ShardedValues(layout, self.parameters, self.names, transport, allocator)
         self._engine, self._loan = engine, loan
-        # Where nothing is divided, gradients are there for everybody.
+        # In a world of one, in one dtype, programs may read the reduced gradients.
         if transport.world_size > 1 or dtype is not layout.dtype:
             self.shown = [GradientPlaceholder(self, index, each) for index, each in enumerate(self.parameters)]
         self._keeps_zeros = loan is None and dtype is layout.dtype  # views of `flat` can be gradients
-        self._zeroed_at: int | None = None  # versions of the views, see `_versions`, while these show zeros
+        self._zeroed_at: int | None = None  # `_versions()` of the views when `zero` zeroed them
         ends = [slot.offset_numel + slot.numel for slot in layout.slots]
         begins = [slot.offset_numel for slot in layout.slots[1:]] + [layout.numel]
         self._gaps = [flat[end:begin] for end, begin in zip(ends, begins, strict=True) if end < begin]
@@ -114,12 +114,12 @@ class ShardedBucket(Bucket):
     # ------------------------------------------------------------------ on the way
 
     def pack(self, divide_by: float = 1.0, totals: list[float] | None = None) -> None:
-        """As `Bucket.pack`; what is in `flat` is hidden in `p.grad`, so that the original's memory is free."""
+        """As `Bucket.pack`. `p.grad` becomes a placeholder, so that the original gradient's memory is freed."""
         if self._loan is not None and self._loan.before is not None:
             self._loan.before.wait()
         self._zeroed_at = None
-        # Shards are clipped and stepped with the gaps between gradients, so nothing may be left there: neither somebody
-        # else's gradients in lent memory, nor a NaN that a clip by a norm of NaN has made of a zero.
+        # Clipping and stepping include the gaps between gradients, so the gaps must be zero. They may hold another
+        # bucket's gradients (in lent memory), or NaNs (0 times a norm of NaN in clipping).
         if self._gaps:
             torch._foreach_zero_(self._gaps)
         super().pack(divide_by, totals)
@@ -132,41 +132,41 @@ class ShardedBucket(Bucket):
             self.reduced.copy_(self._own_of_flat)
 
     def receive(self, index: int, gradient: Tensor) -> None:
-        """Autograd adds to a hidden gradient: the pass begins with it, of a loss that uses the parameter directly.
+        """Begin a pass with a gradient that autograd adds to a placeholder: the loss uses the parameter directly.
 
         Raises:
-            UsageError: The pass has begun, and the gradient comes after its bucket has been sent. Or it isn't the
-                wrapper's pass, so this rank's own gradient would be added to what all ranks share.
+            UsageError: The pass has already begun, so the gradient comes after its bucket was sent. Or the pass isn't
+                the wrapper's, so this rank's own gradient would be added to the reduced one.
         """
         engine = self._engine()
         if engine is None or engine.is_in_pass:
             raise late_gradient([self.names[index]])
-        engine.gradient_came()  # which has what is hidden saved
+        engine.gradient_came()  # saves the sharded gradients
         if not engine.is_in_pass:
             raise UsageError(
                 f"the gradient of {self.names[index]!r} is divided over {self.transport.world_size} ranks by a "
-                f"ShardedOptimizer, and a backward pass around the wrapped model would add this rank's own to it. Call "
-                f"zero_grad before, or use torch.autograd.grad, which leaves p.grad alone."
+                f"ShardedOptimizer, and a backward pass that bypasses the wrapped model would add this rank's own "
+                f"gradient to it. Call zero_grad before, or use torch.autograd.grad, which leaves p.grad alone."
             )
         self.parameters[index].grad = gradient.detach().clone()
 
-    # ------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------ reduced gradients
 
     def take(self, reduced: Sequence[Tensor | None]) -> None:
-        """As `Bucket.take`; the gradients that are given are whole."""
+        """As `Bucket.take`; the gradients that are passed are whole."""
         self.shard.zero_()
         self._absorb([reduced[slot.parameter] for slot in self.layout.slots])
         drop_grads(self.parameters)
         self.publish(lambda index: reduced[index] is not None)
 
     def _absorb(self, grads: Sequence[Tensor | None]) -> None:
-        """Put this rank's parts of whole gradients, by slot, into the shard, where the others are already."""
+        """Copy this rank's slices of whole gradients, by slot, into the shard. Sharded gradients are there already."""
         for part, grad, shown, home in zip(self.slices, grads, self.shown, self.values.homes, strict=True):
             if grad is not None and grad is not shown:
                 part.of_shard(self.shard).copy_(part.of_whole(grad.detach(), home))
 
     def held(self) -> list[bool]:
-        """For each slot, whether there is a reduced gradient, which then is in the shard.
+        """For each slot, whether there is a reduced gradient. The shard then holds this rank's part of it.
 
         Raises:
             UsageError: There is a gradient that wasn't reduced.
@@ -175,22 +175,22 @@ class ShardedBucket(Bucket):
         if all(map(operator.is_, grads, self.shown)):  # the usual case
             return [True] * len(grads)
         for name, grad, shown in zip(self.names, grads, self.shown, strict=True):
-            # zeros: zero_grad(set_to_none=False), and no pass since
+            # Zeros are fine: zero_grad(set_to_none=False), and no pass since.
             if self.hides and grad is not None and grad is not shown and grad.any():
                 raise UsageError(
                     f"rank {self.transport.rank}: step with a gradient of {name!r} that was not averaged over ranks: "
-                    f"it comes from a backward pass inside accumulate or no_sync, or was put there. End the window "
-                    f"with a backward pass outside, or the loop over microbatches."
+                    f"it comes from a backward pass inside accumulate or no_sync, or the program has set it. End the "
+                    f"window with a backward pass outside, or finish the loop over microbatches."
                 )
         self._absorb(grads)
         return [grad is not None for grad in grads]
 
     def whole_gradients(self) -> dict[int, Tensor]:
-        """Collective: the reduced gradients by index of the parameter, of full length on every rank."""
+        """Collective: the reduced gradients, in full length on every rank, by index of the parameter."""
         grads = [parameter.grad for parameter in self.parameters]
         if all(grad is None for grad in grads):
             return {}
-        self._absorb(grads)  # such as what a window without a gradient has kept
+        self._absorb(grads)  # such as a gradient left from a window in which the parameter had none
         whole = self.gather(self.shard)
         return {
             slot.parameter: view_like(whole, slot.offset_numel, parameter)
@@ -199,20 +199,20 @@ class ShardedBucket(Bucket):
         }
 
     def gather(self, shard: Tensor) -> Tensor:
-        """Collective: all ranks' shards of something that lies like the bucket.
+        """Collective: all ranks' shards of a tensor that is laid out like the bucket.
 
         Args:
             shard: [numel / n], this rank's.
 
         Returns:
-            [numel], memory of its own.
+            [numel], a new tensor.
         """
         whole = shard.new_empty(self.layout.numel)
         self.transport.all_gather(whole, shard).wait()
         return whole
 
     def local_parts(self, indices: Sequence[int]) -> list[Tensor]:
-        """This rank's parts of some gradients, by number of their slots; neighbours become one flat tensor."""
+        """This rank's parts of some gradients, by slot number, with neighbours joined into one flat tensor."""
         here = [index for index in sorted(indices) if self.slices[index].numel]
         parts = []
         for _, neighbours in groupby(enumerate(here), lambda each: each[1] - each[0]):
@@ -223,16 +223,16 @@ class ShardedBucket(Bucket):
     # ------------------------------------------------------------------ zeros
 
     def show_zeros(self, index: int) -> None:
-        """`p.grad` becomes zeros that autograd may add to."""
+        """Set `p.grad` to zeros to which autograd may add."""
         view, parameter = self.views[index], self.parameters[index]
         self.slices[index].of_shard(self.shard).zero_()
         parameter.grad = view.zero_() if self._keeps_zeros else torch.zeros_like(parameter)
 
     def zero(self) -> None:
-        """What `show_zeros` does, of all gradients that there are, in one go."""
+        """Do what `show_zeros` does for all existing gradients at once."""
         if self._keeps_zeros:
             self.flat.zero_()
-            torch.autograd.graph.increment_version(self.views)  # which don't share the flat tensor's
+            torch.autograd.graph.increment_version(self.views)  # their versions are separate from the flat tensor's
             self._zeroed_at = self._versions()
         if not self._keeps_zeros or self.shard is not self._own_of_flat:
             self.shard.zero_()
@@ -242,22 +242,22 @@ class ShardedBucket(Bucket):
 
     @property
     def is_zero(self) -> bool:
-        """As `Bucket.is_zero`, also of zeros that `zero` has put there on a GPU."""
+        """As `Bucket.is_zero`, but also knows of zeros that `zero` has written on a GPU."""
         is_known = self._zeroed_at == self._versions()
         return is_known or (self.flat.device.type == "cpu" and not self.flat.any())
 
     # ------------------------------------------------------------------ a second window without zero_grad
 
     def open_window(self, saved: SavedGradients, *, is_running: bool) -> None:
-        """Save the gradients that there are; `p.grad` is None, so that autograd can add to it.
+        """Save the existing gradients and set `p.grad` to None, so that autograd can add to it.
 
-        Where all are zeros that `zero` has put there, they stay: autograd adds to those.
+        If all gradients are zeros from `zero` they stay: autograd adds to them.
 
         Args:
-            saved: Keeps them until the window ends.
-            is_running: The backward pass has begun, so gradients may have come: those of parameters that the loss uses
-                beside the model's outputs. What isn't hidden stays, and is averaged. (What was there before has the
-                same mean.)
+            saved: Keeps the gradients until the window ends.
+            is_running: The backward pass has begun, so gradients of parameters that the loss uses directly may have
+                come. Gradients that aren't placeholders stay, and are averaged. (Reduced gradients among them don't
+                change by averaging.)
         """
         grads = [parameter.grad for parameter in self.parameters]
         if is_running:
@@ -280,7 +280,7 @@ class SavedShard:
     """This rank's shard of reduced gradients, kept out of a window.
 
     Attributes:
-        bucket: Whose.
+        bucket: The bucket.
         shard: [numel / n], a copy.
         held: The parameters (by index) that had a gradient.
     """
@@ -290,7 +290,7 @@ class SavedShard:
     held: Set[int]
 
     def give_back(self, *, add: bool) -> None:
-        """Put placeholders back into `p.grad`; `add` the shard to what has been reduced since, or nothing has been."""
+        """Put placeholders back into `p.grad`. With `add`, add the shard to the gradients that were reduced since."""
         if add:
             self.bucket.shard.add_(self.shard)
         self.bucket.publish(self.held.__contains__)

@@ -1,4 +1,4 @@
-"""The exchange of a model with sharded optimizers: gradients are reduce-scattered, all or some of them."""
+"""The exchange of a model with sharded optimizers: all or some of its gradients are reduce-scattered."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from evenstep.replica.join import Uneven
 from evenstep.replica.sharded.bucket import Loan, ShardedBucket
 from evenstep.transport.core.transport import Transport
 
-_NUM_LENT = 2  # buckets that may be under way at once where their memory is lent
+_NUM_LENT = 2  # lent buckets that may be in flight at once
 
 
 class Follower(Protocol):
-    """Keeps values beside each shard, such as an optimizer's state.
+    """Keeps values for each shard, such as an optimizer's state.
 
     Attributes:
         owner: As in `Sharding`.
@@ -33,49 +33,52 @@ class Follower(Protocol):
     owner: int
 
     def gather_state(self) -> Any:
-        """Collective: return the state, because the layout is about to change; `load_state` gets it back."""
+        """Collective: return the state, because the layout is about to change. `load_state` receives it."""
 
     def release(self) -> None:
-        """Release the old buckets, whose memory is needed, between `gather_state` and `load_state`."""
+        """Drop references to the old buckets, whose memory is needed.
+
+        Called between `gather_state` and `load_state`.
+        """
 
     def load_state(self, kept: Any) -> None:
-        """Collective: take the state back, in the new layout."""
+        """Collective: load the state in the new layout."""
 
 
 class ShardedExchange(AllReduceExchange):
-    """`AllReduceExchange` whose buckets with a sharding are reduce-scattered; placeholders stand in `p.grad`.
+    """An `AllReduceExchange` that reduce-scatters buckets with a sharding, and puts placeholders into their `p.grad`.
 
     Args:
-        engine: Of the model. Its exchange, which this one replaces, has the hook.
-        shardings: By index of the parameter, how it is divided, and the number of its parameter group.
+        engine: The model's engine. This exchange replaces the engine's, and keeps its communication hook.
+        shardings: By index of the parameter, its sharding and the number of its parameter group.
 
     Attributes:
-        shardings: As given, or to `reshard`.
-        followers: By owner. Their state follows the layout for as long as they live.
+        shardings: As given here or to `reshard`.
+        followers: By owner. Their state is moved to each new layout, as long as they live.
     """
 
     def __init__(self, engine: Engine, shardings: Mapping[int, tuple[Sharding, int]]) -> None:
         self.shardings = shardings
         self._engine = weakref.ref(engine)
         self.followers: weakref.WeakValueDictionary[int, Follower] = weakref.WeakValueDictionary()
-        self._loans: dict[tuple[object, ...] | None, Loan] = {}  # by place, to the next bucket there
-        self._reduced: list[Tensor | None] = [p.grad for p in engine.parameters]  # what new buckets take
+        self._loans: dict[tuple[object, ...] | None, Loan] = {}  # by place, for the next bucket there
+        self._reduced: list[Tensor | None] = [p.grad for p in engine.parameters]  # gradients for new buckets
         super().__init__(engine.trained)
-        give_back_freed_memory()  # the parameters', which have moved to their buckets
+        give_back_freed_memory()  # the parameters' old memory: they have moved to their buckets
         if engine.exchange.hook is not None:
             self.set_hook(engine.exchange.hook)
 
     @property
     def sharded_buckets(self) -> list[ShardedBucket]:
-        """The buckets that are divided."""
+        """The buckets that are sharded."""
         return [bucket for bucket in self.buckets if isinstance(bucket, ShardedBucket)]
 
     def reshard(self, shardings: Mapping[int, tuple[Sharding, int]]) -> None:
-        """Collective, between two windows: divide other parameters, or divide them otherwise."""
+        """Collective, between two windows: shard other parameters, or shard them in another way."""
         self.shardings = shardings
         self._lay_out_again(self._plan(self.order))
 
-    # ------------------------------------------------------------------ what `AllReduceExchange` calls
+    # ------------------------------------------------------------------ called by `AllReduceExchange`
 
     def _describe(self, index: int) -> ParameterSpec:
         sharding, group = self.shardings.get(index, (None, 0))
@@ -103,7 +106,7 @@ class ShardedExchange(AllReduceExchange):
         return bucket
 
     def _lend(self, layout: BucketLayout, allocator: Transport) -> Loan | None:
-        """Memory for the gradients of a bucket, if it doesn't keep them."""
+        """Memory for a bucket that has its gradients only during the exchange; None: it keeps them."""
         if (place := _place(layout)) is None:
             return None
         if place not in self._loans:
@@ -117,7 +120,7 @@ class ShardedExchange(AllReduceExchange):
         kept = [follower.gather_state() for follower in followers]
         for follower in followers:
             follower.release()
-        # Bucket by bucket: memory would else hold all gradients three times for a moment, and all parameters twice.
+        # Bucket by bucket: else memory would briefly hold all gradients three times, and all parameters twice.
         self._reduced = [parameter.grad for parameter in self._parameters]
         before, self.buckets, self._loans = [*self.buckets], [], {}
         while before:
@@ -144,7 +147,8 @@ class ShardedExchange(AllReduceExchange):
         """See `Exchange.set_uneven`.
 
         Raises:
-            UsageError: A rank that has left could not take part in the others' optimizer steps.
+            UsageError: Ranks are to leave one by one. A rank that has left couldn't take part in the others' optimizer
+                steps.
         """
         if uneven is not None and self.sharded_buckets:
             raise UsageError(
@@ -155,13 +159,16 @@ class ShardedExchange(AllReduceExchange):
 
 
 def _place(layout: BucketLayout) -> tuple[object, ...] | None:
-    """Buckets of one place use the same memory, one after the other; None: the bucket has its own."""
+    """The key of a bucket's place: buckets of one place use the same memory in turn.
+
+    None: the bucket has its own memory.
+    """
     is_lent = layout.sharding is not None and layout.sharding.frees_gradients
     return (layout.dtype, layout.device, layout.index % _NUM_LENT) if is_lent else None
 
 
 def validate_shardable(engine: Engine, indices: Iterable[int]) -> None:
-    """Raise if the gradients of some parameters can't be divided now. Local.
+    """Raise if the gradients of some parameters can't be sharded now. Local.
 
     Raises:
         UsageError: Gradients have been added since the last reduction.
@@ -182,13 +189,13 @@ def validate_shardable(engine: Engine, indices: Iterable[int]) -> None:
 
 
 def shard_gradients(engine: Engine, shardings: Mapping[int, tuple[Sharding, int]]) -> ShardedExchange:
-    """Divide the gradients of some parameters over the ranks from now on.
+    """Shard the gradients of some parameters over the ranks from now on.
 
     Collective, between two windows: every rank calls this, with the same arguments.
 
     Args:
-        engine: Of the wrapped model.
-        shardings: By index of the parameter, how, and the number of its parameter group.
+        engine: The wrapped model's engine.
+        shardings: By index of the parameter, its sharding and the number of its parameter group.
 
     Raises:
         UsageError: Gradients have been added since the last reduction.

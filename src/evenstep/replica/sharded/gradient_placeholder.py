@@ -1,4 +1,4 @@
-"""The gradient placeholder: stands in `p.grad` while the gradient is sharded; it may be dropped, not read."""
+"""The gradient placeholder: is in `p.grad` while the gradient is sharded. It may be dropped, but not read."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 class PlaceholderBucket(Protocol):
-    """The bucket of a placeholder's gradient, as the placeholder sees it.
+    """The bucket of a placeholder's gradient: the part of its interface that the placeholder uses.
 
     Attributes:
-        names: Of the parameters, slot by slot.
-        transport: Between the ranks that divide them.
+        names: Names of the parameters, by slot.
+        transport: Connects the ranks that the gradients are divided over.
     """
 
     names: list[str]
     transport: Transport
 
     def show_zeros(self, index: int) -> None:
-        """Replace a placeholder by zeros in full, because the gradient was zeroed."""
+        """Replace a placeholder by a full tensor of zeros, because the gradient was zeroed."""
 
     def receive(self, index: int, gradient: Tensor) -> None:
         """Autograd adds a gradient to the sharded one."""
 
     def local_parts(self, indices: Sequence[int]) -> list[Tensor]:
-        """This rank's parts of some gradients, neighbours as one: views, [n] each."""
+        """This rank's parts of some gradients, with neighbours joined: views, [n] each."""
 
 
 class GradientPlaceholder(Tensor):
-    """A tensor without memory. Every operation on it raises, but for zeroing it and a GradScaler's unscaling.
+    """A tensor without memory. Every operation on it raises, except zeroing it and a GradScaler's unscaling.
 
-    A program may read its shape, dtype and device. So `p.grad is None` shows whether there is a gradient, and torch's
-    clipping, which would take this rank's shard for the whole gradient, is an error and no wrong norm.
+    A program may read its shape, dtype and device. So `p.grad is None` still shows whether there is a gradient, and
+    torch's clipping raises an error instead of computing the norm of this rank's shard.
 
     Attributes:
-        parameter_name: Of the parameter.
-        slot_number: Of its slot in the bucket.
+        parameter_name: Name of the parameter.
+        slot_number: Number of its slot in the bucket.
     """
 
     parameter_name: str
@@ -67,7 +67,8 @@ class GradientPlaceholder(Tensor):
     def __init__(self, bucket: PlaceholderBucket, index: int, parameter: Tensor) -> None:
         self.parameter_name = bucket.names[index]
         self.slot_number = index
-        # Weakly: the collector doesn't see that a parameter holds its gradient, and would never free the circle.
+        # A weak reference: the collector doesn't see that a parameter references its gradient, so it could never free
+        # the cycle.
         self._bucket = weakref.ref(bucket)
 
     __torch_function__ = disabled_function  # type: ignore[assignment]
@@ -76,13 +77,13 @@ class GradientPlaceholder(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Refuse, or do what can be done on shards."""
+        """Do the operations that are possible on shards, and refuse all others."""
         if func is _UNSCALE:
             _unscale(*args, **(kwargs or {}))
             return None
         hidden = next(
             each for each in tree_leaves((args, kwargs)) if isinstance(each, GradientPlaceholder)
-        )  # also `out`
+        )  # including `out`
         if func is _aten.zero_.default:
             hidden.bucket.show_zeros(hidden.slot_number)
             return hidden
@@ -96,7 +97,7 @@ class GradientPlaceholder(Tensor):
         return hidden.refuse(str(func).removeprefix("aten.").partition(".")[0])
 
     def refuse(self, by: str, *_: Any, **__: Any) -> NoReturn:
-        """Refuse to be read.
+        """Raise an error, because the gradient can't be read.
 
         Args:
             by: The operation.
@@ -111,22 +112,22 @@ class GradientPlaceholder(Tensor):
             where = "kept in the reduce_dtype in which it was added, for an optimizer that steps there"
             otherwise = "an optimizer that isn't sharded, or no reduce_dtype"
         raise UsageError(
-            f"the gradient of {self.parameter_name!r} is {where}, and was read by {by}. Clip with "
-            f"evenstep.clip_grad_norm_(optimizer, ...) or evenstep.clip_grad_value_; to log norms, "
-            f"evenstep.clip_grad_norm_([parameter], math.inf) returns one and changes nothing. What else needs whole "
+            f"the gradient of {self.parameter_name!r} is {where}, and was read by {by}. To clip use "
+            f"evenstep.clip_grad_norm_(optimizer, ...) or evenstep.clip_grad_value_. To log a norm use "
+            f"evenstep.clip_grad_norm_([parameter], math.inf), which changes nothing. Other code that needs whole "
             f"gradients needs {otherwise}."
         )
 
     @property
     def bucket(self) -> PlaceholderBucket:
-        """Where the gradient is."""
+        """The bucket that holds the gradient."""
         bucket = self._bucket()
         assert bucket is not None, "buckets live as long as the engine, and longer than what it puts into p.grad"
         return bucket
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """Nothing.
+        """Always raises: the placeholder has no data.
 
         Raises:
             UsageError: Always.
@@ -142,7 +143,8 @@ class GradientPlaceholder(Tensor):
         )
 
 
-# What looks at memory without an operation that torch would ask about, and finds none: some of it ends the process.
+# Methods that read a tensor's memory without a dispatched operation. On a tensor without memory some of them crash the
+# process.
 _BY_MEMORY = (
     "__array__",
     "__dlpack__",
@@ -163,7 +165,7 @@ for _name in _BY_MEMORY:
 
 
 def local_parts(gradients: Iterable[GradientPlaceholder]) -> list[Tensor]:
-    """This rank's parts of some gradients as few flat tensors: neighbours become one. Views, [n] each."""
+    """This rank's parts of some gradients, with neighbours joined into one flat tensor. Views, [n] each."""
     by_bucket: dict[PlaceholderBucket, list[int]] = {}
     for gradient in gradients:
         by_bucket.setdefault(gradient.bucket, []).append(gradient.slot_number)
@@ -171,10 +173,10 @@ def local_parts(gradients: Iterable[GradientPlaceholder]) -> list[Tensor]:
 
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """A GradScaler's unscaling, of this rank's shards; `found_inf` becomes 1 on all ranks if it is 1 on one."""
+    """A GradScaler's unscaling of this rank's shards. `found_inf` becomes 1 on all ranks if it is 1 on one."""
     hidden = [each for each in gradients if isinstance(each, GradientPlaceholder)]
     parts = local_parts(hidden) + [each for each in gradients if not isinstance(each, GradientPlaceholder)]
-    for part in parts:  # one by one: they may be of several dtypes
+    for part in parts:  # one by one: they may have different dtypes
         unscale([part], found_inf, inverse_scale)
-    if hidden:  # of one model, whose ranks share them
+    if hidden:  # all placeholders are of one model, so they share its transport
         hidden[0].bucket.transport.all_reduce(found_inf, "max").wait()

@@ -18,7 +18,7 @@ class ShardSlice:
         index: Number of its slot in the bucket.
         begin: First element, counted in the shard.
         offset: The same element, counted in the parameter, in the order of its memory.
-        numel: Number of elements; 0 if nothing of the parameter is here.
+        numel: Number of elements; 0 if no part of the parameter is in the shard.
     """
 
     parameter: int
@@ -29,15 +29,15 @@ class ShardSlice:
 
     @property
     def end(self) -> int:
-        """Behind the last element, counted in the shard."""
+        """The position after the last element, counted in the shard."""
         return self.begin + self.numel
 
     def of_shard(self, shard: Tensor) -> Tensor:
-        """[numel], a view: this part of something that lies like the shard."""
+        """[numel], a view: this slice of a tensor that is laid out like the shard."""
         return shard[self.begin : self.end]
 
     def of_whole(self, whole: Tensor, parameter: Tensor) -> Tensor:
-        """[numel], this part of a tensor of the parameter's shape.
+        """[numel], this slice of a tensor of the parameter's shape.
 
         Args:
             whole: The tensor; its memory may have another order.
@@ -49,7 +49,7 @@ class ShardSlice:
 
 
 def plan_slices(layout: BucketLayout, rank: int, num_shards: int) -> tuple[ShardSlice, ...]:
-    """What lies in a rank's shard, one slice per slot. Pure."""
+    """The slices of a rank's shard, one per slot. Pure."""
     length = layout.numel // num_shards
     first, last = rank * length, (rank + 1) * length
     slices = []

@@ -1,4 +1,4 @@
-"""Parameters side by side, in the places that their gradients have in the bucket: each rank steps its shard of them."""
+"""Parameters in one flat tensor with the layout of their gradients' bucket. Each rank steps its shard of it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class ShardedValues:
 
     Args:
         layout: Which parameter lies where.
-        parameters: By slot. They move to `whole`.
-        names: Theirs, for messages.
-        transport: Between the ranks that divide them.
+        parameters: By slot. They are moved into `whole`.
+        names: Their names, for messages.
+        transport: Connects the ranks that the parameters are divided over.
         allocator: Allocates the memory.
 
     Attributes:
-        whole: [numel], of which parameters are views.
-        own: [numel / n], this rank's shard of it.
-        homes: By slot, the view that the parameter's memory is.
+        whole: [numel]; parameters are views of it.
+        own: [numel / n], this rank's shard of `whole`.
+        homes: By slot, the view of `whole` that is the parameter's memory.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class ShardedValues:
         self._addresses = [home.data_ptr() for home in self.homes]
 
     def keep_hold(self) -> bool:
-        """Take back parameters whose memory was replaced (`load_state_dict(assign=True)`, `p.data = ...`).
+        """Move parameters back into `whole` if `load_state_dict(assign=True)` or `p.data = ...` has moved them.
 
         Returns:
             Whether there were any.
 
         Raises:
-            UsageError: They have another dtype, device or shape now.
+            UsageError: A parameter now has another dtype, device or shape.
         """
         if [parameter.data_ptr() for parameter in self._parameters] == self._addresses:
             return False
@@ -73,14 +73,14 @@ class ShardedValues:
         return True
 
     def start_gather(self) -> Callable[[], None]:
-        """Collective: begin to give every rank the values of all shards.
+        """Collective: begin to gather the values of all shards on every rank.
 
         Returns:
-            Waits until they are there; called once. Autograd learns of the change.
+            A function that waits for the values and increases the parameters' versions; to be called once.
         """
         changed = partial(torch.autograd.graph.increment_version, self._parameters)
         if self._transport.world_size == 1:
-            return changed  # they are there
+            return changed  # the values are there
         end_range = begin_range("parameters of bucket", self._layout, self.whole)
         work = self._transport.all_gather(self.whole, self.own)
 

@@ -1,4 +1,4 @@
-"""The loop over the virtual ranks of a batch: what each of them is given, and what it finds."""
+"""The loop over the virtual ranks of a batch: their samples, random streams and module buffers."""
 
 from __future__ import annotations
 
@@ -21,21 +21,19 @@ from evenstep.world import World
 
 
 def virtual_ranks_of(batch: Any, num_virtual_ranks: int, dim: int = 0) -> list[Any]:
-    """A rank's share of a global batch, cut into its virtual ranks; those without samples are left out, and come last.
-    Pure.
+    """Cut a rank's share of a global batch into its virtual ranks. Pure.
 
-    Copies: a kernel may take another way where memory begins at another multiple of 64 bytes, and where a virtual rank
-    begins in a share depends on the number of ranks.
+    Virtual ranks without samples come last, and are left out. The parts are copies: a kernel may compute differently if
+    memory begins at another alignment, and the position of a virtual rank in the share depends on the number of ranks.
 
     Args:
-        batch: A pytree of tensors with n samples along `dim`; tensors that lack it and other values go into every
-            virtual
-            rank.
-        num_virtual_ranks: Of this rank.
+        batch: A pytree of tensors with n samples along `dim`. Tensors without that dimension and other values go into
+            every virtual rank.
+        num_virtual_ranks: Number of this rank's virtual ranks.
         dim: The batch dimension.
 
     Raises:
-        ConfigurationError: No tensor, or tensors of different lengths.
+        ConfigurationError: The batch has no tensor, or tensors of different lengths.
     """
     leaves, structure, length = rows_of(batch, dim)
     cut = []
@@ -55,24 +53,23 @@ def loop(
     buffers: VirtualRankBuffers,
     sync_layers: SyncLayers | None,
 ) -> Iterator[Any]:
-    """The virtual ranks of this rank one after the other, each in `n` parts; between them, what belongs to a virtual
-    rank is changed.
+    """Yield this rank's virtual ranks in turn, each in `n` parts, with its own random streams and module buffers.
 
-    Collective, at its end. What `DistributedDataParallel.microbatches` does around it holds here too.
+    Collective, at its end. The contract of `DistributedDataParallel.microbatches` holds here, too.
 
     Args:
         batch: This rank's share of the global batch.
         n: Parts of each virtual rank; fewer where there are fewer samples.
         dim: The batch dimension.
-        engine: Of the model.
-        world: In reproducible mode.
-        buffers: Of the model's module.
-        sync_layers: That exchange statistics in training: a rank has one virtual rank then, and all have equally many
-            parts.
+        engine: The model's engine.
+        world: The world, in reproducible mode.
+        buffers: The buffers of the model's module.
+        sync_layers: The layers that exchange statistics in training. With them a rank has one virtual rank, and all
+            ranks have equally many parts.
 
     Raises:
-        ConfigurationError: As `virtual_ranks_of` and `split`.
-        UsageError: Inside `no_sync` or `accumulate`, or inside another such loop.
+        ConfigurationError: As for `virtual_ranks_of` and `split`.
+        UsageError: The loop is inside `no_sync` or `accumulate`, or inside another such loop.
     """
     virtual_ranks, sums = world.virtual_ranks, engine.ending
     assert virtual_ranks is not None
@@ -83,10 +80,9 @@ def loop(
         return
     if sums.is_open or virtual_ranks.current is not None or not engine.synchronise:
         raise UsageError(
-            f"microbatches on rank {world.rank} inside another loop over micro-batches, no_sync or accumulate: in "
-            f"reproducible mode gradients of several batches aren't added virtual rank by virtual rank. Take one "
-            f"larger batch from the "
-            f"loader and cut its virtual ranks into n parts each: model.microbatches(batch, n)."
+            f"microbatches on rank {world.rank} inside another loop over micro-batches, no_sync or accumulate. "
+            f"Reproducible mode can't accumulate over several batches. Take one larger batch from the loader and cut "
+            f"its virtual ranks into n parts each: model.microbatches(batch, n)."
         )
     if sync_layers is not None:
         padded = sync_layers.pad([part for parts in parts_of for part in parts], batch, dim)
@@ -132,12 +128,13 @@ def loop(
 
 
 class VirtualRankBuffers:
-    """Module buffers in virtual ranks: each virtual rank begins with those of the step's beginning, and virtual rank
-    0's are everybody's.
+    """Module buffers in virtual ranks. Each virtual rank begins with the buffers of the step's beginning.
+
+    After the step all ranks get virtual rank 0's buffers.
 
     Args:
-        module: Whose buffers.
-        ignored: Names of those that every rank keeps for itself.
+        module: The module that has the buffers.
+        ignored: Names of buffers that every rank keeps for itself.
     """
 
     def __init__(self, module: nn.Module, ignored: frozenset[str]) -> None:
@@ -146,19 +143,19 @@ class VirtualRankBuffers:
         self._of_first: list[Tensor | None] | None = None
 
     def keep(self) -> None:
-        """Remember what they are before the first virtual rank."""
+        """Copy the buffers before the first virtual rank."""
         self._kept, self._of_first = self._copies(), None
 
     def restore(self) -> None:
-        """Make them what they were before the first virtual rank."""
+        """Restore the buffers from before the first virtual rank."""
         self._write(self._kept)
 
     def keep_first(self) -> None:
-        """Remember what virtual rank 0 has left."""
+        """Copy the buffers after virtual rank 0."""
         self._of_first = self._copies()
 
     def settle(self) -> None:
-        """After the last virtual rank of this rank: on rank 0, what virtual rank 0 has left."""
+        """After this rank's last virtual rank: on rank 0, restore the buffers from after virtual rank 0."""
         if self._of_first is not None:
             self._write(self._of_first)
 

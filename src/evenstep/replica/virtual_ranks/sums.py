@@ -1,11 +1,10 @@
-"""The lower part of the tree over virtual ranks: what the virtual ranks of one rank give, added as a binary counter
-counts.
+"""The lower part of the tree over virtual ranks: one rank's virtual ranks, added in the order of a binary counter.
 
 [Note: a binary counter]
 
-A sum of 2 ** j neighbouring virtual ranks is at level j. A new virtual rank is at level 0; as long as there is one at
-its level already, the two are added and go one level up. So a rank with 8 virtual ranks holds at most three sums beside
-the gradients of the virtual rank that is being computed:
+A sum of 2 ** j neighbouring virtual ranks is at level j. A new virtual rank is at level 0. While its level holds a sum
+already, the two are added and the result moves one level up. So a rank with 8 virtual ranks holds at most three sums
+besides the gradients of the virtual rank that is being computed:
 
     virtual rank        0      1      2      3      4      5      6      7
     level 0     0             2             4             6
@@ -13,15 +12,15 @@ the gradients of the virtual rank that is being computed:
     level 2                          0123
     then                                                         07: into the buckets, while the backward pass runs
 
-Sums are the tensors that autograd has made: nothing is copied, and a virtual rank costs one addition, as in any
+The sums are in tensors that autograd has made: nothing is copied, and a virtual rank costs one addition, as in any
 accumulation.
 
-*What isn't there counts as zero.* A virtual rank without samples, or without a gradient of some parameter, adds 0.0 on
-whichever rank it is. That matters for one bit only: -0.0 + 0.0 is 0.0.
+*A missing gradient counts as zero.* A virtual rank without samples, or without a gradient of some parameter, adds 0.0,
+on every rank. This matters for one bit only: -0.0 + 0.0 is 0.0.
 
-Of the last virtual rank gradients arrive one bucket after the other, and the sums of the virtual ranks before it are
-added to each as it is packed. Virtual ranks behind the last one that has samples are empty, so its right neighbours are
-zeros at every level.
+The last virtual rank's gradients arrive bucket by bucket, and the sums of the virtual ranks before it are added to each
+bucket as it is packed. Virtual ranks after the last one with samples are empty, so its right neighbours are zeros at
+every level.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ from evenstep.replica.gradients.strategies import WindowEnd
 from evenstep.replica.gradients.window import Window, drop_grads
 from evenstep.virtual_ranks import VirtualRanks
 
-Sums = list[Tensor | None]  # by parameter; None: no virtual rank had a gradient of it
+Sums = list[Tensor | None]  # by parameter; None: no virtual rank had a gradient of the parameter
 
 
 class VirtualRankSums(WindowEnd):
     """Adds the gradients of this rank's virtual ranks before a window ends.
 
     Args:
-        virtual_ranks: Of the run.
-        parameters: All that are trained.
+        virtual_ranks: The run's virtual ranks.
+        parameters: All trained parameters.
 
     Attributes:
-        is_open: A loop over virtual ranks runs: the model may be called.
+        is_open: A loop over virtual ranks is running, so the model may be called.
         at_end: Called when the last virtual rank is complete, before module buffers travel.
     """
 
@@ -73,7 +72,7 @@ class VirtualRankSums(WindowEnd):
         self._sums, self._weights = {}, {}
 
     def end(self) -> None:
-        """The loop is over, one way or another."""
+        """The loop is over, perhaps by an exception."""
         self.is_open = False
         self.at_end = None
         self._sums, self._weights = {}, {}
@@ -86,21 +85,21 @@ class VirtualRankSums(WindowEnd):
         """
         if not self.is_open:
             raise UsageError(
-                f"{what} on rank {self._rank} outside model.microbatches, and reproducible mode computes every batch "
+                f"{what} on rank {self._rank} outside model.microbatches, but reproducible mode computes every batch "
                 f"in virtual ranks. Write: for x, y in model.microbatches(batch): model.backward(loss_of(model(x), y), "
-                f"weight=len(x)), and the optimizer's step behind the loop. To evaluate, use torch.no_grad()."
+                f"weight=len(x)), and the optimizer's step after the loop. To evaluate, use torch.no_grad()."
             )
 
     def add_virtual_rank(self, window: Window | None, buckets: Sequence[Bucket]) -> None:
-        """A virtual rank is complete, and another will follow: take its gradients.
+        """Move the gradients of a complete virtual rank into the sums, because another virtual rank will follow.
 
         Args:
-            window: With this virtual rank's weight, which is taken too; None: there was no backward pass.
-            buckets: Whose memory sums must not stay in.
+            window: Has this virtual rank's weight, which is moved too; None: there was no backward pass.
+            buckets: The sums must not stay in their memory.
         """
         sums = self._take({id(view) for bucket in buckets for view in bucket.views})
         weight = _taken_weight(window)
-        if isinstance(weight, Tensor):  # on a GPU, and not read: a virtual rank of weight 0 may have any gradient
+        if isinstance(weight, Tensor):  # unread, on a GPU: a virtual rank of weight 0 may have any gradient
             zero_where(weight == 0, [grad for grad in sums if grad is not None])
         level = 0
         while self._num_done >> level & 1:
@@ -113,11 +112,12 @@ class VirtualRankSums(WindowEnd):
     def _take(self, views: set[int]) -> Sums:
         grads = [parameter.grad for parameter in self._parameters]
         drop_grads(self._parameters)
-        # After zero_grad(set_to_none=False) autograd has added to views of the buckets, which are needed.
+        # After zero_grad(set_to_none=False) autograd has added to views of the buckets, whose memory the next virtual
+        # rank needs.
         return [grad.clone() if grad is not None and id(grad) in views else grad for grad in grads]
 
     def weight_of(self, window: Window) -> float | Tensor:
-        """See `WindowEnd`: the weights of the virtual ranks before, and of the last."""
+        """See `WindowEnd`: the sum of the weights of all virtual ranks, the last included."""
         weight = _wide(window.weight)
         for level in range(self._num_levels):
             weight = self._weights.get(level, 0.0) + weight
@@ -125,7 +125,7 @@ class VirtualRankSums(WindowEnd):
 
     @torch.no_grad()
     def add_to(self, bucket: Bucket) -> None:
-        """See `WindowEnd`: the bucket holds the last virtual rank's gradients, and those before it are added."""
+        """See `WindowEnd`: add the earlier virtual ranks' sums to a bucket with the last virtual rank's gradients."""
         missing = False
         here = {slot.parameter for slot in bucket.layout.slots}
         found: set[int] = set()
@@ -147,7 +147,7 @@ class VirtualRankSums(WindowEnd):
 
     @torch.no_grad()
     def close(self, window: Window, buckets: Sequence[Bucket]) -> None:
-        """See `WindowEnd`: the window's weight becomes this rank's, and without buckets `p.grad` its sum."""
+        """See `WindowEnd`: the window's weight becomes this rank's sum; without buckets `p.grad` does, too."""
         window.weight = self.weight_of(window)
         self._weights = {}
         if not buckets:
@@ -172,7 +172,7 @@ def _taken_weight(window: Window | None) -> float | Tensor:
 
 
 def _wide(weight: float | Tensor) -> float | Tensor:
-    """Weights travel in float64, and so they are added in it."""
+    """Weights are sent in float64, so they are added in float64 here, too."""
     return weight.double() if isinstance(weight, Tensor) else weight
 
 

@@ -1,4 +1,4 @@
-"""What a wrapped module's engine is built of: its parameters, monitors, exchange, and the way its windows end."""
+"""Builds the engine of a wrapped module from its parameters, monitors, exchange, and the way its windows end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from evenstep.world import World
 
 @dataclass(frozen=True)
 class Divided:
-    """How the gradients of a model travel that FSDP2 or tensor parallelism has divided over ranks.
+    """How gradients are exchanged for a model that FSDP2 or tensor parallelism has divided over ranks.
 
     Attributes:
         data: The transport of the data ranks.
@@ -50,8 +50,8 @@ def build_engine(
     Args:
         module: The wrapped module; its trained parameters are laid out now.
         world: The ranks that take part.
-        settings: Sizes of buckets, what is ignored, what is sparse.
-        transport: Carries what belongs to the module's passes: see `channels`.
+        settings: Sizes of buckets, and names of ignored and of sparse parameters.
+        transport: Carries the messages of the module's passes: see `channels`.
         divided: None: every rank has all of the model.
         recorder: Records the times of its steps.
     """

@@ -1,7 +1,7 @@
 """The class that users see: a module whose replicas on all ranks take the same step.
 
-It derives from torch's class, because torch checks `isinstance` in its checkpoint, compile and pipeline code; none of
-that class's machinery is set up. docs/reference/ddp-compatibility.md has a line for each of torch's names.
+It derives from torch's class, because torch checks `isinstance` in its checkpoint, compile and pipeline code. The
+machinery of torch's class is never set up. docs/reference/ddp-compatibility.md has a line for each of torch's names.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from evenstep.replica.virtual_ranks.loop import VirtualRankBuffers
 from evenstep.replica.wrapper.assembly import build_engine
 from evenstep.replica.wrapper.model_check import validate_for_virtual_ranks, validate_same_model
 from evenstep.replica.wrapper.reducer import Reducer
-from evenstep.replica.wrapper.settings import Settings, group_of, settle, sparse_parameters, wrapped_inside
+from evenstep.replica.wrapper.settings import Settings, group_of, resolve_settings, sparse_parameters, wrapped_inside
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
@@ -77,8 +77,9 @@ _PRODUCTS = frozenset(
 _SUMS = frozenset(("AddBackward0", "SubBackward0", "StackBackward0", "CatBackward0", "RsubBackward0"))
 
 _wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-# Parameters and modules registered anywhere in this process. To look for new ones costs microseconds per forward pass,
-# and more the more layers there are; torch's registration hooks count, and only a changed number is worth a look.
+# Number of parameters and modules registered anywhere in this process, counted by torch's registration hooks. Searching
+# a model for new parameters costs microseconds per layer and forward pass, so it is searched only when this number has
+# changed.
 _num_registered = 0
 _registration_hooks: list[Any] = []
 
@@ -103,12 +104,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                                              the sum of `w`: the exact global mean
     =======================================  =====================================================================
 
-    Unlike torch's class: parameters that receive no gradient need no flag; whether gradients travel is decided by the
-    state at *backward* and not at forward; module buffers are made equal at the end of a synchronised backward pass
-    (with the gradients) and not at the beginning of the next forward; an empty batch is allowed.
+    Unlike torch's class: parameters that receive no gradient need no flag; whether gradients are sent is decided by the
+    state at *backward*, not at forward; module buffers are made equal at the end of a synchronised backward pass, with
+    the gradients, not at the beginning of the next forward pass; an empty batch is allowed.
 
-    It derives from torch's class and has its interface : docs/reference/ddp-compatibility.md has a line for
-    each of torch's arguments and methods.
+    It derives from torch's class and has its interface. docs/reference/ddp-compatibility.md has a line for each of
+    torch's arguments and methods.
 
     Args:
         module: The model. Moved to `world.device` if `evenstep.init` made the world and `device_ids` isn't given.
@@ -121,15 +122,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         bucket_cap_mb: Size of a bucket in MiB; None: 25.
         find_unused_parameters: Accepted and ignored: unused parameters need no flag.
         check_reduction: Accepted and ignored, as torch does.
-        gradient_as_bucket_view: Accepted and ignored: gradients always are views of their bucket.
+        gradient_as_bucket_view: Accepted and ignored: gradients are always views of their bucket.
         static_graph: Accepted and ignored: nothing is assumed of the graph.
-        delay_all_reduce_named_params: Refused: a bucket goes when its gradients are there.
-        param_to_hook_all_reduce: Refused, as `delay_all_reduce_named_params`.
+        delay_all_reduce_named_params: Refused: a bucket is sent when its gradients are complete.
+        param_to_hook_all_reduce: Refused, for the same reason as `delay_all_reduce_named_params`.
         mixed_precision: Refused: `torch.autocast` around the forward pass computes in low precision.
         device_mesh: The one-dimensional mesh along which the model is replicated, instead of `process_group`.
         skip_all_reduce_unused_params: Accepted and ignored.
-        bucket_cap_mb_list: Sizes of the first bucket, the second, ... in MiB; the last is that of all that follow.
-        batched_grad_copy: Accepted and ignored: copies always are batched.
+        bucket_cap_mb_list: Sizes of the first bucket, the second, ... in MiB; the last size holds for all buckets that
+            follow.
+        batched_grad_copy: Accepted and ignored: copies are always batched.
         forward_sync_buffers: torch 2.13's name for `broadcast_buffers`; buffers are made equal at the start in any
             case.
         lazy_bucket_allocation: torch 2.15's; accepted and ignored: buckets hold the gradients themselves.
@@ -137,21 +139,24 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         reduce_dtype: The dtype in which gradients are added over ranks and divided, such as float32 where parameters
             have 16 bits; None: that of the parameters. `p.grad` keeps the parameters' dtype.
         on_nonfinite: What happens when a gradient is infinite or not a number on some rank, unless its loss was scaled
-            by the `scaler` of `backward`. "warn": rank and parameter are said once, on CPUs (on GPUs as None), and not
-            where a GradScaler is in use; "skip": every `p.grad` becomes None on all ranks, with a warning that names
-            rank and parameter, and `skipped_steps` counts; "raise": a NonFiniteError on every rank; None: as torch.
-        compare_every: In so many synchronised backward passes every trained parameter is compared between ranks once,
-            some in each; where one isn't the same, a DriftError on every rank. None: 64, as long as ranks are surely
-            meant to have the same (see docs/explanation/drift.md); a number: always; 0: never.
-        buffers: What becomes of module buffers at the end of a synchronised backward pass, by patterns of their names,
-            the first that fits: "mean" and "sum" of what ranks have added to them since the last one, for codebooks and
-            counters; "rank 0"; "own": each rank keeps its own. All others: as `broadcast_buffers` says.
+            by the `scaler` of `backward`. "warn": one warning names the rank and the parameter; on CPUs only (on GPUs
+            nothing is checked), and not while a GradScaler is in use; "skip": every `p.grad` becomes None on all ranks,
+            a warning names the rank and the parameter, and `skipped_steps` counts the step; "raise": a NonFiniteError
+            on every rank; None: as torch.
+        compare_every: Every trained parameter is compared between ranks once in this many synchronised backward passes,
+            a few parameters in each pass. A parameter that differs raises a DriftError on every rank. None: 64, and
+            only while replicas are certain to be meant equal (see docs/explanation/drift.md); a number: always compare;
+            0: never.
+        buffers: How module buffers are synchronised at the end of a synchronised backward pass: a rule for each pattern
+            of names, of which the first that matches counts. "mean" and "sum" combine the amounts that ranks have added
+            since the last such pass, for codebooks and counters; "rank 0" copies rank 0's; "own" lets each rank keep
+            its own. Buffers that match no pattern follow `broadcast_buffers`.
         world: The ranks that take part; None: the current world.
 
     Raises:
         MismatchError: The ranks' models or arguments differ; raised on every rank with the first difference.
         ConfigurationError: An argument is wrong, or nothing in the module is trained. Raised on every rank.
-        UsageError: Another thread, which still runs, has wrapped a model that is alive.
+        UsageError: A model that is still alive was wrapped by another thread that is still running.
     """
 
     module: nn.Module
@@ -201,7 +206,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         everybody = worlds.chosen(world, "DistributedDataParallel")
         validate_thread(everybody, self)
         world = everybody.data_parallel if group is None else everybody.of_group(group)
-        # Remembered for those who ask; nothing depends on them.
+        # Kept as attributes because torch's class has them; nothing here reads them.
         remembered = {
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -210,7 +215,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             "batched_grad_copy": batched_grad_copy,
             "lazy_bucket_allocation": lazy_bucket_allocation,
         }
-        settings = settle(
+        settings = resolve_settings(
             world,
             module,
             dim=dim,
@@ -256,17 +261,20 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._dummy = DummyBatch(self.dim)
         if self._wrapped_already() is not None and world.rank == 0:
             warn(
-                "the module is wrapped already. The new wrapper passes everything on to that one, whose arguments "
-                "hold. Wrap `model.module` for others, or use the model as it is.",
+                "the module is wrapped already. The new wrapper delegates to the first one and ignores its own "
+                "arguments. To use other arguments wrap `model.module`; else use the model as it is.",
             )
 
     def _wrapped_already(self) -> DistributedDataParallel | None:
-        """The module, if it is a wrapped model of the same ranks; both have one engine, so that averages once."""
+        """The module, if it is a wrapped model of the same ranks.
+
+        Both wrappers share one engine, so gradients are averaged once.
+        """
         inner = self._modules["module"]
         return inner if isinstance(inner, DistributedDataParallel) and inner.world is self.world else None
 
     def _set_up(self, world: World, settings: Settings, transport: Transport, *, is_copy: bool = False) -> None:
-        """Set up everything but the module; also for a copy, which is made without the other ranks."""
+        """Set up everything but the module. Also for a copy, which a rank makes without the other ranks."""
         Joinable.__init__(self)
         self.world, self.settings, self.dim, self._is_copy = world, settings, settings.dim, is_copy
         inner = self._wrapped_already()
@@ -283,7 +291,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.reducer = Reducer(self.engine)  # type: ignore[assignment]
         self._hook_name = ""  # of the communication hook, if there is one
         self._frozen = [p for _, p in settings.kept(self.module) if not p.requires_grad]
-        # What torch's class has, for those who read it.
+        # Attributes of torch's class that other programs read.
         self.parameters_to_ignore = set(settings.ignored)
         # torch.compile splits graphs at buckets of this size, and insists on a minimum.
         self.bucket_bytes_cap = max(*settings.policy.caps_bytes, _MIN_COMPILED_BUCKET_BYTES)
@@ -293,7 +301,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.is_multi_device_module = len({parameter.device for parameter in self._module_parameters}) > 1
         self.use_side_stream_for_tensor_copies = True
         self._num_registrations = _watch_registrations()
-        # How much was imported and compiled when nothing asked for care in `forward`; until that changes, nothing does.
+        # Numbers of imported modules and of compiler backends when `forward` last needed no special handling. While
+        # both are the same, `forward` takes its fast path.
         self._num_modules, self._num_backends = -1, 0
         self._backends: Mapping[int, object] = {}
         self._names = [name for name, _ in self.module.named_parameters()]
@@ -314,14 +323,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """Run the module on this rank's share of the batch.
 
         An empty share (every tensor that has the batch dimension has length 0 there) is allowed: the module runs on one
-        remembered sample, module buffers and random streams are restored, and what depends on the number of rows in
-        the outputs has length 0. Its gradients count for nothing.
+        remembered sample, module buffers and random streams are restored, and outputs whose length depends on the
+        number of rows have length 0. The pass contributes no gradient.
 
         Raises:
             UsageError: The replicas are no longer in step (an earlier backward pass failed), or a parameter was
                 replaced.
         """
-        # Has anything been imported or compiled? First, because torch.compile is not to trace what follows.
+        # Check first whether anything was imported or compiled: torch.compile must not trace the code below.
         if len(modules) != self._num_modules or len(self._backends) != self._num_backends:
             return self._forward_with_care(inputs, kwargs)
         first = inputs[0] if inputs else None
@@ -335,8 +344,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             and self.world.has_diverged
         ):
             return self._forward_with_care(inputs, kwargs)
-        # The usual case: whatever it asks for costs a small model more than it computes meanwhile, because torch's work
-        # has driven it out of the processor's caches. See `_settle`.
+        # The usual case. Every attribute that is read here costs a small model more than an instruction count suggests,
+        # because torch's kernels have evicted it from the processor's caches. See `_enable_fast_path`.
         engine = self.engine
         engine.begin_forward()
         began_ns = engine.recorder.begin_forward()
@@ -368,7 +377,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             heartbeat.mark(heartbeat.Phase.EVALUATING)
         if self.settings.inputs_to is not None:
             inputs, kwargs = pytree.tree_map_only(Tensor, self._moved, (inputs, kwargs))
-        # The usual case is recognised without flattening a pytree, a call of 10 microseconds.
+        # Recognise the usual case without flattening a pytree, which takes 10 microseconds.
         first = inputs[0] if inputs else None
         has_rows = isinstance(first, Tensor) and first.numel() > 0 and first.dim() > self.dim >= 0
         is_empty = not has_rows and is_empty_batch((inputs, kwargs), self.dim)
@@ -387,11 +396,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._dummy.remember_outputs(outputs)
         if with_grad:  # passes of an evaluation are no part of a step
             engine.end_forward(outputs, began_ns, over_dummy=is_empty, is_training=self.training)
-        self._settle()
+        self._enable_fast_path()
         return outputs
 
-    def _settle(self) -> None:
-        """Let calls take the short way from now on, if nothing needs more; see `_num_modules`."""
+    def _enable_fast_path(self) -> None:
+        """Let forward passes take the fast path from now on, if nothing needs the full one; see `_num_modules`."""
         asks_for_care = (
             self._frozen
             or self.sync_layers.layers
@@ -419,10 +428,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return tensor.to(self.settings.inputs_to, non_blocking=True)
 
     def _follow_changes(self) -> None:
-        """Look for parameters that are trained now, and were not when the model was wrapped. Collective if any is.
+        """Find parameters that are trained now and were not when the model was wrapped. Collective if there are any.
 
         Raises:
-            UsageError: A parameter was replaced; or the model can't be laid out again now.
+            UsageError: A parameter was replaced, or buckets can't be laid out again in the present state.
         """
         counted = _num_registered
         if counted == self._num_registrations and not any(p.requires_grad for p in self._frozen):
@@ -434,23 +443,26 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         replaced = [name for name, p in trained if name in known and id(p) not in own]
         if replaced:  # whose gradients would come where nobody looks
             raise UsageError(
-                f"parameter {replaced[0]!r} is another one than when the model was wrapped "
-                f"(load_state_dict(assign=True), or an nn.Parameter put in its place); its gradient would not be "
-                f"averaged. Copy into parameters instead, or wrap the model, and make its optimizer, behind that."
+                f"parameter {replaced[0]!r} was replaced after the model was wrapped (load_state_dict(assign=True), or "
+                f"a new nn.Parameter in its place); its gradient would not be averaged. Copy values into the existing "
+                f"parameter instead, or wrap the model and make its optimizer after the replacement."
             )
         new = [(name, p) for name, p in trained if id(p) not in self.engine.parameter_ids]  # not those pruning renames
         if new:
             self._lay_out_again(new, settings)
         self._frozen = [p for _, p in settings.kept(self.module) if not p.requires_grad]
-        self._num_registrations = counted  # not before: who catches these is told again
+        self._num_registrations = counted  # only now: a program that catches these errors gets them again
 
     def _lay_out_again(self, new: Sequence[tuple[str, nn.Parameter]], settings: Settings) -> None:
-        """Collective, between two windows: parameters are trained from now on. Added ones become rank 0's."""
+        """Lay buckets out again, with parameters that are trained from now on. Collective, between two windows.
+
+        New parameters get rank 0's values.
+        """
         before, drift, (first, _) = self.engine, self.monitors.drift, new[0]
-        before.begin_forward()  # a failed pass is told, or dropped
+        before.begin_forward()  # raises if a pass failed, or drops it
         obstacles = {
             "within a join": before.exchange.uneven is not None
-            and self._join_config.enable,  # first, for ranks that have left can't be asked
+            and self._join_config.enable,  # first: ranks that have left the join can't be queried
             "inside of an accumulation window": before.is_in_pass or before.is_in_window,
             "in reproducible mode": self.world.virtual_ranks is not None,
             "with a communication hook": before.exchange.hook is not None,
@@ -459,13 +471,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             or self.monitors.options.has_divided(),
         }
         obstacle = next((name for name, is_there in obstacles.items() if is_there), None)
-        if obstacle != "within a join":  # a rank alone may still have an optimizer, say
+        if obstacle != "within a join":  # a rank alone may still have an optimizer, for example
             obstacle = next((each for each in exchange(before.control, obstacle) if each is not None), None)
         if obstacle is not None:
             raise UsageError(
-                f"parameter {first!r} is trained now, and was frozen or not there when the model was wrapped. Its "
-                f"gradient would not be averaged, and {obstacle} the model can't follow. Wrap the module again, or "
-                f"change it before it is wrapped."
+                f"parameter {first!r} is trained now, and was frozen or missing when the model was wrapped. Its "
+                f"gradient would not be averaged, and {obstacle} buckets can't be laid out again. Wrap the module "
+                f"again, or change it before you wrap it."
             )
         of_new = set(map(id, (parameter for _, parameter in new)))
         parts = [each for each in self.module.modules() if of_new & set(map(id, each.parameters(recurse=False)))]
@@ -486,8 +498,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self.world.is_main:
             others = f" and {len(new) - 1} more" if len(new) > 1 else ""
             warn(
-                f"parameter {first!r}{others} is trained now, and was not when the model was wrapped. Gradients are "
-                f"averaged from now on; an optimizer that doesn't have it yet gets it by add_param_group.",
+                f"parameter {first!r}{others} is trained now, and was not when the model was wrapped. Its gradients "
+                f"are averaged from now on. If your optimizer doesn't have the parameter yet, pass it to "
+                f"add_param_group.",
             )
 
     # ------------------------------------------------------------------ backward
@@ -512,16 +525,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
         Args:
             loss: One number, the *mean* over `weight` samples (or tokens).
-            weight: What the loss was averaged over: a number, or a 0-dim tensor, which is not read on the host. With
-                0 the loss is ignored, even if it is NaN. None: 1, or 0 for an empty share.
-            scaler: A `torch.amp.GradScaler`: the loss is scaled by it, unless it is a product of `scaler.scale`
-                already, or a sum of such.
+            weight: What the loss was averaged over: a number, or a 0-dim tensor, which is not read on the host. If it
+                is 0 the loss is ignored, even a NaN. None: 1, or 0 for an empty share.
+            scaler: A `torch.amp.GradScaler`. It scales the loss, unless the loss already is a result of `scaler.scale`,
+                or a sum of such results.
             retain_graph: As in `Tensor.backward`.
             create_graph: As in `Tensor.backward`.
 
         Raises:
-            ConfigurationError: The loss is no single number, or has no gradient; the weight is no finite number of at
-                least 0; the scaler is none.
+            ConfigurationError: The loss isn't a single number, or has no gradient; the weight isn't a finite number of
+                at least 0; the scaler isn't a GradScaler.
             UsageError: `loss.backward()` was called in this window; an empty share has a weight; some terms of the loss
                 were scaled by the scaler, and others not; the loss goes through another wrapped model.
         """
@@ -553,22 +566,24 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 model.backward(loss_of(model(x), y), weight=len(x))
             optimizer.step()
 
-        Collective: every rank runs the loop to its end, once per step. An empty batch has no parts, so the loop runs
-        zero times, and its end takes part in the exchange all the same. With a `SyncBatchNorm` in the model, which
-        exchanges statistics in every part, all ranks get equally many parts, and some of them may be empty.
+        Collective: every rank runs the loop to its end, once per step. An empty batch has no parts: the loop runs zero
+        times, and this rank still takes part in the exchange when the loop ends. With a `SyncBatchNorm` in the model,
+        which exchanges statistics in every part, all ranks get equally many parts, and some of them may be empty.
 
-        In reproducible mode the parts are this rank's virtual ranks, and training has no other way: see
-        docs/how-to/reproducible.md. There `loss.backward()` is averaged over virtual ranks, as over so many ranks.
+        In reproducible mode the parts are this rank's virtual ranks, and this loop is the only way to train: see
+        docs/how-to/reproducible.md. In that mode `loss.backward()` is averaged over virtual ranks, as if each were a
+        rank.
 
         Args:
             batch: A pytree of tensors [n_samples, ...], divided along the first dimension.
-            n: Number of parts; fewer if there are fewer samples. In reproducible mode: of each virtual rank.
+            n: Number of parts; fewer if there are fewer samples. In reproducible mode: number of parts of each virtual
+                rank.
 
         Raises:
-            ConfigurationError: `n` is no positive number, or the batch can't be divided.
+            ConfigurationError: `n` isn't a positive number, or the batch can't be divided.
             UsageError: The last part was not followed by a backward pass.
         """
-        show_inputs(batch)  # of which the parts may be copies
+        show_inputs(batch)  # now: the parts may be copies
         exchanging = self.sync_layers if self.sync_layers and self.training else None
         if self.world.virtual_ranks is not None:
             yield from loop.loop(batch, n, self.dim, self.engine, self.world, self._virtual_rank_buffers, exchanging)
@@ -596,7 +611,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             )
 
     def _pad(self, parts: list[Batch], batch: Batch) -> list[Batch]:
-        """As many parts on every rank, where ranks need each other in each of them. Collective then."""
+        """Give every rank equally many parts if ranks exchange statistics in each part. Collective then."""
         return self.sync_layers.pad(parts, batch, self.dim) if self.sync_layers and self.training else parts
 
     @property
@@ -622,18 +637,18 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """As `require_backward_grad_sync`: module buffers are made equal where gradients are."""
+        """As `require_backward_grad_sync`: module buffers are synchronised with the gradients."""
         return self.engine.synchronise
 
     @require_forward_param_sync.setter
     def require_forward_param_sync(self, value: bool) -> None:
-        """Nothing: torch's class sets it anew in every forward pass."""
+        """Ignored: torch's class overwrites it in every forward pass."""
 
     @property
     def forward_sync_buffers(self) -> bool:
         """Whether module buffers are made equal at the end of every synchronised backward pass.
 
-        May be set between two steps, to the same on all ranks.
+        May be set between two steps, to the same value on all ranks.
         """
         return self.settings.sync_buffers
 
@@ -674,11 +689,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return self.engine.unused_parameters()
 
     def _set_static_graph(self) -> None:
-        """Remembered for those who ask: no graph is assumed to stay as it is, and none has to."""
+        """Recorded, without effect: the engine doesn't assume that the graph stays the same."""
         self.static_graph = True
 
     def _register_buffer_comm_hook(self, state: object, hook: object, *_: object, **__: object) -> None:
-        """Refused: module buffers travel with the gradients, from rank 0.
+        """Refused: module buffers are sent with the gradients, from rank 0.
 
         Raises:
             UsageError: Always.
@@ -689,18 +704,18 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         )
 
     def _check_reducer_finalized(self) -> None:
-        """As the next forward pass would, raise where a backward pass failed before its gradients were averaged.
+        """Raise if a backward pass failed before its gradients were averaged, as the next forward pass would.
 
         Raises:
-            UsageError: It did.
+            UsageError: A backward pass failed.
         """
         self.engine.begin_forward()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Nothing: outputs pass through no node of their own."""
+        """Do nothing: outputs don't pass through an extra node of the graph."""
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Nothing: what is measured is measured in every step.
+        """Do nothing: every step is measured.
 
         Raises:
             ConfigurationError: It is less than 1.
@@ -708,7 +723,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         checks.whole("_set_ddp_runtime_logging_sample_rate: sample_rate", sample_rate, least=1)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """The entries that programs read; `world.telemetry` has the times."""
+        """The entries that other programs read; the times are in `world.telemetry`."""
         hook = {"comm_hook": self._hook_name} if self._hook_name else {}
         joined = {"join_uneven_inputs": 1} if "_authoritative_rank" in self.__dict__ else {}  # once a `Join` has ended
         return {
@@ -723,25 +738,26 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Have a hook average buckets over ranks instead of the transport: compression, for example.
 
-        torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unchanged. A hook averages; with
-        `backward(loss, weight=)` ranks add up their weights before, and what it is handed is multiplied by the number
-        of ranks over that sum, so that weights stay exact, and neither overflow 16 bits nor change what a hook keeps
-        for later. In a world of one nothing travels and the hook is not called.
+        torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unchanged. A hook averages. With
+        `backward(loss, weight=)` ranks therefore add up their weights first, and each rank multiplies its gradients by
+        the number of ranks over that sum before the hook gets them. So weights are exact, don't make 16-bit gradients
+        overflow, and don't scale the state that a hook keeps between steps. In a world of one nothing is sent and the
+        hook is not called.
 
         Args:
             state: Passed to every call; often a process group, or None for the default one.
             hook: Called with the state and a `GradBucket`-like bucket whose gradients are complete.
 
         Raises:
-            ConfigurationError: The hook can't be called so.
+            ConfigurationError: The hook can't be called with these arguments.
             UsageError: There is one already.
         """
         if (
             self._hook_name or self.engine.exchange.hook is not None
-        ):  # the latter by a wrapper around this one, or inside
+        ):  # set by a wrapper around this one, or by one inside
             raise UsageError("register_comm_hook: there is one already, and a model has at most one.")
         if self.world.virtual_ranks is not None:
-            raise UsageError("register_comm_hook in reproducible mode: a hook adds in an order of its own.")
+            raise UsageError("register_comm_hook in reproducible mode: a hook adds gradients in its own order.")
         made = CommHook(state, hook)
         if self.world.world_size > 1:
             self.engine.exchange.set_hook(made)
@@ -764,14 +780,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[Any]:
-        """Around a loop that ends earlier on some ranks: those take part in the others' steps with weight zero.
+        """Context for a loop that ends earlier on some ranks. They then take part in the others' steps with weight
+        zero.
 
             with model.join():
                 for x, y in loader:
                     ...
 
-        Collective: every rank enters and leaves. When the last rank has left its loop, parameters and module buffers
-        are made equal to its own.
+        Collective: every rank enters and leaves. When the last rank has left its loop, all ranks get its parameters and
+            module buffers.
 
         Args:
             divide_by_initial_world_size: `loss.backward()` averages over all ranks; False: over those that still have
@@ -781,7 +798,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """
         if self.world.virtual_ranks is not None:
             raise UsageError(
-                "join in reproducible mode: every rank has its virtual ranks of every batch. Leave it out."
+                "join in reproducible mode: every batch has virtual ranks for every rank, so no rank ends early. Leave "
+                "it out."
             )
         if self.world.world_size == 1 or not enable:
             return contextlib.nullcontext()
@@ -803,7 +821,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     @property
     def join_device(self) -> torch.device:
-        """Where `Join` keeps its counters."""
+        """The device on which `Join` keeps its counters."""
         device: torch.device = self._module_parameters[0].device
         return device
 
@@ -813,7 +831,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return self.process_group
 
     def _take_part_without_data(self) -> None:
-        """Another window's end, to which this rank gives nothing. An optimizer that is in the `Join` steps with it."""
+        """Take part in the end of the others' window without contributing.
+
+        An optimizer in the same `Join` steps with it.
+        """
         self._drop_gradients()
         self.sync_layers.shadow()
         self.engine.reduce_without_backward()
@@ -826,7 +847,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     @property
     def peers(self) -> Peers | None:
-        """The ranks over which `LocalSGD` averages parameters; None: replicas of this model can't step on their own."""
+        """The ranks over which `LocalSGD` averages parameters; None if replicas can't step independently."""
         return Peers(self.world, self.engine.control, self.engine.transport, self.world.rank)
 
     def _kept_tensors(self) -> list[Tensor]:
@@ -836,7 +857,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     # ------------------------------------------------------------------ pickling
 
     def __getstate__(self) -> dict[str, Any]:
-        """The module and the settings; the world is found again where it is loaded."""
+        """The module and the settings; the process that loads them looks up its own world."""
         if self.process_group is not None and self.process_group is not dist.group.WORLD:
             raise UsageError(
                 "only a module that is replicated over all ranks can be pickled or copied; save "
@@ -857,7 +878,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
-        # A copy may be made on one rank alone, where nothing can be agreed: it shares the world's own transport.
+        # One rank may make a copy without the others, so no collective is possible here: the copy shares the world's
+        # own transport.
         world = worlds.current()
         self._set_up(world, state["settings"], world.transport, is_copy=True)
 
@@ -873,15 +895,15 @@ def backward(
 ) -> None:
     """Run one backward pass through several wrapped models, such as an encoder and a decoder.
 
-    Every model's window gets `weight` times the gradient of `loss`, as by `DistributedDataParallel.backward`, which
-    this is for one model. Windows are the models' own: `no_sync`, `accumulate` and `microbatches` of one don't hold
-    back another's gradients. Collective unless all models accumulate. After an error the gradients of this step are
-    lost; the models are as before it.
+    Every model's window gets `weight` times the gradient of `loss`. For one model this is
+    `DistributedDataParallel.backward`. Each model has its own window: `no_sync`, `accumulate` and `microbatches` of one
+    model don't hold back another's gradients. Collective unless all models accumulate. After an error the gradients of
+    this step are lost; the models are as before it.
 
     Args:
         models: All wrapped models that the loss goes through, or whose parameters it uses, in the same order on all
-            ranks. If one of them has gradients of 16 bits, which large weights would make overflow, name that first;
-            of models of different ranks the one that has the most.
+            ranks. Name a model with 16-bit gradients first, which large weights could make overflow. If the models span
+            different ranks, name the one with the most ranks first.
         loss: One number, the *mean* over `weight` samples (or tokens).
         weight: What the loss was averaged over; see `DistributedDataParallel.backward`.
         scaler: As there.
@@ -915,8 +937,8 @@ def _backward(
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"{list(loss.shape)}" if isinstance(loss, Tensor) else f"of type {type(loss).__name__}"
         raise ConfigurationError(
-            f"backward on rank {rank}: the loss is {found}, not a tensor of one number. Pass what the "
-            f"criterion returned: the mean over this rank's samples."
+            f"backward on rank {rank}: the loss is {found}, not a tensor of one number. Pass the criterion's result: "
+            f"the mean over this rank's samples."
         )
     if loss.grad_fn is None and not loss.requires_grad:
         raise ConfigurationError(
@@ -952,10 +974,10 @@ def _backward(
 
 
 def is_scaled(loss: Tensor, scaler: torch.amp.GradScaler, *, rank: int) -> bool:
-    """Whether a loss is a product of `scaler.scale`, or a sum of such, perhaps divided or multiplied afterwards.
+    """Whether a loss is a result of `scaler.scale`, or a sum of such results, perhaps divided or multiplied afterwards.
 
     Raises:
-        UsageError: A sum in which some terms are, and others that are trained aren't.
+        UsageError: The loss is a sum in which some terms with a gradient were scaled and others weren't.
     """
     scale = getattr(scaler, "_scale", None)
     found: set[bool] = set()
@@ -975,22 +997,22 @@ def is_scaled(loss: Tensor, scaler: torch.amp.GradScaler, *, rank: int) -> bool:
             found.add(False)
     if len(found) > 1:
         raise UsageError(
-            f"backward on rank {rank}: of the terms of the loss some were scaled by scaler.scale and others weren't, "
-            f"so they would count {scaler.get_scale():g} times as much. Add first: loss = loss + penalty, and give "
-            f"that to model.backward(loss, scaler=scaler), which scales it."
+            f"backward on rank {rank}: some terms of the loss were scaled by scaler.scale and others weren't, so the "
+            f"scaled ones would count {scaler.get_scale():g} times as much. Add the unscaled terms first (loss = loss "
+            f"+ penalty) and pass the sum to model.backward(loss, scaler=scaler), which scales it."
         )
     return found == {True}
 
 
 def _is_by(node: Any, scale: Tensor) -> bool:
-    """Whether a product has the scaler's number as its other factor."""
-    # Not `_saved_other`: what a checkpoint has put away would be computed again.
+    """Whether a product's other factor is the scaler's scale."""
+    # Not `_saved_other`: reading it would recompute tensors that an activation checkpoint has dropped.
     other = getattr(getattr(node, "_raw_saved_other", None), "data", None)
     return isinstance(other, Tensor) and other.data_ptr() == scale.data_ptr()
 
 
 def _watch_registrations() -> int:
-    """Have torch count registrations from now on; return the number so far."""
+    """Have torch count registrations from now on; return the count so far."""
     if not _registration_hooks:
         _registration_hooks.append(register_module_parameter_registration_hook(_count_registration))
         _registration_hooks.append(register_module_module_registration_hook(_count_registration))
@@ -1004,10 +1026,10 @@ def _count_registration(*_: object) -> None:
 
 @untraced
 def _compilation_is_in_use() -> bool:
-    """Return whether anything has been compiled, or is to be: then torch.compile must know which module runs.
+    """Return whether anything was or will be compiled: then torch.compile must know which module runs.
 
-    That changes an attribute of torch's class, which costs 5 microseconds: python forgets what it knew of the
-    attributes of the class and of those that derive from it.
+    Naming the running module sets an attribute of torch's class. That costs 5 microseconds, because it
+    invalidates python's attribute caches for the class and its subclasses.
     """
     if keep_out_of_graphs():
         mark_compilations()

@@ -29,12 +29,12 @@ def validate_same_model(
     """Collective: compare the named parameters and module buffers of all ranks, in registration order.
 
     Args:
-        parameters: Of this rank.
-        buffers: Of this rank.
-        exchange: Gives what all ranks give it.
+        parameters: This rank's.
+        buffers: This rank's.
+        exchange: Gathers a value from all ranks.
 
     Raises:
-        MismatchError: Number, names, order, shapes, dtypes or what is trained differ. Raised on every rank, with the
+        MismatchError: Number, names, order, shapes, dtypes or `requires_grad` differ. Raised on every rank, with the
             first difference.
     """
     mine = {"parameter": describe(parameters), "module buffer": describe(buffers)}
@@ -82,12 +82,12 @@ def validate_for_virtual_ranks(
 
     Args:
         module: The model.
-        settings: Of its wrapper.
+        settings: The wrapper's settings.
         is_of_group: It is wrapped for some of the ranks only.
         virtual_ranks_per_rank: How many virtual ranks a rank computes one after the other.
 
     Raises:
-        ConfigurationError: What it is, and what to do instead.
+        ConfigurationError: The bits would depend on the number of ranks; the message names the cause and the remedy.
     """
     where = "reproducible mode"
     if is_of_group:

@@ -1,4 +1,4 @@
-"""What stands for `model.reducer`: programs that steer torch's reducer themselves find the calls that they make.
+"""A stand-in for `model.reducer`, for programs that call torch's reducer directly.
 
 Accelerate calls them in `trigger_sync_in_backward`, Lightning before each backward pass of manual optimisation.
 """
@@ -11,10 +11,10 @@ from evenstep.replica.gradients.engine import Engine
 
 
 class Reducer:
-    """torch's name for what prepares backward passes, with the calls of it that other programs make.
+    """Prepares backward passes. Has torch's name, and the methods of torch's class that other programs call.
 
     Args:
-        engine: Of the wrapped model.
+        engine: The wrapped model's engine.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -22,15 +22,15 @@ class Reducer:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"{name}: torch's reducer isn't set up. What a program may call here are prepare_for_backward, "
-            f"prepare_for_forward and _rebuild_buckets; see docs/reference/ddp-compatibility.md for the rest."
+            f"{name}: torch's reducer isn't set up. A program may call prepare_for_backward, prepare_for_forward and "
+            f"_rebuild_buckets here; for the rest see docs/reference/ddp-compatibility.md."
         )
 
     def prepare_for_forward(self) -> None:
-        """Nothing: a forward pass needs no preparation."""
+        """Do nothing: a forward pass needs no preparation."""
 
     def prepare_for_backward(self, outputs: object = ()) -> None:
-        """Have the next backward pass count as the model's own, whatever it goes through.
+        """Have the next backward pass count as the model's own, even if it reaches none of the model's outputs.
 
         Args:
             outputs: Unused: parameters that receive no gradient are found while the pass runs.
@@ -38,5 +38,8 @@ class Reducer:
         self._engine.prepare()
 
     def _rebuild_buckets(self) -> bool:
-        """Nothing: buckets are laid out again when the first pass has ended. False, as torch's later calls."""
+        """Do nothing, since buckets are laid out again when the first pass has ended.
+
+        False, as torch's later calls return.
+        """
         return False

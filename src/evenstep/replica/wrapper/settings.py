@@ -1,4 +1,4 @@
-"""torch's constructor arguments, checked, in the words that the engine uses."""
+"""torch's constructor arguments, checked and translated into the engine's terms."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Settings:
         policy: Sizes and dtype of buckets.
         ignored: Names of parameters and module buffers that every rank keeps for itself.
         sparse: Names of parameters whose gradients are sparse.
-        inputs_to: Where inputs are moved before the module sees them; None: they are where they have to be.
+        inputs_to: The device to which inputs are moved before the forward pass; None: they aren't moved.
         dim: The batch dimension of inputs.
         init_sync: Compare the models of all ranks and make them equal at the start.
         init_sync_buffers: Make module buffers equal at the start, too.
         sync_buffers: Make module buffers equal at the end of every synchronised backward pass.
-        buffer_rules: By pattern of a name: what becomes of such module buffers then.
+        buffer_rules: For each pattern of names: how such module buffers are synchronised at the end of that pass.
         on_nonfinite: What happens to a step with a gradient that isn't finite; None: nothing is checked.
-        compare_every: In so many windows parameters are compared between ranks once; None: where they are surely meant
-            to be equal, in the usual number; 0: never.
+        compare_every: Every parameter is compared between ranks once in this many windows; None: in the default number,
+            and only while replicas are certain to be meant equal; 0: never.
     """
 
     policy: BucketPolicy
@@ -71,11 +71,11 @@ class Settings:
         return [(name, buffer) for name, buffer in module.named_buffers() if name not in self.ignored]
 
     def equal_buffers(self, module: nn.Module, *, is_on: bool) -> list[tuple[str, Tensor]]:
-        """Those of them that are the same on all ranks: statistics begin so, too.
+        """The module buffers that begin equal on all ranks. Statistics do, too.
 
         Args:
-            module: Whose.
-            is_on: Whether those without a rule are.
+            module: The module that has the buffers.
+            is_on: Whether buffers without a rule are synchronised.
         """
         wanted = {*Rule} - {Rule.OWN} | ({None} if is_on else set())
         return [each for each in self.kept_buffers(module) if rule_of(each[0], self.buffer_rules) in wanted]
@@ -85,10 +85,11 @@ def check_module(module: nn.Module, ignored: Iterable[str] = ()) -> None:
     """Refuse what can't be wrapped.
 
     Raises:
-        ConfigurationError: No module, nothing that is trained, uninitialised parameters, several kinds of device.
+        ConfigurationError: It isn't a module, nothing in it is trained, a parameter is uninitialised, or parameters are
+            on several kinds of device.
     """
     if not isinstance(module, nn.Module):
-        raise ConfigurationError(f"it wraps a torch.nn.Module, not a {type(module).__name__}.")
+        raise ConfigurationError(f"expected a torch.nn.Module, got a {type(module).__name__}.")
     kept = [(name, p) for name, p in module.named_parameters() if name not in set(ignored)]
     for name, parameter in kept:
         if isinstance(parameter, UninitializedParameter):
@@ -121,7 +122,7 @@ def sparse_parameters(module: nn.Module) -> frozenset[str]:
 def wrapped_inside(module: nn.Module, world: World) -> frozenset[str]:
     """Names of the parameters and module buffers that wrapped parts of a module keep equal among the same ranks.
 
-    Of a module that is wrapped itself: those that are ignored there.
+    For a part that is wrapped itself, these are the names that its own wrapper ignores.
     """
     if getattr(module, "world", None) is world and isinstance(module, nn.parallel.DistributedDataParallel):
         settings: Settings = module.settings  # type: ignore[assignment]
@@ -194,12 +195,12 @@ def _index_of(device: int | str | torch.device) -> int | None:
 
 
 def resolve_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """(at the start, after every step): whether module buffers are made equal. As torch 2.13 means its arguments.
+    """Whether module buffers are made equal (at the start, after every step), by torch 2.13's rules.
 
-    Where both are given torch warns and takes `forward_sync_buffers`, also where they say the same.
+    If both arguments are given torch warns and uses `forward_sync_buffers`, even if the two agree.
 
     Raises:
-        ConfigurationError: One of them is no switch.
+        ConfigurationError: One of them is neither True, False nor None.
     """
     checks.switches(
         "",
@@ -229,7 +230,7 @@ _REFUSED = {
 
 
 def check_refused(refused: Mapping[str, object]) -> None:
-    """Refuse arguments of torch's that do nothing here.
+    """Refuse arguments of torch's that have no effect here.
 
     Raises:
         ConfigurationError: One of them isn't None.
@@ -240,7 +241,7 @@ def check_refused(refused: Mapping[str, object]) -> None:
 
 
 def check_reduce_dtype(reduce_dtype: Any) -> None:
-    """In which dtype gradients are added.
+    """Validate the dtype in which gradients are added.
 
     Raises:
         ConfigurationError: It is no floating-point dtype.
@@ -252,19 +253,19 @@ def check_reduce_dtype(reduce_dtype: Any) -> None:
 
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any, module: nn.Module) -> dist.ProcessGroup | None:
-    """The process group that is meant; None for all ranks.
+    """The process group that the arguments select; None for all ranks.
 
-    With a slice of a larger mesh, parameters that tensor parallelism has divided (`DTensor`) are replaced by their
-    local parts, as torch's class does it.
+    If the mesh is a slice of a larger one, parameters that tensor parallelism has divided (`DTensor`) are
+    replaced by their local parts, as torch's class does.
 
     Raises:
-        ConfigurationError: Both are given, the group is none, the mesh has more than one dimension, or all that is made
-            now could never be written to.
+        ConfigurationError: Both arguments are given, the group isn't a process group, the mesh has more than one
+            dimension, or the call is inside `torch.inference_mode()`, whose tensors can never be written to.
     """
     if torch.is_inference_mode_enabled():
         raise ConfigurationError(
-            "DistributedDataParallel inside torch.inference_mode(): what is made there can't take part in training. "
-            "Wrap the model outside."
+            "DistributedDataParallel inside torch.inference_mode(): tensors created there can't be trained. Wrap the "
+            "model outside."
         )
     validate_group("DistributedDataParallel: process_group", process_group)
     if device_mesh is None:
@@ -284,7 +285,7 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any, module: 
     return group
 
 
-def settle(
+def resolve_settings(
     world: World,
     module: nn.Module,
     *,
@@ -300,7 +301,7 @@ def settle(
     buffer_rules: Mapping[str, str] | None = None,
     **switches: Any,
 ) -> Settings:
-    """What a module is wrapped with, if that is in order on every rank.
+    """Check the arguments that a module is wrapped with, compare them between ranks, and return the settings.
 
     Collective: every rank of the world calls this.
 
@@ -312,12 +313,12 @@ def settle(
         buffers: `broadcast_buffers` and `forward_sync_buffers`.
         buckets: `bucket_cap_mb`, `first_bucket_cap_mb` and `bucket_cap_mb_list`.
         init_sync: Compare the models and make them equal.
-        on_nonfinite: What happens where gradients aren't finite.
+        on_nonfinite: What happens to a step with a gradient that isn't finite.
         compare_every: How often replicas are compared.
         reduce_dtype: The dtype in which gradients are added over ranks.
         refused: torch's arguments that have to be None.
         buffer_rules: `buffers`.
-        switches: torch's, on which nothing depends here.
+        switches: torch's switches that are accepted and ignored.
 
     Raises:
         ConfigurationError: An argument is wrong. Raised on all ranks if it is wrong on one.

@@ -2,14 +2,14 @@
 
 [Note: the whole group]
 
-torch replaces the whole process group by what a Python backend returns, also in "cpu:evenstep,cuda:nccl", and makes no
-other backend then. So a group makes and registers its own Gloo and NCCL. Collectives of CPU tensors go over shared
-memory; GPU tensors are NCCL's; everything else falls back to Gloo and is counted (`fallback`). The methods that torch
-calls for collectives are in `calls`.
+torch uses the object that a Python backend returns as the whole process group, also for "cpu:evenstep,cuda:nccl", and
+then makes no other backend. So a group makes and registers its own Gloo and NCCL. Collectives of CPU tensors use shared
+memory, those of GPU tensors use NCCL; all other calls fall back to Gloo and are counted (`fallback`). The methods that
+torch calls for collectives are in `calls`.
 
-Gloo listens on a port as long as it lives, and whoever can connect can use up the process's descriptors. So a group
-whose ranks share memory makes Gloo only with the first collective that needs it, which every rank calls. Messages
-between two ranks travel through shared memory, or are refused: the other ranks know nothing of them.
+Gloo listens on a port as long as it exists, and anyone who can connect can use up the process's descriptors. So a group
+whose ranks share memory makes Gloo only in the first collective that needs it, which every rank calls. Messages between
+two ranks use shared memory, or are refused: the other ranks don't call anything, so no Gloo can be made for them.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from evenstep.transport.shm.transport import SharedMemoryTransport
 
 NAME = "evenstep"
 
-_POLL_S = 0.1  # between two looks at calls that no thread waits for
+_POLL_S = 0.1  # between polls of calls that no thread waits for
 
 
 def register_backend() -> None:
-    """Let `init_process_group("evenstep")` find the backend. Nothing is started. Twice is once."""
+    """Register the backend for `init_process_group("evenstep")`. Nothing is started. A second call does nothing."""
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _make_group, extended_api=True, devices=["cpu", "cuda"])
 
@@ -71,7 +71,7 @@ def _make_group(made_for: Any, options: Any) -> EvenstepGroup:
 
 @uncompiled
 class EvenstepGroup(GroupCalls):
-    """A process group whose CPU tensors travel through shared memory. torch makes it.
+    """A process group that sends CPU tensors through shared memory. torch makes it.
 
     Collective: every rank of the group makes it, and makes the same calls in the same order.
 
@@ -82,12 +82,12 @@ class EvenstepGroup(GroupCalls):
         timeout: Deadline of a call.
         name: The group's name.
         global_ranks: The ranks' numbers in the default group; empty for that one.
-        shared: Carries CPU tensors; becomes the group's. None: the ranks connect.
-        nccl_options: What the script gave as `pg_options`, if it is for NCCL.
-        is_split: Made by `split_group` of another group.
+        shared: Carries CPU tensors; the group then owns it. None: the ranks connect.
+        nccl_options: The script's `pg_options`, if they are for NCCL.
+        is_split: The group was made by `split_group` of another group.
 
     Attributes:
-        why_gloo: Why there is no shared memory, where there is none: then Gloo carries everything.
+        why_gloo: The reason why there is no shared memory and Gloo carries everything; None if there is shared memory.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class EvenstepGroup(GroupCalls):
         self._name, self._description = name, "undefined"
         self._global_ranks = global_ranks
         self._is_split = is_split
-        # Counted: torch names a group that follows a destroyed one as that one, whose addresses are in the store.
+        # Numbered: torch gives a new group the name of a destroyed one, whose addresses are still in the store.
         self._gloo_prefix = f"gloo {store.add(f'groups of rank {rank}', 1)}/"
         self._gloo: ProcessGroupGloo | None = None
         if not VISITS_BACKENDS:
@@ -131,7 +131,7 @@ class EvenstepGroup(GroupCalls):
         """Make Gloo, if there is none yet. Collective: all ranks make the same call.
 
         Args:
-            collective: That call, which the ranks compare first: Gloo would wait for one that isn't at it.
+            collective: The call. The ranks compare it first, because Gloo would wait for a rank that makes another one.
             timeout_s: The call's own deadline; None: the group's.
         """
         if self._gloo is not None:
@@ -148,7 +148,7 @@ class EvenstepGroup(GroupCalls):
         gloo.options.group_name = self._name  # type: ignore[assignment]
         begin_sequence_numbers(gloo)
         self._register("cpu", ProcessGroup.BackendType.GLOO, gloo)
-        # Not before: from torch 2.14 on, a group's rank and size are those of its default backend, if it has one.
+        # Only now: from torch 2.14 on, a group's rank and size are those of its default backend, if it has one.
         for group in (self._inner, self):
             set_default_backend(group, ProcessGroup.BackendType.GLOO)
         super()._set_group_name(self._name)
@@ -172,7 +172,7 @@ class EvenstepGroup(GroupCalls):
             return made
         self.why_gloo = made
         if is_default and self.rank() == 0:
-            say(f"evenstep: Gloo, for want of shared memory: {made}")
+            say(f"evenstep: using Gloo, because there is no shared memory: {made}")
         return None
 
     def _connect_gloo(self, ranks: Sequence[int]) -> ProcessGroupTransport:
@@ -181,13 +181,13 @@ class EvenstepGroup(GroupCalls):
         timeout_s = self._timeout.total_seconds()
         return connect_gloo(store, ranks.index(self.rank()), len(ranks), timeout_s=timeout_s)
 
-    # ------------------------------------------------------------------ what torch calls
+    # ------------------------------------------------------------------ called by torch
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Devices whose tensors it carries: the CPU also before there is a Gloo, once torch doesn't visit backends.
+        """Devices whose tensors the group carries. If torch doesn't visit backends, the CPU is one even without a Gloo.
 
-        Of a split group torch takes the CPU's backend in any case, on all of its ranks.
+        For a split group torch uses the CPU's backend in any case, on all of its ranks.
         """
         registered: list[torch.device] = super()._device_types
         cpu = torch.device("cpu")
@@ -215,7 +215,7 @@ class EvenstepGroup(GroupCalls):
         return self._name
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change the deadline of calls, whatever carries them; under shared memory also of those under way."""
+        """Change the deadline of calls on all backends; in shared memory also of calls in flight."""
         self._timeout = timeout
         if self._shared is not None:
             self._shared.set_timeout(timeout.total_seconds())
@@ -224,13 +224,13 @@ class EvenstepGroup(GroupCalls):
                 backend._set_default_timeout(timeout)
 
     def register_pre_hook(self, hook_id: int, hook: Callable[..., object]) -> None:
-        """Refused: torch calls hooks from its own code around C++ backends, which this isn't.
+        """Refused: torch calls such hooks only around C++ backends.
 
         Raises:
             NotImplementedError: Always.
         """
         raise NotImplementedError(
-            f"{self!r} calls no hooks around its collectives. Register them with a group of "
+            f"{self!r} calls no hooks around its collectives. Register hooks on a group from "
             f"torch.distributed.new_group(backend='gloo')."
         )
 
@@ -259,9 +259,9 @@ class EvenstepGroup(GroupCalls):
             new_ranks: Their numbers in this group.
             timeout: Deadline of a call; None: this group's.
             opts: NCCL's options, where there is NCCL.
-            group_name: None: made of this one's and the ranks.
-            group_desc: What it is for.
-            device_types: All of this group's.
+            group_name: The new group's name; None: built from this group's name and the ranks.
+            group_desc: What the new group is for.
+            device_types: Must be all of this group's devices.
         """
         if self.rank() not in new_ranks:
             return None
@@ -286,7 +286,7 @@ class EvenstepGroup(GroupCalls):
         self._inner.shutdown()
 
     def abort(self) -> None:
-        """Close shared memory and sockets, whatever is in flight."""
+        """Close shared memory and sockets, even if calls are in flight."""
         self._close()
         self._inner.abort()
 
@@ -305,14 +305,14 @@ class EvenstepGroup(GroupCalls):
 
 
 def _outlast(works: Sequence[Any], holder: object) -> None:
-    """Hold a group's Gloo until its calls have ended, if only by their deadline.
+    """Keep a group's Gloo alive until its calls have ended, at the latest by their deadline.
 
-    The destructor of torch's ProcessGroupGloo waits for them, and `abort` doesn't end them. Where this rank alone has
-    made a call, destroying the group would take as long.
+    The destructor of torch's ProcessGroupGloo waits for its calls, and `abort` doesn't end them. If this rank alone has
+    made a call, destroying the group would wait for the deadline.
 
     Args:
-        works: The calls, which are polled: a thread that waits inside C++ when the interpreter ends
-            takes the process with it (std::terminate).
+        works: The calls. They are polled, because a thread that waits inside C++ when the interpreter ends aborts the
+            process (std::terminate).
         holder: Keeps Gloo alive.
     """
     while not all(work.is_completed() for work in works):
@@ -333,9 +333,9 @@ def _make_nccl(
 
 
 class CpuBackend:
-    """What carries a group's CPU tensors, as torch may ask of it: `_set_pg_timeout` looks for Gloo or NCCL.
+    """A stand-in for the backend of CPU tensors: `_set_pg_timeout` looks for Gloo or NCCL in a group.
 
-    Gloo itself may not be there, and wouldn't set the deadline of shared memory.
+    Gloo itself may not exist yet, and wouldn't set the deadline of shared memory.
     """
 
     __class__ = ProcessGroupGloo  # type: ignore[assignment]

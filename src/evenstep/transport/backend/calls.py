@@ -2,14 +2,15 @@
 
 [Note: two generations of names]
 
-torch 2.13 renamed some methods (`_allgather_base` is `all_gather_single` there). It looks for the new name first, torch
-2.11 knows only the old one, and where a subclass has neither, C++ calls Gloo silently. So each has both.
+torch 2.13 renamed some methods (`_allgather_base` became `all_gather_single`). It looks for the new name first, torch
+2.11 knows only the old one, and if a subclass has neither, C++ silently calls Gloo. So each method has both names.
 
 [Note: one table]
 
-A collective is a `TorchMethod`: torch's names, and how its arguments are read. `_method` makes a method of it: read
-the arguments, join lists of parts, run the transport's collective; or, where shared memory doesn't carry it, call
-Gloo's method of the first of these names that it has. Only `allreduce` is written out, for it is the most frequent.
+A collective is a `TorchMethod`: torch's names, and how its arguments are read. `_method` makes a method from it, which
+reads the arguments, joins lists of parts, and runs the transport's collective. If shared memory doesn't carry the call,
+the method calls Gloo's method with the first of these names that exists. Only `allreduce` is written out, because it is
+the most frequent call.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ _OPS: dict[Any, Op] = {
     ReduceOp.BXOR: "bxor",
 }
 _NO_TIME = timedelta()
-_NO_WAIT = timedelta(milliseconds=1)  # for ranks that have arrived: a deadline of 0 s would mean the group's
+_NO_WAIT = timedelta(milliseconds=1)  # for ranks that have arrived; 0 s would mean the group's deadline
 
 
 def one(tensors: Any) -> list[Tensor]:
-    """The tensors of [...], or the one."""
+    """The tensors of [...], or of a single tensor."""
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
@@ -64,7 +65,7 @@ def parts(tensors: Any) -> list[Tensor]:
 
 
 def several(tensors: Any) -> list[Tensor]:
-    """The tensors of [...]: each is a call of its own."""
+    """The tensors of [...]: each is a separate call."""
     return list(tensors)
 
 
@@ -74,13 +75,14 @@ class TorchMethod:
 
     Attributes:
         kind: The transport's collective.
-        names: The method's, the newest first.
-        operation: In `torch.ops.c10d`, such as "allreduce_".
-        outputs: Reads the first argument; None: the second one is the first, in place.
-        inputs: Reads the argument after that.
-        has_op: It combines.
-        has_root: One rank gives or gets what no other does.
-        has_splits: Two lists follow the tensors: how many rows come from, and go to each rank; empty: equally many.
+        names: The method's names, the newest first.
+        operation: Its name in `torch.ops.c10d`, such as "allreduce_".
+        outputs: Reads the outputs from the first argument; None: the call is in place.
+        inputs: Reads the inputs from the next argument.
+        has_op: It combines values.
+        has_root: Only one rank's input counts, or only one rank gets the output.
+        has_splits: Two lists follow the tensors: how many rows come from each rank, and how many go to it; empty lists:
+            equal numbers.
     """
 
     kind: str
@@ -94,7 +96,7 @@ class TorchMethod:
 
     @property
     def gloos(self) -> str | None:
-        """The name of Gloo's method; None: it has none."""
+        """The name of Gloo's method; None if Gloo has none."""
         return next((name for name in self.names if hasattr(ProcessGroup, name)), None)
 
 
@@ -142,9 +144,9 @@ METHODS = (
 def read_options(
     given: Sequence[Any], opts: Any = None, op: Any = None, root: int | None = None, timeout: timedelta | None = None
 ) -> tuple[Op | None, int, timedelta | None]:
-    """What torch passed behind the tensors: (operator, root, deadline), as one object or each for itself.
+    """Read the arguments after the tensors, an options object or single values: (operator, root, deadline).
 
-    The operator is None where shared memory doesn't have it.
+    The operator is None if shared memory doesn't implement it.
     """
     for each in (*given, opts):
         if isinstance(each, timedelta):
@@ -162,7 +164,7 @@ def read_options(
 
 
 def _seconds(timeout: timedelta | None) -> float | None:
-    """A call's own deadline; None: it has none."""
+    """A call's own deadline, or None."""
     return timeout.total_seconds() if timeout is not None and timeout > _NO_TIME else None
 
 
@@ -174,10 +176,10 @@ def joined_input(tensors: Sequence[Tensor]) -> Tensor:
 def joined_outputs(
     what: str, outputs: Sequence[Tensor], arguments: Arguments
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """One tensor for all outputs, and the copies (to, from) to make in the end.
+    """One tensor for all outputs, and the copies (to, from) to make at the end.
 
     Raises:
-        ConfigurationError: An output can't be written to, as its elements share memory.
+        ConfigurationError: An output can't be written to, because its elements share memory.
     """
     for out in outputs:
         if not out.is_contiguous():
@@ -192,20 +194,20 @@ _ProcessGroup: Any = ProcessGroup
 
 
 class GroupCalls(_ProcessGroup):  # type: ignore[misc]
-    """A process group whose CPU tensors travel through shared memory; `backend.EvenstepGroup` is what torch makes.
+    """A process group that sends CPU tensors through shared memory. torch makes its subclass `backend.EvenstepGroup`.
 
     Args:
         rank: This rank.
         size: Number of ranks.
         inner: A group of the same backends without this class's methods, for calls that fall back.
-        has_nccl: Whether it has NCCL.
+        has_nccl: Whether the group has NCCL.
 
     Attributes:
-        num_calls: Collectives so far that shared memory has carried or compared.
+        num_calls: Number of collectives that shared memory has carried or compared.
     """
 
     def __init__(self, rank: int, size: int, *, inner: Any, has_nccl: bool) -> None:
-        super().__init__(rank, size)  # the constructor with a store makes an object that C++ doesn't call back
+        super().__init__(rank, size)  # with the constructor that takes a store, C++ doesn't call methods of a subclass
         self._inner = inner
         self._has_nccl = has_nccl
         # A LocalTransport, SharedMemoryTransport or InternodeTransport; None: Gloo carries everything.
@@ -214,7 +216,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         self._is_coalescing = False  # whether any thread ever has
         self._is_over = False
         self.num_calls = 0
-        self._at_gloo: set[Any] = set()  # works that may be under way there
+        self._at_gloo: set[Any] = set()  # Gloo's works that may be in flight
 
     # ------------------------------------------------------------------ collectives: see [Note: one table]
 
@@ -226,7 +228,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         else:
             op_name, deadline = _OPS.get(getattr(opts.reduceOp, "op", None)), timeout or opts.timeout
         given = [tensors] if isinstance(tensors, Tensor) else tensors
-        if (  # as `_carries`, in line: of all calls this is the most frequent
+        if (  # `_carries` inlined: this is the most frequent call
             op_name is None
             or len(given) != 1
             or self._shared is None
@@ -258,7 +260,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             splits = self._splits(outs[0], given[0], args[2], args[3])
         elif method.outputs is several:
             arguments.check_pairs(kind, outs, given)
-        if method.outputs is parts:  # of a rank that isn't the root there are none
+        if method.outputs is parts:  # a rank that isn't the root has none
             if outs or not method.has_root:
                 arguments.check_parts(kind, "outputs", outs, given[0] if method.inputs is one else None)
                 joined, copies = joined_outputs(kind, outs, arguments)
@@ -276,7 +278,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     def _splits(
         self, out: Tensor, tensor: Tensor, out_splits: list[int], splits: list[int]
     ) -> tuple[list[int], list[int]] | None:
-        """The elements of `out` that come from, and of `tensor` that go to each rank; None: equal parts."""
+        """How many elements of `out` come from each rank, and how many of `tensor` go to each; None: equal parts."""
         for each, rows in ((out, out_splits), (tensor, splits)):
             if not rows:
                 self._shared.arguments.check_rows("all_to_all", each)
@@ -299,12 +301,12 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Return when every rank has called it.
 
-        Where ranks share memory every error names all missing ranks, on every rank, whatever `wait_all_ranks` is.
+        If ranks share memory every error names all missing ranks, on every rank, for any `wait_all_ranks`.
 
         Raises:
             CollectiveTimeoutError: Ranks did not arrive before the deadline.
             PeerLostError: A rank died.
-            RuntimeError: Either, over Gloo.
+            RuntimeError: One of these, over Gloo.
         """
         if self._shared is None:
             if self._is_over:
@@ -332,7 +334,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
 
     @observed("recv", "recv_")
     def recv(self, tensors: list[Tensor], src: int | None, tag: int = 0) -> Any:
-        """Receive from one rank; None: from whichever sends first."""
+        """Receive from one rank; None: from the first rank that sends."""
         self._check_message("recv", "src", tensors, src, tag)
         if not isinstance(self._shared, Lanes):
             name, args = ("recv_anysource", (tag,)) if src is None else ("recv", (src, tag))
@@ -341,13 +343,14 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         return self._collected(GroupWork([message], tensors, copies))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        """Receive from whichever rank sends first."""
+        """Receive from the first rank that sends."""
         return self.recv(tensors, None, tag)
 
     def _check_message(self, what: str, name: str, tensors: Sequence[Tensor], peer: int | None, tag: int) -> None:
-        """Refuse what is no message between two ranks. The other ranks needn't know of it.
+        """Refuse an invalid message between two ranks, without informing the other ranks.
 
-        With a number that is no rank Gloo ends the process, and it can't be made for what one rank alone calls.
+        Gloo would end the process if the number isn't a rank. And Gloo can't be made in a call that one rank makes
+        alone.
         """
         rank, size = self.rank(), self.size()
         if self._is_over:
@@ -356,16 +359,16 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         if peer is not None and not 0 <= peer < size:
             reason = f"{name}={peer} on rank {rank}; ranks of the group are 0 to {size - 1}"
         elif peer == rank or size == 1:
-            reason = f"rank {rank} has no message for itself: {name} is another rank of the group"
+            reason = f"rank {rank} can't exchange a message with itself: {name} must be another rank of the group"
         elif not 0 <= tag < 1 << 31:
-            reason = f"tag={tag} on rank {rank}; it is a number of 31 bits, as for Gloo"
+            reason = f"tag={tag} on rank {rank}; a number of 31 bits, as for Gloo"
         elif isinstance(self._shared, Lanes) and (len(tensors) != 1 or not self._carries(*tensors)):
             kinds = ", ".join(
                 f"{str(t.layout)[6:]} {str(t.dtype)[6:]} {type(t).__name__} on {t.device}" for t in tensors
             )
             reason = (
-                f"messages between ranks that share memory are dense CPU tensors, and on rank {rank} this is a "
-                f"{kinds}. Send its values as such a tensor, or use a group of "
+                f"messages between ranks that share memory must be dense CPU tensors, and on rank {rank} this is a "
+                f"{kinds}. Send its values as a dense CPU tensor, or use a group from "
                 f"torch.distributed.new_group(backend='gloo')"
             )
         if reason is not None:
@@ -379,7 +382,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     def _fall_back(
         self, method: TorchMethod, tensors: Sequence[Tensor], args: Sequence[Any], options: dict[str, Any], timeout: Any
     ) -> Any:
-        """Call Gloo's or NCCL's method; the ranks compare over shared memory that all do."""
+        """Call Gloo's or NCCL's method. The ranks compare over shared memory whether all make this call."""
         if method is GATHER_SINGLE and method.gloos is None:
             output, given, *rest = args
             is_root = self.rank() == read_options(rest, **options)[1]
@@ -393,13 +396,13 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             gloos = self._leave_to_gloo(method.gloos, tensors, args, options, compared, timeout)
         except EvenstepError:
             raise
-        except Exception as error:  # of any kind: the other ranks may be at a call that can be made
+        except Exception as error:  # of any kind: the other ranks may be making a valid call, and must be informed
             with outside_transforms():
                 self._shared.refuse(str(error).partition("\n")[0])
             raise
         self._at_gloo.difference_update([each for each in tuple(self._at_gloo) if each.is_completed()])
         self._at_gloo.add(gloos)
-        # Else the tensors that ranks compare would be wrapped under torch.func.grad, too.
+        # Else torch.func.grad would also wrap the tensors that ranks compare.
         with outside_transforms():
             work = GlooWork(self._shared.compare_call(compared), gloos, ended=self._at_gloo.discard)
         return self._launched([work], list(tensors_in(args[:1])), timeout)
@@ -413,7 +416,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         compared: str = "",
         timeout: timedelta | None = None,
     ) -> Any:
-        if self._is_over:  # else Gloo would be made, and wait for ranks that don't come
+        if self._is_over:  # else Gloo would be made, and wait for ranks that never come
             raise UsageError(f"{name} on rank {self.rank()}: {self!r} has been destroyed.")
         if not self._has_nccl or any(each.device.type != "cuda" for each in tensors):
             fallback.count(name)

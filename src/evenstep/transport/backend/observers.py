@@ -15,10 +15,10 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def observed(collective: str, operation: str) -> Callable[[_Method], _Method]:
-    """Have a method of a process group seen by whoever watches.
+    """Make a method of a process group visible to torch's profiler and `CommDebugMode`.
 
-    Its event is called "evenstep:<collective>", and lasts from its launch until it is known to be done. What it shows
-    beside has the names of torch's own groups.
+    Its event is called "evenstep:<collective>", and lasts from the launch until the call is known to be done. The
+    event's fields have the names that torch's own groups use.
 
     Args:
         collective: As in `torch.distributed`, such as "all_reduce".
@@ -53,7 +53,7 @@ def observed(collective: str, operation: str) -> Callable[[_Method], _Method]:
                 raise
             if isinstance(work, GroupWork):
                 work.call_at_end(end)
-            else:  # it is Gloo's or NCCL's, which shows itself
+            else:  # Gloo's or NCCL's work, which records its own event
                 end()
             return work
 

@@ -28,7 +28,7 @@ class CallbackWork(Work, Protocol):
 
 
 class GlooWork:
-    """A call that Gloo carries, and that the ranks compare over shared memory meanwhile.
+    """A call that Gloo carries, while the ranks compare it over shared memory.
 
     Args:
         compared: Done when all ranks make this call.
@@ -42,8 +42,8 @@ class GlooWork:
         self._ended = ended
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """See `CallbackWork`. What Gloo raises is a RuntimeError."""
-        self._compared.wait(timeout_s)  # first: where ranks disagree, Gloo would wait for its deadline
+        """See `CallbackWork`. Gloo's errors are RuntimeErrors."""
+        self._compared.wait(timeout_s)  # first: if ranks disagree, Gloo would wait until its deadline
         if timeout_s is None:
             self._gloos.wait()
         else:
@@ -80,7 +80,7 @@ class GlooWork:
         self._compared.add_done_callback(on_compared)
 
 
-_copying = threading.Lock()  # one for all: making one costs as much as the rest of a work
+_copying = threading.Lock()  # shared by all works: a lock costs as much as the rest of a work
 
 
 class _Failed:
@@ -93,9 +93,9 @@ class GroupWork(dist.Work):
     """One call of a group: one or several collectives of one transport.
 
     Args:
-        works: In the order of their launch.
-        result: What the future gives.
-        copies: (to, from): what has to be copied when all are done.
+        works: The works, in the order of their launch.
+        result: The future's value.
+        copies: (to, from): copies to make when all works are done.
         timeout_s: Deadline of `wait`; None: the transport's.
     """
 
@@ -116,7 +116,10 @@ class GroupWork(dist.Work):
         self._future: Future[Any] | None = None
 
     def call_at_end(self, function: Callable[[], None]) -> None:
-        """Call a function when it is known to be done, or let go of; one that has failed lets go of the function."""
+        """Call a function when the work is known to be done.
+
+        A work that fails, or is collected before that, drops the function without calling it.
+        """
         self._at_end = function
         if self._is_done and self.__dict__.pop("_at_end", None) is not None:
             function()
@@ -125,7 +128,7 @@ class GroupWork(dist.Work):
         """Return when the results may be read.
 
         Raises:
-            MismatchError: The ranks called different things.
+            MismatchError: The ranks made different calls.
             PeerLostError: A peer died.
             CollectiveTimeoutError: A peer did not arrive before the deadline.
         """
@@ -147,11 +150,11 @@ class GroupWork(dist.Work):
         return self._is_done
 
     def is_success(self) -> bool:
-        """Whether it is completed, without an error."""
+        """Whether it is completed without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
-        """The error that `wait` would raise; None as long as it isn't known."""
+        """The error that `wait` would raise; None while it isn't known."""
         self.is_completed()
         return self._error
 
@@ -168,9 +171,10 @@ class GroupWork(dist.Work):
         self.wait()
 
     def get_future(self) -> Future[Any]:
-        """A future of the output tensors. A thread completes it, also without a `wait`.
+        """A future of the output tensors. A thread completes it, even without a `wait`.
 
-        An error reaches those who wait for the future as a RuntimeError with the same text: C++ stands between.
+        Code that waits for the future gets an error as a RuntimeError with the same text, because it passes through
+        C++.
         """
         if self._future is None:
             inner: Future[Any] = Future()
@@ -178,14 +182,14 @@ class GroupWork(dist.Work):
                 inner.set_result(self._result)
                 self._future = inner
             else:
-                # Python's `Future.set_exception` would complete it with the exception as its value, and C++ would
-                # look for tensors in there. What a callback raises is an error to C++, too.
+                # Python's `Future.set_exception` would complete the future with the exception as its value, and C++
+                # would look for tensors in it. But C++ treats an exception that a callback raises as an error.
                 self._future = inner.then(_value_of)
                 self._listen(inner)
         return self._future
 
     def _listen(self, future: Future[Any]) -> None:
-        """End the future with the last work, or with the first that fails."""
+        """Complete the future with the last work, or with the first one that fails."""
         missing, lock = len(self._works), threading.Lock()
 
         def on_done(error: EvenstepError | None) -> None:
@@ -204,21 +208,21 @@ class GroupWork(dist.Work):
         if failure is None:
             try:
                 self._conclude()
-            except Exception as raised:  # who waits for the future in C++ would wait for ever
+            except Exception as raised:  # else a thread that waits for the future in C++ would wait for ever
                 failure = raised
         self._error = failure
         future.set_result(self._result if failure is None else _Failed(failure))
 
     def _conclude(self) -> None:
         if self._copies:
-            # Whichever thread this is: what was made in torch's inference mode may be written in that mode only.
+            # In any thread: tensors made in torch's inference mode may only be written in that mode.
             inference = torch.is_inference_mode_enabled() or any(to.is_inference() for to, _ in self._copies)
             with _copying, torch.inference_mode(inference):
                 for to, source in self._copies:
                     to.copy_(source)
                 self._copies = ()
         self._is_done = True
-        at_end = self.__dict__.pop("_at_end", None)  # by one of the threads that may come here
+        at_end = self.__dict__.pop("_at_end", None)  # `pop` gives it to only one of several threads
         if at_end is not None:
             at_end()
 
@@ -231,7 +235,7 @@ def _value_of(future: Future[Any]) -> Any:
 
 
 def merge(works: Sequence[GroupWork]) -> GroupWork:
-    """One work for several calls of one group, in the order of their launch."""
+    """Combine several calls of one group, in the order of their launch, into one work."""
     return GroupWork(
         [each for work in works for each in work._works],
         [each for work in works for each in work._result],

@@ -26,13 +26,13 @@ def encode(value: Any) -> bytes:
         value: None, bool, int, float, str, tensors, and lists, tuples and dictionaries (keys: str) of them.
 
     Raises:
-        ConfigurationError: Something else is in it; the message has its path and type.
+        ConfigurationError: The value contains something else; the message names its path and type.
     """
     tensors: dict[str, Tensor] = {}
     try:
         structure = json.dumps(_flatten(value, "object", tensors)).encode()
     except RecursionError:
-        raise ConfigurationError("object holds itself, or is nested too deeply to be sent.") from None
+        raise ConfigurationError("object contains itself, or is nested too deeply to be sent.") from None
     try:
         payload = save(tensors) if tensors else b""
     except Exception as error:
@@ -60,7 +60,7 @@ def to_tensor(data: bytes) -> Tensor:
 
 def to_bytes(tensor: Tensor) -> bytes:
     """The inverse of `to_tensor`."""
-    # Not `Tensor.numpy`, which needs numpy, nor `bytes(storage)`, which calls Python for every byte.
+    # Not `Tensor.numpy`, which needs numpy, and not `bytes(storage)`, which calls Python for every byte.
     tensor = tensor.detach().contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
 
@@ -72,7 +72,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         if value.layout is not torch.strided:
             raise ConfigurationError(f"{path} is a {value.layout} tensor; only dense tensors can be sent.")
         key = str(len(tensors))
-        # A clone: safetensors refuses tensors that share memory, and the receiver shares none anyway.
+        # A clone: safetensors refuses tensors that share memory. The receiver's tensors share none in any case.
         copied = value.detach().to("cpu", copy=True).contiguous()
         tensors[key] = torch.view_as_real(copied).contiguous() if value.is_complex() else copied
         return {"~complex" if value.is_complex() else "~tensor": key}
@@ -83,12 +83,14 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise ConfigurationError(f"{path} has the key {key!r} of type {type(key).__name__}; keys are strings.")
+                raise ConfigurationError(
+                    f"{path} has the key {key!r} of type {type(key).__name__}; keys must be strings."
+                )
         flat = {key: _flatten(item, f"{path}[{key!r}]", tensors) for key, item in value.items()}
         return {"~dict": flat} if any(key.startswith("~") for key in flat) else flat
     raise ConfigurationError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which can't be sent: no pickle travels "
-        f"between ranks. Send None, numbers, strings, tensors, and lists, tuples and dictionaries of them."
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which can't be sent, because ranks exchange "
+        f"no pickles. Send None, numbers, strings, tensors, and lists, tuples and dictionaries of them."
     )
 
 

@@ -1,4 +1,4 @@
-"""Counts the calls that shared memory doesn't carry and Gloo does instead."""
+"""Counts the calls that Gloo carries because shared memory can't."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 class FallbackCounts:
     """Counts calls of this process with CPU tensors that Gloo carried instead of shared memory.
 
-    Calls with tensors on a GPU always belong to NCCL, and don't count.
+    Calls with tensors on a GPU are always NCCL's, and aren't counted.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""The header of a call: 128 bytes by which ranks check that they make the same call.
+"""The call header: 128 bytes with which ranks check that they make the same call.
 
-0  u64   where this rank's tensor lies in its zone, `ELSEWHERE` if it has to be copied; its highest bit says whether
-         what others read of the first chunk can be read already
+0  u64   the offset of this rank's tensor in its zone, `ELSEWHERE` if it has to be copied; the highest bit is set if
+         the first chunk is already staged
 8  101 B the fingerprint: collective, op, dtype, number of dimensions, root, number of elements, eight dimensions, a
-         checksum of those beyond, how many numbers of which dtype are beside it, and what divides a plain sum
+         checksum of further dimensions, number and dtype of the numbers beside it, and the divisor of a plain sum
 120 u64  the call's number, from 0, which each rank compares with its own; written and read as a number
 """
 
@@ -24,24 +24,24 @@ ELSEWHERE = (1 << 63) - 1
 
 _FINGERPRINT = struct.Struct("<4BiQ9QIBd")
 _PLACE = struct.Struct("<Q")
-NUMBER_OFFSET = 120  # of the call's number in a header
+NUMBER_OFFSET = 120  # of the call's number in a call header
 COMPARED_BYTES = _PLACE.size + _FINGERPRINT.size
 assert COMPARED_BYTES <= NUMBER_OFFSET
 _MAX_DIMS = 8
 
-# The call of a rank that refuses its arguments, with the reason. Without it the others would wait for this rank.
+# The call of a rank that refuses its arguments, with the reason. Without this call the others would wait for the rank.
 REFUSED = "refused"
 REASON_BYTES = 1024
 
-# The call of a rank whose own node disagrees, made to the other nodes, with the whole message.
+# The report of a rank whose node disagrees, sent to the other nodes, with the whole message.
 REPORT = "report"
 REPORT_BYTES = 3072
 
-# A call that Gloo carries for the backend "evenstep", compared all the same: another rank may make it over shared
+# A call that Gloo carries for the backend "evenstep". It is compared, too, because another rank may make it over shared
 # memory.
 OVER_GLOO = "over gloo"
 
-# Headers contain the position in these: append, never insert.
+# Call headers contain positions in these lists: append, never insert.
 COLLECTIVES = (
     "all_reduce",
     "broadcast",
@@ -97,15 +97,15 @@ class Fingerprint:
     """The properties of a call on which all ranks must agree.
 
     Attributes:
-        collective: Its name.
-        op: How values are combined; None where they aren't.
-        dtype: Of the tensor.
-        shape: Of the tensor.
-        root: The rank that gives or gets what no other does; -1 where there is none.
+        collective: The collective's name.
+        op: How values are combined; None if they aren't.
+        dtype: The tensor's dtype.
+        shape: The tensor's shape.
+        root: The one rank whose input counts, or that gets the output; -1 if there is none.
         num_more_dims: How many dimensions an unpacked shape has beyond its eighth.
         num_beside: How many numbers are added beside it.
-        dtype_beside: Of these numbers.
-        plain: What divides the sum where no rank's row is weighted; None where no rows come along.
+        dtype_beside: The dtype of these numbers.
+        plain: The divisor of the sum if no rank's row is weighted; None if there are no rows.
     """
 
     collective: str
@@ -139,7 +139,7 @@ class Fingerprint:
 
     @classmethod
     def unpack(cls, data: bytes) -> Fingerprint:
-        """The inverse of `pack`, but for dimensions beyond the eighth."""
+        """The inverse of `pack`, except for dimensions beyond the eighth."""
         collective, op, dtype, num_dims, root, _, *dims, _, num_beside, beside, plain = _FINGERPRINT.unpack(data)
         shape = tuple(dims[: min(num_dims, _MAX_DIMS)])
         rest = num_dims - len(shape), num_beside, DTYPES[beside], None if math.isnan(plain) else plain
@@ -147,9 +147,9 @@ class Fingerprint:
 
     def __str__(self) -> str:
         if self.collective == REFUSED:
-            return "no call, for its arguments were refused"
+            return "no call, because its arguments were refused"
         if self.collective.endswith(OVER_GLOO):
-            return f"{self.collective}, of what shared memory doesn't carry"
+            return f"{self.collective} of tensors that shared memory doesn't carry"
         combined = f"({self.op})" if self.op is not None else ""
         way = "to" if self.collective in ("reduce", "gather") else "from"
         root = f" {way} rank {self.root}" if self.root >= 0 else ""
@@ -160,12 +160,12 @@ class Fingerprint:
 
 
 def pack_place(place: int | None, *, is_ready: bool = False) -> bytes:
-    """The part of a header that says where the tensor lies, and whether its first chunk can be read."""
+    """The part of a call header with the tensor's offset, and whether its first chunk is staged."""
     return _PLACE.pack((ELSEWHERE if place is None else place) | is_ready << 63)
 
 
 def unpack_header(data: bytes) -> tuple[int | None, bool, bytes]:
-    """Split a header: where the tensor lies, whether its first chunk can be read, and the packed fingerprint."""
+    """Split a call header: the tensor's offset, whether its first chunk is staged, and the packed fingerprint."""
     (packed,) = _PLACE.unpack_from(data)
     place = packed & ELSEWHERE
     return (
@@ -176,17 +176,17 @@ def unpack_header(data: bytes) -> tuple[int | None, bool, bytes]:
 
 
 def pack_text(text: str, num_bytes: int = REASON_BYTES) -> bytes:
-    """Encode a text with a fixed length, so that ranks which all refuse make the same call."""
+    """Encode a text with a fixed length, so that ranks that all refuse make the same call."""
     return text.encode()[:num_bytes].ljust(num_bytes, b"\0")
 
 
 def unpack_text(data: bytes) -> str:
-    """The inverse of `pack_text`, but for texts that were cut. Safe to print, though from another rank."""
+    """The inverse of `pack_text`, except for texts that were cut. Safe to print, even from another rank."""
     return printable(data.rstrip(b"\0").decode(errors="replace"))
 
 
 def text_bytes(packed: bytes) -> int:
-    """Length of the text that comes with a rank's fingerprint; 0 where none does. Pure."""
+    """Length of the text that comes with a rank's fingerprint; 0 if there is none. Pure."""
     return {REFUSED: REASON_BYTES, REPORT: REPORT_BYTES}.get(COLLECTIVES[packed[0]], 0)
 
 
@@ -197,13 +197,13 @@ def explain_mismatch(
     texts: Mapping[int, str],
     known_as: Sequence[int],
 ) -> str | None:
-    """The message for ranks that make different calls; None if all make the same. Pure, and equal on all ranks.
+    """The message if ranks make different calls; None if all make the same call. Pure, and equal on all ranks.
 
     Args:
-        number: Of the call, counted from 1.
-        name: What the transport is called.
+        number: The call's number, counted from 1.
+        name: The transport's name.
         packed: Every rank's fingerprint, in order of rank.
-        texts: By rank, the text that came with its fingerprint (`text_bytes`), as far as it is known.
+        texts: By rank, the text that came with its fingerprint (`text_bytes`), if it is known.
         known_as: The ranks' numbers in the message.
     """
     for rank, each in enumerate(packed):
@@ -222,6 +222,6 @@ def explain_mismatch(
         calls += ". " + " ".join(f"Rank {known_as[rank]}: {reason}" for rank, reason in texts.items())
         return f"the ranks disagree in collective number {number} over {name}. {calls}"
     return (
-        f"the ranks disagree in collective number {number} over {name}. {calls}. Every rank makes the same calls, in "
-        f"the same order, with equal shapes and dtypes: look for a branch that only some ranks take."
+        f"the ranks disagree in collective number {number} over {name}. {calls}. Every rank must make the same calls, "
+        f"in the same order, with equal shapes and dtypes: look for a branch that only some ranks take."
     )

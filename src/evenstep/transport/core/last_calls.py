@@ -1,6 +1,6 @@
 """The last calls of this process, over all of its transports, for the error of a call that times out.
 
-Before a time-out a call costs an append to a ring, and two numbers that say how far its transport has come.
+Recording a call costs an append to a ring, and updates of two numbers that show its transport's progress.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ NUM_CALLS = 50
 
 
 class RecordedGroup:
-    """One transport, as the record knows it.
+    """One transport's entry in the record.
 
     Args:
-        name: The group's, equal on all ranks.
+        name: The group's name, equal on all ranks.
         description: What carries its calls.
 
     Attributes:
-        name: Of the group.
-        num_started: The other ranks can see so many calls of this one.
-        num_completed: So many calls have ended, the first ones.
-        unfinished: Of a transport whose calls may end in any order: those that haven't.
+        name: The group's name.
+        num_started: The number of this rank's calls that the other ranks can see.
+        num_completed: The number of calls that have ended, counted from the first.
+        unfinished: For a transport whose calls may end in any order: the numbers of the calls that haven't ended.
     """
 
     def __init__(self, name: str, description: str) -> None:
@@ -36,7 +36,7 @@ class RecordedGroup:
         self.unfinished: set[int] = set()
 
     def state_of(self, number: int) -> str:
-        """How far call `number`, from 1, has come; `scheduled`: it waits for calls before it."""
+        """The state of call `number`, from 1; `scheduled`: it waits for calls before it."""
         if number <= self.num_completed and number not in self.unfinished:
             return "completed"
         return "started" if number <= self.num_started else "scheduled"
@@ -45,13 +45,13 @@ class RecordedGroup:
         return f"<RecordedGroup {self.name}, {self.description}>"
 
 
-# (group, number of the call from 1, packed or unpacked fingerprint): the oldest is dropped.
+# (group, number of the call from 1, packed or unpacked fingerprint). The oldest entry is dropped.
 _calls: collections.deque[tuple[RecordedGroup, int, bytes | Fingerprint]] = collections.deque(maxlen=NUM_CALLS)
-record = _calls.append  # remembers a call as it is launched
+record = _calls.append  # records a call as it is launched
 
 
 def describe_last_calls() -> str:
-    """The recorded calls in words, for the end of an error's message: a line for each run of like calls."""
+    """The recorded calls as text, for the end of an error's message: a line for each run of equal calls."""
     calls = _copy()
     lines = []
     for (collective, rest), run in itertools.groupby(calls, lambda call: _in_words(*call)):
@@ -70,7 +70,7 @@ def _copy() -> list[tuple[RecordedGroup, int, bytes | Fingerprint]]:
 
 
 def _in_words(group: RecordedGroup, number: int, call: bytes | Fingerprint) -> tuple[str, str]:
-    """The collective; all else that a line says but the call's number."""
+    """The collective, and the rest of its line without the call's number."""
     made = Fingerprint.unpack(call) if isinstance(call, bytes) else call
     what = f"{str(made.dtype)[6:]} {list(made.shape)}"
     return made.collective, f"{what} over {group.description}, group {group.name}: {group.state_of(number)}"

@@ -1,7 +1,7 @@
-"""Checks sums over ranks for NaN and infinity while shared memory computes them: each rank the part that it computes.
+"""Checks sums over ranks for NaN and infinity while shared memory computes them. Each rank checks the part it computes.
 
-At this point the check costs least: the sum is still in the cache, each element is checked where it is added, and the
-inputs still show which rank had the non-finite value.
+The check is cheapest at this point: the sum is still in the cache, each element is checked by the rank that adds it,
+and the inputs still show which rank had the non-finite value.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-# Called with the number of the first element, the sum of some elements, and each rank's input. One input may have been
-# overwritten with the sum by now: it then lies at the same address.
+# Called with the number of the first element, the sum of some elements, and each rank's input. The sum may have
+# overwritten one of the inputs: that input then has the sum's address.
 SumMonitor = Callable[[int, Tensor, Sequence[Tensor]], None]
 
 _monitors: dict[int, SumMonitor] = {}
 
 
 def monitor_sums(memory: Tensor, monitor: SumMonitor) -> None:
-    """Check the sums of a tensor as long as it lives; call `monitor` where one isn't finite, or is very large.
+    """Check the sums of a tensor as long as it exists. Calls `monitor` if one isn't finite, or is very large.
 
     `monitor` runs inside the collective, in any thread. It must call no collective.
 
@@ -40,7 +40,7 @@ def monitor_of(memory: Tensor) -> SumMonitor | None:
 
 
 def check_sum(monitor: SumMonitor, begin: int, result: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Call `monitor` if not all of a sum is finite, or its total overflows."""
+    """Call `monitor` if an element of a sum isn't finite, or the sum's total overflows."""
     total = result.sum(dtype=torch.float32) if result.dtype.itemsize < 4 else result.sum()
     if not math.isfinite(total.item()):
         monitor(begin, result, inputs)

@@ -1,4 +1,4 @@
-"""Collectives of plain values, of tensors of unknown sizes, and of means. Over any transport."""
+"""Collectives of plain values, of tensors of unknown sizes, and of means, over any transport."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evenstep.transport.core.codec import decode, encode, to_bytes, to_tensor
 from evenstep.transport.core.store_gather import StoreGather
 from evenstep.transport.core.transport import Transport
 
-_NAME_BYTES = 64  # of a call's name, where ranks are at different ones
+_NAME_BYTES = 64  # of a call's name, for the error if ranks make different calls
 
 
 def exchange(transport: Transport | StoreGather, value: Any, *, what: str = "an exchange of values") -> list[Any]:
@@ -22,12 +22,12 @@ def exchange(transport: Transport | StoreGather, value: Any, *, what: str = "an 
 
     Args:
         transport: Carries the messages, on the CPU.
-        value: What `encode` takes.
-        what: Names the call. Ranks that are at differently named calls get an error instead of nonsense.
+        value: A value that `encode` accepts.
+        what: The call's name. If ranks make calls with different names, they get an error instead of wrong values.
 
     Raises:
-        MismatchError: Some ranks are at another call. Raised on all ranks.
-        ConfigurationError: `encode` doesn't take some rank's value. Raised on all ranks.
+        MismatchError: Some ranks make another call. Raised on all ranks.
+        ConfigurationError: `encode` doesn't accept some rank's value. Raised on all ranks.
     """
     data, is_problem = _encode_or_explain(value)
     own = what.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") + bytes([is_problem]) + data
@@ -36,8 +36,8 @@ def exchange(transport: Transport | StoreGather, value: Any, *, what: str = "an 
     if len(set(calls)) > 1:
         where = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(calls))
         raise MismatchError(
-            f"the ranks are at different calls. {where}. Every rank makes the same calls, in the same order: look for "
-            f"a branch that only some ranks take, such as a state_dict of rank 0 alone."
+            f"the ranks make different calls. {where}. Every rank must make the same calls, in the same order: look "
+            f"for a branch that only some ranks take, such as a state_dict on rank 0 alone."
         )
     values = [each[_NAME_BYTES + 1 :] for each in received]
     for rank, each in enumerate(received):
@@ -64,11 +64,11 @@ def broadcast_value(transport: Transport, value: Any, src: int) -> Any:
 
     Args:
         transport: Carries the message, on the CPU.
-        value: On rank `src`: what `encode` takes. Ignored elsewhere.
+        value: On rank `src`, a value that `encode` accepts. Ignored on other ranks.
         src: The rank whose value counts.
 
     Raises:
-        ConfigurationError: `encode` doesn't take the value. Raised on all ranks.
+        ConfigurationError: `encode` doesn't accept the value. Raised on all ranks.
     """
     data, is_problem = _encode_or_explain(value) if transport.rank == src else (b"", False)
     header = torch.tensor([len(data), is_problem], device="cpu")
@@ -82,10 +82,10 @@ def broadcast_value(transport: Transport, value: Any, src: int) -> Any:
 
 
 def check_rows(tensor: Any, *, rank: int, what: str = "world.gather") -> None:
-    """Raise a ConfigurationError if `gather_rows` doesn't take this value. Pure."""
+    """Raise a ConfigurationError if `gather_rows` doesn't accept this value. Pure."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
         kind = f"{tensor.layout} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise ConfigurationError(f"{what} on rank {rank}: a {kind}; it takes dense tensors.")
+        raise ConfigurationError(f"{what} on rank {rank}: got a {kind}; pass a dense tensor.")
 
 
 def gather_rows(transport: Transport, control: Transport, tensor: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def gather_rows(transport: Transport, control: Transport, tensor: Tensor) -> Ten
     mine[: len(tensor)] = tensor
     if mine.numel() == 0:
         return tensor.new_empty((sum(rows), *tensor.shape[1:]))
-    raw = mine.reshape(-1).view(torch.uint8)  # bytes: whatever the dtype, every backend carries them
+    raw = mine.reshape(-1).view(torch.uint8)  # as bytes: every backend carries them, for any dtype
     out = torch.empty(transport.world_size * raw.numel(), dtype=torch.uint8, device=raw.device)
     transport.all_gather(out, raw).wait()
     parts = out.view(tensor.dtype).reshape(transport.world_size, *mine.shape)
@@ -128,7 +128,8 @@ def check_mean(value: Any, weight: Any, *, rank: int) -> tuple[Tensor, float | T
     """Validate the arguments of a weighted mean. Pure; a weight on a GPU is not read.
 
     Raises:
-        ConfigurationError: No real number or tensor, or a weight that is negative, infinite or no number.
+        ConfigurationError: The value isn't a real number or a tensor, or the weight is negative, infinite or not a
+            number.
     """
     where = f"world.mean on rank {rank}"
     if not isinstance(value, Tensor):
@@ -143,9 +144,9 @@ def check_mean(value: Any, weight: Any, *, rank: int) -> tuple[Tensor, float | T
     try:
         number = float(weight)
     except (TypeError, ValueError, RuntimeError):
-        raise ConfigurationError(f"{where}: weight={weight!r} is no number.") from None
+        raise ConfigurationError(f"{where}: weight={weight!r} isn't a number.") from None
     if isinstance(weight, str) or not 0 <= number < float("inf"):
-        raise ConfigurationError(f"{where}: weight={weight!r}; a weight is a finite number of at least 0.")
+        raise ConfigurationError(f"{where}: weight={weight!r}; a finite number of at least 0.")
     return value.detach(), number
 
 
@@ -156,7 +157,7 @@ def weighted_mean(transport: Transport, value: Tensor, weight: float | Tensor) -
 
     Args:
         transport: Carries tensors on the value's device.
-        value: Any shape, the same on all ranks. Ignored, even if it is NaN, where the weight is 0.
+        value: Any shape, the same on all ranks. Ignored, even if it is NaN, on ranks whose weight is 0.
         weight: A number or a 0-dim tensor.
 
     Returns:
@@ -171,7 +172,10 @@ def weighted_mean(transport: Transport, value: Tensor, weight: float | Tensor) -
 
 
 def _encode_or_explain(value: Any) -> tuple[bytes, bool]:
-    """The encoded value, or why it can't be sent: an error raised on one rank alone would leave the others waiting."""
+    """The encoded value, or the reason why it can't be sent.
+
+    An error on one rank alone would leave the others waiting.
+    """
     try:
         return encode(value), False
     except ConfigurationError as error:

@@ -25,8 +25,8 @@ from evenstep.ground.compat.torch_autograd import outside_inference_mode
 from evenstep.transport.base import Arithmetic, Op, Row
 from evenstep.transport.core.nonfinite_monitor import SumMonitor, check_sum
 
-# A block of every rank's vector and of the result fit a core's cache together, so that what was read for the sum is
-# still there when the sum is written back.
+# A block of every rank's vector and of the result fit into a core's cache together, so that memory read for the sum is
+# still cached when the sum is written back.
 _BLOCK_BYTES = 512 << 10
 _ALIGN_BYTES = 64
 
@@ -51,13 +51,13 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def padded(flat: Tensor, num_parts: int) -> Tensor:
-    """A vector that divides into equal parts: this one, or else a longer copy."""
+    """A vector that divides into equal parts: the given one, or else a longer copy."""
     short = -flat.numel() % num_parts
     return torch.cat([flat, flat.new_zeros(short)]) if short else flat
 
 
 def copy_unpadded(flat: Tensor, whole: Tensor) -> None:
-    """The inverse of `padded`: copy the beginning of a longer vector back, if it is another one."""
+    """The inverse of `padded`: copy the beginning of the longer vector back, if it was a copy."""
     if whole is not flat:
         flat.copy_(whole[: flat.numel()])
 
@@ -66,7 +66,8 @@ def copy_unpadded(flat: Tensor, whole: Tensor) -> None:
 def plan_slices(numel: int, num_slices: int, itemsize: int) -> tuple[tuple[int, int], ...]:
     """Plan which elements each rank reduces: (begin, end) in order of rank, covering each element once. Pure.
 
-    Slices begin at multiples of a cache line, so that no two ranks write to one. Late ones may be empty.
+    Slices begin at multiples of a cache line, so that no two ranks write to the same line. The last slices may be
+    empty.
     """
     align = max(1, _ALIGN_BYTES // itemsize)
     length = round_up(round_up(numel, num_slices) // num_slices, align)
@@ -75,7 +76,7 @@ def plan_slices(numel: int, num_slices: int, itemsize: int) -> tuple[tuple[int, 
 
 @functools.cache
 def plan_tree(num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """The additions in order: (a, b) means that b is added to a; rank 0's place has the result. Pure."""
+    """The additions in order: (a, b) means that b is added to a. The result is in rank 0's place. Pure."""
     steps = []
     distance = 1
     while distance < num_ranks:
@@ -111,7 +112,7 @@ def plan_arithmetic(op: Op, dtype: torch.dtype) -> Arithmetic:
         return Arithmetic(_FUNCTIONS[_BOOL_OPS.get(op, op)], dtype, dtype)
     if dtype in HALF and op in ("sum", "mean", "product"):
         return Arithmetic(_FUNCTIONS[op], dtype, dtype, accumulator=torch.float32)
-    if dtype.is_complex and dtype.itemsize == 4:  # complex32; from torch 2.15 on bcomplex32, too
+    if dtype.is_complex and dtype.itemsize == 4:  # complex32, and from torch 2.15 on bcomplex32
         return Arithmetic(_FUNCTIONS[op], dtype, dtype, accumulator=torch.complex64)
     if dtype in _SIGNED:
         carrier = _SIGNED[dtype]
@@ -134,23 +135,23 @@ def reduce_into(
     Args:
         outputs: At least one, [n]; may be the inputs themselves, but not overlap them in part.
         inputs: One per rank, in order of rank, [n].
-        arithmetic: How; the tensors have the dtype that it was planned for.
+        arithmetic: How to combine; planned for the tensors' dtype.
         scratch: Memory to compute in.
-        monitor: Checks the result before it is written anywhere but to the first output.
+        monitor: Checks the result after it is written to the first output, and before it is written to others.
         begin: Number of the first element, for `monitor`.
-        divisor: Divides the result before it is rounded to the tensors' dtype; None: nothing does.
+        divisor: Divides the result before it is rounded to the tensors' dtype; None: it isn't divided.
     """
     numel = inputs[0].numel()
     block = _BLOCK_BYTES // arithmetic.itemsize
     if len(inputs) == 2 and 0 < numel <= block and arithmetic.is_unconverted:
-        # The short cut of the most frequent case. The code below has the same result, but takes longer.
+        # A fast path for the most frequent case. The code below gives the same result, but takes longer.
         arithmetic.function(inputs[0], inputs[1], out=outputs[0])
         _store(outputs[0], outputs[1:], inputs, monitor, begin, divisor)
         return
     if arithmetic.carrier is not arithmetic.dtype:
         outputs = [each.view(arithmetic.carrier) for each in outputs]
         inputs = [each.view(arithmetic.carrier) for each in inputs]
-    # One sum of two 16-bit numbers is rounded once either way: torch computes it in 32 bits.
+    # A single sum of two 16-bit numbers is rounded once in any case: torch computes it in 32 bits.
     is_half_sum = arithmetic.function is torch.add and arithmetic.carrier in HALF and divisor is None
     combine = _combine_direct if arithmetic.is_direct or (is_half_sum and len(inputs) == 2) else _combine_converted
     for first in range(0, numel, block):
@@ -168,7 +169,7 @@ def _store(
     begin: int,
     divisor: float | None,
 ) -> None:
-    """Divide and check what has been combined, and write it to `outputs`."""
+    """Divide and check the combined values, and write them to `outputs`."""
     if divisor is not None:
         divide(total, divisor)
     if monitor is not None:
@@ -178,11 +179,11 @@ def _store(
 
 
 def divide(total: Tensor, divisor: float) -> None:
-    """Divide a sum over ranks, in place. A quotient of integers is rounded towards zero, as NCCL does it."""
+    """Divide a sum over ranks, in place. A quotient of integers is rounded towards zero, as in NCCL."""
     if total.dtype.is_floating_point or total.dtype.is_complex:
         total.div_(divisor)
     else:
-        # In 64 bits: the number of ranks need not fit the tensor's dtype.
+        # In 64 bits: the number of ranks may not fit the tensor's dtype.
         total.copy_(total.to(torch.int64).div_(divisor, rounding_mode="trunc"))
 
 
@@ -190,25 +191,25 @@ _is_weighted = operator.attrgetter("is_weighted")  # a generator would be a fram
 
 
 def divisor_of(rows: Sequence[Row], plain: float) -> float:
-    """By what a sum of gradients is divided. Pure, and the same on all ranks.
+    """The divisor of a sum of gradients. Pure, and the same on all ranks.
 
     Args:
-        rows: Every rank's, in order of rank; or one, their sum.
-        plain: The divisor where no rank's window is weighted.
+        rows: All ranks' rows, in order of rank; or a single row, their sum.
+        plain: The divisor if no rank's window is weighted.
 
     Returns:
-        The sum of weights where some rank's window is weighted, infinity if that sum is 0; else `plain`.
+        If some rank's window is weighted, the sum of weights, or infinity if that sum is 0; else `plain`.
     """
     if not any(map(_is_weighted, rows)):
         return plain
     weights = [row.weight for row in rows]
-    for a, b in plan_tree(len(weights)):  # as all sums: reproducible mode has the same on any number of ranks
+    for a, b in plan_tree(len(weights)):  # in tree order: reproducible mode has the same sum on any number of ranks
         weights[a] += weights[b]
     return weights[0] or math.inf
 
 
 class Scratch:
-    """Memory for partial results, kept from one block to the next so that it stays in the cache."""
+    """Memory for partial results, reused for every block so that it stays in the cache."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[torch.dtype, int], Tensor] = {}
@@ -218,7 +219,7 @@ class Scratch:
         key = (dtype, index)
         memory = self._memory.get(key)
         if memory is None or memory.numel() < numel:
-            with outside_inference_mode():  # it outlasts the mode of the call that first needs it
+            with outside_inference_mode():  # later calls, outside of that mode, reuse it
                 memory = self._memory[key] = torch.empty(numel, dtype=dtype, device="cpu")
         return memory if memory.numel() == numel else memory[:numel]
 
@@ -228,7 +229,8 @@ def _combine_direct(result: Tensor, inputs: Sequence[Tensor], arithmetic: Arithm
     steps = plan_tree(len(inputs))
     if not steps:
         result.copy_(inputs[0])
-    # Inputs are never overwritten before they have been read: partial results go to scratch, the last to its place.
+    # Inputs are never overwritten before they have been read: partial results go to scratch, the last one to the
+    # output.
     partial = list(inputs)
     for position, (a, b) in enumerate(steps):
         is_last = position == len(steps) - 1
@@ -248,6 +250,6 @@ def _combine_converted(_: Tensor, inputs: Sequence[Tensor], arithmetic: Arithmet
             into.bitwise_xor_(arithmetic.flip)
     for a, b in plan_tree(num_ranks):
         arithmetic.function(loaded[a], loaded[b], out=loaded[a])
-    if arithmetic.flip is not None:  # of "max" and "min", which nothing divides
+    if arithmetic.flip is not None:  # only for "max" and "min", which are never divided
         loaded[0].bitwise_xor_(arithmetic.flip)
     return loaded[0]

@@ -1,4 +1,4 @@
-"""Messages on the CPU over a transport that carries only what is on a GPU."""
+"""Messages on the CPU over a transport that carries only GPU tensors."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _ONLY_GPU = ("nccl",)
 
 
 def for_messages(transport: Transport, device: torch.device) -> Transport:
-    """What carries messages on the CPU in order with the other calls of a transport: itself, if it can.
+    """A transport for messages on the CPU, in order with a transport's other calls: that transport itself, if it can.
 
     Args:
         transport: Carries tensors on `device`.
-        device: Where messages are copied to otherwise.
+        device: The device to which messages are copied otherwise.
     """
     return StagedMessages(transport, device) if transport.name in _ONLY_GPU else transport
 
 
 class StagedMessages(Transport):
-    """Copies messages to a device, and what comes back to the CPU. Waits for the device, so it is for rare messages.
+    """Copies messages to a device, and received ones back to the CPU. Waits for the device: only for rare messages.
 
     Args:
-        transport: Carries tensors on `device`; closed by whoever made it.
-        device: Of the tensors that travel.
+        transport: Carries tensors on `device`; closed by its owner.
+        device: The device of the tensors that are sent.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:

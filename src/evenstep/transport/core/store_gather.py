@@ -1,4 +1,4 @@
-"""Messages through the rendezvous store: what ranks have before they have a transport. No socket is opened for it."""
+"""Messages through the rendezvous store, for ranks that have no transport yet. Opens no socket."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ class StoreGather:
     Collective: every rank makes one, and makes the same calls in the same order.
 
     Args:
-        store: Which all of them reach. When they meet there again, it isn't for the values of the time before.
+        store: A store that all ranks can reach. A later `StoreGather` on the same store never sees an earlier one's
+            values.
         rank: This rank.
         world_size: Number of ranks.
-        timeout_s: Deadline for the others to come.
+        timeout_s: Deadline for the other ranks.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, *, timeout_s: float) -> None:
-        # Counted, because torch names a group that follows a destroyed one as that one.
+        # Numbered, because torch gives a new group the name of a destroyed one.
         count = store.add(f"meetings of rank {rank}", 1)
-        self._store: Any = PrefixStore(f"meeting {count}/", store)  # torch's stub has no bytes as values
+        self._store: Any = PrefixStore(f"meeting {count}/", store)  # torch's stub doesn't allow bytes as values
         self.rank = rank
         self.world_size = world_size
         self._timeout_s = timeout_s
         self._num_calls = 0
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, in order of rank. Returns when all are there.
+        """Every rank's bytes, in order of rank. Returns when all have come.
 
         Raises:
             CollectiveTimeoutError: A rank has not come.
@@ -44,7 +45,8 @@ class StoreGather:
         self._num_calls += 1
         keys = [f"{self._num_calls}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], data)
-        # A file's `wait` looks a hundred times a second, and ranks that make a group mostly come at once.
+        # A `FileStore`'s `wait` polls a hundred times a second, and ranks that make a group usually come at the same
+        # time.
         end = time.monotonic() + _LOOK_OFTEN_S
         while not self._store.check(keys) and time.monotonic() < end:
             time.sleep(_LOOK_EVERY_S)
@@ -59,6 +61,6 @@ class StoreGather:
         return [bytes(each) for each in self._store.multi_get(keys)]
 
     def among(self, ranks: Sequence[int]) -> StoreGather:
-        """The same between some of these ranks. Collective among them."""
+        """A `StoreGather` of some of these ranks. Collective among them."""
         store = PrefixStore(f"among {','.join(map(str, ranks))}/", self._store)
         return StoreGather(store, ranks.index(self.rank), len(ranks), timeout_s=self._timeout_s)

@@ -1,4 +1,4 @@
-"""The class of all transports: one way for every call."""
+"""The base class of all transports: one path for every call."""
 
 from __future__ import annotations
 
@@ -31,32 +31,33 @@ class Transport(abc.ABC):
     (`split`). `evenstep.testing.transport` has the cases that every transport passes.
 
     Every collective is called by all ranks, in the same order, with equal shapes and dtypes. It returns at once;
-    its tensors may not be touched before `Work.wait()` returns. All collectives take one way:
+    its tensors may not be touched before `Work.wait()` returns. All collectives take the same path:
 
         all_reduce, …    describe the call (`base.Collective`)
-        run              checks it and makes its tensors flat, whatever carries it
-        _start           carries it: what each kind of transport does in its own way
+        run              checks it and makes its tensors flat, the same in every transport
+        _start           carries it, in each transport's own way
 
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        group: Of the record of the last calls: the group's name, equal on all ranks.
+        group: The group's name in the record of the last calls, equal on all ranks.
 
     Attributes:
         name: In messages: "local", "shared memory", "shared memory + gloo", "gloo", "nccl".
         rank: This rank.
         world_size: Number of ranks.
         is_in_tree_order: Sums are added in a binary tree over ranks.
-        divides: A sum that has a row (`Collective.row`) is divided; other transports only add.
-        compares: The ranks compare their calls, and all raise the same error where these differ.
-        most_beside_bytes: So many bytes beside a call travel with it; more in a call of their own.
+        divides: Whether it divides a sum that has a row (`Collective.row`); other transports only add.
+        compares: Whether the ranks compare their calls, and all raise the same error if the calls differ.
+        most_beside_bytes: Up to this number of bytes beside a call are sent with it; more are sent in a separate call.
         known_as: All ranks' numbers in messages; one list for all parts of a transport.
         timeout_s: Deadline for peers to arrive.
-        num_calls: So many calls have been started.
-        num_given: So many calls were made here, whichever part of this carries them.
-        arguments: Checks those of its calls.
-        recorded: This transport, as the record of the last calls knows it.
-        ended_at: Where in the user's code the world ended to which it belongs: calls are refused since; "": it hasn't.
+        num_calls: Number of calls that this object has started.
+        num_given: Number of calls that were made on this object, including those that its parts carry.
+        arguments: Checks the arguments of its calls.
+        recorded: This transport's entry in the record of the last calls.
+        ended_at: The line of the user's code at which the transport's world ended, after which calls are refused; "":
+            the world exists.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Transport(abc.ABC):
 
     @property
     def parts(self) -> Sequence[Transport]:
-        """The transports of which it is made, and which its calls go through; none: it carries them itself."""
+        """The transports that it is made of and that carry its calls; empty: it carries them itself."""
         return ()
 
     @property
@@ -97,14 +98,14 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def split(self) -> Transport:
-        """Collective: a second transport over the same ranks, whose calls can't mix with this one's."""
+        """Collective: a second transport over the same ranks. Its calls can't mix with this one's."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Release sockets and memory. Local: waits for no other rank. Twice is once."""
+        """Release sockets and memory. Local: waits for no other rank. A second call does nothing."""
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a bucket, zeroed: [numel]. Collectives copy such tensors least."""
+        """Memory for a bucket, zeroed: [numel]. Collectives on such tensors need the fewest copies."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def run(self, call: Collective) -> Work:
@@ -124,29 +125,29 @@ class Transport(abc.ABC):
         return JointWork([self._start(call), self.all_reduce(beside)])
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Change the deadline for peers, also of calls that are under way where ranks share memory. Local."""
+        """Change the deadline for peers; in shared memory also of calls in flight. Local."""
         self.timeout_s = timeout_s
         for part in self.parts:
             part.set_timeout(timeout_s)
 
     def name_ranks(self, known_as: Sequence[int]) -> None:
-        """Set the ranks' numbers in messages: those that they have in a larger world."""
+        """Set the ranks' numbers in messages: their numbers in a larger world."""
         self.known_as[:] = known_as
 
     def compare_as(self, number: int, name: str, packed: bytes) -> None:
-        """Have the next call over this transport show another call's fingerprint in place of its own, if it shows one.
+        """Have the next call over this transport show an outer call's fingerprint in place of its own, if it shows one.
 
-        That is the call for which it is made, over another transport.
+        The next call is a part of the outer call, which is made over another transport.
 
         Args:
-            number: Of that call.
-            name: Of that transport.
-            packed: That call's fingerprint.
+            number: The outer call's number.
+            name: The outer call's transport.
+            packed: The outer call's fingerprint.
         """
         self._compared_as = packed
 
     def compare_call(self, kind: str, text: bytes = b"") -> Any:
-        """Compare a call that something else carries. The work is done when all ranks make the same one.
+        """Compare a call that something else carries. The work is done when all ranks make the same call.
 
         Args:
             kind: One of `header.COLLECTIVES`.
@@ -156,13 +157,13 @@ class Transport(abc.ABC):
         return self.run(Collective(kind, said, said))
 
     def refuse(self, reason: str) -> None:
-        """Report, where ranks compare their calls, that this rank doesn't make its next one."""
+        """If ranks compare their calls, report that this rank doesn't make its next call."""
         if self.compares:
-            with contextlib.suppress(EvenstepError):  # they know of a transport that has failed, or been closed
+            with contextlib.suppress(EvenstepError):  # the other ranks notice a failed or closed transport themselves
                 self.compare_call(REFUSED, pack_text(reason))
 
     def _count(self, packed: bytes) -> int:
-        """Note a call as it is started, for who asks what this rank does. Returns its number, from 1."""
+        """Record a call as it is started, for messages about this rank's activity. Returns its number, from 1."""
         self.num_calls = number = self.num_calls + 1
         heartbeat.mark_collective(number)
         record((self.recorded, number, packed))
@@ -185,15 +186,15 @@ class Transport(abc.ABC):
         return self.run(Collective("reduce_scatter", tensor, out, op, beside=beside))
 
     def reduce(self, tensor: Tensor, dst: int, op: Op = "sum", *, beside: Tensor | None = None) -> Work:
-        """As `all_reduce`, on rank `dst` only. What the others' `tensor` holds afterwards is undefined."""
+        """As `all_reduce`, on rank `dst` only. Afterwards `tensor` is undefined on the other ranks."""
         return self.run(Collective("reduce", tensor, tensor, op, dst, beside=beside))
 
     def gather(self, out: Tensor | None, tensor: Tensor, dst: int) -> Work:
-        """As `all_gather`, on rank `dst` only; the others give no `out`."""
+        """As `all_gather`, on rank `dst` only; other ranks pass no `out`."""
         return self.run(Collective("gather", tensor, out, root=dst))
 
     def scatter(self, out: Tensor, tensor: Tensor | None, src: int) -> Work:
-        """Put part number `rank` of rank `src`'s `tensor` ([world_size * n]) into `out` ([n]); others give none."""
+        """Put part number `rank` of rank `src`'s `tensor` ([world_size * n]) into `out` ([n]); others pass none."""
         return self.run(Collective("scatter", tensor, out, root=src))
 
     def all_to_all(
@@ -220,11 +221,11 @@ class Transport(abc.ABC):
 
 
 class JointWork:
-    """Works in flight as one.
+    """Several works in flight as one work.
 
     Args:
-        works: All of them, in the order in which they are awaited.
-        finish: What is done once, by who waits, when they have ended.
+        works: The works, in the order in which they are awaited.
+        finish: Called once, by the waiting thread, when all have ended.
     """
 
     def __init__(self, works: Sequence[Work], finish: Callable[[], object] | None = None) -> None:

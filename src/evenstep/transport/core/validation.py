@@ -1,4 +1,4 @@
-"""Validates the arguments of collectives, and refuses them with a reason before anything is sent."""
+"""Validates the arguments of collectives. Wrong arguments are refused with a reason before anything is sent."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ _ROOTS = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"
 
 
 def is_carried(tensor: Tensor) -> bool:
-    """Whether it is a dense CPU tensor of a dtype that has a number in headers. Pure.
+    """Whether a tensor is a dense CPU tensor of a dtype that call headers can express. Pure.
 
-    A tensor that stands for others (a DTensor, a fake one, the result of a functional collective) has no memory: to
-    read it would end the process. torch's own dispatcher knows what to do with those, on the way to Gloo.
+    A wrapper tensor (a DTensor, a fake tensor, the result of a functional collective) has no memory of its own: reading
+    it would crash the process. On the way to Gloo torch's dispatcher handles such tensors.
     """
     has_memory = type(tensor) is Tensor or type(tensor).__torch_dispatch__ is disabled_dispatch
     return has_memory and tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _CARRIED
 
 
 def flat_view(tensor: Tensor) -> Tensor:
-    """[numel], the memory of a contiguous tensor, as it can also be viewed as bytes.
+    """[numel], the memory of a contiguous tensor, in a form that can be viewed as bytes.
 
-    torch calls a tensor of one element, or of none, contiguous whatever its stride is, and refuses to view it as bytes.
+    torch calls a tensor with at most one element contiguous for any stride, but refuses to view it as bytes.
     """
     flat = tensor if tensor.dim() == 1 else tensor.view(-1)
     return flat if flat.stride(0) == 1 else flat.as_strided((flat.numel(),), (1,))
 
 
 def validate_group(what: str, group: Any) -> None:
-    """Raise if an argument is no process group of this rank.
+    """Raise if an argument isn't a process group of this rank.
 
     Args:
         what: The function or class, for messages.
         group: The argument; None: all ranks.
 
     Raises:
-        ConfigurationError: It is no process group.
-        UsageError: It is what `torch.distributed.new_group` gives ranks that aren't in the group.
+        ConfigurationError: It isn't a process group.
+        UsageError: It is the value that `torch.distributed.new_group` returns on ranks outside of the group.
     """
     if group is None or isinstance(group, dist.ProcessGroup):
         return
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
-        raise UsageError(f"{what}: {rank} is not in the process group that it was given.")
-    raise ConfigurationError(f"{what}={checks.shown(group)} is no torch.distributed.ProcessGroup.")
+        raise UsageError(f"{what}: {rank} is not in the process group that was passed.")
+    raise ConfigurationError(f"{what}={checks.shown(group)} isn't a torch.distributed.ProcessGroup.")
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Arguments:
     """Checks for the calls of one transport.
 
     Attributes:
-        name: Of the transport.
+        name: The transport's name.
         rank: This rank.
         world_size: Number of ranks.
-        refused: Returns the function to call with the reason before an error is raised: it informs the other ranks.
+        refused: Called with the reason before an error is raised, to inform the other ranks.
         carries: Whether the transport can carry a tensor.
     """
 
@@ -86,7 +86,7 @@ class Arguments:
         """Check a call, make its tensors flat, and pack its fingerprint.
 
         Raises:
-            ConfigurationError: Something is wrong on this rank; the others have been informed.
+            ConfigurationError: An argument is wrong on this rank; the other ranks have been informed.
         """
         kind = call.kind
         if kind in _ROOTS:
@@ -96,7 +96,7 @@ class Arguments:
             call.flat, call.back = self.flatten(compared)
             call.out = call.flat
             if kind == "reduce" and call.root != self.rank:
-                call.back = None  # undefined there
+                call.back = None  # the result is undefined on this rank
         else:
             compared = self._prepare_pair(call)
         if call.back is not None:
@@ -106,7 +106,7 @@ class Arguments:
         call.packed, call.arithmetic, call.divisor = self._described.get(key) or self._describe(key)
 
     def _prepare_pair(self, call: Collective) -> Tensor:
-        """Do so for a call that isn't in place. Returns the tensor that ranks compare."""
+        """As `prepare`, for a call that isn't in place. Returns the tensor that ranks compare."""
         kind = call.kind
         inputs = None if kind == "scatter" and call.root != self.rank else self.require(kind, "tensor", call.inputs)
         outputs = None if kind == "gather" and call.root != self.rank else self.require(kind, "out", call.outputs)
@@ -133,12 +133,12 @@ class Arguments:
 
     @staticmethod
     def _rest_of(call: Collective) -> tuple[int, torch.dtype, float | None]:
-        """What else is compared of a call: how many numbers of which dtype are beside it, and the plain divisor."""
+        """Further compared properties: how many numbers are beside a call, their dtype, and the plain divisor."""
         beside = (0, torch.float64) if call.beside is None else (call.beside.numel(), call.beside.dtype)
         return *beside, None if call.row is None else call.plain
 
     def _describe(self, key: tuple[Any, ...]) -> _Described:
-        """What calls have in common that differ in nothing that is compared. Each is made once."""
+        """The data that calls with the same compared properties share. It is computed once for each combination."""
         kind, op, dtype, shape, root, rest = key
         arithmetic = None
         if op is not None:
@@ -149,7 +149,7 @@ class Arguments:
         has_quotients = dtype.is_floating_point or dtype.is_complex
         if rest is not None and rest[-1] is not None and not (op == "sum" and has_quotients):
             raise self._refusal(
-                f"{kind} on rank {self.rank}: a divisor is for a sum of real or complex floats, not {op} of "
+                f"{kind} on rank {self.rank}: a divisor needs a sum of real or complex floats, not {op} of "
                 f"{str(dtype)[6:]}."
             )
         if len(self._described) >= _MAX_FINGERPRINTS:
@@ -159,7 +159,7 @@ class Arguments:
         return described
 
     def flatten(self, tensor: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Flatten: [numel], and (tensor, copy) where the result has to be copied back to the tensor at the end."""
+        """Flatten: [numel], and (tensor, copy) if the result has to be copied back to the tensor at the end."""
         if not self.carries(tensor):
             raise self._refusal(
                 f"rank {self.rank}: the {self.name} transport carries dense CPU tensors, and this is a "
@@ -174,7 +174,7 @@ class Arguments:
         return copy.view(-1), (tensor, copy)
 
     def check_written(self, what: str, tensor: Tensor) -> None:
-        """Refuse a result's tensor whose elements share memory. torch would notice after the collective."""
+        """Refuse an output whose elements share memory. torch would only notice after the collective."""
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise self._refusal(
                 f"{what} on rank {self.rank}: {_shape_of(tensor)} with strides {list(tensor.stride())} has elements "
@@ -182,15 +182,15 @@ class Arguments:
             )
 
     def check_sizes(self, what: str, long_name: str, long: Tensor, short_name: str, short: Tensor) -> None:
-        """Refuse a long tensor that doesn't have one share per rank, each like the short one."""
+        """Refuse a long tensor that doesn't consist of one part per rank, each like the short tensor."""
         if long.numel() != self.world_size * short.numel() or long.dtype is not short.dtype:
             raise self._refusal(
                 f"{what} on rank {self.rank}: {long_name} is {_shape_of(long)} and {short_name} {_shape_of(short)}; "
-                f"{long_name} has {self.world_size} times the elements of {short_name}, and its dtype."
+                f"{long_name} must have {self.world_size} times the elements of {short_name}, and its dtype."
             )
 
     def check_parts(self, what: str, name: str, parts: Sequence[Tensor], share: Tensor | None) -> None:
-        """Refuse a list that isn't a tensor per rank, of one dtype, each as long as `share`; None: of any size."""
+        """Refuse a list that isn't one tensor per rank, of one dtype, each as long as `share`; None: of any size."""
         fits = len(parts) == self.world_size
         for each in parts:
             fits = fits and each.dtype is (parts[0] if share is None else share).dtype
@@ -199,7 +199,7 @@ class Arguments:
             need = "of one dtype" if share is None else f"each with the elements of {_shape_of(share)}, and its dtype"
             found = ", ".join(map(_shape_of, parts)) or "none"
             raise self._refusal(
-                f"{what} on rank {self.rank}: {name} are {found}; there is one for each of {self.world_size} ranks, "
+                f"{what} on rank {self.rank}: {name} are {found}; pass one tensor for each of {self.world_size} ranks, "
                 f"{need}."
             )
 
@@ -212,27 +212,28 @@ class Arguments:
             )
 
     def check_pairs(self, what: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Refuse other numbers of outputs than of inputs."""
+        """Refuse different numbers of outputs and inputs."""
         if len(outputs) != len(inputs):
             raise self._refusal(
-                f"{what} on rank {self.rank}: {len(outputs)} outputs for {len(inputs)} inputs; there is one for each."
+                f"{what} on rank {self.rank}: {len(outputs)} outputs for {len(inputs)} inputs; pass one output for "
+                f"each input."
             )
 
     def check_rank(self, what: str, name: str, rank: int) -> None:
-        """Refuse a number that is no rank."""
+        """Refuse a number that isn't a rank."""
         if not 0 <= rank < self.world_size:
             raise self._refusal(f"{what}: {name}={rank} on rank {self.rank}; ranks are 0 to {self.world_size - 1}.")
 
     def require(self, what: str, name: str, tensor: Tensor | None) -> Tensor:
         """Refuse None where this rank, the root, has to pass a tensor."""
         if tensor is None:
-            raise self._refusal(f"{what}: rank {self.rank} has to give {name}.")
+            raise self._refusal(f"{what}: rank {self.rank} has to pass {name}.")
         return tensor
 
     def check_all_to_all(
         self, out: Tensor, tensor: Tensor, out_splits: Sequence[int] | None, splits: Sequence[int] | None
     ) -> None:
-        """Refuse shares that are neither equal nor add up to the tensors."""
+        """Refuse parts that are neither equal nor add up to the tensors."""
         fits = out.dtype is tensor.dtype
         if out_splits is None or splits is None:
             fits = fits and out.numel() == tensor.numel() and tensor.numel() % self.world_size == 0
@@ -244,8 +245,8 @@ class Arguments:
             need = f"the elements that out_splits={list(out_splits)} and splits={list(splits)} add up to"
         if not fits:
             raise self._refusal(
-                f"all_to_all on rank {self.rank}: out is {_shape_of(out)} and tensor {_shape_of(tensor)}; they have "
-                f"one dtype, and {need}."
+                f"all_to_all on rank {self.rank}: out is {_shape_of(out)} and tensor {_shape_of(tensor)}; they must "
+                f"have the same dtype, and {need}."
             )
 
     def _refusal(self, reason: str) -> ConfigurationError:
@@ -260,23 +261,23 @@ def _shape_of(tensor: Tensor) -> str:
 
 
 def refuse_after_end(rank: int, where: str) -> NoReturn:
-    """Raise where ranks are to do something together, and their world has ended.
+    """Raise the error for a collective action after the world has ended.
 
     Args:
-        rank: This one.
-        where: The line of the user's at which it ended.
+        rank: This rank.
+        where: The line of the user's code at which the world ended.
 
     Raises:
-        UsageError: Always; one message without a traceback, although the world's hook has gone with it.
+        UsageError: Always. Printed as one message without a traceback, although the world's excepthook is gone.
     """
     with excepthook.reporting_mistakes():
         raise UsageError(
             f"rank {rank}: the world of evenstep.init has ended, with its `with` block or by close(), at {where}. "
-            f"What ranks do together (training, world.mean, a save) belongs into that block."
+            f"Put everything that ranks do together (training, world.mean, a save) into that block."
         )
 
 
 def forked_error(rank: int | None = None) -> UsageError:
-    """What a forked child of a rank raises instead of calling a collective, for which it has no threads."""
+    """The error for a collective in a forked child of a rank, where the needed threads don't run."""
     parent = "a rank" if rank is None else f"rank {rank}"
     return UsageError(f"this process was forked from {parent}; only ranks can call collectives.")

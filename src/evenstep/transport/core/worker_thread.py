@@ -1,8 +1,9 @@
-"""A thread that runs the calls of one transport in order, and the handles that their callers hold.
+"""A thread that runs the calls of one transport in order, and the handles that callers hold.
 
-Not an executor of `concurrent.futures`: python waits for the threads of those before it calls exit hooks. A thread that
-waits for other ranks would keep the process until its deadline; and one that still waits inside Gloo when python ends
-takes the process with it (std::terminate). So the threads are closed by an exit hook, which ends what they wait for.
+Not an executor of `concurrent.futures`, because python waits for an executor's threads before it calls exit hooks. A
+thread that waits for other ranks would then keep the process alive until its deadline. And a thread that still waits
+inside Gloo when python ends aborts the process (std::terminate). So an exit hook closes the threads, and ends the calls
+that they wait for.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
 from evenstep.transport.core.validation import forked_error
 
-LONGEST_END_S = 5.0  # of a thread that is in a call when its transport closes
+LONGEST_END_S = 5.0  # how long `close` waits for a thread that is in a call
 
 
 class QueuedWork:
@@ -29,10 +30,10 @@ class QueuedWork:
 
     Args:
         what: The call, for messages.
-        waits: Called by who waits.
+        waits: Called by threads that wait.
 
     Attributes:
-        ended: Has the call's error, or None, when it has ended.
+        ended: Has the call's error, or None, when the call has ended.
     """
 
     def __init__(self, what: str, waits: Callable[[], object]) -> None:
@@ -40,7 +41,7 @@ class QueuedWork:
         self.ended: concurrent.futures.Future[EvenstepError | None] = concurrent.futures.Future()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """See `base.Work.wait`; no longer than `timeout_s`."""
+        """See `base.Work.wait`; at most `timeout_s`."""
         if not self.ended.done():
             self._waits()
         try:
@@ -65,11 +66,11 @@ class QueuedWork:
 class WorkerThread:
     """Runs calls in the order in which they were submitted. After one has failed, the others fail in the same way.
 
-    The thread starts with the first call. Callbacks run in it, and may start calls and wait for calls: so when one of
-    them does, another thread takes this one's place, which ends behind the callback.
+    The thread starts with the first call. Callbacks run in it, and may start calls and wait for them. When a callback
+    does so, another thread takes over, and this thread ends after the callback.
 
     Args:
-        name: Of the thread.
+        name: The thread's name.
         on_close: Called when a call has failed, in the thread, and when this is closed.
     """
 
@@ -90,10 +91,10 @@ class WorkerThread:
 
         Args:
             what: For messages.
-            run: What the thread runs, given the call's number, counted from 1.
+            run: The function that the thread runs, called with the call's number, counted from 1.
 
         Raises:
-            EvenstepError: A call has failed before, or the thread has been closed, or is a forked child's parent's.
+            EvenstepError: A call has failed before, the thread has been closed, or this process is a forked child.
         """
         if os.getpid() != self._pid:
             raise forked_error()
@@ -108,7 +109,7 @@ class WorkerThread:
         return work
 
     def step_aside(self) -> None:
-        """Have another thread run the calls from now on, if this is the thread that does: a callback runs in it."""
+        """Have another thread run the calls from now on, if this is the thread that runs them: a callback blocks it."""
         with self._lock:
             if self._thread is threading.current_thread():
                 self._start()
@@ -132,22 +133,22 @@ class WorkerThread:
     def _run(self) -> None:
         while self._thread is threading.current_thread() and (item := self._calls.get()) is not None:
             self._run_one(*item)
-            del item  # and so the tensors of a call that is over
+            del item  # frees the tensors of a finished call
 
     def _run_one(self, run: Callable[[], object], work: QueuedWork) -> None:
         error = self.failure
         if error is None:
             try:
-                # Tensors that a caller made in inference mode can be written in that mode only. Callbacks (futures) run
-                # outside of it: tensors that they make may be trained with.
+                # Tensors that a caller made in inference mode can only be written in that mode. Callbacks (futures) run
+                # outside of it, because the tensors that they make may be used in training.
                 with torch.inference_mode():
                     run()
             except EvenstepError as raised:
                 error = raised
-            except BaseException as raised:  # the caller waits for the end of the call, whatever has happened
+            except BaseException as raised:  # of any kind: the caller waits for the end of the call
                 error = PeerLostError(f"{work!r} failed: {type(raised).__name__}: {raised}")
             if error is not None:
-                self.failure = error = self.failure or error  # one of closing, which may have ended this call
+                self.failure = error = self.failure or error  # closing may have failed this call
                 try:
                     self._on_close()
                 except Exception as raised:

@@ -3,7 +3,7 @@
 Reading order:
 
 - `plan`: which rank is on which node, and how a vector is cut. Plain data and pure functions.
-- `transport`: `InternodeTransport`, the transport itself: checks arguments and queues calls for its thread. The way of
-  an all-reduce is drawn at its top.
-- `steps`: what one rank does in each call, step by step, in that thread; first a message of fixed length.
+- `transport`: `InternodeTransport`, the transport itself: checks arguments and queues calls for its thread. Its
+  docstring draws an all-reduce.
+- `steps`: the actions of one rank in each call, in that thread; the first is a message of fixed length.
 """

@@ -9,7 +9,7 @@ from typing import Any
 from evenstep.transport.core.reduction import round_up
 from evenstep.transport.shm.segment import PAGE_BYTES
 
-_MIN_CHUNK_BYTES = 1 << 20  # a shorter one takes longer to start than to send
+_MIN_CHUNK_BYTES = 1 << 20  # a shorter chunk takes longer to start than to send
 _MAX_CHUNK_BYTES = 4 << 20
 _CHUNKS_IN_FLIGHT = 4
 
@@ -19,7 +19,7 @@ class NodePlan:
     """The ranks of every node.
 
     Attributes:
-        nodes: The ranks of each node in order; nodes in order of their first rank. Every rank is in one of them.
+        nodes: The ranks of each node in order; nodes in order of their first rank. Every rank is on one node.
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -43,14 +43,14 @@ class NodePlan:
         raise ValueError(f"rank {rank} is on no node of {self}")
 
     def inter_node_group(self, number: int) -> list[int]:
-        """The ranks that carry the same slice, one per node."""
+        """The ranks that exchange the same slice, one per node."""
         return [node[number] for node in self.nodes]
 
 
 def plan_nodes(seen: Sequence[dict[str, Any]]) -> NodePlan:
-    """Group ranks by what they say of themselves (`describe_this_process`). Pure.
+    """Group ranks by their descriptions (`describe_this_process`). Pure.
 
-    Where nodes have different numbers of ranks, all ranks are alone.
+    If nodes have different numbers of ranks, every rank counts as a node of its own.
     """
     nodes: dict[object, list[int]] = {}
     for rank, each in enumerate(seen):
@@ -63,6 +63,6 @@ def plan_nodes(seen: Sequence[dict[str, Any]]) -> NodePlan:
 def plan_chunk_bytes(num_bytes: int) -> int:
     """The length of a vector's chunks. Pure.
 
-    Several are in flight at once, and none is too short to be worth its start.
+    Several chunks are in flight at once, and none is too short to be worth its start.
     """
     return min(max(round_up(num_bytes // _CHUNKS_IN_FLIGHT, PAGE_BYTES), _MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES)

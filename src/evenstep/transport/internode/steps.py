@@ -1,18 +1,18 @@
-"""The steps of one rank in inter-node collectives: see [Note: slices and groups] in `transport`.
+"""The actions of one rank in inter-node collectives: see [Note: slices and groups] in `transport`.
 
-Every call begins with a message, of one length for all calls.
+Every call begins with a message. All messages have the same length.
 
 [Note: first intra-node, then inter-node]
 
-A node's ranks compare what they call over shared memory, and only then with other nodes. So a message speaks for the
-whole node, and all inter-node groups come to the same end: where the ranks of one node disagree, each of them sends a
-report of that to its group instead of its call, and all ranks of all nodes raise the same error, at once.
+A node's ranks compare their calls over shared memory first, and only then with other nodes. So a message speaks for the
+whole node, and all inter-node groups get the same result: if the ranks of one node disagree, each of them sends a
+report of that to its group instead of its call, and all ranks of all nodes raise the same error at once.
 
 [Note: one length]
 
-Gloo can't receive a message of unknown length, and ends the process where a message is longer than its receiver
-expects. So every message is as long as every other, whatever the call: it holds the call's fingerprint, and the data of
-a call that fits. Larger data follows when all messages have come and are equal.
+Gloo can't receive a message of unknown length, and ends the process if a message is longer than its receiver expects.
+So all messages have the same length, for every call: a message holds the call's fingerprint, and the call's data if it
+fits. Larger data follows when all messages have come and are equal.
 """
 
 from __future__ import annotations
@@ -48,31 +48,31 @@ from evenstep.transport.core.reduction import (
 from evenstep.transport.core.transport import Transport
 from evenstep.transport.internode.plan import NodePlan, plan_chunk_bytes
 
-PAYLOAD_AT = 128  # behind the fingerprint; messages are as long as several, so that their data can be viewed as numbers
+PAYLOAD_AT = 128  # after the fingerprint; lengths are multiples of it, so that data can be viewed as numbers
 _LEAST_PAYLOAD_BYTES, _MOST_PAYLOAD_BYTES = 4 << 10, 16 << 10
 _REPORT = Fingerprint(REPORT, None, torch.uint8, (REPORT_BYTES,)).pack()
 
 
 def plan_payload_bytes(num_nodes: int) -> int:
-    """How much data travels with every message. Pure.
+    """The number of data bytes in every message. Pure.
 
-    Every call sends it to every other node, also a barrier; larger data costs one more exchange.
+    Every call, even a barrier, sends so many bytes to every other node; larger data costs one more exchange.
     """
     return round_up(max(_LEAST_PAYLOAD_BYTES, _MOST_PAYLOAD_BYTES // (num_nodes - 1)), PAYLOAD_AT)
 
 
 class InternodeSteps:
-    """One rank's part. All of it runs in one thread, call after call; every call begins with number and fingerprint.
+    """One rank's actions in each call, given its number and fingerprint. They run in one thread, call after call.
 
     Args:
-        plan: Which rank is on which node; every node has equally many.
+        plan: Which rank is on which node; all nodes have the same number of ranks.
         intra_node: The ranks of this rank's node, in order.
         inter_node: The inter-node group of this rank's slice, one rank per node.
         rank: This rank.
         name: What the transport is called.
 
     Attributes:
-        eager_bytes: How much data travels with every message.
+        eager_bytes: The number of data bytes in every message.
     """
 
     def __init__(self, plan: NodePlan, intra_node: Transport, inter_node: Transport, *, rank: int, name: str) -> None:
@@ -93,14 +93,14 @@ class InternodeSteps:
     # ------------------------------------------------------------------ comparing
 
     def agree(self, number: int, packed: bytes, launch: Callable[[], Work] | None = None) -> None:
-        """Make the first intra-node call, in which the node's ranks compare what they call.
+        """Make the first intra-node call, in which the node's ranks compare their calls.
 
         See [Note: first intra-node, then inter-node].
 
         Args:
-            number: Of the call.
-            packed: Its fingerprint.
-            launch: Makes that first call; None: one that only compares.
+            number: The call's number.
+            packed: The call's fingerprint.
+            launch: Makes the first intra-node call; None: a call that only compares.
 
         Raises:
             MismatchError: The ranks of this node disagree. The other nodes have been informed.
@@ -117,15 +117,15 @@ class InternodeSteps:
         """Compare the nodes' calls.
 
         Args:
-            number: Of the call.
-            packed: Its fingerprint, on which the ranks of this node agree.
-            payload: At most `eager_bytes` that travel along, the same number on all nodes.
+            number: The call's number.
+            packed: The call's fingerprint, on which the ranks of this node agree.
+            payload: At most `eager_bytes` to send along, the same number on all nodes.
 
         Returns:
             Every node's payload, in order of node.
 
         Raises:
-            MismatchError: They call different things.
+            MismatchError: The nodes make different calls.
         """
         return self.start(number, packed, payload)()
 
@@ -133,7 +133,8 @@ class InternodeSteps:
         """Start an exchange.
 
         Returns:
-            Waits for the other nodes and returns as `exchange` does; called before anything else is sent to them.
+            A function that waits for the other nodes and returns the result of `exchange`. Call it before sending
+            anything else to them.
         """
         message = torch.zeros(PAYLOAD_AT + self.eager_bytes, dtype=torch.uint8, device="cpu")
         message[: len(packed)] = to_tensor(packed)
@@ -161,18 +162,18 @@ class InternodeSteps:
         return finish
 
     def compare(self, number: int, packed: bytes) -> None:
-        """Compare a call, and do nothing else."""
+        """Only compare a call."""
         self.agree(number, packed)
         self.exchange(number, packed)
 
     def refuse(self, number: int, packed: bytes, said: Tensor) -> None:
-        """Report that this rank doesn't make this call, and why; nothing happens where no rank makes it."""
+        """Report that this rank doesn't make this call, and why. If no rank makes the call nothing happens."""
         self.agree(number, packed, lambda: self._intra_node.compare_call(REFUSED, to_bytes(said)))
-        first = said.clone()  # all groups send the same reason: that of the node's first rank
+        first = said.clone()  # all groups send the reason of the node's first rank
         self._intra_node.broadcast(first, 0).wait()
         self.exchange(number, packed, first)
 
-    # ------------------------------------------------------------------ moving
+    # ------------------------------------------------------------------ sending
 
     def broadcast(self, number: int, packed: bytes, raw: Tensor, src: int) -> None:
         """Send one rank's bytes to all."""
@@ -190,7 +191,7 @@ class InternodeSteps:
             copy_unpadded(raw, whole)
 
     def fits_message(self, num_bytes: int) -> bool:
-        """Whether so many bytes of every rank of a node fit into one message."""
+        """Whether this number of bytes from every rank of a node fits into one message."""
         return self._num_local * num_bytes <= self.eager_bytes
 
     def all_gather(self, number: int, packed: bytes, out: Tensor, raw: Tensor) -> None:
@@ -211,7 +212,7 @@ class InternodeSteps:
     # ------------------------------------------------------------------ combining
 
     def all_reduce(self, number: int, packed: bytes, flat: Tensor, op: Op) -> None:
-        """Reduce in place, on all ranks. A long vector goes chunk by chunk."""
+        """Reduce in place, on all ranks. A long vector is reduced chunk by chunk."""
         if flat.nbytes <= self.eager_bytes:
             self.agree(number, packed, lambda: self._intra_node.all_reduce(flat, _undivided(op)))
             sums = self.exchange(number, packed, flat.view(torch.uint8))
@@ -226,7 +227,7 @@ class InternodeSteps:
         )
 
     def reduce_scatter(self, number: int, packed: bytes, into: Tensor, flat: Tensor, op: Op) -> None:
-        """Reduce, and leave every rank its part."""
+        """Reduce, and give every rank its part."""
         numel = into.numel()
         if flat.nbytes <= self.eager_bytes:
             whole = flat.clone()
@@ -245,26 +246,26 @@ class InternodeSteps:
     def _reduce_chunk(self, chunk: Tensor, op: Op, compared: Callable[[], object] | None) -> Iterator[Sequence[Work]]:
         whole, mine = self._sliced(chunk)
         self._intra_node.reduce_scatter(mine, whole, _undivided(op)).wait()
-        if compared is not None:  # while the node's ranks added, the messages were on their way
+        if compared is not None:  # the messages were on their way while the node's ranks added
             compared()
         yield from (self._swap if self._num_nodes == 2 else self._share_out)(mine, op)
         yield [self._intra_node.all_gather(whole, mine)]
         copy_unpadded(chunk, whole)
 
     def _sliced(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The vector, or a longer copy, which the node's ranks can divide equally; and this rank's slice of it."""
+        """The vector, or a longer copy that the node's ranks can divide equally; and this rank's slice of it."""
         whole = padded(flat, self._num_local)
         is_all = self._num_local == 1
         return whole, whole if is_all else whole.view(self._num_local, -1)[self._local_rank]
 
     def _swap(self, mine: Tensor, op: Op) -> Iterator[Sequence[Work]]:
-        """Between two nodes: each sends its whole slice. The same bytes as in parts, in one step."""
+        """Between two nodes: each sends its whole slice. As many bytes as with `_share_out`, in one exchange."""
         both = torch.empty(2 * mine.numel(), dtype=mine.dtype, device="cpu")
         yield [self._inter_node.all_gather(both, mine)]
         self._add(mine, list(both.view(2, -1).unbind()), op)
 
     def _share_out(self, mine: Tensor, op: Op) -> Iterator[Sequence[Work]]:
-        """Between more nodes: each adds a part of the slice, and sends the others its sum."""
+        """Between more nodes: each adds one part of the slice, and sends the sum to the others."""
         whole = padded(mine, self._num_nodes)
         part = mine.new_empty(whole.numel() // self._num_nodes)
         yield [self._inter_node.reduce_scatter(part, whole, _undivided(op))]
@@ -282,9 +283,10 @@ class InternodeSteps:
 
 
 def _in_turns(chunks: Iterable[Iterator[Sequence[Work]]]) -> None:
-    """Go through the steps of every chunk, one step behind the chunk before it.
+    """Run all chunks interleaved: each chunk is one exchange behind the chunk before it.
 
-    A step yields what has to be awaited before the chunk's next one. All ranks take the same steps in the same order.
+    A chunk's generator yields the works to await before it goes on. All ranks make the same exchanges in the same
+    order.
     """
     under_way: list[tuple[Iterator[Sequence[Work]], Sequence[Work]]] = []
     waiting = iter(chunks)
@@ -303,5 +305,5 @@ def _in_turns(chunks: Iterable[Iterator[Sequence[Work]]]) -> None:
 
 
 def _undivided(op: Op) -> Op:
-    """A mean is a sum until all nodes have been added."""
+    """The op to use before all nodes have been added: a mean is a sum until then."""
     return "sum" if op == "mean" else op

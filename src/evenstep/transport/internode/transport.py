@@ -1,6 +1,6 @@
-"""The transport of CPU ranks on several nodes: shared memory inside each, Gloo between them.
+"""The transport of CPU ranks on several nodes: shared memory inside each node, Gloo between nodes.
 
-Every rank carries its slice between nodes.
+Every rank exchanges its slice with other nodes.
 
 [Note: slices and groups]
 
@@ -14,17 +14,18 @@ An all-reduce over two nodes of two ranks, of a vector of two slices:
     intra-   spread the slices            spread the slices              (shared memory)
 
 There are as many inter-node groups as a node has ranks. Within a group of h nodes each rank receives a part of the
-slice from every other, adds the parts in tree order and sends the sum back: 2 (h - 1) / h of the vector leaves each
-node, the least there can be, and the order of summation is fixed. Of two nodes each sends its slice to the other, which
-is as much. Two nodes of two ranks let the vector cross once in each direction; in a ring over the four ranks it crosses
-1.5 times. Where nodes have different numbers of ranks, each rank counts as a node of its own.
+slice from every other rank, adds the parts in tree order and sends the sum back: 2 (h - 1) / h of the vector leaves
+each node, which is the minimum, and the order of summation is fixed. With two nodes each rank sends its slice to the
+other node, which is the same amount. With two nodes of two ranks the vector crosses the wire once in each direction; in
+a ring over the four ranks it would cross 1.5 times. If nodes have different numbers of ranks, each rank counts as a
+node of its own.
 
-All of it runs in a thread of the transport, one call after the other, so that the calls of a node's ranks can't mix.
-A long vector goes chunk by chunk: while one chunk is on the wire, the next is added inside the node.
+Calls run in a thread of the transport, one after the other, so that the calls of a node's ranks can't mix. A long
+vector is sent chunk by chunk: while one chunk is on the wire, the next one is added inside the node.
 
-Shared memory notices where ranks of one node disagree. Between nodes every call begins with a message of one length,
-with the call's fingerprint and what fits of its data (`steps`). Where the data doesn't fit, the node's ranks add
-while the messages are on their way, and the data follows when all have agreed.
+Shared memory notices if ranks of one node disagree. Between nodes every call begins with a message of fixed length,
+with the call's fingerprint and the data, if it fits (`steps`). If the data doesn't fit, the node's ranks add while the
+messages are on their way, and the data follows when all nodes have agreed.
 
 16-bit sums accumulate in 32 bits inside each node and again between them, and are rounded once in the middle.
 """
@@ -50,19 +51,20 @@ from evenstep.transport.internode.plan import NodePlan
 from evenstep.transport.internode.steps import InternodeSteps
 from evenstep.transport.shm.collectives import explain_splits, splits_row
 
-_CLOSE_TIMEOUT_S = 2.0  # how long `close` waits until the others have received the last refusal
+_CLOSE_TIMEOUT_S = 2.0  # how long `close` waits for the other ranks to receive the last refusal
 
-Steps = Callable[[int, bytes], object]  # given the call's number and fingerprint
+Steps = Callable[[int, bytes], object]  # called with the call's number and fingerprint
 
 
 class InternodeTransport(Transport):
-    """Collectives of ranks of which some share a node. Made by `connect_ranks`, not by calling the class.
+    """Collectives of ranks on several nodes. Made by `connect_ranks`, not by calling the class.
 
     Args:
         plan: Which rank is on which node.
         intra_node: The ranks of this rank's node, in order.
         inter_node: The inter-node group of this rank's slice, one rank per node.
-        all_ranks: All ranks, for calls without a plan of their own here; `inter_node` where that has all.
+        all_ranks: A transport over all ranks, for calls that this class doesn't implement; `inter_node` if that has all
+            ranks.
         rank: This rank.
         timeout_s: Deadline for peers to arrive.
     """
@@ -82,7 +84,7 @@ class InternodeTransport(Transport):
     ) -> None:
         self.name = "gloo" if intra_node.world_size == 1 else "shared memory + gloo"
         super().__init__(rank, all_ranks.world_size, "between nodes")
-        self.is_in_tree_order = plan.is_regular  # equally many, consecutive ranks on every node
+        self.is_in_tree_order = plan.is_regular  # the same number of consecutive ranks on every node
         self.timeout_s = timeout_s
         self._plan = plan
         self._intra_node = intra_node
@@ -112,7 +114,7 @@ class InternodeTransport(Transport):
         return work
 
     def _steps_of(self, call: Collective) -> Steps:
-        """What is done for a call, by its kind."""
+        """The function that runs a call, by the call's kind."""
         flat, out, op, steps = call.flat, call.out, call.op or "sum", self._steps
         fits = steps.fits_message(flat.nbytes) and call.splits is None
         match call.kind:
@@ -134,7 +136,7 @@ class InternodeTransport(Transport):
                 return steps.compare
 
     def _with_message(self, call: Collective, number: int, packed: bytes) -> None:
-        """Send every rank's tensor to all ranks with the message; each takes its own part."""
+        """Send every rank's tensor to all ranks with the message. Each rank copies its own part."""
         raw = flat_view(call.flat.contiguous()).view(torch.uint8)
         out, size = call.out.view(torch.uint8), self.world_size
         everybodys = torch.empty(size * raw.numel(), dtype=torch.uint8, device="cpu")
@@ -148,10 +150,10 @@ class InternodeTransport(Transport):
             out.copy_(everybodys)
 
     def _by_all_ranks(self, call: Collective, number: int, packed: bytes) -> None:
-        """Fall back to Gloo, after the ranks have compared the call: Gloo can die of wrong sizes.
+        """Fall back to Gloo, after the ranks have compared the call: wrong sizes can crash Gloo.
 
         Raises:
-            MismatchError: A rank expects other amounts than it is sent. Raised on every rank.
+            MismatchError: A rank expects another amount than it is sent. Raised on every rank.
         """
         fallback.count(call.kind)
         if call.splits is None:
@@ -191,11 +193,11 @@ class InternodeTransport(Transport):
         return f"<InternodeTransport rank {self.rank}/{self.world_size} on {len(self._plan.nodes)} nodes, {state}>"
 
     def _on_close(self) -> None:
-        # The other ranks of this node notice, and through their groups those of the other nodes.
+        # The other ranks of this node notice this, and through their groups the ranks of other nodes.
         for transport in self.parts:
             transport.close()
 
     @property
     def parts(self) -> list[Transport]:
-        """The transports that it is made of: intra-node, inter-node, and for the rest."""
+        """The transports that it is made of: intra-node, inter-node, and all ranks."""
         return [self._intra_node, self._inter_node, self._all_ranks]

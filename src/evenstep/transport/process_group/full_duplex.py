@@ -2,7 +2,8 @@
 
 [Note: receive before send]
 
-Gloo sends a vector when the other rank has announced its receive, on the connection that carries everything else:
+Gloo sends a vector when the other rank has announced its receive. The announcement uses the same connection as the
+data:
 
     torch's all-to-all               A  receive ·····························  sends ▇▇▇▇▇▇▇
                                      B  ·········  sends ▇▇▇▇▇▇▇ receive ····
@@ -10,12 +11,12 @@ Gloo sends a vector when the other rank has announced its receive, on the connec
                                      B  ········· receive  sends ▇▇▇▇▇▇▇
 
 torch's all-to-all, and its all-gather of two ranks, post the send before the receive. The second rank to call already
-has the first one's announcement, so it puts its vector on the wire; its own announcement queues after that. So the
-first rank sends only after it has received all, and a wire that carries as much in either direction is used in one
-direction at a time. Here every rank posts its receives first.
+has the first rank's announcement, so it sends its vector at once, and its own announcement queues after the vector. So
+the first rank sends only after it has received everything, and a full-duplex wire is used in one direction at a time.
+Here every rank posts its receives first.
 
-A call's messages have a tag of their own. A message without a receive, because ranks call with different sizes, is
-never taken for a later call's: its sender waits until the deadline, and names the call.
+Each call's messages have their own tag. So a message without a receive, because ranks call with different sizes, is
+never mistaken for a later call's: its sender waits until the deadline, and names the call.
 """
 
 from __future__ import annotations
@@ -32,21 +33,22 @@ from torch import Tensor
 
 from evenstep.transport.core.worker_thread import LONGEST_END_S
 
-_FIRST_TAG = 0x65760000  # what else is sent over the group has another
+_FIRST_TAG = 0x65760000  # other messages over the group have other tags
 _NUM_TAGS = 1 << 16
 
 
 class FullDuplex:
     """Parts that all ranks of a group send each other (see `transport.base.Work`).
 
-    Collective: every rank of the group makes one, in the same order. Gloo drops a receive with the last
-    reference to its work; so where no caller waits for it, a thread does.
+    Collective: every rank of the group makes one, in the same order. Gloo drops a receive with the last reference to
+    its work, so a thread waits if no caller does.
 
     Args:
-        group: Over Gloo.
-        received: By rank, what comes from it: one dimension, contiguous.
-        sent: By rank, what goes to it; as long as what it receives. Not written to before `wait` has returned.
-        number: Of the call; the same on all ranks.
+        group: A group over Gloo.
+        received: By rank, memory for the part from that rank: one dimension, contiguous.
+        sent: By rank, the part for that rank, as long as that rank expects. Must not be written to before `wait` has
+            returned.
+        number: The call's number; the same on all ranks.
         timeout_s: Deadline of each part.
     """
 
@@ -75,21 +77,21 @@ class FullDuplex:
         weakref.finalize(self, self._parts.wait_in_thread).atexit = False
 
     def wait(self) -> None:
-        """Return when all have arrived.
+        """Return when all parts have arrived.
 
         Raises:
-            RuntimeError: A part didn't come in time, or will never come.
+            RuntimeError: A part didn't arrive in time, or can't arrive any more.
         """
         self._parts.wait()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once. Gloo can't say: from the first query on, a thread waits."""
+        """Whether `wait` would return at once. Gloo can't be queried, so from the first query on a thread waits."""
         self._parts.wait_in_thread()
         return not self._parts.works or self._parts.error is not None
 
 
 class _Parts:
-    """The works of the parts under way."""
+    """The works of the parts in flight."""
 
     def __init__(self, works: list[Any], timeout: timedelta) -> None:
         self.works = works
@@ -103,7 +105,7 @@ class _Parts:
             if self.error is not None:
                 raise self.error
             try:
-                while self.works:  # each is waited for once: Gloo would wait for another message
+                while self.works:  # wait for each only once: a second wait would wait for another message
                     self.works[0].wait(self._timeout)
                     del self.works[0]
             except RuntimeError as error:
@@ -125,6 +127,6 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def join_threads() -> None:
-    """Wait for the threads that wait, when their calls have been ended: one inside Gloo must not outlast python."""
+    """Join the waiting threads, after their calls have been ended: a thread inside Gloo must not outlast python."""
     for thread in list(_threads):
         thread.join(LONGEST_END_S)

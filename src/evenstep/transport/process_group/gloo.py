@@ -1,8 +1,8 @@
 """Groups over Gloo between some ranks, made by these ranks alone.
 
 `dist.new_group` can do that too (`use_local_synchronization`), but names the group after the number of groups that a
-rank is in. Ranks that are in different numbers of groups then wait for each other under different names, and after a
-group has been destroyed the next one finds its dead addresses under the same name.
+rank is in. Ranks that are in different numbers of groups then wait for each other under different names. And a group
+that follows a destroyed one has the same name, and finds its dead addresses.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from evenstep.ground.compat.torch_distributed import add_backend, default_store, set_default_backend
 from evenstep.transport.process_group.transport import ProcessGroupTransport
 
-_LAST_TAG = 0x65740000  # nothing is sent with it
+_LAST_TAG = 0x65740000  # no message has this tag
 _num_opened: Counter[tuple[int, ...]] = Counter()
 
 
 def open_gloo(members: Sequence[int], *, timeout_s: float) -> ProcessGroupTransport:
     """Connect some ranks of the default group.
 
-    Collective: every one of `members` calls this; those who call it several times, in the same order.
+    Collective: every one of `members` calls this. Members that call it several times do so in the same order.
 
     Args:
-        members: Their numbers in the default group.
+        members: The ranks' numbers in the default group.
         timeout_s: Deadline of a call.
     """
     return connect_gloo(store_of(members), members.index(dist.get_rank()), len(members), timeout_s=timeout_s)
 
 
 def store_of(members: Sequence[int]) -> Store:
-    """A store for one meeting of some ranks of the default group.
+    """A store for one rendezvous of some ranks of the default group.
 
-    Every one of `members` calls this; those who call it several times, in the same order.
+    Every one of `members` calls this. Members that call it several times do so in the same order.
     """
     key = tuple(members)
     _num_opened[key] += 1
@@ -49,10 +49,11 @@ def store_of(members: Sequence[int]) -> Store:
 
 
 def connect_gloo(store: Store, rank: int, size: int, *, timeout_s: float) -> ProcessGroupTransport:
-    """Connect ranks through a store of their own.
+    """Connect ranks through their own store.
 
-    Collective: all of them call this, and none goes on before all are connected. Gloo's own constructor returns on one
-    rank while another one still accepts its connection, and fails there if the first rank closes the group by then.
+    Collective: all of these ranks call this, and it returns only when all are connected. Gloo's constructor returns on
+    one rank while another rank still accepts its connection; if the first rank then closes the group, the constructor
+    fails on the other.
     """
     timeout = timedelta(seconds=timeout_s)
     group = ProcessGroup(store, rank, size)
@@ -71,12 +72,12 @@ def connect_gloo(store: Store, rank: int, size: int, *, timeout_s: float) -> Pro
 
 
 def end_calls(gloo: Any) -> None:
-    """End the calls of a Gloo that are under way on this rank, with an error, and close its connections.
+    """End this rank's calls in flight of a Gloo with an error, and close its connections.
 
-    Local. Gloo's own `abort` doesn't, and a Gloo that is released waits for its calls until their deadline. But where a
-    receive times out, Gloo closes the connections with all ranks, which ends whatever waits for them.
+    Local. Gloo's own `abort` doesn't do this, and a released Gloo waits for its calls until their deadline. But if a
+    receive times out, Gloo closes the connections with all ranks, which ends every call that waits for them.
     """
     for peer in range(gloo.size()):
-        if peer != gloo.rank():  # the first one is enough, unless its connection has been lost
+        if peer != gloo.rank():  # the first peer is enough, unless its connection has been lost
             with contextlib.suppress(RuntimeError):
                 gloo.recv([torch.empty(1, device="cpu")], peer, _LAST_TAG).wait(timedelta(milliseconds=1))

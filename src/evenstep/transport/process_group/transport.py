@@ -1,8 +1,9 @@
-"""torch's process groups (Gloo on CPU, NCCL on CUDA) behind evenstep's seam.
+"""torch's process groups (Gloo on CPU, NCCL on CUDA) as transports.
 
-Gloo's own reduce-scatter is an all-reduce of which each rank keeps a part, twice the bytes that must travel. Here every
-rank sends every other its part, and each adds what it has received: in a tree over ranks, 16 bits in 32. Where two
-ranks send to each other, Gloo's collectives use a connection in one direction at a time; `full_duplex` uses both.
+Gloo's own reduce-scatter is an all-reduce of which each rank keeps a part, which sends twice the necessary bytes. Here
+every rank sends each other rank its part, and adds the parts that it receives: in a tree over ranks, 16-bit numbers in
+32 bits. If two ranks send to each other, Gloo's collectives use a connection in one direction at a time; `full_duplex`
+uses both.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ _REDUCE_OPS: dict[Op, Any] = {
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
 }
-# Gloo refuses to move other dtypes; as bytes it moves them all.
+# Gloo refuses to send other dtypes; as bytes it sends them all.
 _MOVED = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
     | {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
 )
 
-_DIRECT_BYTES = 1 << 15  # of an all-gather: so much goes to all ranks at once, and not around a ring of them
+_DIRECT_BYTES = 1 << 15  # in an all-gather: up to this size a part is sent to all ranks at once, not around a ring
 
 
 class _GroupWork:
@@ -67,7 +68,7 @@ class _GroupWork:
         self._call: Collective | None = call
         self._what = transport._describe(call)
         self._number = transport.num_calls
-        self._finish = finish  # what remains to be done with what has arrived
+        self._finish = finish  # processes the received data
 
     def wait(self) -> None:
         self._transport.check_process()
@@ -96,11 +97,11 @@ class ProcessGroupTransport(Transport):
 
     Args:
         group: The group; all its ranks build a transport on it.
-        name: "gloo" or "nccl", for people.
+        name: "gloo" or "nccl", for messages.
         timeout_s: Deadline of a collective, for the groups that `split` makes.
         owns_group: Destroy the group when closed.
-        split_by: Makes what `split` returns; None: with a new group of torch's.
-        close_by: Ends a group that torch doesn't know by name, and its calls.
+        split_by: Makes the result of `split`; None: over a new group of torch's.
+        close_by: Ends the calls of a group that torch doesn't know by name, and closes it.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class ProcessGroupTransport(Transport):
         number = self._count(call.packed)
         recorded = self.recorded
         recorded.unfinished.add(number)
-        recorded.unfinished.discard(number - NUM_CALLS)  # of a work that nobody waits for, say
+        recorded.unfinished.discard(number - NUM_CALLS)  # may be of a work that is never waited for
         recorded.num_started = recorded.num_completed = number
         flat, out, root, op = call.flat, call.out, call.root, _REDUCE_OPS[call.op or "sum"]
         is_gloo = self.name == "gloo" and flat.device.type == "cpu"
@@ -181,7 +182,7 @@ class ProcessGroupTransport(Transport):
     def close(self) -> None:
         """See `Transport.close`."""
         group, self._group = self._group, None
-        # Dropped here, too: with the last reference Gloo closes its connections, which the other ranks notice.
+        # Drop this reference, too: with the last one Gloo closes its connections, which the other ranks notice.
         close_by, self._close_by, self._split_by = self._close_by, None, None
         if group is not None and close_by is not None:
             close_by()
@@ -189,7 +190,10 @@ class ProcessGroupTransport(Transport):
             dist.destroy_process_group(group)
 
     def disown(self) -> None:
-        """Note in a forked child that the group is its parent's. Gloo's threads are, too: a call would never end."""
+        """Mark the group in a forked child as its parent's.
+
+        Gloo's threads don't run here, so a call would never end.
+        """
         if self._group is not None:
             keep_groups(self._group)
         self._group, self._close_by, self._is_parents = None, None, True
@@ -198,7 +202,7 @@ class ProcessGroupTransport(Transport):
         """Refuse calls in a forked child.
 
         Raises:
-            UsageError: This process is one.
+            UsageError: This process is a forked child.
         """
         if self._is_parents:
             raise forked_error(self.own_number)
@@ -214,7 +218,7 @@ class ProcessGroupTransport(Transport):
             work = collective(*args, **kwargs, group=self._open_group(), async_op=True)
         except RuntimeError as error:
             raise self._explained(error, self._describe(call)) from error
-        except ValueError as error:  # torch 2.11 logs a failure, and fails at that for groups it doesn't know by name
+        except ValueError as error:  # torch 2.11 raises this while it logs a failure, for groups without a name
             failure = error.__context__
             if not isinstance(failure, RuntimeError):
                 raise
@@ -249,7 +253,7 @@ class ProcessGroupTransport(Transport):
         return _GroupWork(work, self, call, arrived)
 
     def _parts(self, tensor: Tensor, num_bytes: Sequence[int] | None = None) -> list[Tensor]:
-        """A share per rank, as bytes: of so many, or all the same."""
+        """The parts of all ranks, as bytes: of given lengths, or of equal length."""
         raw = tensor.view(torch.uint8)
         if num_bytes is not None:
             return list(raw.split_with_sizes(num_bytes))
@@ -261,13 +265,13 @@ class ProcessGroupTransport(Transport):
         return f"{call.kind} number {self.num_calls} ({call.flat.numel()} x {str(call.flat.dtype)[6:]})"
 
     def _explained(self, error: RuntimeError, what: str) -> Exception:
-        """Translate a failure to `evenstep.errors`; an error of another kind stays as it is."""
+        """Translate a failure to `evenstep.errors`. An error of another kind is returned unchanged."""
         if isinstance(error, EvenstepError):
             return error
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "timed out" in text.lower() or "timeout" in text.lower():
             return CollectiveTimeoutError(
-                f"rank {self.own_number} waited in vain in {what} over {self.name}: {text}.{describe_last_calls()}"
+                f"rank {self.own_number} waited too long in {what} over {self.name}: {text}.{describe_last_calls()}"
             )
         if is_consequence(error):
             return PeerLostError(f"rank {self.own_number} lost a peer in {what} over {self.name}: {text}")
@@ -300,7 +304,7 @@ atexit.register(_end_all)
 def _name_of(group: dist.ProcessGroup) -> str:
     try:
         return str(group.group_name)
-    except RuntimeError:  # one that torch doesn't know
+    except RuntimeError:  # a group that torch doesn't know
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Bucket memory: a rank's own zone of the shared segment, and views of the zones of others."""
+"""Bucket memory: a rank's own zone of the shared segment, and views of other ranks' zones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FreeList:
         self._free: list[tuple[int, int]] = [(0, num_bytes)]  # (start, end), in order, never touching
 
     def take(self, num_bytes: int) -> int | None:
-        """Take the first stretch that is long enough. Returns its start; None if there is none."""
+        """Allocate in the first stretch that is long enough. Returns the start; None if there is none."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= num_bytes:
                 if end - start == num_bytes:
@@ -40,7 +40,7 @@ class FreeList:
         return None
 
     def give(self, start: int, num_bytes: int) -> None:
-        """Take a stretch back."""
+        """Free a stretch."""
         index = bisect.bisect(self._free, (start,))
         end = start + num_bytes
         if index < len(self._free) and self._free[index][0] == end:
@@ -52,9 +52,9 @@ class FreeList:
 
 
 class Arena:
-    """A rank's own zone. Memory returns to it when the last tensor that uses it has gone.
+    """A rank's own zone. Memory is freed when the last tensor that uses it has been collected.
 
-    Each rank allocates for itself: the header of a call has the place of its tensor for the others.
+    Each rank allocates for itself: a call header has the offset of its tensor for the other ranks.
     """
 
     def __init__(self, segment: Segment, rank: int) -> None:
@@ -63,7 +63,7 @@ class Arena:
         self._free = FreeList(segment.layout.zone_bytes)
         self._starts: list[int] = []  # addresses of the stretches in use, in order
         self._stretches: dict[int, tuple[int, int]] = {}  # address: (offset in the zone, bytes)
-        # Tensors end at any moment, in any thread, also in the middle of the methods below.
+        # Tensors may be collected at any moment, in any thread, also in the middle of the methods below.
         self._ended: collections.deque[tuple[int, int, int]] = collections.deque()  # address, offset, bytes
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -75,7 +75,7 @@ class Arena:
         self._collect()
         num_bytes = round_up(numel * dtype.itemsize, PAGE_BYTES)
         offset = self._free.take(num_bytes)
-        if offset is None:  # a zone is as long as the node's memory, of which much is in use
+        if offset is None:  # a zone is as long as the node's memory, and much of that is in use
             raise ConfigurationError(f"no {num_bytes:,} bytes in one piece are free for {numel:,} {dtype}.")
         try:
             allocate_range(self._segment.fd, self._zone + offset, num_bytes, what=f"bucket of {numel:,} {dtype}")
@@ -83,7 +83,7 @@ class Arena:
         except BaseException:
             self._free.give(offset, num_bytes)
             raise
-        # The address may be one whose tensor has ended since the look above, and which is still in the list.
+        # The list may still have the same address: its earlier tensor was collected after `_ended` was read above.
         if mapping.address not in self._stretches:
             bisect.insort(self._starts, mapping.address)
         self._stretches[mapping.address] = (offset, num_bytes)
@@ -92,8 +92,8 @@ class Arena:
         return mapping.tensor(0, dtype, numel)
 
     def locate(self, address: int, num_bytes: int) -> int | None:
-        """The offset in the zone of memory of this process; None if it lies elsewhere."""
-        if self._ended:  # their addresses may belong to other memory by now
+        """The offset of some memory in this process's zone; None if it is elsewhere."""
+        if self._ended:  # the addresses of collected tensors may belong to other memory by now
             self._collect()
         index = bisect.bisect(self._starts, address) - 1
         if index < 0:
@@ -108,7 +108,7 @@ class Arena:
         while self._ended:
             address, offset, num_bytes = self._ended.popleft()
             self._free.give(offset, num_bytes)
-            if self._stretches.get(address) == (offset, num_bytes):  # else the address is a younger tensor's
+            if self._stretches.get(address) == (offset, num_bytes):  # else the address belongs to a newer tensor
                 self._starts.remove(address)
                 del self._stretches[address]
 
@@ -120,39 +120,40 @@ def _end(
     ended: collections.deque[tuple[int, int, int]],
     owner_pid: int,
 ) -> None:
-    if os.getpid() != owner_pid:  # a forked child drops its copy: the memory is the parent's, and may be in use
+    if os.getpid() != owner_pid:  # a forked child drops its copy: the parent may still use the memory
         return
     _, offset, num_bytes = stretch
-    with contextlib.suppress(PeerLostError):  # the descriptor is somebody else's by now
+    with contextlib.suppress(PeerLostError):  # the descriptor may belong to another file by now
         release_range(segment.fd, zone + offset, num_bytes)
     ended.append(stretch)
 
 
 class Views:
-    """Tensors over memory that ranks share, made once and kept: making one costs as much as adding.
+    """Tensors over shared memory, cached: making a tensor costs as much as adding one.
 
-    The views used least recently go first, once there are 512 for each rank. A model of 65 buckets on 64 ranks needs
-    4,160 in every step.
+    The least recently used views are dropped once there are 512 per rank. A model of 65 buckets on 64 ranks needs 4,160
+    views in every step.
 
     Attributes:
         common: (offset, dtype, numel) -> [numel], in the common part.
         zone: (rank, offset, dtype, numel) -> [numel], in a rank's zone.
         eager: (slot, dtype, numel) -> [numel] of every rank, in that slot for eager data.
-        beside: The same, of the numbers beside a call in that slot.
+        beside: The same for the numbers beside a call in that slot.
     """
 
     def __init__(self, segment: Segment) -> None:
         layout = segment.layout
         windows: dict[int, Mapping] = {}
-        # Functions and not methods: the cache of a bound method would keep this object, and with it the memory, until
-        # the next garbage collection.
+        # Functions, not methods: a bound method in the cache would keep this object and its memory until the next
+        # garbage collection.
         kept = functools.lru_cache(max(4096, 512 * layout.world_size))
 
         def in_zone(rank: int, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
             needed_bytes = offset + numel * dtype.itemsize
             window = windows.get(rank)
             if window is None or window.num_bytes < needed_bytes:
-                # The beginning of a zone, as far as needed. Only address space: unused parts cost nothing.
+                # Map a zone from its beginning, as far as needed. This uses only address space: unused parts cost
+                # nothing.
                 before = 0 if window is None else window.num_bytes
                 length = min(layout.zone_bytes, round_up(max(needed_bytes, 2 * before), PAGE_BYTES))
                 window = windows[rank] = Mapping(segment.fd, offset=layout.zone(rank), num_bytes=length)

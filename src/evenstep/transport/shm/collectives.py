@@ -1,32 +1,32 @@
 """The collectives of a node, as programs over a shared segment.
 
-A program is a generator. It yields (phase, count) where it can't go on before every other rank has signalled that
-phase so often; `queue` decides whether to wait or to come back later. Programs of one transport run one after the
-other, in the order of the calls, on every rank.
+A program is a generator. It yields (phase, count) when it needs every other rank to have signalled that phase that
+often; `queue` decides whether to wait or to come back later. Programs of one transport run one after the other, in the
+order of the calls, on every rank.
 
-`ProgramContext` has what programs are made of; `PROGRAMS` lists them by collective.
+`ProgramContext` has the primitives that programs are made of; `PROGRAMS` lists the programs by collective.
 
 [Note: three protocols]
 
-eager       Data travels with the signal: every rank copies its tensor into its slot when the call begins, and
-            afterwards reads all slots. One sync point. So do the numbers beside a call, however large that is.
-zero-copy   Every tensor lies in its rank's zone. Ranks read and write each other's tensors where they are: each
-            reduces one slice over all ranks and writes it to all. Two sync points, no copy.
-chunked     Otherwise a tensor travels through slots that stay in the cache, chunk by chunk. Tensors that do lie in a
-            zone are still used where they are. In reductions a rank's own slice doesn't travel: only that rank reads
-            it, from the caller's tensor, and it writes the sum to the caller's as well as to the slot. Small tensors
-            (`ProgramContext.sums_whole`) each rank adds up by itself, from all slots: one sync point less.
+eager       Every rank copies its tensor into its slot when the call begins, and reads all slots afterwards. One sync
+            point. The numbers beside a call are always sent in this way, also in large calls.
+zero-copy   Every tensor lies in its rank's zone. Ranks read and write each other's tensors in place: each reduces
+            one slice over all ranks and writes it to all. Two sync points, no copy.
+chunked     Otherwise a tensor is copied chunk by chunk through slots that stay in the cache. Tensors in a zone are
+            still used in place. In reductions a rank's own slice isn't copied: only that rank reads it, from the
+            caller's tensor, and writes the sum both to the caller's tensor and to the slot. Small tensors
+            (`ProgramContext.sums_whole`) are summed by every rank itself, from all slots: one sync point less.
 
 [Note: three chunks]
 
-A rank stages chunk t in slot t % 3 when it has read what it needs of chunk t - 2 at least, and knows that every other
-rank has begun with chunk t - 1: has signalled FILLED for it, or, in an all_reduce, REDUCED for chunk t - 2. Whoever has
-begun with chunk t - 1 reads nothing of chunk t - 3 any more, so slot t % 3 is free. With two slots a fast rank would
-overwrite what a slow one still reads.
+A rank stages chunk t in slot t % 3 under two conditions: it has read its data of all chunks up to t - 2, and it knows
+that every other rank has begun with chunk t - 1, because that rank has signalled FILLED for it or, in an all_reduce,
+REDUCED for chunk t - 2. A rank that has begun with chunk t - 1 doesn't read chunk t - 3 any more, so slot t % 3 is
+free. With two slots a fast rank would overwrite data that a slow rank still reads.
 
-A rank whose earlier calls are done is *ready*: it stages the first chunk of its next call when it shows the header,
-which says so. Where all ranks were, nobody waits for FILLED signals of that chunk: that all have arrived is enough,
-also to know that all are done with every earlier call.
+A rank whose earlier calls are done is *ready*: it stages the first chunk of its next call when it shows the call
+header, which has a flag for that. If all ranks were ready no rank waits for FILLED signals of that chunk: once all have
+arrived, all have staged it and are done with every earlier call.
 """
 
 from __future__ import annotations
@@ -80,33 +80,35 @@ class Call:
         checked: The call as it was made, checked.
 
     Attributes:
-        number: From 0, counting the calls of one transport.
+        number: The call's number, from 0, among the calls of one transport.
         kind: Its name, one of `header.COLLECTIVES`.
-        arithmetic: How values are combined; None where they aren't.
-        source: The only rank whose data counts; -1: all ranks' data does.
-        receiver: The only rank that gets the result; -1: all do.
-        flat: [numel], contiguous: what this rank gives, and where `out` is the same also what it gets. Of a scatter,
-            on other ranks than the source, only its length counts.
-        address: Of `flat`'s first element.
-        num_bytes: Of `flat`.
-        out: [...], contiguous, flat: what this rank gets.
+        arithmetic: How values are combined; None if they aren't.
+        source: The only rank whose data counts; -1: all ranks' data counts.
+        receiver: The only rank that gets the result; -1: all ranks get it.
+        flat: [numel], contiguous: this rank's input; also its output if `out` is the same tensor. In a scatter, on
+            ranks other than the source, only its length counts.
+        address: Address of `flat`'s first element.
+        num_bytes: Size of `flat`.
+        out: [...], contiguous, flat: this rank's output.
         packed: The fingerprint.
-        place: Where `flat` lies in this rank's zone; None if elsewhere.
-        splits: [world_size, 2, world_size], int64, read when the program starts: how many elements each rank sends to
-            and expects from each; None where all are the same.
+        place: Offset of `flat` in this rank's zone; None if it is elsewhere.
+        splits: [world_size, 2, world_size], int64, read when the program starts: how many elements each rank sends to,
+            and expects from, each other; None if all numbers are equal.
         beside: [n], numbers that are added over the ranks in the same call, in place; None: there are none.
-        row: This rank's part of the divisor; None: none has.
-        divisor: What divides the result; None: nothing does. Where ranks have rows, known when all are there.
-        back: (to, from): copied at the end, where the caller's tensor isn't contiguous.
-        is_eager: The data travels with the signal that the call has begun.
-        is_inference: The result may be written in torch's inference mode only, whichever thread does that.
-        slot: The slot that it uses.
+        row: This rank's row for the divisor; None: no rank has one.
+        divisor: The divisor of the result; None: it isn't divided. If ranks have rows it is known when all have
+            arrived.
+        back: (to, from): a copy to make at the end if the caller's tensor isn't contiguous.
+        is_eager: The data is in the slot when the rank signals that the call has begun.
+        is_inference: The result may be written only in torch's inference mode, in any thread.
+        slot: The number of the slot that it uses.
         is_staged: This rank has staged its first chunk.
-        all_ready: Every rank had when it arrived, and was done with all earlier calls. Known when all are there.
-        places: By rank: where its tensor lies in its zone; None where it has to be copied. Known when all are there. A
-            program whose result would overwrite a tensor that another rank still reads sets all to None (and `place`,
-            where its own result may not be written there), and so takes the way through slots.
-        head: The header that this rank shows the others.
+        all_ready: Every rank had staged its first chunk when it arrived, and was done with all earlier calls. Known
+            when all have arrived.
+        places: By rank, the offset of its tensor in its zone; None if the tensor has to be copied. Known when all have
+            arrived. A program whose result would overwrite a tensor that another rank still reads sets all to None, and
+            so uses slots. It sets `place` to None, too, if its own result may not be written in the zone.
+        head: The call header that this rank shows to the others.
     """
 
     source = -1
@@ -144,29 +146,29 @@ class Call:
 
 
 Program = Generator[tuple[Phase, int], None, None]
-Stage = Callable[["ProgramContext", "Call", int], None]  # copies what others read of a chunk to where they read it
-# What is done of an eager call, once all ranks are there; the program of a large one; and what stages the first chunk
-# of that, where a rank may do so before the others are there.
+Stage = Callable[["ProgramContext", "Call", int], None]  # copies a chunk to the slot in which the others read it
+# The function of an eager call, called once all ranks have arrived; the program of a large call; and the function that
+# stages a large call's first chunk, if a rank may do so before the others have arrived.
 _Programs = tuple[
     Callable[["ProgramContext", "Call"], None], Callable[["ProgramContext", "Call"], Program] | None, Stage | None
 ]
 
 _memmove = ctypes.memmove
 _MAX_AGREED = 1024
-SLOTS_AT_ONCE = 4  # are free again together
+SLOTS_AT_ONCE = 4  # so many slots become free together
 _NO_PLACE = pack_place(None)
 
 
 class _Shown(NamedTuple):
-    """Where a rank shows what belongs to a call: see `segment`.
+    """Where a rank shows its data of a call: see `segment`.
 
     Attributes:
-        eager: Address of the slot for its data.
+        eager: Address of the slot for its tensor.
         beside: Address of the numbers beside it.
-        begin: First byte of its header.
-        end: One behind the last byte that ranks compare.
-        number: Word with the call's number.
-        row: First double of the rank's row.
+        begin: First byte of its call header.
+        end: One past the last byte that ranks compare.
+        number: Index of the word with the call's number.
+        row: Index of the first double of the rank's row.
     """
 
     eager: int
@@ -200,8 +202,8 @@ class ProgramContext:
         arena: This rank's zone.
         rank: This rank.
         world_size: Number of ranks.
-        num_chunks: So many chunks of earlier calls have travelled; the next goes through the slot after theirs.
-        part_of: Number and transport of the outer call that the next calls are a part of; None: they stand alone.
+        num_chunks: Number of chunks of earlier calls; the next chunk uses the slot after theirs.
+        part_of: Number and transport of the outer call that the next calls are a part of; None: there is no outer call.
     """
 
     def __init__(self, segment: Segment, counters: ProgressCounters, *, rank: int, world_size: int, name: str) -> None:
@@ -215,9 +217,9 @@ class ProgramContext:
         self._name = name
         self.views = Views(segment)
         self.scratch = Scratch()
-        # By slot: where each rank shows what belongs to a call in that slot.
+        # By slot and rank: where the rank shows its data of a call in that slot.
         self._slots = [[_Shown.of(segment, r, slot) for r in self.ranks] for slot in range(NUM_SLOTS)]
-        # By the headers of all ranks: their places, and whether all are ready.
+        # By the call headers of all ranks: their places, and whether all are ready.
         self._agreed: dict[tuple[bytes, ...], tuple[Sequence[int | None], bool]] = {}
         self.num_chunks = 0
         self._has_chunks = False  # whether this rank's chunk slots have memory
@@ -225,9 +227,9 @@ class ProgramContext:
     # ------------------------------------------------------------------ the beginning of a call
 
     def count_to_arrive(self, number: int) -> int:
-        """How often all ranks must signal FINISHED before a call may use its slot; 0: there is nothing to await.
+        """How often all ranks must signal FINISHED before a call may use its slot; 0: it may use it at once.
 
-        Slots are free again `SLOTS_AT_ONCE` at a time, so only the first of so many calls has to wait.
+        Slots become free `SLOTS_AT_ONCE` at a time, so only one of so many calls has to wait.
         """
         return 0 if number % SLOTS_AT_ONCE else max(0, (number - NUM_SLOTS) // SLOTS_AT_ONCE + 1)
 
@@ -235,8 +237,8 @@ class ProgramContext:
         """Whether all ranks, this one included, have finished the call that used the same slot before.
 
         Args:
-            number: Of the call that needs the slot.
-            takes: Take the other ranks' signals. Else only what has been taken counts.
+            number: Number of the call that needs the slot.
+            takes: Take the other ranks' signals. If False, only signals taken before count.
         """
         if number % SLOTS_AT_ONCE:
             return True
@@ -247,10 +249,10 @@ class ProgramContext:
         return counters.all_here(Phase.FINISHED, count) if takes else not counters.missing(Phase.FINISHED, count)
 
     def arrive(self, call: Call, *, is_next: bool) -> None:
-        """Show the others the header, with the data of an eager call or the first chunk, and signal ARRIVED.
+        """Show the call header, with the data of an eager call or the first chunk, and signal ARRIVED.
 
         Args:
-            call: That arrives.
+            call: The call that arrives.
             is_next: All earlier calls of this rank are done.
         """
         segment, shown = self.segment, self._slots[call.slot][self.rank]
@@ -259,7 +261,7 @@ class ProgramContext:
             if call.num_bytes and (call.source < 0 or call.source == self.rank):
                 _memmove(shown.eager, call.address, call.num_bytes)
         elif is_next and call.place is None and (stage := PROGRAMS[call.kind][2]) is not None:
-            call.places = (None,) * self.world_size  # as far as this rank knows
+            call.places = (None,) * self.world_size  # the other ranks' places aren't known yet
             with torch.no_grad() if call.flat.requires_grad else contextlib.nullcontext():
                 stage(self, call, 0)
             is_ready = call.is_staged = True
@@ -275,11 +277,11 @@ class ProgramContext:
         self.counters.signal(Phase.ARRIVED)
 
     def begin(self, call: Call) -> None:
-        """Read and compare what all ranks have shown of a call, when all have arrived.
+        """Read and compare all ranks' call headers and read their rows and numbers, when all have arrived.
 
         Raises:
-            MismatchError: They make different calls.
-            PeerLostError: An exception interrupted a call on one of them.
+            MismatchError: The ranks make different calls.
+            PeerLostError: An exception interrupted a call on a rank.
         """
         number, segment, slots = call.number, self.segment, self._slots[call.slot]
         heads = []
@@ -287,12 +289,13 @@ class ProgramContext:
             if r == self.rank:
                 heads.append(call.head)
                 continue
-            # A rank whose handler raised in the middle of a call may show an earlier header, with earlier data.
+            # A rank on which a signal handler raised in the middle of a call may show an earlier call's header and
+            # data.
             if segment.words[shown.number] != number:
                 self._refuse_number(call, r)
             heads.append(bytes(segment.bytes[shown.begin : shown.end]))
         key = tuple(heads)
-        agreed = self._agreed.get(key)  # a bucket has the same header step after step
+        agreed = self._agreed.get(key)  # a bucket has the same header in every step
         call.places, call.all_ready = agreed or self._agree(call, key)
         if call.row is not None:
             rows = [Row(*segment.doubles[shown.row : shown.row + len(call.row)]) for shown in slots]
@@ -303,7 +306,7 @@ class ProgramContext:
             reduce_into([numbers], views, plan_arithmetic("sum", numbers.dtype), self.scratch)
 
     def _agree(self, call: Call, heads: tuple[bytes, ...]) -> tuple[Sequence[int | None], bool]:
-        """Compare headers that have not been seen together. Returns the places, and whether all ranks are ready."""
+        """Compare a new combination of call headers. Returns the places, and whether all ranks are ready."""
         headers = [unpack_header(head) for head in heads]
         fingerprints = [packed for _, _, packed in headers]
         texts = {
@@ -318,7 +321,7 @@ class ProgramContext:
             raise MismatchError(problem)
         if problem is not None:
             pids = {known_as[rank]: self.counters.watch.pid(rank) for rank in self.ranks}
-            key = f"{self.segment.nonce.hex()} {nth}"  # of this transport, and of none before it
+            key = f"{self.segment.nonce.hex()} {nth}"  # unique to this transport
             raise MismatchError(problem + peer_heartbeats.exchange_sites(key, pids))
         if len(self._agreed) >= _MAX_AGREED:
             self._agreed.clear()
@@ -344,10 +347,10 @@ class ProgramContext:
 
         Args:
             call: The call.
-            rank: Whose tensor.
+            rank: The rank that has the tensor.
             chunk: Number of the chunk, from 0 in this call.
             begin: First element, counted from the start of the chunk.
-            end: One after the last.
+            end: One past the last element.
         """
         dtype = call.flat.dtype
         place = call.places[rank]
@@ -359,10 +362,10 @@ class ProgramContext:
         return self.views.zone(rank, place + first * dtype.itemsize, dtype, end - begin)
 
     def slot_view(self, call: Call, rank: int, chunk: int, begin: int, end: int) -> Tensor:
-        """[end - begin], elements of a chunk in its slot of a rank. See `shared_view`.
+        """[end - begin], elements of a chunk in a rank's slot. See `shared_view`.
 
         Raises:
-            ConfigurationError: There isn't enough memory for this rank's slots, which get theirs here.
+            ConfigurationError: There isn't enough memory for this rank's slots, which are allocated here.
         """
         if rank == self.rank and not self._has_chunks:
             segment, num_bytes = self.segment, NUM_CHUNKS * CHUNK_BYTES
@@ -393,9 +396,10 @@ class ProgramContext:
         return chunk * length, min(call.flat.numel(), (chunk + 1) * length)
 
     def sums_whole(self, call: Call) -> bool:
-        """Whether every rank adds up all of an all_reduce in chunks: that of all ranks together is one chunk at most.
+        """Whether every rank sums the whole tensor of a chunked all_reduce: if all ranks' data is at most one chunk.
 
-        More ranks read more, and what another core has written is slow to read.
+        The amount that each rank reads grows with the number of ranks, and data that another core has written is slow
+        to read.
         """
         return call.flat.nbytes * self.world_size <= CHUNK_BYTES
 
@@ -404,10 +408,10 @@ class ProgramContext:
         return -(-call.flat.numel() // self.chunk_numel(call))
 
     def sync_point(self, call: Call) -> Program:
-        """Wait until every rank has come to this point. What this rank reads in the others' zones it has read.
+        """Wait until every rank has reached this point. This rank has finished reading from the others' zones.
 
         Raises:
-            PeerLostError: A rank has left before: what was read may not have been its tensor any more.
+            PeerLostError: A rank has left before, so the memory that was read may not have held its tensor any more.
         """
         left = [rank for rank in self.ranks if rank != self.rank and self.counters.has_left(rank)]
         if left:
@@ -425,7 +429,7 @@ class ProgramContext:
 
 
 def _eager_all_reduce(at: ProgramContext, call: Call) -> None:
-    flat = call.flat  # as `at.eager_data`, in line: of all calls this is the most frequent
+    flat = call.flat  # `at.eager_data` inlined: this is the most frequent call
     at.reduce(call, [call.out], at.views.eager(call.slot, flat.dtype, flat.numel()))
 
 
@@ -472,10 +476,10 @@ def _chunk_by_chunk(
     """Go through the chunks of a call: every rank stages the next one before it reads this one.
 
     Args:
-        at: Whose chunk slots are used. See [Note: three chunks].
-        call: Whose chunks.
-        num_chunks: How many.
-        stage: Copies this rank's part of a chunk to where the others read it.
+        at: Has the chunk slots. See [Note: three chunks].
+        call: The call.
+        num_chunks: How many chunks it has.
+        stage: Copies this rank's part of a chunk into its slot.
         read: Reads a chunk that all ranks have staged.
     """
     if num_chunks:
@@ -492,32 +496,35 @@ def _chunk_by_chunk(
 
 
 def _stage(at: ProgramContext, call: Call, chunk: int) -> None:
-    """A chunk of this rank's tensor, if it is not where the others read it already."""
+    """Stage a chunk of this rank's tensor, unless the others read it in the zone."""
     if call.place is None and call.source in (-1, at.rank):
         begin, end = at.chunk_bounds(call, chunk)
         at.slot_view(call, at.rank, chunk, 0, end - begin).copy_(call.flat[begin:end])
 
 
 def _read_chunks(at: ProgramContext, call: Call, read: Callable[[int], object]) -> Program:
-    """Have all of a call's tensors read: where they lie, if they all lie in zones; else chunk by chunk."""
+    """Read all of a call's tensors: in place if all are in zones, else chunk by chunk."""
     places = call.places if call.source < 0 else [call.places[call.source]]
     if None in places:
         yield from _chunk_by_chunk(at, call, at.count_chunks(call), _stage, read)
     else:
         read(0)
     if any(place is not None for place in places):
-        yield from at.sync_point(call)  # a rank may not change a tensor in its zone before all others have read it
+        yield from at.sync_point(call)  # a rank may change a tensor in its zone only when all others have read it
 
 
 # ---------------------------------------------------------------------- large calls: the programs
 
 
 def _all_reduce(at: ProgramContext, call: Call) -> Program:
-    """Each rank reduces its slice, zero-copy or chunk by chunk; small tensors in slots every rank reduces whole."""
+    """Each rank reduces its slice, zero-copy or chunk by chunk.
+
+    Small tensors in slots are summed whole by every rank.
+    """
     if None in call.places:
         yield from (_whole_all_reduce if at.sums_whole(call) else _chunked_all_reduce)(at, call)
         return
-    # Zero-copy: the sync point at the beginning has shown that everything is there.
+    # Zero-copy: all ranks have arrived, so all tensors are complete.
     begin, end = plan_slices(call.flat.numel(), at.world_size, call.flat.dtype.itemsize)[at.rank]
     if begin < end:
         views = [at.shared_view(call, rank, 0, begin, end) for rank in at.ranks]
@@ -526,7 +533,7 @@ def _all_reduce(at: ProgramContext, call: Call) -> Program:
 
 
 def _stage_slices(at: ProgramContext, call: Call, chunk: int) -> None:
-    """As `_stage`, but for this rank's own slice, which only this rank reads."""
+    """As `_stage`, without this rank's own slice, which only this rank reads."""
     if call.place is None:
         first, last = at.chunk_bounds(call, chunk)
         begin, end = plan_slices(last - first, at.world_size, call.flat.dtype.itemsize)[at.rank]
@@ -537,12 +544,12 @@ def _stage_slices(at: ProgramContext, call: Call, chunk: int) -> None:
 
 
 def _stage_summands(at: ProgramContext, call: Call, chunk: int) -> None:
-    """What the others read of an all_reduce in chunks."""
+    """Stage the data that the other ranks read in a chunked all_reduce."""
     (_stage if at.sums_whole(call) else _stage_slices)(at, call, chunk)
 
 
 def _whole_all_reduce(at: ProgramContext, call: Call) -> Program:
-    # Also from zones through the slots: the result is written where the others would still read.
+    # Tensors in zones are copied to the slots, too: the result overwrites them while other ranks may still read.
     call.place, call.places = None, (None,) * at.world_size
 
     def read(chunk: int) -> None:
@@ -568,24 +575,24 @@ def _chunked_all_reduce(at: ProgramContext, call: Call) -> Program:
             outputs = [views[at.rank], *written]
             if call.place is None:
                 views[at.rank] = call.flat[first + begin : first + end]
-                if gets_result:  # while it is in the cache
+                if gets_result:  # now, while the sum is in the cache
                     outputs.append(call.out[first + begin : first + end])
             at.reduce(call, outputs, views, first + begin)
         if chunk + 1 < num_chunks:
             _stage_slices(at, call, chunk + 1)
-        yield Phase.REDUCED, at.counters.signal(Phase.REDUCED)  # this chunk, and staged the next
+        yield Phase.REDUCED, at.counters.signal(Phase.REDUCED)  # has reduced this chunk and staged the next
         if call.place is None and gets_result:
             for owner, (begin, end) in enumerate(slices):
                 if begin < end and owner != at.rank:
                     call.out[first + begin : first + end].copy_(at.shared_view(call, owner, chunk, begin, end))
     at.num_chunks += num_chunks
     if any(place is not None for place in call.places):
-        # A rank whose result lies in its zone may not change it before the others have copied it.
+        # A rank whose result is in its zone may change it only when the others have copied it.
         yield from at.sync_point(call)
 
 
 def _reduce(at: ProgramContext, call: Call) -> Program:
-    # Through the slots, also from a zone: only the receiver's tensor may change.
+    # Through the slots, also for tensors in zones: only the receiver's tensor may change.
     call.place, call.places = None, [None] * at.world_size
     yield from _all_reduce(at, call)
 
@@ -605,11 +612,11 @@ def _all_gather(at: ProgramContext, call: Call) -> Program:
     def read(chunk: int) -> None:
         if call.receiver in (-1, at.rank):
             begin, end = at.chunk_bounds(call, chunk)
-            # This rank's part first: it may lie in the result where another's belongs.
+            # Copy this rank's part first: its memory may be the place of another rank's part in the result.
             for rank in (at.rank, *(each for each in at.ranks if each != at.rank)):
                 out = call.out[rank * numel + begin : rank * numel + end]
                 given = call.flat[begin:end] if rank == at.rank else at.shared_view(call, rank, chunk, 0, end - begin)
-                if given.data_ptr() != out.data_ptr():  # this rank's part often is where it belongs
+                if given.data_ptr() != out.data_ptr():  # this rank's part is often in its place already
                     out.copy_(given)
 
     yield from _read_chunks(at, call, read)
@@ -636,8 +643,8 @@ def _reduce_scatter(at: ProgramContext, call: Call) -> Program:
         at.reduce(call, [call.out], [at.shared_view(call, rank, 0, begin, end) for rank in at.ranks], begin)
         yield from at.sync_point(call)
         return
-    call.places = (None,) * at.world_size  # a chunk holds a part of every rank's share, so all are copied
-    length = _share_numel(at, call)
+    call.places = (None,) * at.world_size  # a chunk has a piece of every rank's part, so all tensors are copied
+    length = _part_numel(at, call)
 
     def read(chunk: int) -> None:
         begin, end = chunk * length, min(numel, (chunk + 1) * length)
@@ -646,17 +653,17 @@ def _reduce_scatter(at: ProgramContext, call: Call) -> Program:
         inputs[at.rank] = call.flat[at.rank * numel + begin : at.rank * numel + end]
         at.reduce(call, [call.out[begin:end]], inputs, at.rank * numel + begin)
 
-    yield from _chunk_by_chunk(at, call, -(-numel // length), _stage_shares, read)
+    yield from _chunk_by_chunk(at, call, -(-numel // length), _stage_parts, read)
 
 
-def _share_numel(at: ProgramContext, call: Call) -> int:
-    """Elements of each rank's share in a chunk that has a part of all."""
+def _part_numel(at: ProgramContext, call: Call) -> int:
+    """Elements of each rank's part in a chunk that has a piece of every rank's part."""
     return CHUNK_BYTES // call.flat.dtype.itemsize // at.world_size
 
 
-def _stage_shares(at: ProgramContext, call: Call, chunk: int, numels: Sequence[int] | None = None) -> None:
-    """A part of every other rank's share, of so many elements each; None: all as many."""
-    length, start = _share_numel(at, call), 0
+def _stage_parts(at: ProgramContext, call: Call, chunk: int, numels: Sequence[int] | None = None) -> None:
+    """Stage a piece of every other rank's part. `numels` has the parts' lengths; None: all are equal."""
+    length, start = _part_numel(at, call), 0
     for rank, numel in enumerate(numels or [call.out.numel()] * at.world_size):
         begin, end = chunk * length, min(numel, (chunk + 1) * length)
         if begin < end and rank != at.rank:
@@ -666,7 +673,7 @@ def _stage_shares(at: ProgramContext, call: Call, chunk: int, numels: Sequence[i
 
 
 def _all_to_all(at: ProgramContext, call: Call) -> Program:
-    """A chunk holds a part of what its rank sends to every other."""
+    """Exchange parts. A rank's chunk has a piece of its part for every other rank."""
     if call.splits is None:
         sent = [[call.flat.numel() // at.world_size] * at.world_size] * at.world_size
     else:
@@ -675,7 +682,7 @@ def _all_to_all(at: ProgramContext, call: Call) -> Program:
             raise MismatchError(problem)
         sent = call.splits[:, 0].tolist()
     call.place, call.places = None, [None] * at.world_size
-    length = _share_numel(at, call)
+    length = _part_numel(at, call)
     own = call.flat[sum(sent[at.rank][: at.rank]) :]
 
     def read(chunk: int) -> None:
@@ -692,18 +699,18 @@ def _all_to_all(at: ProgramContext, call: Call) -> Program:
             start += numel
 
     num_chunks = -(-max(max(row) for row in sent) // length)
-    stage = functools.partial(_stage_shares, numels=sent[at.rank])
+    stage = functools.partial(_stage_parts, numels=sent[at.rank])
     yield from _chunk_by_chunk(at, call, num_chunks, stage, read)
 
 
 def splits_row(splits: tuple[Sequence[int], Sequence[int]]) -> Tensor:
-    """A rank's row of what `explain_splits` takes, out of `Collective.splits`: [2, world_size], int64. Pure."""
+    """A rank's row of `explain_splits`' argument, from `Collective.splits`: [2, world_size], int64. Pure."""
     expected, sent = splits
     return torch.tensor([list(sent), list(expected)], dtype=torch.int64, device="cpu")
 
 
 def explain_splits(splits: Tensor) -> str | None:
-    """The message for ranks that expect other amounts than they are sent; None if all fit. Pure, equal on all ranks.
+    """The message if a rank expects another amount than it is sent, or None. Pure, and equal on all ranks.
 
     Args:
         splits: [world_size, 2, world_size]: how much each rank sends to, and expects from, each other.
@@ -715,19 +722,19 @@ def explain_splits(splits: Tensor) -> str | None:
     source, target = wrong[0].tolist()
     return (
         f"the ranks disagree in an all_to_all: rank {source} sends {int(sent[source, target])} elements to rank "
-        f"{target}, which expects {int(expected[source, target])}. What a rank sends to another is what that one "
-        f"expects from it."
+        f"{target}, which expects {int(expected[source, target])}. Pass splits on the sending rank that equal "
+        f"out_splits on the receiving one."
     )
 
 
-# Nothing is done of a call that ranks only compare; it is short enough to be eager.
+# A call that ranks only compare does nothing; it is short enough to be eager.
 _COMPARED: _Programs = (lambda at, call: None, None, None)
 # By collective.
 PROGRAMS: Mapping[str, _Programs] = {
     "all_reduce": (_eager_all_reduce, _all_reduce, _stage_summands),
     "broadcast": (_eager_broadcast, _broadcast, _stage),
     "all_gather": (_eager_all_gather, _all_gather, _stage),
-    "reduce_scatter": (_eager_reduce_scatter, _reduce_scatter, _stage_shares),
+    "reduce_scatter": (_eager_reduce_scatter, _reduce_scatter, _stage_parts),
     "reduce": (_eager_reduce, _reduce, _stage_summands),
     "gather": (_eager_all_gather, _all_gather, _stage),
     "scatter": (_eager_scatter, _scatter, None),

@@ -1,12 +1,12 @@
-"""How ranks come to share a segment: agreed by trying, never believed from an environment variable.
+"""How ranks agree to share a segment: they try it, and never rely on an environment variable.
 
-    every rank     sends what it is: boot id, namespaces, user, machine, process
-    rank 0         makes the segment, and sends where it is
+    every rank     sends a description of itself: boot id, namespaces, user, machine, process
+    rank 0         makes the segment, and sends its location
     every rank     attaches, compares the nonce, signs
     every rank     checks that all have signed
 
-A rank that fails sends the reason in the next message instead of raising, so all ranks come to the same end: a
-transport on every rank, or the same reason why there is none.
+A rank that fails sends the reason in the next message instead of raising, so all ranks get the same result: a transport
+on every rank, or on every rank the reason why there is none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def connect_shared_memory(
     threads_per_rank: int = 1,
     seen: Sequence[dict[str, Any]] | None = None,
 ) -> SharedMemoryTransport | str:
-    """Join the ranks of `control` through memory that they share.
+    """Connect the ranks of `control` through shared memory.
 
     Collective: every rank calls this, in the same order.
 
@@ -48,7 +48,7 @@ def connect_shared_memory(
         control: Carries the few messages of the handshake: the rendezvous store (`StoreGather`), or a transport.
         timeout_s: Deadline for peers to arrive.
         threads_per_rank: How many threads of a rank are busy while it waits.
-        seen: What every rank has said of itself (`describe_this_process`); None: they say it now.
+        seen: Every rank's description (`describe_this_process`); None: ranks exchange their descriptions now.
 
     Returns:
         The transport on every rank, or on every rank the same reason why there is none.
@@ -89,7 +89,7 @@ def connect_shared_memory(
 
 
 def _connect_again(transport: SharedMemoryTransport, *, threads_per_rank: int) -> SharedMemoryTransport:
-    """Make another segment of the same ranks."""
+    """Make another segment for the same ranks."""
     timeout_s = transport.counters.policy.timeout_s
     made = connect_shared_memory(transport, timeout_s=timeout_s, threads_per_rank=threads_per_rank)
     if isinstance(made, str):
@@ -98,7 +98,10 @@ def _connect_again(transport: SharedMemoryTransport, *, threads_per_rank: int) -
 
 
 def describe_this_process() -> dict[str, Any]:
-    """Describe this process by what decides whether ranks can share memory: plain data, to be exchanged."""
+    """Describe the properties of this process that decide whether ranks can share memory.
+
+    Plain data, to be exchanged.
+    """
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return {"problem": f"{platform.system()} has no memfd"}
     try:
@@ -118,18 +121,18 @@ def describe_this_process() -> dict[str, Any]:
 
 
 def count_cores(seen: Sequence[dict[str, Any]]) -> int:
-    """The cores that ranks which described themselves so may use together. Pure.
+    """The number of cores that ranks with these descriptions may use together. Pure.
 
-    Launchers pin each rank to cores of its own (Slurm, mpirun): no rank knows from its own affinity how many there are.
+    Launchers pin each rank to its own cores (Slurm, mpirun), so a rank's affinity doesn't show the total.
     """
     cores = {core for each in seen for core in each["cores"]}
-    # Control groups of one node mostly have all its ranks, so their limits don't add up.
+    # All ranks of a node are usually in one control group, so the groups' limits must not be added up.
     limits = [math.ceil(each["core_limit"] or len(cores)) for each in seen]
     return min(len(cores), max(limits))
 
 
 def why_not_together(seen: Sequence[dict[str, Any]]) -> str | None:
-    """Why ranks that described themselves so can't share memory; None if they may try. Pure."""
+    """Why ranks with these descriptions can't share memory; None if they may try. Pure."""
     for rank, each in enumerate(seen):
         if each["problem"] is not None:
             return f"rank {rank}: {each['problem']}"
@@ -147,7 +150,7 @@ def why_not_together(seen: Sequence[dict[str, Any]]) -> str | None:
 
 
 def _tried(make: Callable[[], Segment]) -> tuple[Segment | None, str | None]:
-    """The segment, or why there is none."""
+    """The segment, or the reason why there is none."""
     try:
         return make(), None
     except (OSError, ConfigurationError) as error:

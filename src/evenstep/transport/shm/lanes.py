@@ -3,27 +3,27 @@
 A lane is a ring of records, numbered from 0, which the sender writes and the receiver reads in order. A record is a
 message, or the answer to one that came on the lane of the other direction.
 
-    send       A short message travels in its record. A long one is copied into the sender's zone, unless it lies there
-               already, and the record has its place. If the ring is full, the record waits in `_outbox`.
-    receive    The receiver takes all records that have come, and keeps messages that no `receive` has asked for
-               (`_unread`): so messages are received by source and tag, in any order.
+    send       A short message is stored in its record. A long one is copied into the sender's zone, unless it is there
+               already, and the record has its offset. If the ring is full the record waits in `_outbox`.
+    receive    The receiver reads all records that have come, and stores messages that no `receive` matches (`_unread`).
+               So messages can be received by source and tag, in any order.
     answer     The receiver copies a long message to its tensor and answers TAKEN; then the sender's memory is free. It
-               answers REFUSED, with the text of an error, where dtype or number of elements differ. Before it leaves,
-               it waits some seconds for room in the ring for its answers.
+               answers REFUSED, with the text of an error, if dtype or number of elements differ. Before it leaves it
+               waits some seconds for room in the ring for its answers.
 
-A short message is sent once its record is in the ring, a long one once it is taken. Short messages that no `receive`
-has asked for stay in the receiver's memory, however many there are: the receiver has to read on, because an answer to
-its own long message may lie behind them. A long message stays in its sender's zone. All of this happens in moments, in
-whichever thread calls or waits, or in the process's one thread (`progress`), and nothing in the queue of collectives
+A short message is sent once its record is in the ring, a long one once the receiver has answered TAKEN. Short messages
+that no `receive` matches stay in the receiver's memory, in any number: the receiver has to read on, because an answer
+to its own long message may come after them. A long message stays in its sender's zone. All of this takes little time
+and happens in the threads that call or wait, or in the process's one thread (`progress`). No collective in the queue
 waits for it.
 
 [Note: signals of a lane]
 
 Each lane has two semaphores: records written, and records read. Both are taken and counted under `_lanes_lock`, the
-lock of all lanes of this rank, so that no thread takes what another one counts. A rank that has nothing to do sleeps on
-its doorbell, which every other rank rings after each record that it has written or read. A ring says only that
-something has happened: it is never counted, so it doesn't matter which thread it wakes. Whoever leaves by an exception
-in the middle of that may leave a signal uncounted, or a record half written, and so fails the transport, on all ranks.
+lock of all lanes of this rank, so that no thread takes a signal that another one should count. A rank that has nothing
+to do sleeps on its doorbell, which every other rank rings after each record that it has written or read. Rings aren't
+counted, so it doesn't matter which thread they wake. An exception in the middle of these actions may leave a signal
+uncounted, or a record half written, and so it fails the transport on all ranks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ from evenstep.transport.shm.sync import (
     take,
 )
 
-_RECORD = struct.Struct("<QqQQBB")  # its number, tag, number of elements, place, kind, dtype; behind that its data
+_RECORD = struct.Struct("<QqQQBB")  # its number, tag, number of elements, place, kind, dtype; then its data
 _DATA_OFFSET = 64
 SHORT_BYTES = RECORD_BYTES - _DATA_OFFSET
 _IN_RECORD = (1 << 64) - 1  # the place of a short message
@@ -86,8 +86,8 @@ _MESSAGE, _TAKEN, _REFUSED = range(3)
 _NUM_NAMED = 4
 _LONGEST_FLUSH_S = 5.0
 _FLUSH_EVERY_S = 0.005
-_TURN_S = 0.001  # of messages and of collectives, where both have callbacks
-_SPARE_BYTES = 64 << 20  # to allocate memory for a message takes longer than to copy it
+_TURN_S = 0.001  # of messages and of collectives in turn, if both have callbacks
+_SPARE_BYTES = 64 << 20  # kept for reuse: allocating memory for a message takes longer than copying it
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 _memmove = ctypes.memmove
@@ -99,10 +99,10 @@ class _Incoming(NamedTuple):
 
     Attributes:
         sender: The rank that has sent it.
-        number: Of its record.
+        number: The number of its record.
         tag: Its tag.
-        place: Where in the sender's zone it lies, or `_IN_RECORD`.
-        data: [numel]: itself, there, or in the record, or a copy of it.
+        place: Its offset in the sender's zone, or `_IN_RECORD`.
+        data: [numel]: the message in the zone or in the record, or a copy of it.
     """
 
     sender: int
@@ -114,18 +114,18 @@ class _Incoming(NamedTuple):
 
 @dataclass(eq=False)
 class Message(Pending):
-    """A message of this rank's, from its start to its end.
+    """A message that this rank sends or receives, from its start to its end.
 
     Attributes:
         transport: Carries it.
-        flat: [numel], contiguous: what is sent, or where it goes.
-        peer: The other rank; None: whichever sends first.
-        tag: By which it is matched.
+        flat: [numel], contiguous: the data to send, or the memory to receive into.
+        peer: The other rank; None: the first rank that sends.
+        tag: The tag by which it is matched.
         is_sent: This rank sends it.
-        source: The rank that has sent it, when it is there.
+        source: The rank that has sent it, once it has come.
         memory: Holds the copy of a long message that is sent.
-        waiting: Since somebody first looked whether the other rank is still there.
-        checked_at: When somebody last did.
+        waiting: The state of the wait, from the first check of the other rank on.
+        checked_at: The time of the last check.
     """
 
     transport: Lanes
@@ -154,14 +154,14 @@ class Message(Pending):
 
 
 class Lanes(CallQueue):
-    """A `CallQueue` that has lanes, too.
+    """A `CallQueue` that also has lanes.
 
     Args:
         segment: The shared segment, in which all ranks have signed.
         processes: The rank processes, in order of rank.
         rank: This rank.
-        policy: How to wait for peers, and until when.
-        split_by: Makes what `split` returns.
+        policy: How to wait for peers, and the deadline.
+        split_by: Makes the result of `split`.
     """
 
     def __init__(
@@ -185,27 +185,27 @@ class Lanes(CallQueue):
         )
         self._doorbells = [doorbell(first, size, r) for r in range(size)]
         self._num_written = [0] * size  # records to each rank
-        self._num_freed = [0] * size  # of those, known to be read
+        self._num_freed = [0] * size  # of those, the number known to be read
         self._num_read = [0] * size  # records from each rank
-        # What there was no room for: by rank, what `_write` takes.
+        # By rank, the arguments of `_write` for records that there was no room for.
         self._outbox: dict[int, deque[tuple[Any, ...]]] = {peer: deque() for peer in self._peers}
-        self._not_taken: dict[tuple[int, int], Message] = {}  # long ones that are sent: by receiver and number
-        self._receives: list[weakref.ref[Message]] = []  # in order; who drops one doesn't want it any more
-        self._unread: list[_Incoming] = []  # messages that no `receive` has asked for, in order
-        self._spare: list[Tensor] = []  # [bytes]: memory of long messages that have been taken, for the next ones
+        self._not_taken: dict[tuple[int, int], Message] = {}  # long messages in flight, by receiver and number
+        self._receives: list[weakref.ref[Message]] = []  # in order; one that its caller has dropped is skipped
+        self._unread: list[_Incoming] = []  # messages that no `receive` matches yet, in order
+        self._spare: list[Tensor] = []  # [bytes]: memory of delivered long messages, to be reused
         self._mapped: dict[tuple[int, int], Mapping] = {}
-        self._own_arguments = Arguments(self.name, rank, size)  # whose refusals concern no other rank
+        self._own_arguments = Arguments(self.name, rank, size)  # its refusals aren't sent to other ranks
         self._lanes_lock = threading.RLock()
         self._lanes_changed = threading.Condition(self._lanes_lock)
         self._is_moving = False
         self._is_asleep = False
         self._spin_message_s = policy.spin_s
-        background.register(self)  # when it is whole: its thread may help at once
+        background.register(self)  # last: the background thread may call `help` at once
 
     # ------------------------------------------------------------------ starting
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> Message:
-        """Send a tensor to a rank, which receives as many elements of the same dtype.
+        """Send a tensor to a rank, which has to receive the same number of elements of the same dtype.
 
         Raises:
             ConfigurationError: There isn't enough memory for a copy; nothing was sent.
@@ -222,10 +222,10 @@ class Lanes(CallQueue):
         return self._started(message)
 
     def receive(self, tensor: Tensor, src: int | None, tag: int = 0) -> tuple[Message, list[tuple[Tensor, Tensor]]]:
-        """Receive a tensor from a rank, or, None, from whichever sends first.
+        """Receive a tensor from a rank, or (None) from the first rank that sends.
 
         Returns:
-            The message, and the copies (to, from) to make when it is there.
+            The message, and the copies (to, from) to make once it has come.
         """
         flat, back = self._own_arguments.flatten(tensor)
         if back is not None:
@@ -241,7 +241,7 @@ class Lanes(CallQueue):
         return message
 
     def _stage(self, message: Message) -> int:
-        """The place of a long message in this rank's zone, to which it is copied unless it lies there."""
+        """The offset of a long message in this rank's zone. The message is copied there unless it is there already."""
         address, num_bytes = message.flat.data_ptr(), message.flat.nbytes
         with self._lanes_lock, self._lock:
             if self._failure is not None:
@@ -259,11 +259,11 @@ class Lanes(CallQueue):
         return place
 
     def _send(self, peer: int, message: Message, place: int) -> bool:
-        """Whether the rank is there to read the message."""
+        """Queue a message. Returns whether the receiving rank still exists."""
         is_there = not self._segment.has_left(peer)
         if is_there:
             self._outbox[peer].append((_MESSAGE, message.tag, message.flat, place, message))
-        self._advance_lanes()  # also where it has left: perhaps because it refused a message
+        self._advance_lanes()  # also if the rank has left: it may have refused a message
         return is_there
 
     def _receive(self, message: Message) -> None:
@@ -278,7 +278,7 @@ class Lanes(CallQueue):
     # ------------------------------------------------------------------ moving, under the lock
 
     def _guarded(self, action: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Run what moves records, under the lock. Whatever leaves it by an exception fails all calls and messages."""
+        """Run an action that moves records, under the lock. An exception in it fails all calls and messages."""
         with self._lanes_lock, outside_transforms():
             try:
                 if self._failure is not None:
@@ -298,7 +298,7 @@ class Lanes(CallQueue):
         return message.is_done or (self._advance_lanes() and message.is_done)
 
     def _advance_lanes(self) -> bool:
-        """Read all records that have come, and write those that have room; return whether there were any."""
+        """Read all records that have come, and write records while there is room. Returns whether any record moved."""
         has_moved = False
         for peer in self._peers:
             while sem_trywait(self._written_in[peer]) == 0:
@@ -308,11 +308,11 @@ class Lanes(CallQueue):
         if has_moved:
             self._lanes_changed.notify_all()
             while not self._is_asleep and sem_trywait(self._doorbells[self.rank]) == 0:
-                pass  # who only sends never sleeps, and rings for what is read would add up
+                pass  # a rank that only sends never sleeps, so rings for read records would accumulate
         return has_moved
 
     def _write_all(self, peer: int) -> bool:
-        """Write records to a rank as far as there is room; return whether any was written."""
+        """Write records to a rank while there is room; return whether any was written."""
         outbox, num_before = self._outbox[peer], self._num_written[peer]
         while outbox:
             while self._num_written[peer] - self._num_freed[peer] >= NUM_RECORDS:
@@ -327,11 +327,11 @@ class Lanes(CallQueue):
 
         Args:
             peer: The rank.
-            kind: What it is.
-            tag: Of a message.
+            kind: The record's kind.
+            tag: The message's tag.
             data: [numel]: the message, or the text of a refusal.
-            place: Of a message: where in the zone it lies, or `_IN_RECORD`. Of an answer: the message's number.
-            message: Whose record it is, if it is no answer.
+            place: For a message, its offset in the zone, or `_IN_RECORD`. For an answer, the message's number.
+            message: The record's message; None for an answer.
         """
         number, is_short = self._num_written[peer], kind != _MESSAGE or place == _IN_RECORD
         lane, offset = self._lane(self.rank, peer), number % NUM_RECORDS * RECORD_BYTES
@@ -348,13 +348,13 @@ class Lanes(CallQueue):
             self._not_taken[peer, number] = message
 
     def _read(self, peer: int) -> None:
-        """Read the next record of a rank, whose signal has been taken."""
+        """Read the next record of a rank. Its signal has been taken already."""
         expected = self._num_read[peer]
         lane, offset = self._lane(peer, self.rank), expected % NUM_RECORDS * RECORD_BYTES
         number, tag, numel, place, kind, dtype = _RECORD.unpack_from(lane.raw, offset)
         if number != expected:
             raise PeerLostError(
-                f"rank {self.own_number} and rank {self.known_as[peer]} count their messages differently: an "
+                f"rank {self.own_number} and rank {self.known_as[peer]} have counted different numbers of messages: an "
                 f"exception interrupted one of them. Start again."
             )
         if kind == _TAKEN:
@@ -372,31 +372,31 @@ class Lanes(CallQueue):
         sem_post(self._doorbells[peer])
 
     def _accept(self, arrived: _Incoming) -> None:
-        """Deliver a message to the first that asks for it, or keep it."""
+        """Deliver a message to the first `receive` that matches it, or store it."""
         receives = [each for ref in self._receives if (each := ref()) is not None]
         message = next((each for each in receives if _fits(arrived, each)), None)
         if message is not None:
             self._receives = [weakref.ref(each) for each in receives if each is not message]
             self._deliver(arrived, message)
-        elif arrived.place == _IN_RECORD:  # where the next record of the ring will be
+        elif arrived.place == _IN_RECORD:  # a later record will overwrite this one
             self._unread.append(arrived._replace(data=arrived.data.clone()))
         else:
             self._unread.append(arrived)
 
     def _deliver(self, arrived: _Incoming, message: Message) -> None:
-        """Copy a message to where it goes."""
+        """Copy a message to the memory of a `receive`, and answer the sender."""
         flat, data, me, sender = message.flat, arrived.data, self.own_number, self.known_as[arrived.sender]
         if (data.dtype, data.numel()) != (flat.dtype, flat.numel()):
             text = (
                 f"rank {sender} sends {_shown(data)} to rank {me}, tag {arrived.tag}, which receives {_shown(flat)}. "
-                f"Both have the same number of elements and dtype."
+                f"Both must have the same number of elements and the same dtype."
             )
             self._answer(arrived, _REFUSED, to_tensor(text.encode()))
             self._flush_answers(lambda: [self._write_all(peer) for peer in self._peers])
             raise MismatchError(text)
         _memmove(flat.data_ptr(), data.data_ptr(), flat.nbytes)
         if arrived.place != _IN_RECORD:
-            if self._segment.has_left(arrived.sender):  # and given its memory back, perhaps before it was read
+            if self._segment.has_left(arrived.sender):  # its memory may have been freed before it was read
                 raise PeerLostError(
                     f"rank {me} lost rank {sender}, which has given up or closed its end, in {message}."
                 )
@@ -409,7 +409,10 @@ class Lanes(CallQueue):
         self._write_all(arrived.sender)
 
     def _flush_answers(self, advance: Callable[[], object]) -> None:
-        """Write the answers that wait for room, for at most some seconds: else their receivers lose this rank."""
+        """Write the answers that wait for room, for some seconds at most.
+
+        Without them their receivers report this rank lost.
+        """
         until = time.monotonic() + _LONGEST_FLUSH_S
         while self._has_answers() and time.monotonic() < until:
             advance()
@@ -433,7 +436,7 @@ class Lanes(CallQueue):
             message.memory = None
 
     def _lane(self, sender: int, receiver: int) -> Mapping:
-        """The ring of a lane, mapped with the first record, which its sender writes."""
+        """The ring of a lane. It is mapped for its first record, and allocated by the sender."""
         lane = self._mapped.get((sender, receiver))
         if lane is None:
             fd, offset = self._segment.fd, self._segment.layout.lane(sender, receiver)
@@ -445,9 +448,9 @@ class Lanes(CallQueue):
     # ------------------------------------------------------------------ waiting
 
     def _finish_message(self, message: Message, timeout_s: float | None) -> None:
-        """Take what comes, until this message is done."""
+        """Move records until this message is done."""
         try:
-            counters = self._guarded(lambda: self.counters)  # held: they keep the memory mapped
+            counters = self._guarded(lambda: self.counters)  # this reference keeps the memory mapped
             policy = counters.policy
             began = time.monotonic()
             until = began + (math.inf if timeout_s is None else timeout_s)
@@ -465,7 +468,10 @@ class Lanes(CallQueue):
             self._run_callbacks()
 
     def _sleep(self, message: Message, timeout_s: float) -> None:
-        """Sleep until something happens, or this message is done: one thread on the doorbell, the others behind it."""
+        """Sleep until something happens or this message is done.
+
+        One thread sleeps on the doorbell, the others wait for that one.
+        """
         with self._lanes_lock:
             if message.is_done or self._failure is not None:
                 return
@@ -478,7 +484,7 @@ class Lanes(CallQueue):
             with heartbeat.waiting():
                 while sem_trywait(bell) == 0:
                     pass
-                if not self._guarded(self._is_over, message):  # it may have rung for this
+                if not self._guarded(self._is_over, message):  # the rings taken above may have been for this message
                     take(bell, timeout_s)
         finally:
             with self._lanes_lock:
@@ -486,7 +492,7 @@ class Lanes(CallQueue):
                 self._lanes_changed.notify_all()
 
     def _missing(self, message: Message, counters: ProgressCounters) -> list[int]:
-        """The ranks that a message waits for; of those that it may come from, the ones that can still send it."""
+        """The ranks that a message waits for. If it may come from any rank, these are the ranks that can still send."""
         if message.peer is not None:
             return [message.peer]
         return [peer for peer in self._peers if not self._is_lost(peer, counters)] or self._peers
@@ -495,9 +501,9 @@ class Lanes(CallQueue):
         return counters.has_left(peer) or counters.watch.is_gone(peer)
 
     def _check(self, message: Message, counters: ProgressCounters) -> None:
-        """Raise if the other rank is lost, or has been waited for too long: all calls and messages have failed then.
+        """Raise if the other rank is lost or too late. All calls and messages have failed then.
 
-        Looks at it every `check_every_s`, however often this is called.
+        Checks once in `check_every_s`, even if it is called more often.
         """
         now = time.monotonic()
         if message.waiting is None:
@@ -519,7 +525,7 @@ class Lanes(CallQueue):
             raise
 
     def _poll_message(self, message: Message) -> bool:
-        """Take what has come; return whether the message is done, or has failed."""
+        """Move records without waiting; return whether the message is done or has failed."""
         try:
             if self._guarded(self._is_over, message):
                 return True
@@ -530,7 +536,7 @@ class Lanes(CallQueue):
         finally:
             self._run_callbacks()
 
-    # ------------------------------------------------------------------ as the process's one thread sees it
+    # ------------------------------------------------------------------ called by the process's one thread
 
     def help(self, seconds: float) -> tuple[bool, bool]:
         """See `Attended`."""
@@ -545,7 +551,7 @@ class Lanes(CallQueue):
         is_shared = bool(listened) and has_others
         turn_s = min(seconds, _TURN_S) if is_shared else seconds
         has_moved = super().help(turn_s if is_shared or not listened else 0.0)[1]
-        with contextlib.suppress(Exception):  # all have failed, and their waits raise the error
+        with contextlib.suppress(Exception):  # all messages have failed, and their waits raise the error
             counters = self._guarded(lambda: self.counters)
             has_moved = self._guarded(self._advance_lanes) or has_moved
             if listened and seconds and not has_moved:
@@ -563,7 +569,7 @@ class Lanes(CallQueue):
         if isinstance(error, PeerLostError) and self._failure is None and not self._is_moving and not self._is_closed:
             try:
                 self._guarded(self._advance_lanes)
-            except MismatchError as refusal:  # the other rank has left because of it
+            except MismatchError as refusal:  # the reason why the other rank has left
                 error.args = (f"{error} {refusal}",)
             except EvenstepError:
                 pass
@@ -587,7 +593,7 @@ class Lanes(CallQueue):
             self._name_unread()
         except MismatchError as refusal:
             say(f"evenstep: {refusal}")
-        except EvenstepError:  # the calls and messages have failed: there is more to say than that
+        except EvenstepError:  # calls and messages have failed with an error that matters more than unread messages
             pass
         super().close()
         with self._lanes_lock:
@@ -596,7 +602,7 @@ class Lanes(CallQueue):
             self._spare.clear()
 
     def _name_unread(self) -> None:
-        """Name what was sent to this rank and not received, and what this rank couldn't send: nobody will."""
+        """Warn of messages that were sent to this rank and not received, and of those that this rank couldn't send."""
         known_as = self.known_as
         with self._lanes_lock:
             named = [(each.tag, each.data, known_as[each.sender], self.own_number) for each in self._unread]

@@ -2,9 +2,10 @@
 
 [Note: no descriptor for them]
 
-A pidfd each would be one more look at a process that has ended, and N - 1 descriptors for every rank: a program that
-closes descriptors which it doesn't know (`os.closerange`) makes a living rank look dead, and its next file gets the
-number that we would close. `/proc` says the same to whoever can open a file; to who can't, signal 0 does.
+A pidfd per rank would show the end of a process, but cost N - 1 descriptors in every rank. A program that closes
+descriptors that it hasn't opened (`os.closerange`) would then make a living rank look dead, and its next file would get
+the number of a descriptor that we would close. `/proc` gives the same answer without an open descriptor. If no file can
+be opened, signal 0 gives it.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class PeerWatch:
         return self._peers[rank].pid
 
     def seen(self, rank: int) -> Heartbeat | None:
-        """A rank's heartbeat page; None if it has none that can be read."""
+        """A rank's heartbeat page; None if it can't be read or doesn't exist."""
         return peer_heartbeats.read(self._peers[rank].pid)
 
     def is_gone(self, rank: int) -> bool:
-        """Whether the process has ended, also if its parent has not collected its status yet."""
+        """Whether the process has ended, even if its parent has not collected its status yet."""
         peer = self._peers[rank]
         return not is_running(peer.pid, peer.start_ticks)
 

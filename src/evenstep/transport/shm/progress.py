@@ -1,10 +1,9 @@
-"""The one thread of a process that advances calls which no other thread waits for.
+"""The one thread of a process that advances calls that no other thread waits for.
 
 A rank may start a call and then wait for something that another rank does only after that call: without this thread
-both would wait for ever. It looks twenty times a second while calls are in flight, and sleeps otherwise.
-
-Calls with a callback it ends as soon as that is possible. For example, torch's DDP starts an all-reduce in the backward
-pass, takes its future, and waits for that in C++, where no code of ours runs.
+both would wait for ever. The thread checks twenty times a second while calls are in flight, and sleeps otherwise. It
+completes calls with a callback as soon as possible. For example, torch's DDP starts an all-reduce in the backward pass,
+takes its future, and waits for that in C++, where no code of ours runs.
 """
 
 from __future__ import annotations
@@ -17,42 +16,43 @@ import weakref
 from typing import Protocol
 
 _LOOK_EVERY_S = 0.05
-_TURN_S = 0.0005  # of a transport that has callbacks, where others have them, too
+_TURN_S = 0.0005  # of one transport with callbacks, if several transports have some
 _NUM_IDLE_ROUNDS = 20
 
 
 class Attended(Protocol):
-    """A transport, as this thread sees it."""
+    """A transport: the part of its interface that this thread uses."""
 
     @property
     def has_callbacks(self) -> bool:
-        """Whether somebody is to be called at the end of a call."""
+        """Whether a call or message has a callback."""
 
     def help(self, seconds: float) -> tuple[bool, bool]:
-        """Advance, waiting up to `seconds`: (whether calls are in flight, whether anything was done). Never raises."""
+        """Advance calls, waiting up to `seconds`.
+
+        Returns (whether calls are in flight, whether anything was done). Never raises.
+        """
 
     def disown(self) -> None:
-        """Note in a forked child that the transport is its parent's."""
+        """Mark the transport in a forked child as its parent's."""
 
 
 class Background:
     """The thread, started with the first call and ended with the last transport.
 
-    A callback may start calls and wait for them in C++. So one that starts a call in this thread has another thread
-    take its place; this one ends behind the callback.
+    A callback may start calls and wait for them in C++. So when a callback in this thread starts a call, another thread
+    takes over; this thread ends after the callback.
 
     Attributes:
-        is_asleep: A new call has to wake it.
-        ident: The thread's number.
+        is_asleep: A new call has to wake the thread.
+        ident: The thread's identifier.
     """
 
     def __init__(self) -> None:
         self.is_asleep = True
         self.ident: int | None = None
         self._attended: weakref.WeakSet[Attended] = weakref.WeakSet()
-        self._lock = (
-            threading.RLock()
-        )  # a signal's handler may close a transport, or start a call, in the midst of this
+        self._lock = threading.RLock()  # reentrant: a signal handler may close a transport or start a call
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._end = threading.Event()
@@ -71,7 +71,10 @@ class Background:
         self.stop()
 
     def stop(self) -> None:
-        """End the thread behind what it does, also as the process ends: inside C++ python would abort the process."""
+        """End the thread after its current work.
+
+        Also as the process ends: a thread inside C++ would make python abort.
+        """
         with self._lock:
             thread, self._thread = self._thread, None
             self._end.set()
@@ -80,7 +83,7 @@ class Background:
             thread.join(timeout=1.0)
 
     def wake(self) -> None:
-        """Have the thread look at once: a call is in flight, or has a callback."""
+        """Have the thread check at once: a call is in flight, or has a callback."""
         with self._lock:
             self.is_asleep = False
             is_in_callback = self.ident == threading.get_ident()
@@ -96,7 +99,7 @@ class Background:
             self._wake.set()
 
     def disown(self) -> None:
-        """Start afresh in a forked child: the transports are the parent's, and its threads aren't here."""
+        """Start afresh in a forked child: the transports are the parent's, and the parent's threads don't run here."""
         attended = list(self._attended)
         self.__init__()  # type: ignore[misc]
         for transport in attended:
@@ -131,7 +134,7 @@ class Background:
     def _sleep(self, attended: list[Attended], wake: threading.Event) -> None:
         wake.clear()
         self.is_asleep = True
-        # Once more: a call started in between has found this awake, and hasn't woken it.
+        # Check once more: a call that was started meanwhile found this thread awake, so it hasn't woken it.
         states = [each.help(0.0) for each in attended]
         if not any(is_in_flight for is_in_flight, _ in states):
             wake.wait()

@@ -1,29 +1,30 @@
 """The calls of one rank over shared memory: started in order, advanced by one thread at a time, ended or failed.
 
     _start_all   queues calls, and shows them to the other ranks as soon as there is a slot (`_arrive`)
-    _advance     takes steps of the first call in the queue, as far as the other ranks have come
-    _finish      the same, and waits where a step needs ranks that have not come so far (`Work.wait`)
+    _advance     runs the first call in the queue as far as the other ranks' progress allows
+    _finish      the same, and waits for ranks that have not come so far (`Work.wait`)
     _step        runs the program of a call (`collectives`) to its next sync point, or to its end
-    _fail        ends all calls with an error, for the ranks may be at different points
+    _fail        ends all calls with an error, because the ranks may be at different points
 
 [Note: who does the work]
 
-The ranks themselves, in the thread that waits. A call signals the others when it is started; its reduction is done in
-`Work.wait()`, or earlier when a later call is started and all ranks have arrived. A thread of its own would compete
-with the backward pass for the same core. So that a rank which waits for something else first can't block the others
-for ever, the process's one thread (`progress.py`) takes over calls that no thread has waited for within some hundredths
-of a second, and at once those that have a callback (`add_done_callback`).
+The ranks' own threads do the work, when they wait. A call signals the other ranks when it is started; its reduction is
+done in `Work.wait()`, or earlier, when a later call is started and all ranks have arrived. A separate thread would
+compete with the backward pass for the same core. But a rank that first waits for something else must not block the
+others for ever. So the process's one thread (`progress.py`) takes over calls that no thread has waited for within some
+hundredths of a second. It takes over calls with a callback (`add_done_callback`) at once.
 
 [Note: one driver]
 
-`_lock` is held for moments: it guards the queue, and who is the *driver*. Only the driver runs programs, and only the
-driver takes signals and counts them: a signal that one thread takes and another counts would leave the latter asleep.
-All other threads wait on `_changed`, each to its own deadline. The driver notifies them after every step that ends a
-call, and as it leaves, for whatever reason: then one of them drives on. The driver doesn't hold the lock while it runs
-or sleeps, so a start never waits for it; who starts a call shows it to the other ranks itself.
+`_lock` is only held for moments: it guards the queue and the identity of the *driver*. Only the driver runs programs,
+and only the driver takes signals and counts them: if one thread took a signal that another thread waits for, the latter
+would sleep on. All other threads wait on `_changed`, each until its own deadline. The driver notifies them whenever a
+call ends, and when it leaves for any reason; then one of them becomes the driver. The driver doesn't hold the lock
+while it runs or sleeps, so starting a call never waits for it; the starting thread shows the call to the other ranks
+itself.
 
-Whoever gives up at a deadline of its own (`wait(timeout_s)`) leaves the calls as they are. Whatever else leaves a
-step by an exception may leave it between a signal and its count. It fails all calls, on all ranks.
+A thread that gives up at its own deadline (`wait(timeout_s)`) leaves the calls as they are. Any other exception may
+come between taking a signal and counting it, so it fails all calls, on all ranks.
 """
 
 from __future__ import annotations
@@ -51,40 +52,42 @@ from evenstep.transport.shm.progress import background
 from evenstep.transport.shm.segment import EAGER_BYTES, MAX_BESIDE_BYTES, NUM_SLOTS, Segment
 from evenstep.transport.shm.sync import Phase, ProgressCounters, WaitPolicy
 
-_NOBODY = 0  # no thread has this number
+_NOBODY = 0  # no thread has this identifier
 
 Callback = Callable[[EvenstepError | None], object]
 
 
 class Pending:
-    """What a rank waits for, a call or a message, from its start to its end; see `base.Work`.
+    """A call or a message, from its start to its end; see `base.Work`.
 
     Attributes:
         transport: Runs it.
-        is_done: Its result is there, or it is sent.
+        is_done: Its result is there, or the message is sent.
     """
 
     transport: CallQueue
     is_done = False
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """See `base.Work.wait`; no longer than `timeout_s`, after which it goes on all the same."""
+        """See `base.Work.wait`; at most `timeout_s`, after which the call goes on."""
         try:
             if not self.is_done:
                 self._finish(timeout_s)
         except EvenstepError:
             raise
-        except BaseException as error:  # who catches an interrupt and calls again would get what this call gives
+        except (
+            BaseException
+        ) as error:  # a program that catches an interrupt and calls again would get this call's result
             if self.transport._failure is None:
                 self.transport._fail(error)
             raise
 
     def is_completed(self) -> bool:
-        """See `base.Work.is_completed`; advances it as far as it needs no waiting."""
+        """See `base.Work.is_completed`; advances the call as far as possible without waiting."""
         return self.is_done or self._poll()
 
     def add_done_callback(self, callback: Callable[[EvenstepError | None], object]) -> None:
-        """Call `callback` once, with the error if there was one: at once, or in the thread that ends this."""
+        """Call `callback` once, with the error if there was one: at once, or in the thread that ends this call."""
         self.is_completed()
         self.transport._listen(self, callback)
 
@@ -102,9 +105,9 @@ class SharedWork(Pending, Call):
         checked: The call as it was made, checked.
 
     Attributes:
-        has_arrived: The other ranks can read the header.
-        program: What runs it, once it has begun.
-        waits_for: The (phase, count) that all other ranks have to pass before its next step.
+        has_arrived: The other ranks can read its call header.
+        program: The generator that runs it, once it has begun.
+        waits_for: The (phase, count) that all other ranks have to pass before it can go on.
     """
 
     has_arrived = False
@@ -133,7 +136,7 @@ class CallQueue(Transport):
         split_by: Makes what `split` returns.
 
     Attributes:
-        counters: How far each rank has come, and how long this one waits.
+        counters: How far each rank has come, and how long this rank waits.
     """
 
     name = "shared memory"
@@ -170,17 +173,17 @@ class CallQueue(Transport):
         self._is_arriving = False
         self._num_waiting = 0  # threads that wait for `_changed`
         self._queue: collections.deque[SharedWork] = collections.deque()
-        self._unarrived: collections.deque[SharedWork] = collections.deque()  # the last of them
-        # Who is called at its end.
+        self._unarrived: collections.deque[SharedWork] = collections.deque()  # the calls at its end without a slot yet
+        # By call or message, the callbacks to run at its end.
         self._listened: dict[Pending, collections.deque[Callback]] = {}
-        self._callbacks: collections.deque[Callable[[], object]] = collections.deque()  # of what has ended
+        self._callbacks: collections.deque[Callable[[], object]] = collections.deque()  # due now
         self._failure: EvenstepError | None = None
         self._is_closed = False
 
     # ------------------------------------------------------------------ starting
 
     def _start_all(self, *works: SharedWork) -> SharedWork:
-        """Queue calls, one right behind the other, and show them to the other ranks. Returns the last."""
+        """Queue calls, one directly after the other, and show them to the other ranks. Returns the last."""
         try:
             with self._lock:
                 if self._failure is not None:
@@ -203,19 +206,20 @@ class CallQueue(Transport):
             if background.is_asleep or background.ident == get_ident():
                 background.wake()
         except BaseException as error:
-            # An interrupt, perhaps between two signals of one arrival: to go on would send the first one twice.
+            # An interrupt, perhaps between two signals of one arrival. If the call went on, it would send the first
+            # signal twice.
             if self._failure is None:
                 self._fail(error)
             raise
         return works[-1]
 
     def _arrive(self, *, takes: bool) -> None:
-        """Show the others the calls that are started, in order, as far as there are slots. Under the lock.
+        """Show started calls to the other ranks, in order, while there are free slots. Under the lock.
 
         Args:
-            takes: Take their signals, to know that there are. Only the driver may, or anybody where there is none.
+            takes: Take signals to find free slots. Only the driver may, or any thread if there is no driver.
         """
-        if self._is_arriving:  # a signal's handler: it would show a call twice
+        if self._is_arriving:  # called in a signal handler: a call would be shown twice
             self._refuse_inside()
         self._is_arriving = True
         try:
@@ -236,17 +240,18 @@ class CallQueue(Transport):
     # ------------------------------------------------------------------ driving
 
     def _drive(self, work: SharedWork | None = None, until: float | None = None) -> bool | None:
-        """Take steps as the driver.
+        """Run programs as the driver.
 
         Args:
-            work: Until this call is done, or all have failed. None: as far as steps need no waiting.
+            work: Run until this call is done, or all calls have failed. None: run as far as possible without waiting.
             until: Wait until then at the latest.
 
         Returns:
-            Whether the call is done, or has failed; of no call, whether anything was done. None: another thread drives.
+            Whether the call is done or has failed; without a call, whether anything was done. None: another thread
+            drives.
         """
         me = get_ident()
-        if self._driver == me:  # a signal's handler, in the midst of a step
+        if self._driver == me:  # called in a signal handler, while this thread runs a program
             self._refuse_inside()
         try:
             with self._lock:
@@ -266,7 +271,7 @@ class CallQueue(Transport):
                 self._tell_waiting()
 
     def _first(self) -> SharedWork | None:
-        """The first call in the queue; None: there is none, or all have failed, perhaps this moment."""
+        """The first call in the queue, or None. It may fail at any moment, in another thread."""
         try:
             return self._queue[0]
         except IndexError:
@@ -278,9 +283,9 @@ class CallQueue(Transport):
                 self._changed.notify_all()
 
     def _wait_for_change(self, is_over: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Return whether something is over, or has changed in time."""
+        """Wait for a notification. Returns whether `is_over`, or whether there was a notification in time."""
         with self._lock:
-            self._num_waiting += 1  # before the look: the driver looks at this after it has left
+            self._num_waiting += 1  # before `is_over`: the driver reads this number after it has left
             try:
                 return is_over() or self._changed.wait(timeout_s)
             finally:
@@ -306,7 +311,7 @@ class CallQueue(Transport):
                 self._run_callbacks()
 
     def _give_up(self, work: SharedWork, timeout_s: float | None) -> None:
-        """Raise in this thread alone, unless the call has ended in the last moment, or all calls have failed."""
+        """Raise in this thread alone, unless the call has just ended, or all calls have failed."""
         assert timeout_s is not None, "without a deadline of its own it waits for the transport's"
         with self._lock:
             if work.is_done or self._failure is not None:
@@ -326,7 +331,10 @@ class CallQueue(Transport):
         return work.is_done or self._failure is not None
 
     def _advance(self, until: float | None) -> bool:
-        """Advance; return whether anything could be done. Waits only for the first step, until then at the latest."""
+        """Advance calls; return whether anything could be done.
+
+        Waits only before the first program, at most until `until`.
+        """
         any_step = False
         first = self._first()
         if until is not None and first is not None:
@@ -336,15 +344,15 @@ class CallQueue(Transport):
         return any_step
 
     def _step(self, work: SharedWork, *, blocking: bool, until: float | None = None) -> bool:
-        """Run the program of the first call to its next sync point; return whether that was possible by `until`."""
+        """Run the first call's program to its next sync point; return whether that was possible by `until`."""
         if work.is_inference and not torch.is_inference_mode_enabled():
             with torch.inference_mode():
                 return self._step(work, blocking=blocking, until=until)
         context = self._context
-        # Torch may have attached a gradient's history to a result since the call was started (the functional
-        # collectives do): autograd would record this write, or refuse it.
+        # Since the call was started torch may have made a result part of a graph, as the functional collectives do.
+        # Autograd would then record this write, or refuse it.
         has_grad = torch.is_grad_enabled()
-        try:  # at once: a handler may raise as soon as gradients are off
+        try:  # before gradients are turned off: a signal handler may raise right afterwards
             if has_grad:
                 set_grad_enabled(False)
             if not work.has_arrived:
@@ -389,7 +397,7 @@ class CallQueue(Transport):
                 set_grad_enabled(True)
 
     def _is_past(self, work: SharedWork, phase: Phase, count: int, until: float | None) -> bool:
-        """Wait until all other ranks have passed a phase so often; return whether they have by `until`."""
+        """Wait until all other ranks have passed a phase `count` times; return whether they have by `until`."""
         what, end = lambda: f"{self.name} collective {work}", math.inf if until is None else until
         return self.counters.wait(phase, count, what, end, self._show_waiting)
 
@@ -398,7 +406,7 @@ class CallQueue(Transport):
             self._arrive(takes=True)
 
     def _end(self, work: SharedWork) -> None:
-        """Take a call whose program has ended out of the queue."""
+        """Remove a call whose program has ended from the queue."""
         work.program = None
         with self._lock:
             if self._failure is not None:
@@ -409,7 +417,7 @@ class CallQueue(Transport):
             if work in self._listened:
                 self._call_back(work)
                 if background.ident != get_ident():
-                    background.wake()  # in case that this thread waits for more
+                    background.wake()  # in case this thread waits for another call
             if self._unarrived:
                 self._arrive(takes=True)
             self._tell_waiting()
@@ -419,7 +427,7 @@ class CallQueue(Transport):
     def _listen(self, work: Pending, callback: Callable[[EvenstepError | None], object]) -> None:
         callbacks = self._listened.setdefault(work, collections.deque())
         callbacks.append(callback)
-        if work.is_done or self._failure is not None:  # perhaps since this moment: then its thread may have missed it
+        if work.is_done or self._failure is not None:  # it may have ended just now, before it had this callback
             self._listened.pop(work, None)
             self._queue_callbacks(work, callbacks)
         else:
@@ -427,20 +435,21 @@ class CallQueue(Transport):
         self._run_callbacks()
 
     def _call_back(self, work: Pending) -> None:
-        """Queue the callbacks of what has ended or failed, those that aren't queued yet."""
+        """Queue the callbacks of a call or message that has ended or failed, unless they are queued already."""
         callbacks = self._listened.pop(work, None)
         if callbacks is not None:
             self._queue_callbacks(work, callbacks)
 
     def _queue_callbacks(self, work: Pending, callbacks: collections.deque[Callback]) -> None:
-        # Without a lock, of which this rank has two, and which signals' handlers may take: one thread gets each.
+        # Without a lock: this rank has two locks, and signal handlers may take them. `popleft` gives each callback to
+        # one thread.
         while callbacks:
             with contextlib.suppress(IndexError):
                 callback = callbacks.popleft()
                 self._callbacks.append(functools.partial(callback, None if work.is_done else self._failure))
 
     def _run_callbacks(self) -> None:
-        """Run the callbacks of ended calls, without the lock: they may do anything, also start calls and wait."""
+        """Run the callbacks of ended calls, without the lock: they may start calls and wait."""
         while self._callbacks:
             try:
                 callback = self._callbacks.popleft()
@@ -448,7 +457,7 @@ class CallQueue(Transport):
                 return
             try:
                 callback()
-            except Exception as error:  # whoever waits for another call is not to blame
+            except Exception as error:  # this thread may wait for another call, so the error must not reach it
                 threading.excepthook(
                     threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
                 )
@@ -467,13 +476,13 @@ class CallQueue(Transport):
                 if drove is None and seconds:
                     self._wait_for_change(lambda: self._driver == _NOBODY, seconds)
                 moved = bool(drove)
-        self._run_callbacks()  # also those of calls that a thread has ended which now waits for a later one
+        self._run_callbacks()  # the thread that has ended a call may be waiting for a later one now
         return bool(self._queue), moved
 
     # ------------------------------------------------------------------ failing and closing
 
     def _fail(self, error: BaseException) -> None:
-        """Fail all calls, for ranks may be at different points; the other ranks see that this one has left."""
+        """Fail all calls, because ranks may be at different points. The other ranks see that this rank has left."""
         if isinstance(error, CollectiveTimeoutError) and self._failure is None:
             error.args = (f"{error}{describe_last_calls()}",)
         self._segment.leave(self.rank)
@@ -485,7 +494,7 @@ class CallQueue(Transport):
                 f"the ranks are no longer in step. Start again."
             )
         with self._lock:
-            self._failure = self._failure or failure  # the first says what has happened
+            self._failure = self._failure or failure  # the first failure is the cause
             for each in tuple(self._listened):
                 self._call_back(each)
             self._queue.clear()
@@ -493,21 +502,21 @@ class CallQueue(Transport):
             self._tell_waiting()
 
     def close(self) -> None:
-        """See `Transport.close`. Memory from `allocate` lives on until its last tensor has gone."""
+        """See `Transport.close`. Memory from `allocate` exists until its last tensor has been collected."""
         if self._is_closed:
             return
         self._is_closed = True
         background.forget(self)
         self._fail(PeerLostError(f"rank {self.own_number}: this {self.name} transport has been closed."))
         me = get_ident()
-        while self._driver not in (_NOBODY, me):  # it sees within some hundredths of a second that this rank left
+        while self._driver not in (_NOBODY, me):  # the driver notices within some hundredths of a second
             self._wait_for_change(lambda: self._driver in (_NOBODY, me), None)
-        if self._driver == _NOBODY:  # else a handler closes this in the midst of a step
+        if self._driver == _NOBODY:  # else a signal handler closes this while its thread runs a program
             del self._context, self._segment, self.counters
         self._run_callbacks()
 
     def split(self) -> Transport:
-        """See `Transport.split`: a segment of its own."""
+        """See `Transport.split`: a transport over another segment."""
         return self._split_by(self)
 
     def disown(self) -> None:

@@ -1,16 +1,16 @@
 """The memory that the ranks of one node share: its layout, and how processes create and map it.
 
-The segment is a file without a name (memfd, mode 0600). It ends with the last process that holds it, however that
-ends: there is nothing to sweep. Its first part, a megabyte per rank, is allocated at start. What follows costs nothing
-before it is used: a rank's slots for chunks, its *zone*, in which it allocates bucket memory, and a *lane* for each
-ordered pair of ranks.
+The segment is a file without a name (memfd, mode 0600). The system frees it when the last process that holds it ends,
+in any way, so there is nothing to clean up. Its first part, a megabyte per rank, is allocated at start. The other parts
+cost nothing before they are used: a rank's slots for chunks, its *zone*, in which it allocates bucket memory, and a
+*lane* for each ordered pair of ranks.
 
-    greeting      a nonce, by which ranks know that they hold the same segment
+    greeting      a nonce, by which ranks check that they hold the same segment
     notes         one line of cache per rank: its own copy of the nonce, and whether it has left
     semaphores    see `sync`
-    headers       per rank, `NUM_SLOTS` headers: what it calls, and where its tensor is
+    headers       per rank, `NUM_SLOTS` call headers: the rank's call, and where its tensor is
     eager         per rank, `NUM_SLOTS` slots for the data of eager calls
-    chunks        per rank, `NUM_CHUNKS` slots for tensors that travel in chunks
+    chunks        per rank, `NUM_CHUNKS` slots for tensors that are copied in chunks
     zones         per rank, its bucket memory
     lanes         per ordered pair of ranks, a ring of `NUM_RECORDS` records: messages, see `lanes`
 """
@@ -39,10 +39,10 @@ from evenstep.transport.shm.sync import SEMAPHORE_BYTES, make_semaphores, num_se
 
 PAGE_BYTES = 1 << 16  # the largest page size in use, so that offsets fit every machine
 NUM_SLOTS = 16
-HEADER_BYTES = 192  # a header (`core.header`), and behind it the rank's row
+HEADER_BYTES = 192  # a call header (`core.header`), then the rank's row
 ROW_OFFSET = 128
 EAGER_BYTES = 64 << 10
-MAX_BESIDE_BYTES = 16 << 10  # of those: for numbers beside a tensor of any size
+MAX_BESIDE_BYTES = 16 << 10  # of an eager slot: for numbers beside a tensor of any size
 NUM_CHUNKS = 3  # see [Note: three chunks] in `collectives`
 CHUNK_BYTES = 1 << 20
 NUM_RECORDS = 16
@@ -67,11 +67,11 @@ class SegmentLayout:
     zone_bytes: int
 
     def note(self, rank: int) -> int:
-        """The note of a rank: [0:16] the nonce as it reads it, [16] whether it has left."""
+        """The note of a rank: [0:16] the nonce as the rank reads it, [16] whether the rank has left."""
         return self.notes + rank * NOTE_BYTES
 
     def header(self, rank: int, slot: int) -> int:
-        """A header of a rank, one of `NUM_SLOTS`."""
+        """A call header of a rank, one of `NUM_SLOTS`."""
         return self.headers + (rank * NUM_SLOTS + slot) * HEADER_BYTES
 
     def eager_slot(self, rank: int, slot: int) -> int:
@@ -96,7 +96,7 @@ class SegmentLayout:
 
     @property
     def total_bytes(self) -> int:
-        """Length of the file, nearly all of it a hole."""
+        """Length of the file. Nearly all of it is a hole."""
         return self.lane(self.world_size, 0)
 
 
@@ -105,7 +105,7 @@ def plan_segment(world_size: int, *, memory_bytes: int) -> SegmentLayout:
 
     Args:
         world_size: Ranks that share it.
-        memory_bytes: Memory of the node; a zone needs never be larger.
+        memory_bytes: Memory of the node; no zone can need more.
     """
     notes = NOTE_BYTES
     semaphores = notes + world_size * NOTE_BYTES
@@ -126,10 +126,10 @@ def plan_segment(world_size: int, *, memory_bytes: int) -> SegmentLayout:
 
 
 class Mapping:
-    """A stretch of a file in this process's memory, unmapped when its last tensor has gone.
+    """A stretch of a file in this process's memory, unmapped when its last tensor has been collected.
 
     Attributes:
-        address: Of its first byte.
+        address: Address of its first byte.
         num_bytes: Its length.
         raw: The bytes.
     """
@@ -152,11 +152,11 @@ class Segment:
     """A process's hold on a shared segment.
 
     Attributes:
-        layout: Where its parts lie.
+        layout: The offsets of its parts.
         common: The part that all ranks use, mapped.
-        bytes: The same, byte by byte.
-        words: The same as unsigned numbers of 8 bytes.
-        doubles: The same as float64.
+        bytes: The common part as bytes.
+        words: The common part as unsigned numbers of 8 bytes.
+        doubles: The common part as float64.
     """
 
     def __init__(self, fd: int, layout: SegmentLayout) -> None:
@@ -170,7 +170,7 @@ class Segment:
 
     @classmethod
     def create(cls, layout: SegmentLayout, nonce: bytes) -> Segment:
-        """Make a new segment, for others to attach.
+        """Make a new segment, to which other ranks attach.
 
         Raises:
             ConfigurationError: There isn't enough memory; the message has the bytes.
@@ -184,7 +184,7 @@ class Segment:
 
     @classmethod
     def attach(cls, pid: int, fd: int, layout: SegmentLayout) -> Segment:
-        """Hold the segment that another process of this node made.
+        """Attach to the segment that another process of this node made.
 
         Raises:
             OSError: It can't be reached: another namespace or user, or a process that hides its files.
@@ -200,7 +200,8 @@ class Segment:
         """The descriptor, by which other processes attach.
 
         Raises:
-            PeerLostError: It is no longer this file's: something has closed descriptors that it doesn't know.
+            PeerLostError: The descriptor is no longer this file's: the program has closed descriptors that it hadn't
+                opened.
         """
         if _file_of(self._fd) != self._file:
             raise PeerLostError(
@@ -211,16 +212,16 @@ class Segment:
 
     @property
     def nonce(self) -> bytes:
-        """The nonce that its maker wrote into it."""
+        """The nonce that the segment's maker wrote into it."""
         return bytes(self.bytes[:NONCE_BYTES])
 
     def sign(self, rank: int) -> None:
-        """Show the others that this rank reads the same nonce."""
+        """Copy the nonce into this rank's note, to show that it holds the same segment."""
         start = self.layout.note(rank)
         self.bytes[start : start + NONCE_BYTES] = self.nonce
 
     def has_signed(self, rank: int, nonce: bytes) -> bool:
-        """Whether a rank has read that nonce here."""
+        """Whether a rank has copied the same nonce into its note."""
         start = self.layout.note(rank)
         return bytes(self.bytes[start : start + NONCE_BYTES]) == nonce
 
@@ -234,7 +235,7 @@ class Segment:
 
 
 def _file_of(fd: int) -> tuple[int, int] | None:
-    """Device and inode of what a descriptor stands for; None if it is closed."""
+    """Device and inode of a descriptor's file; None if the descriptor is closed."""
     try:
         found = os.fstat(fd)
     except OSError:
@@ -243,14 +244,14 @@ def _file_of(fd: int) -> tuple[int, int] | None:
 
 
 def _close(fd: int, file: tuple[int, int] | None) -> None:
-    """Close a descriptor if it still is that file's: its number may be another's by now."""
+    """Close a descriptor if it still is that file's: its number may belong to another file by now."""
     if _file_of(fd) == file:
         os.close(fd)
 
 
 @contextlib.contextmanager
 def naming(call: str) -> Iterator[None]:
-    """Name the refused system call in an error: in a sandbox (seccomp) it is what has to be allowed."""
+    """Name the refused system call in an error: it is the call that a sandbox (seccomp) has to allow."""
     try:
         yield
     except OSError as error:
@@ -258,7 +259,7 @@ def naming(call: str) -> Iterator[None]:
 
 
 def make_file(num_bytes: int) -> int:
-    """The descriptor of a new file without a name in any directory, mode 0600, all of it a hole."""
+    """The descriptor of a new file, mode 0600, without a name in any directory. All of it is a hole."""
     with naming("memfd_create"):
         fd = os.memfd_create("evenstep", os.MFD_CLOEXEC)
     try:
@@ -273,19 +274,19 @@ def make_file(num_bytes: int) -> int:
 
 
 def open_file(pid: int, fd: int) -> int:
-    """A descriptor of what another process of this node has open."""
+    """A descriptor of a file that another process of this node has open."""
     path = f"/proc/{pid}/fd/{fd}"
     with naming(f"open of {path}"):
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 def allocate_range(fd: int, offset: int, num_bytes: int, *, what: str) -> None:
-    """Back a stretch of a file with memory for real, zeroed.
+    """Allocate the memory of a stretch of a file, zeroed.
 
-    Otherwise the first touch of a page that the node can't provide is a SIGBUS in the middle of a step.
+    Without this, the first access to a page that the node can't provide is a SIGBUS in the middle of a step.
 
     Raises:
-        ConfigurationError: There isn't enough; the message has the bytes needed and available.
+        ConfigurationError: There isn't enough memory; the message has the bytes needed and available.
     """
     available = available_bytes()
     if num_bytes <= available:
@@ -304,7 +305,7 @@ def allocate_range(fd: int, offset: int, num_bytes: int, *, what: str) -> None:
 
 
 def release_range(fd: int, offset: int, num_bytes: int) -> None:
-    """Give the memory of a stretch back; it reads as zeros afterwards."""
+    """Free the memory of a stretch. It reads as zeros afterwards."""
     _fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, num_bytes)
 
 

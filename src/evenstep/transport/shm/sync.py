@@ -1,7 +1,7 @@
 """Signals between the ranks of one node, counted in shared semaphores, and waiting for them.
 
-Every rank signals to every other that it has passed a *phase* once more. Signals of one phase are counted, so waiting
-for "every rank has passed phase p n times" needs no reset and tolerates ranks that are ahead.
+Every rank signals to every other rank each time it passes a *phase* of a call. Signals of one phase are counted, so
+waiting for "every rank has passed phase p n times" needs no reset and tolerates ranks that are ahead.
 
 A wait spins for a moment, then sleeps on the semaphore of one missing rank. Asleep, it wakes forty times a second to
 check whether a missing rank has died, has left, or is stopped.
@@ -9,9 +9,9 @@ check whether a missing rank has died, has left, or is stopped.
 [Note: memory ordering]
 
 Data in the segment is written with plain stores and signalled with `sem_post`; it is read after `sem_trywait` or
-`sem_clockwait` has taken that signal. POSIX makes these calls synchronise memory on every architecture, so nothing here
-leans on the strong ordering of x86: arm64 needs no other code. No flag is ever read with a plain load to decide that
-data is there.
+`sem_clockwait` has taken that signal. POSIX makes these calls synchronise memory on every architecture, so the code
+doesn't depend on the strong ordering of x86 and also runs on arm64. No flag is ever read with a plain load to decide
+that data is there.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from evenstep.ground.health import heartbeat
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts, describe, patience
 from evenstep.transport.shm.peers import PeerWatch
 
-# glibc's and musl's sem_t has 32 bytes; a cache line each keeps two ranks from pulling at one.
+# glibc's and musl's sem_t has 32 bytes. Each gets a cache line of its own, so that two ranks never compete for one
+# line.
 SEMAPHORE_BYTES = 64
 
 _CLOCK_MONOTONIC = 1
-_LOOK_EVERY_S = 1.0  # at missing ranks, for who doesn't wait: with many ranks a look takes a millisecond
+_LOOK_EVERY_S = 1.0  # between checks of missing ranks without waiting: with many ranks a check takes a millisecond
 
 
 class _TimeSpec(ctypes.Structure):
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
 
-# What can't block keeps the interpreter lock: giving it up and taking it again costs more than the call itself.
+# Calls that can't block keep the interpreter lock: releasing and acquiring it costs more than the call itself.
 _quick = c_library(keeps_gil=True)
 _slow = c_library()
 
@@ -54,7 +55,7 @@ sem_trywait = _quick.sem_trywait
 sem_trywait.argtypes = [ctypes.c_void_p]
 _sem_init = _quick.sem_init
 _sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
-# A deadline by the wall clock would move whenever that clock is set.
+# A deadline on the wall clock would move whenever that clock is set.
 _HAS_CLOCKWAIT = hasattr(_slow, "sem_clockwait")
 if _HAS_CLOCKWAIT:
     _sem_clockwait = _slow.sem_clockwait
@@ -72,7 +73,7 @@ def make_semaphores(address: int, count: int) -> None:
 
 
 def take(address: int, timeout_s: float) -> bool:
-    """Take one count, sleeping up to `timeout_s` for it. Returns whether there was one; may return early without."""
+    """Take one count, sleeping up to `timeout_s` for it. Returns whether it was taken; may return False early."""
     now = time.monotonic() if _HAS_CLOCKWAIT else time.time()
     end_ns = int((now + timeout_s) * 1e9)
     until = _TimeSpec(end_ns // 1_000_000_000, end_ns % 1_000_000_000)
@@ -86,22 +87,22 @@ class Phase(enum.IntEnum):
 
     ARRIVED = 0  # its call has begun: the header, and the data of an eager call, can be read
     FILLED = 1  # its next chunk of a chunked call can be read
-    REDUCED = 2  # it has written its slice of the result, and staged its next chunk; or has read what it needed
-    FINISHED = 3  # it reads nothing more of this call
+    REDUCED = 2  # it has written its slice of the result and staged its next chunk; or it has read the data it needed
+    FINISHED = 3  # it reads no more data of this call
 
 
 @dataclass(frozen=True)
 class WaitPolicy:
-    """How a rank waits for others: how long it spins, when it checks on them, when it gives up.
+    """How a rank waits for others: how long it spins, when it checks the missing ranks, when it gives up.
 
     Attributes:
         timeout_s: Deadline of one wait.
         spin_s: How long to spin at most before sleeping.
         min_spin_s: How long to spin at least.
-        num_tries_before_yield: How often to try before the core is yielded to others between two tries.
-        check_every_s: Asleep, how often to check the missing ranks.
+        num_tries_before_yield: How often to try before the core is yielded between tries.
+        check_every_s: How often to check the missing ranks while asleep.
         report_stopped_after_s: When to report that a missing rank is stopped.
-        report_missing_after_s: When to report who is missing, whatever it does.
+        report_missing_after_s: When to report which ranks are missing, in any state.
     """
 
     timeout_s: float
@@ -115,12 +116,12 @@ class WaitPolicy:
 
 @dataclass
 class Waiting:
-    """How long something has been waited for.
+    """The state of a wait.
 
     Attributes:
-        since: Since when (`time.monotonic`).
-        is_reported: It has been reported.
-        until: How long a rank that has come out of a long phase, such as an evaluation, still has.
+        since: When the wait began (`time.monotonic`).
+        is_reported: The missing ranks have been reported.
+        until: The extended deadline of a rank that was in a long phase, such as an evaluation (`time.monotonic`).
     """
 
     since: float
@@ -129,11 +130,11 @@ class Waiting:
 
 
 def plan_waiting(num_threads: int, *, num_cores: int, timeout_s: float) -> WaitPolicy:
-    """Plan to spin where every thread has a core of its own; else to yield at once, and soon sleep. Pure.
+    """Plan to spin if every thread has a core of its own; else to yield at once, and soon sleep. Pure.
 
     Args:
-        num_threads: Of all ranks together.
-        num_cores: That all ranks together may use.
+        num_threads: Number of threads of all ranks together.
+        num_cores: Number of cores that all ranks together may use.
         timeout_s: Deadline for peers to arrive.
     """
     if num_threads <= num_cores:
@@ -142,9 +143,9 @@ def plan_waiting(num_threads: int, *, num_cores: int, timeout_s: float) -> WaitP
 
 
 def adapt_spin(spin_s: float, waited_s: float, policy: WaitPolicy) -> float:
-    """How long to spin next time: longer where spinning was enough, shorter where it was in vain. Pure.
+    """How long to spin next time: longer if spinning was enough this time, shorter if it wasn't. Pure.
 
-    A core that others need as well (more ranks than cores, a busy machine) makes waits long, and so spinning rare.
+    If cores are shared (more ranks than cores, a busy machine) waits are long, so spinning becomes short.
 
     Args:
         spin_s: How long to spin this time.
@@ -157,7 +158,7 @@ def adapt_spin(spin_s: float, waited_s: float, policy: WaitPolicy) -> float:
 
 
 def spin(is_over: Callable[[], bool], until: float, policy: WaitPolicy) -> bool:
-    """Try whether something is over, until then (`time.monotonic`). Returns whether it is."""
+    """Poll a condition until a time (`time.monotonic`). Returns whether it has become true."""
     num_tries = 0
     while not is_over():
         if time.monotonic() >= until:
@@ -171,27 +172,27 @@ def spin(is_over: Callable[[], bool], until: float, policy: WaitPolicy) -> bool:
 def num_semaphores(world_size: int) -> int:
     """How many semaphores the ranks of one group need. Pure.
 
-    Of every phase between any two ranks; two of every lane between them, and a doorbell for each rank (`lanes`).
+    For each ordered pair of ranks: one per phase, and two for their lane (`lanes`). And a doorbell for each rank.
     """
     return (len(Phase) + 2) * world_size * world_size + world_size
 
 
 def lane_semaphores(address: int, world_size: int, sender: int, receiver: int) -> tuple[int, int]:
-    """The addresses of a lane's: counts of records that were placed, and of records that were read. Pure."""
+    """The addresses of a lane's semaphores: counts of written records, and of read records. Pure."""
     first = len(Phase) * world_size * world_size + 2 * (sender * world_size + receiver)
     return address + SEMAPHORE_BYTES * first, address + SEMAPHORE_BYTES * (first + 1)
 
 
 def doorbell(address: int, world_size: int, rank: int) -> int:
-    """The address of the semaphore on which a rank sleeps that waits for messages. Pure."""
+    """The address of the semaphore on which a rank sleeps while it waits for messages. Pure."""
     return address + SEMAPHORE_BYTES * ((len(Phase) + 2) * world_size * world_size + rank)
 
 
 class ProgressCounters:
-    """This rank's signals to the others and theirs to it, counted per phase; and waiting for them.
+    """Counts this rank's signals and the other ranks' signals by phase, and waits for the latter.
 
     Args:
-        address: Of the first semaphore, in this process.
+        address: Address of the first semaphore, in this process.
         rank: This rank.
         watch: The ranks' processes.
         policy: How to wait.
@@ -203,7 +204,7 @@ class ProgressCounters:
         known_as: The ranks' numbers in messages.
         watch: The ranks' processes.
         has_left: Whether a rank has failed, or closed its end.
-        num_signals: By phase, how often this rank has passed it.
+        num_signals: By phase, how often this rank has passed the phase.
     """
 
     def __init__(
@@ -232,16 +233,16 @@ class ProgressCounters:
         self._seen = [[0] * world_size for _ in Phase]
         self.num_signals = [0] * len(Phase)
         self._spin_s = policy.spin_s
-        self._waits_for: tuple[Phase, int] | None = None  # what was last waited for
+        self._waits_for: tuple[Phase, int] | None = None  # phase and count of the last wait
         self._waiting = Waiting(0.0)
         self._next_look = 0.0
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the deadline of waits, also of those that have begun."""
+        """Set the deadline of waits, including waits that have begun."""
         self.policy = dataclasses.replace(self.policy, timeout_s=timeout_s)
 
     def signal(self, phase: Phase) -> int:
-        """Signal that this rank has passed `phase` once more; return how often by now."""
+        """Signal that this rank has passed `phase` once more; return its number of passes."""
         for semaphore in self._outgoing[phase]:
             sem_post(semaphore)
         self.num_signals[phase] += 1
@@ -267,18 +268,18 @@ class ProgressCounters:
         until: float = math.inf,
         meanwhile: Callable[[], object] | None = None,
     ) -> bool:
-        """Return when every other rank has passed `phase` at least `count` times, or before that at a time.
+        """Return when every other rank has passed `phase` at least `count` times, or at the time `until`.
 
         Args:
-            phase: What is waited for.
-            count: How often.
+            phase: The phase.
+            count: How often the others must have passed it.
             what: Describes the call, for errors.
             until: When to return at the latest (`time.monotonic`). The policy's deadline, at which this raises, is
-                counted from the first wait for the same.
-            meanwhile: Asleep, called whenever the missing ranks are checked.
+                counted from the first wait for the same phase and count.
+            meanwhile: Called whenever the missing ranks are checked during sleep.
 
         Returns:
-            Whether they have.
+            Whether all have passed.
 
         Raises:
             PeerLostError: A missing rank has died or left.
@@ -297,9 +298,9 @@ class ProgressCounters:
         return True
 
     def look_for_lost(self, phase: Phase, count: int, what: Callable[[], str]) -> None:
-        """Raise if a rank that has not passed `phase` so often is lost. Looks once a second at most.
+        """Raise if a rank that has passed `phase` less than `count` times is lost. Checks at most once a second.
 
-        For who doesn't wait: a deadline begins with a wait.
+        For a caller that doesn't wait; the deadline is only for callers that wait.
 
         Raises:
             PeerLostError: A missing rank has died or left.
@@ -328,17 +329,17 @@ class ProgressCounters:
                 continue
             if meanwhile is not None:
                 meanwhile()
-            if self.has_left(self._rank):  # another thread has closed this transport, and waits for this one
+            if self.has_left(self._rank):  # another thread has closed this transport, and waits for this thread
                 raise PeerLostError(f"{self._named(self._rank)} has closed its end in {what()}.")
             self.check(self._waiting, self.missing(phase, count), what, lambda: self._still_missing(phase, count))
         return True
 
     def missing(self, phase: Phase, count: int) -> list[int]:
-        """The ranks of which no signal has been taken that says that they have passed `phase` so often."""
+        """The ranks that have passed `phase` less than `count` times, by the signals taken so far."""
         return [peer for peer in self._others if self._seen[phase][peer] < count]
 
     def _still_missing(self, phase: Phase, count: int) -> list[int]:
-        """As `missing`, after another look."""
+        """As `missing`, after taking new signals."""
         self.all_here(phase, count)
         return self.missing(phase, count)
 
@@ -349,14 +350,14 @@ class ProgressCounters:
         what: Callable[[], str],
         still_missing: Callable[[], Sequence[int]],
     ) -> None:
-        """Raise if one of these ranks is lost, or has been waited for too long; report once that they are missing.
+        """Raise if one of these ranks is lost or too late; report once that they are missing.
 
         Args:
-            waiting: For how long they have been.
+            waiting: The state of the wait for them.
             missing: The ranks.
-            what: Describes what waits for them, for errors.
-            still_missing: Which ranks are, looked at again before anything is raised: a lost one may have signalled its
-                part just before it ended. The others may be on their way, between two signals: each has its own.
+            what: Describes the call that waits for them, for errors.
+            still_missing: Returns the ranks that are still missing. Called again before anything is raised: a lost rank
+                may have sent its signal just before it ended, and the others may just have been sending theirs.
         """
         now = time.monotonic()
         waited_s = now - waiting.since
@@ -366,8 +367,8 @@ class ProgressCounters:
             lost = [rank for rank in lost if rank in again]
         if lost:
             raise PeerLostError(
-                f"{self._named(self._rank)} lost {self._described(lost)} in {what()}. Its own error, if it had one, is "
-                f"elsewhere."
+                f"{self._named(self._rank)} lost {self._described(lost)} in {what()}. If that rank raised an error, it "
+                f"is in that rank's output."
             )
         if waited_s > self.policy.timeout_s:
             patience_s = self._patience(missing)
@@ -382,20 +383,21 @@ class ProgressCounters:
         """How long to wait for ranks that evaluate, compile or save, as their heartbeat pages show."""
         timeouts = PhaseTimeouts.of_this_run(self.policy.timeout_s)
         pages = [self.watch.seen(rank) for rank in missing]
-        # A rank that waits for others itself is in another call: nothing long goes on there.
+        # A rank that waits for others is in another call, so it isn't in a long phase.
         known = (self.policy.timeout_s if p is None or p.is_waiting else timeouts.of(p) for p in pages)
         return min(known, default=0.0)
 
     def _described(self, ranks: Sequence[int]) -> str:
-        """Lost ranks, in words."""
+        """A description of lost ranks."""
         left = [r for r in ranks if self.has_left(r)]
-        # A rank that has given up had a reason, perhaps the death of a rank that isn't missing here.
+        # The rank that gave up may have lost a peer that this rank isn't waiting for. If any rank is dead, name that
+        # one.
         dead = [r for r in (self._others if left else ranks) if self.watch.is_gone(r)]
         state = "whose process has ended" if dead else "which has given up or closed its end"
         return ", and ".join(f"{self._named(r)} ({self._pid(r)}), {state}" for r in dead or left)
 
     def late(self, missing: Sequence[int], what: str, waited_s: float, timeout_s: float) -> str:
-        """The message for who has waited too long for some ranks."""
+        """The message for a rank that has waited too long for some ranks."""
         names = ", ".join(
             f"{self._named(r)} ({self._pid(r)}{', stopped' if self.watch.is_stopped(r) else ''}{self._where(r)})"
             for r in missing
@@ -403,7 +405,7 @@ class ProgressCounters:
         missed = f" Missing: {names}." if names else ""
         return (
             f"{self._named(self._rank)} waited {waited_s:.1f} s in {what}.{missed} "
-            f"Look what they are doing, or allow more than timeout_s={timeout_s:g}."
+            f"Check what they are doing, or allow more than timeout_s={timeout_s:g}."
         )
 
     def _named(self, rank: int) -> str:
@@ -417,7 +419,7 @@ class ProgressCounters:
         return "" if seen is None else f", {describe(seen)}"
 
     def _report(self, missing: Sequence[int], what: Callable[[], str], waited_s: float) -> bool:
-        """Report who is missing, if it is time; return whether it was."""
+        """Report the missing ranks if it is time to; return whether they were reported."""
         stopped = [rank for rank in missing if self.watch.is_stopped(rank)]
         pages = [self.watch.seen(rank) for rank in missing]
         longest = min((1.0 if p is None or p.is_waiting else patience(p) for p in pages), default=1.0)
@@ -425,7 +427,7 @@ class ProgressCounters:
             return False
         names = ", ".join(f"{self._named(r)} ({self._pid(r)}{self._where(r)})" for r in stopped or missing)
         verb = "is" if len(stopped or missing) == 1 else "are"
-        state = "stopped (state T). Continue with SIGCONT" if stopped else "not there. Look what they are doing"
+        state = "stopped (state T). Continue with SIGCONT" if stopped else "not there. Check what they are doing"
         say(
             f"evenstep: {self._named(self._rank)} has waited {waited_s:.1f} s in {what()}: {names} {verb} {state}; "
             f"waiting up to {self.policy.timeout_s:g} s."

@@ -1,4 +1,4 @@
-"""The transport of CPU ranks of one node, through memory that they share."""
+"""The transport of CPU ranks of one node, through shared memory."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class SharedMemoryTransport(Lanes):
         try:
             work = SharedWork(call)
         except RuntimeError:
-            raise ConfigurationError(  # nor could a refusal be sent to the others
+            raise ConfigurationError(  # under such a function no refusal could be sent to the others either
                 f"{call.kind} on rank {self.rank}: the tensor has no memory of its own, as under torch.vmap or "
                 f"torch.func.grad. Call it outside of them, or through torch.distributed."
             ) from None
         if call.splits is None:
             return self._start_all(work)
         mine = splits_row(call.splits)
-        work.is_eager = False  # how long what ranks send is, is known only when it begins
+        work.is_eager = False  # the lengths that ranks send are known only when the call begins
         work.splits = torch.empty((self.world_size, *mine.shape), dtype=torch.int64, device="cpu")
         gathering = Collective("all_gather", mine, work.splits)
         self.arguments.prepare(gathering)
-        # Calls run one after the other: the second finds what the first has gathered.
+        # Calls run one after the other: the second call uses the result of the first.
         return self._start_all(SharedWork(gathering), work)
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Transport.allocate`: memory that the other ranks can reach, so that nothing has to be copied.
+        """See `Transport.allocate`: memory that the other ranks can access, so that collectives need no copies.
 
         Raises:
             ConfigurationError: There isn't enough memory; the message has the bytes needed and available.

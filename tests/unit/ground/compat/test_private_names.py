@@ -127,8 +127,6 @@ def test_looking_for_a_name(where: str, is_found: bool):
 def test_a_torch_without_a_name_that_import_needs_is_refused(owner: str, name: str):
     script = f"import importlib\ndelattr(importlib.import_module({owner!r}), {name!r})\nimport evenstep"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    lacks = (
-        rf"ImportError: torch {re.escape(torch.__version__)} lacks a private name on which evenstep stands: .*{name}"
-    )
-    seen = "It was seen in torch 2.11, 2.12, 2.13, 2.14, 2.15: install one of these, or a newer evenstep."
+    lacks = rf"ImportError: torch {re.escape(torch.__version__)} lacks a private name that evenstep needs: .*{name}"
+    seen = "Torch 2.11, 2.12, 2.13, 2.14, 2.15 have it: install one of these, or a newer evenstep."
     assert re.fullmatch(rf"{lacks}.* {re.escape(seen)}", done.stderr.splitlines()[-1]), done.stderr

@@ -156,7 +156,7 @@ def test_the_secret_of_a_run_is_read_once_and_its_place_forgotten(tmp_path: Path
     assert environment.run_secret() == b""
     file = tmp_path / "key"
     for content, mode, text in (
-        ("k3y\n", 0o644, "others than its owner"),
+        ("k3y\n", 0o644, "other users may read"),
         ("\n", 0o600, "is empty"),
         (None, 0, "No such"),
     ):

@@ -160,7 +160,7 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         (recorded.OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, "OMPI_COMM_WORLD_LOCAL_SIZE=3: .*contradict"),
         (
             without(recorded.OPEN_MPI_ON_TWO_HOSTS, "OMPI_MCA_orte_hnp_uri"),
-            "nothing says where rank 0 is. Set MASTER_ADDR",
+            "the address of rank 0 is unknown. Set MASTER_ADDR",
         ),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "MPI_LOCALRANKID, MPI_LOCALNRANKS are not set"),
         ({"PMI_SIZE": "4"}, "PMI_SIZE=4 look like MPICH, but PMI_RANK"),
@@ -221,7 +221,7 @@ def test_slurm_hosts_that_are_none(text: str) -> None:
 
 def test_slurm_counts() -> None:
     assert expand_slurm_counts("2(x3),1") == [2, 2, 2, 1]
-    with pytest.raises(ValueError, match="no number of tasks"):
+    with pytest.raises(ValueError, match="a number of tasks"):
         expand_slurm_counts("2(y3)")
 
 

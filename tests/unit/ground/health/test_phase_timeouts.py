@@ -55,7 +55,7 @@ def test_who_is_late_is_given_up_when_its_phase_times_out() -> None:
     assert hang is not None
     assert (hang.rank, hang.pid, hang.is_suspended) == (1, 12, False)
     assert hang.verdict == (
-        "rank 1 (pid 12) is in backward of step 7; rank 0 waits since 606 s. That is more than a rank may take there "
+        "rank 1 (pid 12) is in backward of step 7; rank 0 waits since 606 s. This is longer than allowed in this phase "
         "(600 s), so the run was ended"
     )
 

@@ -1,7 +1,7 @@
-"""What evenstep needs of the C libraries in this process, and python doesn't offer.
+"""Functions of this process's C libraries that evenstep needs and python doesn't offer.
 
-- `libc`: functions by name. On it stand the others.
+- `libc`: functions by name; the others use it.
 - `mapping`: files in memory.
-- `heap`: what glibc does with freed memory.
+- `heap`: keeps freed memory in glibc's heap.
 - `openmp`: threads that spin.
 """

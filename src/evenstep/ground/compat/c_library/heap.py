@@ -1,11 +1,11 @@
-"""Keeps freed memory in the C library's heap: on CPUs that decides how fast a step is.
+"""Keeps freed memory in the C library's heap, which makes steps on CPUs faster.
 
 [Note: memory that is given back]
 
 glibc gives large blocks back to the kernel as soon as they are freed, and the kernel hands out the next ones page by
-page, filled with zeros, a microsecond for each 4 KiB. A step frees what it has allocated, so every step pays again: a
-sixth of its time where it is a small ResNet's, or one that keeps sums of gradients aside. The thresholds below let the
-heap keep what the next step will need; blocks of more than 32 MiB always go back to the kernel.
+page, filled with zeros, a microsecond for each 4 KiB. A step frees all that it has allocated, so every step pays this
+again: a sixth of the time for a small ResNet, or for a step with separate sums of gradients. With the thresholds below,
+the heap keeps the memory for the next step; blocks of more than 32 MiB are always given back.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PA
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Have this process keep up to 256 MiB at the end of a heap that is unused at the moment.
+    """Make this process keep up to 256 MiB of unused memory at the end of a heap.
 
-    Not where the user has configured glibc (`MALLOC_TRIM_THRESHOLD_` and others), and not with another C library.
-    It can't be undone: glibc has a rule of its own for both thresholds, which ends when they are set.
+    Does nothing if the user has configured glibc (`MALLOC_TRIM_THRESHOLD_` and others), or with another C library. It
+    can't be undone: glibc adapts both thresholds itself, and stops doing that as soon as they are set.
 
     Returns:
         Whether the C library has accepted it.
@@ -40,9 +40,9 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Give unused memory back to the kernel, once: after something large has gone that won't come again.
+    """Give unused memory back to the kernel, once: after a large object was freed that won't be needed again.
 
-    Wherever in the heap it is; some tens of milliseconds at most. With another C library nothing happens.
+    Memory from all parts of the heap; takes some tens of milliseconds at most. With another C library nothing happens.
     """
     trim = libc.function("malloc_trim")
     if trim is not None:

@@ -1,4 +1,4 @@
-"""Functions of the C library and of others that this process has loaded, which python doesn't know by name."""
+"""Functions of the C library, and of other loaded libraries, that python doesn't offer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ def c_library(*, keeps_gil: bool = False, use_errno: bool = False) -> ctypes.CDL
     Users share it: a function's `argtypes` are set by the one module that calls it.
 
     Args:
-        keeps_gil: Calls keep the interpreter lock. For what can't block: to release the lock costs more than the call.
+        keeps_gil: Calls keep the interpreter lock. For functions that can't block: releasing the lock costs more than
+            the call.
         use_errno: Calls leave `errno` for `ctypes.get_errno`.
 
     Raises:
-        OSError, TypeError: A system without a list of all symbols.
+        OSError, TypeError: The system has no list of all symbols.
     """
     return ctypes.PyDLL(None) if keeps_gil else ctypes.CDLL(None, use_errno=use_errno)
 
 
 def function(name: str) -> Callable[..., Any] | None:
-    """A function by name; None where there is none: another library, another system."""
+    """A function by name; None if this system's library lacks it."""
     try:
         found: Callable[..., Any] = getattr(c_library(), name)
     except (AttributeError, OSError, TypeError):

@@ -1,4 +1,4 @@
-"""Files in this process's memory. Not python's mmap, which keeps a descriptor per mapping: a model has hundreds."""
+"""Files in this process's memory. Python's mmap would keep a descriptor for each mapping, and a model has hundreds."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def map_file(fd: int, *, num_bytes: int, offset: int = 0, populate: bool = False) -> Any:
-    """A stretch of a file as an array of bytes (ctypes), shared with whoever maps it, until nothing refers to it.
+    """A range of a file as an array of bytes (ctypes), shared with all that map it, until nothing refers to it.
 
     Args:
-        fd: Of the file; not needed afterwards.
-        num_bytes: How long the stretch is.
-        offset: Where it begins, a multiple of the page size.
-        populate: Have all of it in memory now.
+        fd: The file's descriptor; not needed afterwards.
+        num_bytes: The length of the range.
+        offset: Its beginning, a multiple of the page size.
+        populate: Load the whole range into memory now.
 
     Raises:
         OSError: The system refuses.

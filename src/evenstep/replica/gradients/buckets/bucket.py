@@ -2,10 +2,11 @@
 
 [Note: gradients that can be differentiated]
 
-After `backward(create_graph=True)` a gradient has a graph. Copied with it, the views would have graphs, each step's
-behind that of the step before, for as long as the bucket lives. So what travels has none, and what is then put into
-`p.grad` is no view: the mean over ranks as a value, and the derivative of this rank's own mean. Averaged over ranks by
-another pass, as a penalty's is, that is the derivative of the mean.
+After `backward(create_graph=True)` a gradient has a graph. If gradients were copied with their graphs, each step's
+graph would be appended to the views' graph, for as long as the bucket lives. So the bucket's tensor has no graph, and
+the tensor that is put into `p.grad` isn't a view: its value is the mean over ranks, and its derivative is that of this
+rank's own mean. A second pass, such as a penalty's, averages that derivative over ranks, which gives the derivative of
+the mean.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from evenstep.transport.core.transport import Transport
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
-_COARSE_NUMEL = 16 << 10  # gradients of so many elements are worth a call each
+_COARSE_NUMEL = 16 << 10  # gradients with at least this many elements are worth a call each
 
 
 @dataclass(frozen=True)
 class BucketMemory:
-    """The flat tensors of a bucket. A mean of 16-bit gradients that is taken in float32 is rounded once, at its end.
+    """The flat tensors of a bucket. If 16-bit gradients are averaged in float32, the mean is rounded once, at the end.
 
     Attributes:
-        flat: [numel], this rank's gradients, in the dtype in which they travel, are added and divided.
-        reduced: What this rank has of the sum over ranks: `flat` itself, or its shard.
-        mean: The mean in the dtype in which it is used: `reduced` itself, or as long.
+        flat: [numel], this rank's gradients, in the dtype in which they are sent, added and divided.
+        reduced: This rank's part of the sum over ranks: `flat` itself, or its shard.
+        mean: The mean in the parameters' dtype: `reduced` itself, or a tensor of the same length.
     """
 
     flat: Tensor
@@ -44,14 +45,14 @@ class BucketMemory:
 
 
 def whole_memory(layout: BucketLayout, dtype: torch.dtype, allocator: Transport) -> BucketMemory:
-    """Memory of a bucket of which every rank has the whole mean, in the gradients' dtype."""
+    """Memory of a bucket that isn't sharded: every rank has the whole mean, in the gradients' dtype."""
     flat = allocator.allocate(layout.numel, dtype=layout.dtype, device=layout.device)
     is_cast = dtype is not layout.dtype
     return BucketMemory(flat, flat, torch.zeros(layout.numel, dtype=dtype, device=layout.device) if is_cast else flat)
 
 
 class Bucket:
-    """Gradients of some parameters in one flat tensor, which is what travels.
+    """Gradients of some parameters in one flat tensor, which is sent as a whole.
 
     Args:
         layout: Which parameter lies where.
@@ -61,10 +62,10 @@ class Bucket:
         memory: As `whole_memory` makes it.
 
     Attributes:
-        sent_views: By slot, where the gradient travels from: a view of `flat`.
+        sent_views: By slot, a view of `flat`, from which the gradient is sent.
         views: By slot, a tensor to which autograd may add: a view of the mean, or of `flat` where the mean is divided.
-        shown: By slot, what becomes `p.grad` when the bucket is packed.
-        is_full: When it was packed all its parameters had a gradient.
+        shown: By slot, the tensor that becomes `p.grad` when the bucket is packed.
+        is_full: All its parameters had a gradient when it was packed.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Bucket:
         if self.reduced is self.flat and self.mean is not self.flat:
             self.views = views_of(self.mean, layout, self.parameters)
         self.shown: Sequence[Tensor] = self.views
-        # Where views lie is known: torch moves them along with a parameter.
+        # The views' addresses show whether a parameter was moved: torch moves its gradient along with it.
         self._addresses_of_views = [view.data_ptr() for view in self.views]
         self.work: Work | None = None
         self.is_full = False
@@ -108,24 +109,24 @@ class Bucket:
 
     @property
     def is_clear(self) -> bool:
-        """Whether all gradients are views and zero, as far as that is known without waiting for a GPU."""
+        """Whether all gradients are views and are known to be zero, without waiting for a GPU."""
         return all(p.grad is view for p, view in zip(self.parameters, self.views, strict=True)) and self.is_zero
 
     @property
     def is_zero(self) -> bool:
-        """Whether all that the views show is zero, as far as that is known without waiting for a GPU."""
+        """Whether all views are known to be zero, without waiting for a GPU."""
         return self.mean.device.type == "cpu" and not self.mean.any()
 
     def pack(self, divide_by: float = 1.0, totals: list[float] | None = None) -> None:
-        """Make the flat tensor hold this rank's gradients, and `p.grad` what is `shown`.
+        """Make the flat tensor hold this rank's gradients, and set `p.grad` to `shown`.
 
-        Gradients that are views of it already are where they belong; the others are copied in one batch; where there
-        is none the view is zeroed and `grad` stays None.
+        Gradients that are views of the flat tensor stay in place, and the others are copied in one batch. If a
+        parameter has no gradient its view is zeroed and `p.grad` stays None.
 
         Args:
-            divide_by: What the gradients are divided by on their way.
-            totals: Filled with sums of all elements, which are finite if the elements are; large gradients are added
-                up as soon as they have been copied, while they are in the cache.
+            divide_by: Divisor of the gradients as they are copied.
+            totals: Filled with sums of all elements, which are finite if the elements are. Large gradients are added up
+                as soon as they have been copied, while they are in the cache.
         """
         grads = [parameter.grad for parameter in self.parameters]
         into: list[Tensor] = []
@@ -145,7 +146,7 @@ class Bucket:
                 into.append(sent)
                 what.append(grad)
         self._graphs = []
-        if torch.is_grad_enabled():  # in a pass with create_graph=True, or behind any
+        if torch.is_grad_enabled():  # in a pass with create_graph=True, or after any pass
             both = zip(self.parameters, grads, strict=True)
             self._graphs = [(parameter, grad) for parameter, grad in both if grad is not None and grad.requires_grad]
             if self._graphs:
@@ -159,7 +160,7 @@ class Bucket:
                     raise self._converted(index) from None
 
     def _converted(self, index: int) -> UsageError:
-        """The error for a parameter that doesn't take its gradient, by number of its slot."""
+        """The error for a parameter whose `p.grad` can't be set to its gradient, by number of its slot."""
         now, then = self.parameters[index], self.shown[index]
         return UsageError(
             f"parameter {self.names[index]!r} is {str(now.dtype)[6:]} {list(now.shape)} on {now.device} now, and was "
@@ -175,7 +176,7 @@ class Bucket:
         divide_by: float,
         totals: list[float] | None,
     ) -> None:
-        """Copy gradients to where they travel from, and divide them and those that are there."""
+        """Copy gradients into their places in `flat`, and divide all of them, also those that were there already."""
         if (
             self._is_coarse
             and divide_by == 1.0
@@ -195,7 +196,7 @@ class Bucket:
             totals.append(total_of(self.flat))
 
     def launch(self, row: Row | None, plain: float, beside: Tensor | None = None) -> None:
-        """Start adding the flat tensor over ranks, and dividing it where the transport `divides`.
+        """Start adding the flat tensor over ranks. The transport divides the sum too, if it `divides`.
 
         Args:
             row: See `Collective`.
@@ -208,7 +209,7 @@ class Bucket:
         self.work = self.transport.run(call)
 
     def launch_hook(self, submit: Callable[[Bucket], Work]) -> None:
-        """As `launch`, but `submit` has a communication hook do what that does."""
+        """As `launch`, but a communication hook averages the bucket; `submit` queues it."""
         self._begin_travel()
         self.work = submit(self)
 
@@ -217,10 +218,10 @@ class Bucket:
         self._end_range = begin_range("bucket", self.layout, self.flat)
 
     def wait(self) -> None:
-        """Return when `reduced` holds the sum over ranks (see `Work.wait`). Again: at once.
+        """Return when `reduced` holds the sum over ranks (see `Work.wait`). A second call returns at once.
 
         Raises:
-            UsageError: A gradient changed while it was under way.
+            UsageError: A gradient changed while its bucket was in flight.
         """
         work, self.work = self.work, None
         if work is not None:
@@ -246,12 +247,13 @@ class Bucket:
                 parameter.grad = shown
 
     def unpack(self, own_factor: float | Tensor | None = 1.0) -> None:
-        """The mean is in `reduced`: have it where it is used. Gradients show it, which are views if they have no graph.
+        """Copy the mean from `reduced` to `mean`, and give gradients with a graph their derivative.
 
-        What is hidden can't be differentiated.
+        Gradients that a placeholder hides can't be differentiated.
 
         Args:
-            own_factor: By which this rank's gradients are multiplied for their mean; None: they aren't all of them.
+            own_factor: The factor that turns this rank's gradients into their mean; None: `p.grad` doesn't hold all of
+                them.
         """
         if self.mean is not self.reduced:
             self.mean.copy_(self.reduced)
@@ -304,39 +306,42 @@ class _MeanOverRanks(torch.autograd.Function):
 
 
 def total_of(values: Tensor) -> float:
-    """The sum of all elements, on the host: not finite if one of them isn't, or if they are very large."""
+    """The sum of all elements, on the host. It isn't finite if an element isn't, or if elements are very large."""
     return values.detach().sum(dtype=sum_dtype(values)).item()
 
 
 def sum_dtype(values: Tensor) -> torch.dtype:
-    """In what a sum that shows whether all is finite is taken: 16 bits would overflow."""
+    """The dtype of a sum that shows whether all elements are finite: a sum in 16 bits would overflow."""
     return torch.float32 if values.dtype.itemsize < 4 else values.dtype
 
 
 def late_gradient(names: Sequence[str]) -> UsageError:
-    """The error for a gradient that changes after its bucket has been sent; one of these parameters' it was."""
+    """The error for a gradient of one of these parameters that changed after its bucket was sent."""
     which = f"parameter {names[0]!r}" if len(names) == 1 else f"one of the parameters {', '.join(map(repr, names))}"
     return UsageError(
-        f"{which} received another gradient in the same backward pass, after its bucket had been sent. Checkpoint "
-        f"with use_reentrant=False, or do that part in a pass of its own."
+        f"{which} received another gradient in the same backward pass, after its bucket had been sent. Use "
+        f"checkpoint(..., use_reentrant=False), or compute that part in a backward pass of its own."
     )
 
 
 def moved_parameter(names: Sequence[str]) -> UsageError:
-    """The error for a parameter, the first of these, that autograd doesn't find where it was."""
+    """The error for parameters that were converted or moved, so that autograd has new nodes for them.
+
+    Names the first.
+    """
     return UsageError(
         f"parameter {names[0]!r} was converted or moved after the model was wrapped, perhaps there and back, or its "
-        f"p.grad.data was set. Convert or move a copy (copy.deepcopy(model.module)), or wrap the model again behind "
-        f"that; change a gradient in place (p.grad.copy_(...))."
+        f"p.grad.data was set. Convert or move a copy (copy.deepcopy(model.module)), or wrap the model again after "
+        f"converting it. To change a gradient write in place (p.grad.copy_(...))."
     )
 
 
 def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
     """A view with the parameter's shape, and its strides where these leave no holes (channels_last).
 
-    It shares memory but not its version with the flat tensor, so that one can tell which view has changed.
+    It shares the flat tensor's memory but has its own version counter, which shows which view has changed.
     """
-    # `empty_like` keeps the strides exactly of those tensors that fill their memory without overlap.
+    # `empty_like` keeps a tensor's strides only if the tensor fills its memory without holes and overlap.
     stride = torch.empty_like(parameter, device="meta").stride()
     view = torch.empty(0, dtype=flat.dtype, device=flat.device)
     view.set_(flat.untyped_storage(), flat.storage_offset() + offset, parameter.shape, stride)
@@ -344,12 +349,12 @@ def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
 
 
 def views_of(flat: Tensor, layout: BucketLayout, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """By slot, a view with the parameter's shape of something that lies like the bucket; see `view_like`."""
+    """By slot, a view with the parameter's shape of a tensor that is laid out like the bucket; see `view_like`."""
     return [view_like(flat, slot.offset_numel, each) for slot, each in zip(layout.slots, parameters, strict=True)]
 
 
 def begin_range(what: str, layout: BucketLayout, travels: Tensor) -> Callable[[], None]:
-    """Begin a range of the profile, if there is one; returns what ends it. In it something of a bucket travels."""
+    """Begin a range of the profile, in which a bucket is in flight; returns the function that ends the range."""
     if not is_profiled():
         return _nothing
     details = {"Bucket": layout.index, "Bytes": travels.nbytes}
@@ -357,4 +362,4 @@ def begin_range(what: str, layout: BucketLayout, travels: Tensor) -> Callable[[]
 
 
 def _nothing() -> None:
-    """No profile runs."""
+    """Do nothing: no profile runs."""

@@ -1,6 +1,6 @@
-"""Communication hooks: torch's protocol for doing something else with a bucket than adding it over ranks.
+"""Communication hooks: torch's protocol for replacing the all-reduce of a bucket.
 
-torch's `GradBucket` can't be made outside its own reducer, so `HookBucket` answers to the same methods.
+torch's `GradBucket` can't be constructed outside torch's reducer, so `HookBucket` has the same methods.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from evenstep.replica.gradients.buckets.bucket import Bucket
 from evenstep.replica.gradients.buckets.layout import DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
 from evenstep.world import World
 
-# Those of torch's hooks that make one collective and no more, after which all ranks have the same gradients, whatever
-# they keep for themselves.
+# torch's hooks that make exactly one collective per bucket. After it all ranks have the same gradients, even if a hook
+# keeps other state on each rank.
 AVERAGING = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 
 
@@ -55,14 +55,14 @@ class CommHook:
             pass  # a builtin without a signature
 
     def runs_one_by_one(self, device: torch.device) -> bool:
-        """Whether the hook has one bucket at a time: see `HookOrder`."""
+        """Whether the hook handles one bucket at a time: see `HookOrder`."""
         return device.type == "cpu" and self.function not in AVERAGING
 
     def suit(self, policy: BucketPolicy, device: torch.device) -> BucketPolicy:
-        """The policy for buckets that are handed to this hook, when they are next laid out. Pure.
+        """The policy by which buckets for this hook are next laid out. Pure.
 
-        A small first bucket lets the exchange begin early. Where buckets go one by one, each of them several round
-        trips, it holds up those behind it.
+        A small first bucket lets the exchange begin early. But if buckets are sent one at a time, with several round
+        trips each, it only delays the buckets after it.
         """
         first, *others = policy.caps_bytes
         if not self.runs_one_by_one(device) or not others or first != DEFAULT_FIRST_BUCKET_BYTES:
@@ -74,26 +74,26 @@ class CommHook:
         future = self.function(self.state, HookBucket(bucket, is_last=is_last))
         if not isinstance(future, Future):  # what c10d makes; torch.futures.Future derives from it
             raise ConfigurationError(
-                f"the communication hook returned a {type(future).__name__}; it returns a torch.futures.Future of the "
-                f"averaged tensor."
+                f"the communication hook returned a {type(future).__name__}; it must return a torch.futures.Future of "
+                f"the averaged tensor."
             )
         return future
 
 
 class HookOrder:
-    """Begins hooks on one bucket after another, whichever of a world's models it is of.
+    """Runs hooks on one bucket after another, in one order for all models of a world.
 
-    A hook such as PowerSGD goes on in the callbacks of its own collectives. On a CPU these run in the backend's
-    threads, and with two buckets under way two ranks may begin the next collectives of the two in a different order,
-    and wait for each other for ever. So the next bucket's turn comes when the one before has its result. On a GPU
-    callbacks are queued in order by the stream, and all buckets are begun at once; so are those of hooks of torch's
-    that make one collective and no more, whose order is that of the buckets.
+    A hook such as PowerSGD continues in the callbacks of its own collectives. On a CPU the backend's threads run these
+    callbacks. With two buckets in flight, two ranks may start the second collectives of the two buckets in different
+    orders, and then wait for each other for ever. So a bucket's hook is called only when the bucket before it has its
+    result. On a GPU the stream queues callbacks in order, so all hooks are called at once. The same holds for torch's
+    hooks that make exactly one collective: their order is that of the buckets.
 
-    When a bucket is done depends on the rank. With an order of its own each model would begin its next bucket before or
-    behind another model's, here this way and there that way. Models that two threads run have no common order: one
-    rank's first bucket would wait for another model's, and on the next rank the other way round, for ever. So hooks
-    that two threads run at the same time are an error. On a GPU autograd's own threads call hooks, and which thread of
-    the program has begun the pass isn't known.
+    The time at which a bucket is done differs between ranks. If each model had its own order, one rank would start
+    model A's next bucket before model B's, and another rank after it. So all models share one order. Models that two
+    threads run have no common order: on one rank a bucket of A would wait for a bucket of B, on another rank B's for
+    A's, for ever. So hooks that two threads run at the same time are an error. On a GPU autograd's own threads call
+    hooks, so the program's thread isn't known and can't be checked.
     """
 
     def __init__(self, rank: int) -> None:
@@ -106,7 +106,7 @@ class HookOrder:
         """Run a hook on a bucket when its turn comes.
 
         Raises:
-            UsageError: A hook that another thread has begun isn't done. The bucket isn't taken.
+            UsageError: A hook that another thread has started isn't done. The bucket is not queued.
         """
         work = HookWork(self, hook, bucket, is_last=is_last)
         with self._lock:
@@ -122,7 +122,7 @@ class HookOrder:
         return work
 
     def advance(self) -> None:
-        """Begin what may begin now."""
+        """Call the hooks whose turn has come."""
         with self._lock:
             while self._waiting:
                 running = self._running
@@ -132,7 +132,7 @@ class HookOrder:
                 self._running.begin()
 
     def advance_to(self, work: HookWork) -> None:
-        """Begin a work; works before it may be another model's, and are awaited first."""
+        """Start a work. Works before it, perhaps of another model, are awaited first."""
         self.advance()
         while not work.has_begun:
             running = self._running
@@ -141,7 +141,7 @@ class HookOrder:
             self.advance()
 
     def forget(self, work: HookWork) -> None:
-        """Release the bucket's memory of a work that is over."""
+        """Drop a finished work, which holds its bucket's memory."""
         with self._lock:
             if self._running is work:
                 self._running = None
@@ -151,7 +151,7 @@ _orders: weakref.WeakKeyDictionary[World, HookOrder] = weakref.WeakKeyDictionary
 
 
 def hook_order(world: World) -> HookOrder:
-    """The one order of the hooks of a world's models."""
+    """The order that the hooks of all models of a world share."""
     return _orders.setdefault(world, HookOrder(world.rank))
 
 
@@ -181,7 +181,7 @@ class HookWork:
             raise self._error
 
     def wait(self) -> None:
-        """Return when the bucket's memory holds what the hook gave."""
+        """Return when the bucket's memory holds the hook's result."""
         self._order.advance_to(self)
         try:
             self.raise_if_failed()
@@ -202,20 +202,21 @@ class HookWork:
         return self._future is not None or self._error is not None
 
     def settle(self) -> None:
-        """Return when the hook has given its result, whatever it is."""
+        """Return when the hook has its result or has failed."""
         if self._future is not None:
             with contextlib.suppress(Exception):  # as in `begin`
                 self._future.wait()
 
     def _validate(self, result: Any, flat: Tensor) -> None:
         is_tensor = isinstance(result, Tensor)
-        # One that is too short may begin where the bucket does: what is behind it would stay this rank's own.
+        # A tensor that is too short may begin at the bucket's first element: the elements after its end would stay this
+        # rank's own gradients.
         if is_tensor and result.numel() == flat.numel() and torch.can_cast(result.dtype, flat.dtype):
             return
         found = f"{str(result.dtype)[6:]} {list(result.shape)}" if is_tensor else f"a {type(result).__name__}"
         raise ConfigurationError(
-            f"the communication hook's future gave {found} for bucket {self.bucket.layout.index}; it gives the average "
-            f"of what bucket.buffer() had: {str(flat.dtype)[6:]} {list(flat.shape)}."
+            f"the communication hook's future gave {found} for bucket {self.bucket.layout.index}; it must give the "
+            f"average of bucket.buffer(): {str(flat.dtype)[6:]} {list(flat.shape)}."
         )
 
     def is_completed(self) -> bool:
@@ -224,7 +225,7 @@ class HookWork:
 
 
 class HookBucket:
-    """A bucket as torch's hooks see it: the duck-typed equal of `torch.distributed.GradBucket`."""
+    """A bucket with the methods of `torch.distributed.GradBucket`, for hooks."""
 
     def __init__(self, bucket: Bucket, *, is_last: bool) -> None:
         self._bucket = bucket
@@ -240,7 +241,7 @@ class HookBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Go on with another tensor of the same length, such as a compressed one."""
+        """Replace the buffer by another tensor of the same length, such as a compressed one."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:

@@ -14,7 +14,7 @@ class LaunchOrder:
 
     Args:
         num_buckets: How many there are.
-        keeps_last: Launch the last one only when the pass has ended: the header travels with it.
+        keeps_last: Launch the last bucket only when the pass has ended: the header is sent with it.
 
     Attributes:
         num_launched: Buckets below this index have been launched in the current pass.
@@ -40,7 +40,10 @@ class LaunchOrder:
         return range(begin, end)
 
     def finish(self) -> range:
-        """End the pass: what has no gradient now was not used. Returns the indices of the remaining launches."""
+        """End the pass: parameters without a gradient now were not used.
+
+        Returns the indices of the remaining launches.
+        """
         if self._is_finished:
             raise LaunchOrderError(f"a pass ends for the second time: {self!r}")
         self._is_finished = True

@@ -9,7 +9,7 @@ import torch
 
 from evenstep.errors import ConfigurationError
 
-_ALIGNMENT_BYTES = 64  # a cache line, and what vectorised copies like
+_ALIGNMENT_BYTES = 64  # a cache line, and the alignment of vectorised copies
 
 DEFAULT_FIRST_BUCKET_BYTES = 1 << 20  # small: the first exchange should begin soon after the backward pass has
 DEFAULT_BUCKET_BYTES = 25 << 20
@@ -17,11 +17,11 @@ DEFAULT_BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True)
 class Sharding:
-    """How an optimizer's parameters and their gradients lie side by side, and are divided over ranks.
+    """How an optimizer's parameters and their gradients are laid out and divided over ranks.
 
     Attributes:
-        owner: Number of the optimizer, unique within a model; its parameters share buckets with no other's.
-        frees_gradients: Buckets are memory that is lent for the time of the exchange; only the shard stays.
+        owner: Number of the optimizer, unique within a model; its parameters share no bucket with another optimizer's.
+        frees_gradients: A bucket has its memory only during the exchange; only the shard stays.
         reduce_dtype: The dtype in which gradients of real numbers are added; None: the parameters' own.
     """
 
@@ -32,15 +32,15 @@ class Sharding:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a layout has to know of a parameter.
+    """The properties of a parameter that a layout depends on.
 
     Attributes:
-        name: In the module.
-        shape: Of the parameter.
-        dtype: Of the parameter.
-        device: Where it is, and its gradient.
+        name: Its name in the module.
+        shape: Its shape.
+        dtype: Its dtype.
+        device: The device of the parameter and its gradient.
         sharding: How its gradient is divided over ranks, or None.
-        group: Parameters of one group lie side by side within a bucket.
+        group: Number of its parameter group; parameters of one group are neighbours within a bucket.
         added_in: The dtype in which gradients are added over ranks, where `sharding` has none; None: `dtype`.
     """
 
@@ -66,11 +66,12 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class BucketPolicy:
-    """How large buckets are, and of which dtype.
+    """The sizes of buckets, and the dtype in which they are added.
 
     Attributes:
-        caps_bytes: Cap of the first bucket of each device and dtype, of the second, and so on; the last holds for all
-            that follow. Only the last parameter of a bucket may exceed it, and only if it begins before its half.
+        caps_bytes: Caps of the first bucket of each device and dtype, of the second, and so on; the last cap holds for
+            all buckets that follow. Only the last parameter of a bucket may exceed the cap, and only if it begins in
+            the bucket's first half.
         reduce_dtype: The dtype in which gradients of real floating-point parameters are added over ranks; None: the
             parameters' own.
     """
@@ -80,10 +81,10 @@ class BucketPolicy:
 
     def __post_init__(self) -> None:
         if not self.caps_bytes or min(self.caps_bytes) <= 0:
-            raise ConfigurationError(f"buckets of {self.caps_bytes} bytes: caps are greater than 0.")
+            raise ConfigurationError(f"buckets of {self.caps_bytes} bytes: caps must be greater than 0.")
 
     def cap_bytes(self, turn: int) -> int:
-        """Cap of a bucket, by its turn among those of its device and dtype."""
+        """Cap of a bucket, by its number among the buckets of its device and dtype."""
         return self.caps_bytes[min(turn, len(self.caps_bytes) - 1)]
 
 
@@ -135,8 +136,7 @@ def plan_layout(
 ) -> Layout:
     """Lay parameters out in buckets, in the order in which their gradients are expected. Pure.
 
-    Buckets are sent in the order in which they are expected to fill, whatever their dtype: the order in which their
-    last parameters come.
+    Buckets of all dtypes are sent in the order in which they are expected to fill: the order of their last parameters.
 
     Args:
         specs: The parameters in registration order.
@@ -191,16 +191,17 @@ class _OpenBucket:
         self.last_turn = 0
 
     def has_room(self, numel: int, itemsize: int) -> bool:
-        """Whether another parameter belongs here; all in a bucket are added in one dtype.
+        """Whether another parameter belongs into this bucket. All parameters of a bucket are added in one dtype.
 
-        A bucket that is half empty takes one that doesn't fit, too. A bias would else travel by itself, for want of
-        room beside its weight, and that weight would wait for what comes after it.
+        A bucket that is at least half empty also accepts a parameter that exceeds its cap. Otherwise a bias with a
+        large weight after it would be sent in a bucket of its own, and the weight would wait for the parameters after
+        it.
         """
         is_half_empty = 2 * self.numel * itemsize < self.cap_bytes
         return not self.parameters or is_half_empty or (self.numel + numel) * itemsize <= self.cap_bytes
 
 
 def _padded(numel: int, dtype: torch.dtype, num_shards: int = 1) -> int:
-    """A length of which each shard fills whole lines."""
+    """A length padded so that each shard fills whole cache lines."""
     per_line = max(1, _ALIGNMENT_BYTES // dtype.itemsize) * num_shards
     return -(-numel // per_line) * per_line

@@ -1,4 +1,4 @@
-"""What exchanges over several ranks share: a header ends each window, and weights have one scale on all ranks."""
+"""Common base of exchanges over several ranks: a header ends each window, and weights have one scale on all ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from evenstep.replica.gradients.window import Window
 
 
 class AcrossRanks(Exchange):
-    """An exchange over several ranks, but for the way of the gradients themselves.
+    """An exchange over several ranks, without the exchange of the gradients themselves.
 
     Args:
-        trained: Whose gradients.
-        device: Of what the transport carries.
+        trained: The parameters whose gradients are exchanged.
+        device: The device of the tensors that the transport carries.
     """
 
     travels = True
@@ -36,10 +36,10 @@ class AcrossRanks(Exchange):
         """Build the scale of weights, before the first window.
 
         Args:
-            dtypes: Those in which gradients are accumulated and added.
-            others: Each multiplies gradients of the window that runs which aren't in `p.grad`.
+            dtypes: The dtypes in which gradients are accumulated and added.
+            others: Functions that rescale gradients of the open window that aren't in `p.grad`.
         """
-        parameters = self._parameters  # not by way of `self`: an exchange that is replaced would keep its buckets
+        parameters = self._parameters  # a reference to `self` would keep a replaced exchange's buckets alive
 
         def rescale_window(by: float) -> None:
             rescale(parameters, by)
@@ -63,19 +63,19 @@ class AcrossRanks(Exchange):
         return [index for index, used in enumerate(self._used) if not used]
 
     def _read_header(self, window: Window) -> None:
-        """After the header has come. Collective as `_note_kind` says.
+        """Read the header after its sum has arrived. Collective when `_note_kind` is.
 
         Raises:
-            UsageError: Ranks don't count gradients alike. Raised on all ranks.
+            UsageError: Some ranks' windows were PLAIN and others' WEIGHTED. Raised on all ranks.
         """
         if not self._header.is_late:
             self._note_kind(window)
         self._header.read()
 
     def _note_kind(self, window: Window) -> None:
-        """After the header has come. Collective where the kind has changed and a rank had no pass, which all know.
+        """Record the window's kind. Collective if the kind has changed and a rank had no pass, which all ranks know.
 
-        Such a rank has done with what was left in `p.grad` as it would have been right for the kind before.
+        A rank without a pass has treated the gradients left in `p.grad` as the previous kind requires.
         """
         num_weighted, num_plain = self._header.kinds()
         if not num_weighted and not num_plain:
@@ -87,7 +87,7 @@ class AcrossRanks(Exchange):
         self._transport.all_reduce(wrong).wait()
         if wrong.item():
             raise UsageError(
-                "ranks changed between loss.backward() and model.backward(loss, ...) where an earlier step's gradients "
-                "are left in p.grad and a rank's share is empty: what is left counts otherwise for the two. Call "
-                "zero_grad between them."
+                "ranks changed between loss.backward() and model.backward(loss, ...) while gradients of an earlier "
+                "step were left in p.grad and a rank's share was empty. The two calls treat such gradients "
+                "differently. Call zero_grad between them."
             )

@@ -1,12 +1,13 @@
-"""Between ranks buckets travel while the backward pass runs, a header behind them, and module buffers behind that.
+"""The all-reduce over ranks: buckets are sent while the backward pass runs, then a header, then module buffers.
 
 [Note: one order]
 
 A loss may go through several wrapped models. A rank with samples launches the buckets of both as they fill; a rank
 whose share is empty launches first all of the one, then all of the other. Each model has a transport of its own, so on
-the CPU that is right. On a GPU two transports are two communicators that share its queues, and where ranks begin their
-calls in different orders they may wait for each other for ever. So there the buckets of all models but the first are
-launched when the pass has ended, on all ranks. First is who is named first, else whose outputs a pass reaches first.
+the CPU both orders work. On a GPU two transports are two communicators that share the GPU's queues. If ranks begin the
+communicators' calls in different orders they may wait for each other for ever. So on a GPU all ranks launch the buckets
+of all models but the first when the pass has ended. The first model is the one that `evenstep.backward` names first, or
+else the one whose outputs the pass reaches first.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class AllReduceExchange(AcrossRanks):
     """Adds gradients over ranks in buckets, in order, while the backward pass runs.
 
     Args:
-        trained: Whose gradients.
+        trained: The parameters whose gradients are averaged.
     """
 
     def __init__(self, trained: Trained) -> None:
@@ -46,9 +47,9 @@ class AllReduceExchange(AcrossRanks):
         self._observers = trained.observers
         self._inspectors = [each for each in trained.observers if each.inspects_buckets]
         self._shares_queue = self._header.tensor.device.type != "cpu"
-        # A backward pass reaches the last layers first; the second layout knows better.
+        # A backward pass reaches the last layers first. The second layout uses the measured order.
         self._build(self._plan(range(trained.num_dense - 1, -1, -1)))
-        # Autograd multiplies weights into gradients of the parameters' dtype, whatever these are added in.
+        # Autograd multiplies weights into gradients in the parameters' dtype, even if they are added in another dtype.
         self._scale_weights({*(p.dtype for p in trained.parameters), *(bucket.layout.dtype for bucket in self.buckets)})
 
     def _describe(self, index: int) -> ParameterSpec:
@@ -64,10 +65,10 @@ class AllReduceExchange(AcrossRanks):
 
     def _build(self, layout: Layout) -> None:
         self.layout = layout
-        # The header travels beside the last bucket: where ranks share memory they meet once less.
+        # The header is sent beside the last bucket: ranks that share memory synchronise once less.
         self._is_beside = self.hook is None and len(layout.buckets) > 0
         self._launches = LaunchOrder(len(layout.buckets), keeps_last=self._is_beside)
-        # A hook may resize the memory that it is given, which a transport's own may not allow.
+        # A hook may resize the memory that it gets, and memory of a transport's allocator may not allow that.
         allocator: Transport = self._transport if self.hook is None else LocalTransport()
         self.buckets: Sequence[Bucket] = [self._build_bucket(bucket, allocator) for bucket in layout.buckets]
         self._recorder.has_buckets(sum(bucket.flat.nbytes for bucket in self.buckets))
@@ -79,7 +80,7 @@ class AllReduceExchange(AcrossRanks):
         return Bucket(layout, self._parameters, self._names, self._transport, memory)
 
     def last_pass_begins(self, window: Window) -> None:
-        """See `Exchange`; collective where there is a hook, which is handed means."""
+        """See `Exchange`. Collective if there is a hook: hooks get means, so the sum of weights is needed."""
         if self.hook is not None:
             self._open()
             self.scale.start_total(window)
@@ -91,19 +92,19 @@ class AllReduceExchange(AcrossRanks):
             self._launch(self._launches.complete(bucket), window)
 
     def _open(self) -> None:
-        """Begin what comes before everything else of a window, on all ranks; once per window."""
+        """Begin the first collectives of a window. On all ranks, once per window."""
         if self.uneven is not None:
             self.uneven.announce_bucket()
         self.scale.start_agreement()
 
     @property
     def _launches_at_end(self) -> bool:
-        """Whether buckets are launched when the pass has ended: before that, peers may wait for this rank elsewhere.
+        """Whether buckets are launched only when the pass has ended: before, peers may wait for this rank elsewhere.
 
-        See [Note: one order]. And before a bucket is handed to a hook weights of all ranks are awaited. Where a loss
-        goes through several models, a rank without samples sends those of one model behind all of another. And ranks
-        that have left a join of several models join in when a window ends; a hook's calls may be of the group in which
-        that is.
+        See [Note: one order]. Three more facts matter with a hook. The weights of all ranks are awaited before a bucket
+        is handed to a hook. If a loss goes through several models, a rank without samples sends the weights of one
+        model after everything of another. And ranks that have left a join of several models take part only when a
+        window ends, perhaps over the same group that the hook's calls use.
         """
         if self.hook is not None and (self.turn is not Turn.ALONE or self.uneven is not None):
             return True
@@ -111,18 +112,18 @@ class AllReduceExchange(AcrossRanks):
 
     def finish(self, window: Window) -> None:
         """See `Exchange`."""
-        self.announce()  # before anything is waited for
+        self.announce()  # before the first wait
         self.scale.start_agreement()
         if self.hook is not None:
             self.scale.start_total(window)
         launches = list(self._launches.finish())
-        # Who has left a join sends nothing beside.
+        # A rank that has left a join sends no header beside a bucket.
         last = self.buckets[launches.pop()] if self._is_beside and self.uneven is None else None
         self._launch(launches, window)
         if last is not None:
             self._pack(last, window)
         scale = self.scale.end_window(window.kind)
-        if isinstance(window.weight, Tensor):  # see `_pack`; what is in no bucket
+        if isinstance(window.weight, Tensor):  # as in `_pack`, for gradients that are in no bucket
             zero_where(window.weight == 0, [p.grad for p in self._parameters[self._num_dense :] if p.grad is not None])
         self._recorder.mark(WAITING)
         self._used = self._used_here()
@@ -157,7 +158,7 @@ class AllReduceExchange(AcrossRanks):
             self.uneven.end_window()
 
     def _own_factor(self, window: Window, scale: float) -> float | Tensor | None:
-        """See `Bucket.unpack`. Virtual ranks but the last have left their sums without graphs."""
+        """See `Bucket.unpack`. Virtual ranks, except the last one, have left sums without graphs."""
         if self._ending.sums_first:
             return None
         if window.kind is not Kind.WEIGHTED:
@@ -248,7 +249,7 @@ class AllReduceExchange(AcrossRanks):
             observer.inspect(bucket, totals)
 
     def _divide(self) -> None:
-        """Divide what neither the transport nor a hook has divided: see [Note: one division]."""
+        """Divide the gradients that neither the transport nor a hook has divided: see [Note: one division]."""
         plain: float | Tensor = float(self._ending.num_shares)
         if self.uneven is not None and not self.uneven.divide_by_initial_world_size:
             plain = self._header.num_plain()

@@ -1,7 +1,7 @@
-"""What happens to the gradients of a window when it ends: the seam between `engine` and what averages them.
+"""The exchange of a window's gradients: the interface between `engine` and the code that averages gradients.
 
-`Exchange` itself serves a world of one, where gradients stay where autograd put them: packing buckets that travel
-nowhere would cost a copy and a call per parameter. `all_reduce.AllReduceExchange` sends buckets to the other ranks, and
+`Exchange` itself serves a world of one, where gradients stay where autograd put them: packing buckets that are never
+sent would cost a copy and a call per parameter. `all_reduce.AllReduceExchange` sends buckets to the other ranks, and
 `replica/sharded` shards them over ranks.
 """
 
@@ -30,20 +30,21 @@ from evenstep.world import World
 
 @dataclass(frozen=True)
 class Trained:
-    """The trained parameters of a model, and all that an exchange of their gradients needs.
+    """The trained parameters of a model, and everything that an exchange of their gradients needs.
 
     Attributes:
-        names: Of the parameters, for messages.
+        names: Names of the parameters, for messages.
         parameters: Those with dense gradients in registration order, then those with sparse ones.
-        num_dense: How many have dense gradients, and lie in buckets.
+        num_dense: How many have dense gradients, which are in buckets.
         world: The ranks that take part.
         policy: Sizes and dtype of buckets.
-        module_buffers: Sent along.
+        module_buffers: The module buffers that are sent with the gradients.
         recorder: Records when passes begin, buckets travel and waits end.
-        transport: Carries buckets and headers, and what else belongs to the same pass.
-        control: Carries messages on the CPU, in order with those: see [Note: several wrapped models] in `channels`.
-        observers: What watches its steps.
-        ending: How its windows end, but for local SGD.
+        transport: Carries buckets, headers, and the other tensors of the same pass.
+        control: Carries messages on the CPU, in order with `transport`'s: see [Note: several wrapped models] in
+            `channels`.
+        observers: The observers of the model's steps.
+        ending: How its windows end, except in local SGD.
     """
 
     names: list[str]
@@ -63,21 +64,21 @@ class Exchange:
     """The exchange of gradients over ranks; this base class is that of a world of one.
 
     Args:
-        parameters: Those that are trained.
+        parameters: The trained parameters.
         ending: How their windows end.
 
     Attributes:
         travels: Whether gradients leave the place where autograd puts them.
-        layout: Which gradient lies in which bucket; without buckets where nothing travels.
-        buckets: Those buckets.
-        order: Of the parameters in them.
-        hook: Averages buckets instead of the transport, or None.
-        scale: Of weights, before they multiply gradients.
-        turn: Of the running pass.
+        layout: Which gradient lies in which bucket; it has no buckets if nothing is sent.
+        buckets: The layout's buckets.
+        order: The order of the parameters in the buckets.
+        hook: The communication hook that averages buckets instead of the transport, or None.
+        scale: The scale of weights, applied before they multiply gradients.
+        turn: The model's turn in the running pass.
         uneven: The model's part in a `Join`, while ranks may leave one by one; else None.
-        takes_every_pass: Gradients are added over ranks by torch's FSDP2 while autograd runs. So every pass of this
-            rank has to take part: one that contributes nothing is muted and not dropped, and any pass counts that
-            reaches the module's outputs.
+        takes_every_pass: torch's FSDP2 adds gradients over ranks while autograd runs. So every pass of this rank has to
+            take part: a pass that contributes nothing is muted instead of dropped, and every pass that reaches the
+            module's outputs counts.
     """
 
     travels = False
@@ -100,30 +101,31 @@ class Exchange:
         """A pass begins.
 
         Args:
-            kind: What it means.
+            kind: The pass's kind.
             travels: Its gradients are added over ranks; else they stay on this rank for now.
         """
 
     def when_added(self, then: Callable[[], None]) -> None:
-        """Call `then` as soon as the gradients of the pass whose autograd has just ended are where they belong."""
+        """Call `then` as soon as the gradients of the pass that autograd has just ended are in place."""
         then()
 
     def open_window(self, saved: SavedGradients, *, is_running: bool) -> None:
         """Save gradients from `p.grad` to which autograd can't add, before the first pass of a window.
 
         Args:
-            saved: Of the window.
-            is_running: Gradients of the pass may have come: those of parameters that the loss uses directly.
+            saved: The window's saved gradients.
+            is_running: The backward pass has begun, so gradients of parameters that the loss uses directly may have
+                come.
         """
 
     def last_pass_begins(self, window: Window) -> None:
         """Note that the weights of a window are complete on this rank. Collective where weights are needed early."""
 
     def complete(self, bucket: int, window: Window) -> None:
-        """Send a bucket, which has all its gradients, when its turn comes."""
+        """Send a complete bucket when its turn comes."""
 
     def was_weighted(self) -> bool:
-        """Whether the last window that any rank had a pass in was WEIGHTED. On a GPU this waits for it."""
+        """Whether the last window in which any rank had a pass was WEIGHTED. On a GPU this waits for that window."""
         return False
 
     # ------------------------------------------------------------------ when it ends

@@ -1,4 +1,4 @@
-"""The few numbers that travel with the buckets of one reduction.
+"""The header: the few numbers that are sent with the buckets of one reduction.
 
 To add a statistic, write an `Observer` with `num_numbers`, `header_numbers`, `judge` and `act`, and build it in
 `monitors.checks`.
@@ -22,11 +22,11 @@ from evenstep.transport.base import Row
 from evenstep.transport.core.reduction import divisor_of
 
 _READ_AT_ONCE = 2  # windows
-_Late = tuple[Observer, Any, int, int]  # whose numbers, what it had sent, and where they are
+_Late = tuple[Observer, Any, int, int]  # observer, its `sent`, and begin and end of its numbers
 
 
 class Header:
-    """The few numbers that travel with the buckets of one reduction, added over ranks.
+    """The few numbers that are sent with the buckets of one reduction, added over ranks.
 
     [:3]  the ranks' rows: weights over the scale of the rank's gradients, windows that were WEIGHTED, and PLAIN
     [3:n] the numbers of each observer
@@ -34,19 +34,19 @@ class Header:
 
     [Note: reading late]
 
-    Nothing waits for a GPU. There, [:n] is copied to the host at the end of each window, and read at the end of the
-    next, when the copy has come: a rank is at most a window ahead of its GPU. What is found is said a window late, by
-    all ranks in the same one. Only in the first windows all ranks wait, for the kinds: a script that mixes
-    loss.backward() and model.backward usually does so from the beginning.
+    Nothing waits for a GPU. If the header is on a GPU, [:n] is copied to the host at the end of each window, and read
+    at the end of the next window, when the copy is complete: a rank is at most a window ahead of its GPU. Findings are
+    reported a window late, by all ranks in the same window. Only in the first windows all ranks wait for the header, to
+    check the kinds: a script that mixes loss.backward() and model.backward usually does so from the beginning.
 
-    Numbers are written on the host, where that costs a GPU's header no more than one copy that nothing waits for. There
-    are two places to write them, used in turns: when the second window after this one is filled, the numbers of this
-    one have come back, so its copy is over.
+    Numbers are written on the host; for a GPU's header this costs one copy that nothing waits for. There are two host
+    buffers, used in turns: when the second window after this one is filled, this window's sums have been read, so its
+    copy is over.
 
     Args:
-        num_parameters: Of the model.
-        device: Of the model.
-        observers: Those of the model, the same on all ranks; some have numbers in it.
+        num_parameters: Number of the model's parameters.
+        device: The model's device.
+        observers: The model's observers, the same on all ranks; some have numbers in the header.
 
     Attributes:
         is_late: Whether it is read a window late; see [Note: reading late].
@@ -64,11 +64,11 @@ class Header:
         self._hosts = [self.tensor]
         if self.is_late:
             self._hosts = [torch.zeros_like(self.tensor, device="cpu", pin_memory=True) for _ in range(2)]
-        # The same memory as numbers: an element of a tensor takes microseconds to read or write, and there are many.
-        # So none of these tensors is ever replaced by another one.
+        # The same memory as an array of C doubles: reading or writing one element of a tensor takes microseconds, and
+        # there are many. The array points into the tensors, so they must never be replaced.
         self._written: list[Any] = [(ctypes.c_double * numel).from_address(host.data_ptr()) for host in self._hosts]
         self._numbers: Any = None if self.is_late else self._written[0]
-        self._coming: tuple[Coming, list[_Late]] | None = None  # the numbers of the window before
+        self._coming: tuple[Coming, list[_Late]] | None = None  # the previous window's numbers
         self._num_windows = 0
         self._flags: list[bool] = []  # as in `_filled`
         self._filled: Any = None
@@ -79,7 +79,7 @@ class Header:
         Args:
             window: The window that ends.
             used: For each parameter, whether it has a gradient.
-            scale: What weights were divided by before they multiplied this rank's gradients.
+            scale: The scale that weights were divided by before they multiplied this rank's gradients.
         """
         numbers_sent: list[float] = []
         tensors: list[tuple[int, int, Tensor]] = []
@@ -109,7 +109,7 @@ class Header:
         """After the sum: let observers judge their numbers; see [Note: reading late].
 
         Raises:
-            UsageError: Ranks have mixed loss.backward() and model.backward, a window ago. Raised on every rank.
+            UsageError: In the previous window ranks mixed loss.backward() and model.backward. Raised on every rank.
         """
         self._num_windows += 1
         late = []
@@ -131,14 +131,14 @@ class Header:
         if sums[1] and sums[2]:
             raise UsageError(
                 f"some ranks called {CALLS[Kind.PLAIN]} and others {CALLS[Kind.WEIGHTED]} in the same step (noticed in "
-                f"backward pass {self._num_windows}; it was so in the one before that, and gradients were wrong). All "
-                f"ranks use one of them. Resume from a checkpoint."
+                f"backward pass {self._num_windows}, for the pass before it, whose gradients were wrong). Call the "
+                f"same one on all ranks. Resume from a checkpoint."
             )
         for observer, sent, begin, end in before[1]:
             observer.judge(sent, sums[begin:end])
 
     def kinds(self) -> tuple[int, int]:
-        """After the sum: how many ranks' windows were WEIGHTED, and PLAIN.
+        """After the sum: how many ranks' windows were WEIGHTED, and how many PLAIN.
 
         Reads the tensor, so on CUDA it waits for the device.
 
@@ -149,7 +149,7 @@ class Header:
         if num_weighted and num_plain:
             raise UsageError(
                 f"{num_plain} ranks called {CALLS[Kind.PLAIN]} and {num_weighted} called {CALLS[Kind.WEIGHTED]} in "
-                f"the same step. All ranks use one of them."
+                f"the same step. Call the same one on all ranks."
             )
         return num_weighted, num_plain
 
@@ -166,7 +166,7 @@ class Header:
         return self.tensor[2] if self._numbers is None else self._numbers[2]
 
     def divisor(self, plain: float | Tensor) -> float | Tensor:
-        """After the sum: by what gradients are divided; on a GPU 0-dim, without waiting for it.
+        """After the sum: the divisor of gradients; on a GPU a 0-dim tensor, without waiting for it.
 
         Args:
             plain: The divisor of PLAIN windows.

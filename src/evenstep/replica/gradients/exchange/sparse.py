@@ -1,4 +1,4 @@
-"""Sparse gradients: rows of an embedding that were looked up, added over ranks without becoming dense."""
+"""Sparse gradients: the rows of an embedding that were used, added over ranks without becoming dense."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from evenstep.transport.core.transport import Transport
 
 
 def sum_over_ranks(grad: Tensor | None, like: Tensor, transport: Transport, control: Transport) -> Tensor:
-    """Add a sparse gradient over ranks; what travels are the rows that some rank has.
+    """Add a sparse gradient over ranks. Only the rows that some rank has are sent.
 
     Collective: every rank calls this for the same parameters, in the same order.
 
     Args:
         grad: This rank's gradient, sparse or dense; None if it has none.
         like: The parameter: [num_rows, ...].
-        transport: Carries what lies where the gradient does.
+        transport: Carries tensors on the gradient's device.
         control: Carries how many rows each rank has, in order with the model's other calls.
 
     Returns:

@@ -1,27 +1,28 @@
-"""The scale of loss weights: what weights are divided by before they multiply gradients.
+"""The scale of loss weights: the number that weights are divided by before they multiply gradients.
 
 [Note: the scale of weights]
 
-*Before gradients.* Large weights make float16 overflow, in gradients of float16 parameters and within autocast,
-whatever the parameters are; a GradScaler would skip steps that one process makes. So weights are divided by a *scale*
-first: the power of two next to the sum of all ranks' weights, so that nothing is rounded. All ranks agree on it in the
-first window that they average, and keep it. A rank without samples doesn't know whether the others' passes have
-weights, so all take part; only those with weights, or without samples, wait.
+*Before gradients.* Large weights make float16 overflow: in gradients of float16 parameters, and within autocast for
+parameters of any dtype. A GradScaler would then skip steps that a single process makes. So weights are divided by a
+*scale* first: the power of two next to the sum of all ranks' weights, so that nothing is rounded. All ranks agree on
+the scale in the first window that they average, and keep it. A rank without samples doesn't know whether the other
+ranks' passes have weights, so all ranks take part in the agreement. Only ranks with weights or without samples wait for
+it.
 
-    the first window has no weights    the scale stays 1; with float16 gradients the next window tries again
-    a pass only adds to `p.grad`       a rank may run it alone, so it doesn't agree: the pass that ends the window does.
-                                       It does where float16 would overflow: float16 gradients, a GradScaler's loss
-    some rank has had such a pass      its window has begun with 1, so the scale counts from the next window on
+    the first window has no weights    the scale stays 1; with float16 gradients ranks try again in the next window
+    a pass only adds to `p.grad`       a rank may run it alone, so ranks agree in the pass that ends the window. But
+                                       they agree at once if float16 could overflow: float16 gradients, a GradScaler
+    some rank has had such a pass      its window has begun with scale 1, so the new scale holds from the next window on
 
-A scale of each rank's own would be wrong: the backward pass of a SyncBatchNorm adds gradients of all ranks. A pass
-through several models has one weight, so one scale: that of the model with the most ranks, which all ranks of the
-others know alike.
+A different scale on each rank would be wrong: the backward pass of a SyncBatchNorm adds gradients of all ranks. A pass
+through several models has one weight, so it has one scale: that of the model with the most ranks, because all ranks of
+the other models have it too.
 
-*Before a communication hook.* A hook compresses, and that depends on the magnitude. Gradients times a large weight
-overflow in 16 bits; and what PowerSGD leaves out for the next step would count as much as that step's weights, after a
-full batch and before a short one many times too much. So hooks are handed means: weights of all ranks are added as the
-last pass begins, and awaited before the first bucket is launched. This rank's all-reduce is already issued then, so
-peers can't block on it, not even those that wait in the statistics of a SyncBatchNorm.
+*Before a communication hook.* The result of a compressing hook depends on the magnitude of gradients. Gradients times a
+large weight overflow in 16 bits. And the remainder that PowerSGD keeps for the next step would have this step's weight:
+between a full and a short batch it would count many times too much. So hooks get means: the weights of all ranks are
+added as the last pass begins, and the sum is awaited before the first bucket is launched. This rank's all-reduce is
+already issued then, so peers can't block on it, not even those that wait in the statistics of a SyncBatchNorm.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from evenstep.transport.core.transport import Transport
 
 
 class Scale:
-    """The scale of the weights of one rank, which needs nobody's agreement.
+    """The scale of the weights of one rank, without agreement with other ranks.
 
-    It is a window's first weight, so that a window of one pass has nothing to divide by. Within a window what is in
-    `p.grad` is a sum of weight / scale * gradient.
+    It is a window's first weight, so that a window of one pass needs no division. Within a window `p.grad` is the sum
+    of weight / scale * gradient.
 
     Args:
-        rescale: Multiplies the gradients of the window that runs.
+        rescale: Multiplies the gradients of the open window.
         is_one: Weights aren't scaled.
 
     Attributes:
-        of_window: The scale of the window that runs.
+        of_window: The scale of the open window.
     """
 
     def __init__(self, rescale: Callable[[float], object], *, is_one: bool = False) -> None:
@@ -60,20 +61,21 @@ class Scale:
         """Return the scale that divides weights before they multiply gradients; one for all passes of a window.
 
         Args:
-            weight: Of the pass; None: this rank has no pass, and doesn't know of what kind the others' are.
+            weight: The pass's weight; None: this rank has no pass, and doesn't know the kind of the other ranks'
+                passes.
             opens_window: The pass is the first of its window.
-            is_urgent: Gradients are averaged over ranks behind the pass, or its loss was multiplied by a GradScaler.
+            is_urgent: Gradients are averaged over ranks after the pass, or a GradScaler has scaled its loss.
         """
         if opens_window and not self._is_one:
             self.of_window = weight if isinstance(weight, float) and weight > 0 else 1.0
         return self.of_window
 
     def adopt(self, scale: float, *, opens_window: bool) -> None:
-        """Use the scale of another model, with which this one shares a loss.
+        """Use the scale of another model that shares a loss with this one.
 
         Args:
-            scale: By which that model divides weights.
-            opens_window: As in `agree`; else what there is of the window is brought to the scale of its next pass.
+            scale: The other model's scale.
+            opens_window: As in `agree`. If False, the window's gradients so far are converted to the new scale.
         """
         if self._is_one:
             return
@@ -83,14 +85,14 @@ class Scale:
 
 
 class AgreedScale(Scale):
-    """The scale that all ranks of a model have for its weights, and their sum; see [Note: the scale of weights].
+    """The scale of weights that all ranks agree on, and the sum of weights; see [Note: the scale of weights].
 
     Args:
         transport: Carries the agreements.
-        device: Of what it carries.
+        device: The device of the tensors that the transport carries.
         rescale: As in `Scale`.
         is_needed: Gradients are float16, or are added in it. The same on all ranks.
-        is_one: Weights aren't scaled unless that is needed.
+        is_one: Weights aren't scaled unless `is_needed`.
 
     Attributes:
         of_window: As in `Scale`.
@@ -109,30 +111,30 @@ class AgreedScale(Scale):
     ) -> None:
         super().__init__(rescale)
         self._is_needed = is_needed  # until ranks have agreed
-        self._is_due = is_needed or not is_one  # in this window, and not begun
+        self._is_due = is_needed or not is_one  # ranks are to agree in this window, and have not begun
         self.announce: Callable[[], object] = lambda: None
         self.agreed = 1.0
         self._transport, self._device = transport, device
         self._agreement: tuple[Work, Tensor] | None = None
-        self._is_put_off = False  # what was agreed on counts from the next window on
+        self._is_put_off = False  # the agreed scale holds from the next window on
         self._total: tuple[Work, Tensor] | None = None
 
     def agree(self, weight: float | Tensor | None, *, opens_window: bool, is_urgent: bool) -> float:
-        """See `Scale`. Collective in the first window that ends on all ranks, and in more of 16-bit models."""
+        """See `Scale`. Collective in the first window that ends on all ranks; in more windows for 16-bit models."""
         if weight is not None and self._is_due and (is_urgent or self._is_needed):
             self.announce()
             self.start_agreement(weight, is_under_way=not opens_window)
             self._finish_agreement(reads=True)
-        # Also of a weight of 0: what ranks add up has one scale on all of them.
+        # Also for a weight of 0: all ranks' summands must have the same scale.
         scale = 1.0 if self._is_put_off else self.agreed
         self.adopt(scale, opens_window=opens_window)
         return scale
 
     def start_agreement(self, weight: float | Tensor | None = None, *, is_under_way: bool = False) -> None:
-        """Begin to agree, if that is due. Collective, once per window, before anything else of the window.
+        """Begin to agree, if that is due. Collective, once per window, before any other collective of the window.
 
         Args:
-            weight: Of a WEIGHTED pass; None: there is none on this rank so far.
+            weight: Weight of a WEIGHTED pass; None: this rank has had none so far.
             is_under_way: This rank has had an earlier pass in the window.
         """
         if not self._is_due:
@@ -147,7 +149,7 @@ class AgreedScale(Scale):
         """Wait for the agreement, if one was started.
 
         Args:
-            reads: The others' passes may have weights: learn the scale. On a GPU this waits for it.
+            reads: Read the scale, because other ranks' passes may have weights. On a GPU this waits for it.
         """
         if self._agreement is None:
             return
@@ -161,10 +163,10 @@ class AgreedScale(Scale):
                 self._is_needed = False
 
     def start_total(self, window: Window) -> None:
-        """Begin to add all ranks' weights. Collective, once per window; again in the same window: nothing.
+        """Begin to add all ranks' weights. Collective, once per window; a second call does nothing.
 
         Args:
-            window: This rank's, to which nothing is added any more.
+            window: This rank's window, which is complete.
         """
         if self._total is not None:
             return
@@ -175,10 +177,10 @@ class AgreedScale(Scale):
         self._total = self._transport.all_reduce(total), total
 
     def divide_by_total(self, flat: Tensor) -> None:
-        """Divide weighted gradients of this rank, so that the mean of what is left over ranks is the mean of all.
+        """Divide this rank's weighted gradients, so that their plain mean over ranks is the weighted mean.
 
         Args:
-            flat: A bucket's; zeros where no rank has a weight.
+            flat: The bucket's flat tensor. It becomes zero if no rank has a weight.
         """
         assert self._total is not None
         work, total = self._total
@@ -186,10 +188,10 @@ class AgreedScale(Scale):
         flat.div_(torch.where(total > 0, total / self._transport.world_size, torch.inf).to(flat.device))
 
     def end_window(self, kind: Kind | None) -> float:
-        """Wait for whatever was started, and return the window's scale.
+        """Wait for the collectives that were started, and return the window's scale.
 
         Args:
-            kind: Of the window; if it is PLAIN nobody's has weights, and nothing is learned.
+            kind: The window's kind. If it is PLAIN no rank has weights, and the scale isn't read.
         """
         self._finish_agreement(reads=kind is not Kind.PLAIN)
         if self._total is not None:
@@ -201,7 +203,7 @@ class AgreedScale(Scale):
 
 
 def rescale(parameters: Sequence[nn.Parameter], by: float) -> None:
-    """Multiply what there is in `p.grad`."""
+    """Multiply the gradients in `p.grad`."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(by)

@@ -30,8 +30,22 @@ TRACKED = re.compile(r"`run = ((\w+)\.init\([^`]*\))`")
 
 def run(script: str, directory: Path, **variables: str) -> str:
     """Run a script on two CPU ranks, started by torchrun, and return what it prints."""
+    return start(
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        script=script,
+        directory=directory,
+        **variables,
+    )
+
+
+def start(*options: str, script: str, directory: Path, **variables: str) -> str:
+    """Run a script in a directory and return what it prints."""
     (directory / "train.py").write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    command = [sys.executable, *options, "train.py"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HOME": str(directory), **variables}
     done = subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=240, check=False
@@ -110,3 +124,52 @@ def test_other_libraries_arrow_files(tmp_path: Path) -> None:
     (program,) = pages.blocks("py", "how-to/large-data.md")
     assert run(program, tmp_path) == "1000 rows, each once: True\n"
     assert list((tmp_path / "table").glob("*.arrow"))
+
+
+def page_program(name: str) -> str:
+    (program,) = (each for each in pages.blocks("py", "how-to/with-what-you-use.md") if each.startswith(f"# {name}"))
+    return program
+
+
+@pytest.mark.extended
+def test_other_libraries_trainer_of_hugging_face(tmp_path: Path) -> None:
+    """The same digits as over Gloo."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    program = page_program("trainer.py")
+    ours, gloos = (run(each, tmp_path) for each in (program, program.replace('group("evenstep")', 'group("gloo")')))
+    (line,) = (each for each in ours.splitlines() if each.startswith("loss"))
+    assert line.endswith(" over evenstep")
+    assert line.replace("over evenstep", "over gloo") in gloos.splitlines()
+
+
+@pytest.mark.extended
+def test_other_libraries_trainer_of_lightning(tmp_path: Path) -> None:
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed")
+    assert "trained over evenstep" in start(script=page_program("lightning_trainer.py"), directory=tmp_path)
+
+
+@pytest.mark.extended
+def test_other_libraries_ray_restarts_a_killed_worker(tmp_path: Path) -> None:
+    """Killed at step 13 of its first attempt, the run resumes at step 10 and ends with an undisturbed run's digits."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray is not installed")
+    program = page_program("ray_train.py")
+    kill = """checkpoint.step()
+                done = sum(1 for _ in Path(config["directory"]).parent.glob("step-*"))
+                if world.rank == 1:
+                    Path(config["directory"]).parent.joinpath(f"step-{done}").touch()
+                    if done == 12:
+                        os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert program.count("checkpoint.step()\n") == 1
+    killed = "import os\nimport signal\n" + program.replace("checkpoint.step()\n", kill)
+    printed = []
+    for name, script in (("undisturbed", program), ("killed", killed)):
+        (tmp_path / name).mkdir()
+        printed.append(start(script=script, directory=tmp_path / name, RAY_TRAIN_V2_ENABLED="1"))
+    digits = [set(re.findall(r"trained over shared memory: (\S+)", each)) for each in printed]
+    assert digits[0] == digits[1]
+    assert len(digits[0]) == 1
+    assert "step 10" in printed[1]

@@ -43,7 +43,7 @@ test-launchers: install ## the real mpiexec (Open MPI, MPICH) and srun; as root 
 test-hosts: install ## faults of hosts, in network namespaces: late, cut off, failing, fewer; as root
 	$(RUN) pytest tests/hosts
 
-test-peers: install ## install accelerate, Lightning Fabric, datasets, webdataset, schedule-free, wandb and trackio into .venv, and train with them
+test-peers: install ## install the libraries of requirements/peers.txt into .venv, and train with them
 	$(RUN) pip install --quiet --requirement requirements/peers.txt --constraint requirements/test.txt
 	$(RUN) pytest tests/procs/transport/test_backend.py tests/procs/data tests/procs/optim/test_sharded_kinds.py tests/procs/docs/test_peers_pages.py -k other_libraries
 

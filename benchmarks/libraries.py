@@ -193,7 +193,11 @@ def train_deepspeed(case: Case) -> nn.Module:
     import deepspeed
 
     module, optimizer = build()
-    config = {"train_micro_batch_size_per_gpu": case.batch_size, "gradient_accumulation_steps": case.parts}
+    config = {
+        "train_micro_batch_size_per_gpu": case.batch_size,
+        "gradient_accumulation_steps": case.parts,
+        "gradient_clipping": 0.0,  # 1.0 unless it is said, which is another training
+    }
     deepspeed.init_distributed("gloo")
     sampler: DistributedSampler[Any] = DistributedSampler(case.data, shuffle=case.is_shuffled)
     loader = DataLoader(case.data, case.batch_size, sampler=sampler)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import libraries
 
 from tests import pages
 
@@ -151,6 +152,7 @@ def test_other_libraries_trainer_of_lightning(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(600)
 def test_other_libraries_ray_restarts_a_killed_worker(tmp_path: Path) -> None:
     """Killed at step 13 of its first attempt, the run resumes at step 10 and ends with an undisturbed run's digits."""
     if importlib.util.find_spec("ray") is None:
@@ -173,3 +175,19 @@ def test_other_libraries_ray_restarts_a_killed_worker(tmp_path: Path) -> None:
     assert digits[0] == digits[1]
     assert len(digits[0]) == 1
     assert "step 10" in printed[1]
+
+
+CELLS = [line.strip("| ").split(" | ") for line in pages.text("explanation/libraries.md").splitlines()]
+ROWS = {cells[0]: cells for cells in CELLS if cells[0] in libraries.CASES}
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("library", libraries.LIBRARIES)
+def test_other_libraries_answers(library: str) -> None:
+    """What the page says that a library computes: the answer of one process but for rounding, or another one."""
+    if importlib.util.find_spec(libraries.LIBRARIES[library][0]) is None:
+        pytest.skip(f"{library} is not installed")
+    column = 1 + list(libraries.LIBRARIES).index(library)
+    is_right = {case: float(row[column]) < 1e-5 for case, row in ROWS.items()}
+    assert is_right == {case: libraries.distance(library, case) < 1e-5 for case in libraries.CASES}

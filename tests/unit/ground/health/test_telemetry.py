@@ -1,7 +1,6 @@
 """Marks and what they are turned into; recorders of real steps; what it costs."""
 
 import gc
-import os
 import random
 
 import pytest
@@ -9,8 +8,6 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import evenstep
-from evenstep.ground.health import heartbeat
-from evenstep.ground.health.heartbeat import Page, Phase, make_page
 from evenstep.ground.health.telemetry import (
     _MOST_PER_STEP,
     BACKWARD,
@@ -141,23 +138,6 @@ def test_telemetry_may_be_collected_in_the_middle_of_a_step() -> None:
         first.remove()
     assert not telemetries
     assert len(_global_optimizer_pre_hooks) == hooks
-
-
-def test_one_event_is_a_mark_and_a_phase_of_the_page() -> None:
-    fd = make_page()
-    page, recorder = Page(fd), Recorder()
-    os.close(fd)
-    heartbeat.write_to(page)
-    try:
-        phases = []
-        for event in (recorder.begin_forward, recorder.begin_backward, recorder.end):
-            event()
-            phases.append(heartbeat.phase_now())
-        assert phases == [Phase.FORWARD, Phase.BACKWARD, Phase.BETWEEN_STEPS]
-        recorder.begin_backward(is_whole=True)
-        assert heartbeat.phase_now() is Phase.BACKWARD
-    finally:
-        heartbeat.write_to(None)
 
 
 def test_an_optimizers_step_ends_a_step_whose_window_nobody_ended() -> None:

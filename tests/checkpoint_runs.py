@@ -148,6 +148,17 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         assert same, f"{name}: {value} is not {theirs[name]}"
 
 
+def is_same(ours: Any, theirs: Any, tolerance: float = 0.0) -> bool:
+    """Whether nested states are equal: numbers to the bit, or within a tolerance."""
+    if isinstance(ours, Tensor):
+        return torch.equal(ours, theirs) or bool(tolerance and torch.allclose(ours, theirs, tolerance, tolerance))
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(is_same(ours[key], theirs[key], tolerance) for key in ours)
+    if isinstance(ours, list | tuple):
+        return len(ours) == len(theirs) and all(is_same(*pair, tolerance) for pair in zip(ours, theirs, strict=True))
+    return bool(ours == theirs)
+
+
 def files_of(directory: Path, folder: str) -> list[Path]:
     """The files of a checkpoint."""
     return sorted(path for path in (directory / folder).iterdir() if path.is_file())

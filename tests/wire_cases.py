@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,13 @@ def echo(rank: int, message: Message) -> Message:
     return Message({"rank": rank, **message.head}, message.tensors)
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
+
+
 @dataclass
 class Place:
     """A listener, and what it has seen."""
@@ -33,11 +41,13 @@ class Place:
     calls: list[tuple[int, str]]
     lost: list[int]
     has_lost: threading.Event = field(default_factory=threading.Event)
+    clients: list[Client] = field(default_factory=list)
 
     def client(
         self, rank: int = 0, *, badge: Badge = BADGE, address: str | None = None, timeout_s: float = 60.0
     ) -> Client:
-        return Client(
+        """One that ends with the place at the latest."""
+        made = Client(
             address or self.listener.address,
             badge,
             rank,
@@ -47,6 +57,8 @@ class Place:
             silent_s=self.silent_s,
             most_bytes=self.most_bytes,
         )
+        self.clients.append(made)
+        return made
 
     def reached(self) -> socket.socket:
         """A connection that says nothing."""
@@ -84,9 +96,12 @@ def listening(
         has_lost.set()
 
     listener = Listener(where, BADGE, count, lose, most_bytes=most_bytes, silent_s=silent_s)
+    place = Place(listener, silent_s, most_bytes, calls, lost, has_lost)
     try:
-        yield Place(listener, silent_s, most_bytes, calls, lost, has_lost)
+        yield place
     finally:
+        for each in place.clients:
+            each.close()
         listener.close(patience_s=0.5)
 
 

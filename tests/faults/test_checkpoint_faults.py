@@ -172,7 +172,7 @@ def test_other_signals_of_schedulers_and_a_dropped_connection_save_too(tmp_path:
 
 
 def test_ctrl_c_saves_and_ends_with_130(tmp_path: Path):
-    """FAULTS.md, 40."""
+    """The line that the user sees has the step that was saved."""
     command = stopped(tmp_path, lambda command: command.process.send_signal(signal.SIGINT), status=130)
     first, saved, last = command.stderr.splitlines()[-3:]
     assert first == "evenstep: interrupted: the ranks save, and end. Ctrl-C once more kills them"

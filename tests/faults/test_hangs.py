@@ -31,7 +31,7 @@ def ranks_that_disagree() -> str:
 
 
 def test_a_mismatch_says_where_both_calls_were_made(ranks: RankPool) -> None:
-    """FAULTS.md, 19. Under `RankGroup`, which is no launcher with pages of its own."""
+    """Within seconds, and not after the timeout. Under `RankGroup`, which is no launcher with pages of its own."""
     first, second = ranks.run(ranks_that_disagree, 2)
     assert first == second, "the same text on all ranks"
     here = re.escape(__file__)
@@ -61,7 +61,7 @@ def comes_late(phase: Phase, timeout_s: float, sleep_s: float) -> str:
 
 @pytest.mark.extended
 def test_deadlines_know_what_the_missing_rank_is_doing(ranks: RankPool) -> None:
-    """FAULTS.md, 12 and 15: an evaluation may take six times as long as a step; who hangs is named with its phase."""
+    """An evaluation may take six times as long as a step; who hangs is named with its phase."""
     assert ranks.run(comes_late, 2, Phase.EVALUATING, 0.5, 1.5) == ["met", "met"]
     told, _ = ranks.run(comes_late, 2, Phase.BACKWARD, 0.5, 1.5)
     assert re.search(r"Missing: rank 1 \(pid \d+, in backward( of step \d+)?\)", told), told
@@ -69,7 +69,7 @@ def test_deadlines_know_what_the_missing_rank_is_doing(ranks: RankPool) -> None:
 
 @pytest.mark.extended
 def test_the_launcher_gives_up_a_rank_whose_phase_times_out_and_shows_where_it_was(tmp_path: Path) -> None:
-    """FAULTS.md, 11: it holds the interpreter lock, and its peers have 600 s before they speak."""
+    """The rank holds the interpreter lock, and its peers have 600 s before they speak."""
     script = """
         import evenstep, torch
 
@@ -97,7 +97,7 @@ def test_the_launcher_gives_up_a_rank_whose_phase_times_out_and_shows_where_it_w
 
 @pytest.mark.extended
 def test_a_slow_rank_is_named_once_on_rank_0(tmp_path: Path) -> None:
-    """FAULTS.md, 14. The windows are shortened."""
+    """It is never killed. The windows are shortened."""
     script = """
         import time
         import evenstep, torch

@@ -321,7 +321,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, kind: str) -> 
 
 @pytest.mark.parametrize("flags", [[], pytest.param(["--cold-start"], marks=pytest.mark.extended)])
 def test_what_ranks_have_started_ends_with_a_launcher_that_is_killed(tmp_path: Path, flags: list[str]) -> None:
-    """FAULTS.md, 8. It doesn't get the signal by which the kernel ends ranks."""
+    """Within a second. What ranks have started doesn't get the signal by which the kernel ends ranks."""
     script = """
         import os, subprocess, time
         subprocess.Popen(["sleep", "100"])
@@ -349,7 +349,7 @@ STEPS = """
 
 
 def test_a_suspended_rank_is_named_and_given_up_with_71(tmp_path: Path) -> None:
-    """FAULTS.md, 10. A launcher of ours says so whatever carries the gradients; here also what it was doing."""
+    """A launcher of ours says so whatever carries the gradients; here also what it was doing."""
     flags = ["--nproc-per-node", "2", "--device", "cpu", "--stopped-grace", "3"]
     command = start(tmp_path, [*flags, "script.py"], STEPS)
     command.wait_until(lambda: is_up(command) and bool((tmp_path / "up-1").read_text()))
@@ -382,7 +382,7 @@ def test_a_rank_that_is_continued_in_time_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("holds_the_lock", [False, True])
 @pytest.mark.extended
 def test_who_does_not_come_is_shown_where_it_is(tmp_path: Path, holds_the_lock: bool) -> None:
-    """FAULTS.md, 11 and 12: its stack, also while it holds the interpreter lock."""
+    """With its stack, also while it holds the interpreter lock."""
     sleep = "ctypes.PyDLL(None).sleep(100)" if holds_the_lock else "time.sleep(100)"
     script = f"""
         import ctypes, time

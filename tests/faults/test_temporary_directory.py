@@ -1,4 +1,4 @@
-"""`TMPDIR` on a full disk, and `TMPDIR` emptied by somebody while a run goes (FAULTS.md, 55)."""
+"""`TMPDIR` on a full disk, and `TMPDIR` emptied by somebody while a run goes."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ PRINTS = """
     ],
 )
 def test_a_terminal_that_is_closed_saves_though_the_script_goes_on_printing(tmp_path: Path, flags: list[str]) -> None:
-    """FAULTS.md, 39. Who prints to a terminal that has gone gets an error, and rank 0 has the launcher's."""
+    """Who prints to a terminal that has gone gets an error, and rank 0 has the launcher's."""
     (tmp_path / "script.py").write_text(textwrap.dedent(PRINTS))
     terminal = Terminal(tmp_path, [*RUN, *flags, "script.py"])
     pids = pids_of(tmp_path)
@@ -105,7 +105,7 @@ def test_a_terminal_that_is_closed_saves_though_the_script_goes_on_printing(tmp_
 
 
 def test_a_second_ctrl_c_on_a_terminal_kills(tmp_path: Path) -> None:
-    """FAULTS.md, 40. The terminal signals its foreground, to which the ranks don't belong."""
+    """The terminal signals its foreground, to which the ranks don't belong."""
     script = """
         import os, signal, time
         signal.signal(signal.SIGINT, lambda *_: open(f"heard-{os.environ['RANK']}", "w").close())

@@ -1,4 +1,4 @@
-"""FAULTS.md, 16 to 19, between hosts: ranks that call different things; and sums that are those of one host."""
+"""Between hosts: ranks that call different things; and sums that are those of one host."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MISMATCHES = {
 def test_ranks_of_two_hosts_that_call_different_things_end_with_72(
     make_hosts: Callable[[int], Hosts], fault: str, ranks_per_host: int
 ) -> None:
-    """FAULTS.md, 16 to 19: on both hosts, with the call of the odd rank; Gloo aborts the process (134)."""
+    """On both hosts, with the call of the odd rank; Gloo aborts the process (134)."""
     call, words = MISMATCHES[fault]
     hosts = make_hosts(2)
     flags = ["--nproc-per-node", str(ranks_per_host)]

@@ -67,7 +67,7 @@ def test_a_host_that_comes_late_is_waited_for_by_name(make_hosts: Callable[[int]
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_host_that_is_cut_off_is_named_in_seconds_with_76(make_hosts: Callable[[int], Hosts], victim: int) -> None:
-    """FAULTS.md, 9 and 43. Whichever side one looks from, the other one is gone."""
+    """Whichever side one looks from, the other one is gone."""
     hosts = make_hosts(2)
     started = [hosts.start(host, LASTS, ["--node-timeout", "4"]) for host in range(2)]
     for host in started:
@@ -114,7 +114,7 @@ TRAINS_ON = """
 
 
 def test_what_all_ranks_did_is_said_on_all_hosts(make_hosts: Callable[[int], Hosts]) -> None:
-    """FAULTS.md, 10, on several hosts: the root cause by name, where it was, and what the ranks of the others did."""
+    """The root cause by name, where it was, and what the ranks of the others did."""
     hosts = make_hosts(2)
     flags = ["--inject", "stop:rank=1,step=40", "--stopped-grace", "3"]
     started = [hosts.start(host, TRAINS_ON, flags) for host in range(2)]

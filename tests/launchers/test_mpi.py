@@ -132,7 +132,7 @@ def test_a_port_in_use_is_named_with_its_owner(tmp_path: Path) -> None:
 
 
 def test_evenstep_run_in_every_task_is_refused(tmp_path: Path) -> None:
-    """FAULTS.md, 45: two tasks would each start a world of its own."""
+    """Two tasks would each start a world of its own."""
     (tmp_path / "script.py").write_text("print('ran')")
     done = subprocess.run(
         [*mpiexec("openmpi"), "-n", "2", PYTHON, "-m", "evenstep", "run", "--nproc-per-node", "1", "script.py"],

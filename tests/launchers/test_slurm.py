@@ -45,7 +45,7 @@ def test_srun(slurm: OneNodeSlurm, tmp_path: Path) -> None:
 
 
 def test_a_body_is_one_process_and_mpiexec_in_it_starts_ranks(slurm: OneNodeSlurm, tmp_path: Path) -> None:
-    """FAULTS.md, 44. Slurm's own variables say rank 0 of 2 in the body, and rank 0 of 1 in every rank of mpiexec's."""
+    """Slurm's own variables say rank 0 of 2 in the body, and rank 0 of 1 in every rank of mpiexec's."""
     (tmp_path / "script.py").write_text(textwrap.dedent(TRAINS))
     body = f"""
         export OMP_NUM_THREADS=1
@@ -101,7 +101,7 @@ SAVES = """
 def test_two_launchers_that_are_sent_two_signals_save_and_the_job_is_queued_again(
     slurm: OneNodeSlurm, tmp_path: Path
 ) -> None:
-    """FAULTS.md, 39. Slurm sends what the job asked for to every process, then SIGTERM. A task stands for a node."""
+    """Slurm sends what the job asked for to every process, then SIGTERM. A task stands for a node."""
     (tmp_path / "train.py").write_text(textwrap.dedent(SAVES))
     (tmp_path / "logs").mkdir()
     job = (JOBS / "slurm.sh").read_text()

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import evenstep
-from evenstep.checkpoint import tier
-from evenstep.errors import CheckpointError, ConfigurationError, UsageError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.testing import RankPool
 
 KINDS: dict[str, Any] = {
@@ -142,39 +141,6 @@ def test_a_checkpoint_without_local_updates_is_refused(ranks: RankPool, tmp_path
     ranks.run(without, 2, what, tmp_path)
 
 
-def load_other(where: Path) -> tuple[str, int, int]:
-    """(what is said of a checkpoint of another model, steps and states that are loaded of it with strict=False)."""
-    evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    local = evenstep.LocalSGD(model, optimizer, every=3)
-    with evenstep.Checkpointer(where, model=model, local_sgd=local, every_minutes=None) as checkpoint:
-        with pytest.raises(CheckpointError) as caught:
-            checkpoint.resume()
-        checkpoint.resume(strict=False)
-    local.close()
-    return str(caught.value), local.num_steps, len(optimizer.state)
-
-
-def save_narrow(where: Path) -> None:
-    evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(nn.Linear(1, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    local = evenstep.LocalSGD(model, optimizer, every=1)
-    model.backward(model(torch.ones(2, 1)).sum())
-    local.step()
-    with evenstep.Checkpointer(where, model=model, local_sgd=local, every_minutes=None) as checkpoint:
-        checkpoint.save()
-    local.close()
-
-
-def test_momenta_of_other_shapes_are_not_loaded(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(save_narrow, 2, tmp_path)
-    for said, num_steps, num_states in ranks.run(load_other, 2, tmp_path):
-        assert "local_sgd: rows.0.momentum_buffer was [2, 1], and its parameter is [2, 3] here" in said
-        assert (num_steps, num_states) == (0, 0)
-
-
 def grown() -> None:
     world = evenstep.init(quiet=True)
     model, optimizer, local = build("momentum", 0)
@@ -187,37 +153,3 @@ def grown() -> None:
 
 def test_states_of_different_shapes_are_refused(ranks: RankPool) -> None:
     ranks.run(grown, 2)
-
-
-def told_of_copies(where: Path) -> list[str]:
-    """What is said of local copies that are due every 20 steps, with an exchange every 8."""
-    evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(nn.Linear(2, 2))
-    local = evenstep.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=8)
-    said: list[str] = []
-    plain, tier.say = tier.say, said.append
-    try:
-        with evenstep.Checkpointer(
-            where / "runs",
-            model=model,
-            local_sgd=local,
-            every_minutes=None,
-            local=where / "local",
-            local_every_steps=20,
-            asynchronous=False,
-        ) as checkpoint:
-            for _ in range(32):
-                model.backward(model(torch.ones(2, 2)).square().mean())
-                local.step()
-                checkpoint.step()
-    finally:
-        tier.say = plain
-    local.close()
-    return said
-
-
-def test_what_a_lost_process_costs_counts_the_wait_for_an_exchange(ranks: RankPool, tmp_path: Path) -> None:
-    """Saved behind step 24, and not 20; so said one exchange later."""
-    first, second = ranks.run(told_of_copies, 2, tmp_path)
-    assert ["a lost process costs at most 24 + 8 steps" in each for each in first] == [True]
-    assert second == []

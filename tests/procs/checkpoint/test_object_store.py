@@ -11,14 +11,8 @@ import pytest
 
 from evenstep.checkpoint.directory import checkpoints_in
 from evenstep.checkpoint.store import storage_at
-from evenstep.errors import CheckpointError
-from tests.checkpoint_runs import PatientRanks, Training, world_for_this_test
+from tests.checkpoint_runs import Training, world_for_this_test
 from tests.object_store import s3_server
-
-
-@pytest.fixture
-def ranks(ranks):
-    return PatientRanks(ranks)
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +61,3 @@ def test_a_run_in_a_bucket_is_stopped_on_2_ranks_and_goes_on_with_3(ranks, bucke
     assert list(folders) == [8, 9]
     assert set(storage.list()) == {*folders.values(), "lock-00002.json"}
     assert not storage._files.call_s3("list_multipart_uploads", Bucket="bucket", Prefix="run/").get("Uploads")
-
-
-def in_memory(url: str):
-    with mock.patch("evenstep.checkpoint.directory._SEEN_WITHIN_S", 0.5):
-        Training(url, world_for_this_test()).checkpoint.resume()
-
-
-def test_memory_is_no_place_for_several_ranks(ranks):
-    with pytest.raises(CheckpointError, match=r"memory://run is not a directory that all ranks share.*rank 1 on"):
-        ranks.run(in_memory, 2, "memory://run")

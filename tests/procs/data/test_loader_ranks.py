@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -16,49 +14,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import evenstep
-from evenstep import DataLoader, DistributedSampler
-from evenstep.errors import ConfigurationError, MismatchError
+from evenstep import DataLoader
 from evenstep.testing import RankPool
 
 SIZES = pytest.mark.parametrize("nproc", [2, 3])
-
-
-def epochs_of(size: int, batch: int, num_workers: int) -> list[list[list[int]]]:
-    """What this rank sees in three epochs, step by step."""
-    evenstep.init(quiet=True)
-    dataset = TensorDataset(torch.arange(float(size)).reshape(-1, 1), torch.arange(size))
-    # A rank of the pool was itself started with "spawn", which its children would inherit: seconds for each worker.
-    context = "fork" if num_workers else None
-    loader = DataLoader(dataset, batch, shuffle=True, num_workers=num_workers, multiprocessing_context=context, seed=1)
-    seen = []
-    for _ in loader.epochs(3):
-        steps = []
-        for x, y in loader:
-            assert x.shape == (len(y), 1)
-            assert x.flatten().tolist() == y.tolist()
-            steps.append(y.tolist())
-        assert len(steps) == len(loader)
-        seen.append(steps)
-    return seen
-
-
-def _joined(of_ranks: list[list[list[list[int]]]]) -> list[list[list[int]]]:
-    return [
-        [list(chain.from_iterable(shares)) for shares in zip(*steps_of_ranks, strict=True)]
-        for steps_of_ranks in zip(*of_ranks, strict=True)
-    ]
-
-
-@SIZES
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_ranks_see_the_batches_of_one_process_and_every_sample_once(
-    ranks: RankPool, nproc: int, num_workers: int
-) -> None:
-    """The last global batch has one sample, so one rank or two have none of it."""
-    joined = _joined(ranks.run(epochs_of, nproc, 41, 8, num_workers))
-    assert joined == _joined(ranks.run(epochs_of, 1, 41, 8, 0))
-    for epoch in joined:
-        assert sorted(chain.from_iterable(epoch)) == list(range(41))
 
 
 def error_of(make: Callable[[int], Any]) -> tuple[str, str, float]:
@@ -71,68 +30,7 @@ def error_of(make: Callable[[int], Any]) -> tuple[str, str, float]:
     raise AssertionError("no error")
 
 
-def longer_on_rank_1(rank: int) -> None:
-    DataLoader(range(10 + (rank == 1)), 4)
-
-
-def seeded_by_rank(rank: int) -> None:
-    DataLoader(range(10), 4, shuffle=True, seed=rank)
-
-
-def empty_on_the_last_rank(rank: int) -> None:
-    DataLoader(range(10) if rank == 0 else [], 4)
-
-
-def batch_of_one(rank: int) -> None:
-    DataLoader(range(10), 1)
-
-
-@SIZES
-@pytest.mark.parametrize(
-    ("make", "kind", "told"),
-    [
-        (longer_on_rank_1, MismatchError, "the length of the data set is 10 on rank 0 and 11 on rank 1"),
-        (seeded_by_rank, MismatchError, "seed is 0 on rank 0 and 1 on rank 1"),
-        (empty_on_the_last_rank, ConfigurationError, "on rank 1: the data set (list) is empty"),
-        (batch_of_one, ConfigurationError, "DataLoader: global_batch_size=1 is smaller than the number of ranks"),
-    ],
-)
-def test_a_mistake_is_raised_on_all_ranks_with_one_text(
-    ranks: RankPool, nproc: int, make: Callable[[int], Any], kind: type[Exception], told: str
-) -> None:
-    errors = ranks.run(error_of, nproc, make)
-    assert len(set(errors)) == 1
-    name, text, mean = errors[0]
-    assert name == kind.__name__
-    assert told in text
-    assert mean == (nproc - 1) / 2
-
-
-def sampled(size: int) -> tuple[int, list[int]]:
-    evenstep.init(quiet=True)
-    sampler = DistributedSampler(range(size), seed=2)
-    return sampler.rank, list(sampler)
-
-
-@SIZES
-def test_the_sampler_finds_its_rank_by_itself(ranks: RankPool, nproc: int) -> None:
-    shares = ranks.run(sampled, nproc, 6 * nproc - 1)
-    assert [rank for rank, _ in shares] == list(range(nproc))
-    assert {len(share) for _, share in shares} == {6}
-    assert set(chain.from_iterable(share for _, share in shares)) == set(range(6 * nproc - 1))
-
-
 # ---------------------------------------------------------------------- stop and resume
-
-
-def read_ahead(batches: Iterable[Any]) -> Iterator[Any]:
-    """The batches, each handed on when the next one has been read, as accelerate does."""
-    iterator = iter(batches)
-    for batch in iterator:
-        for coming in iterator:
-            yield batch
-            batch = coming
-        yield batch
 
 
 def train(
@@ -173,21 +71,6 @@ def test_a_run_goes_on_on_other_ranks_and_workers(ranks: RankPool) -> None:
         seen += [list(chain.from_iterable(shares)) for shares in zip(*(steps for steps, _ in of_ranks), strict=True)]
     assert seen == whole
     assert (state["epoch"], state["position"]) == (2, 0)
-
-
-@SIZES
-def test_a_run_goes_on_behind_a_consumer_that_reads_ahead(ranks: RankPool, nproc: int) -> None:
-    """The last global batch has 5 samples, so that a rank may be given another number of them, or none."""
-    (whole, _), *_ = ranks.run(train, 1, None, -1, 0)
-    seen: list[list[int]] = []
-    state = None
-    for num_steps in (2, 5, -1):
-        of_ranks = ranks.run(train, nproc, state, num_steps, 0, read_ahead)
-        states = [state for _, state in of_ranks]
-        assert all(other == states[0] for other in states)
-        state = states[0]
-        seen += [list(chain.from_iterable(shares)) for shares in zip(*(steps for steps, _ in of_ranks), strict=True)]
-    assert seen == whole
 
 
 # ---------------------------------------------------------------------- streams
@@ -248,36 +131,6 @@ def test_parts_of_a_stream_that_end_early_take_part(ranks: RankPool, nproc: int,
     assert of_ranks[0][2] == 45.0
     lengths = [len(seen) for seen, _, _ in of_ranks]
     assert max(lengths) > min(lengths)
-
-
-def in_two_threads(streams: list[IterableDataset[int]]) -> list[list[int]]:
-    """What this rank sees of two streams that threads read, which come to their batches in another order on each."""
-    world = evenstep.init(quiet=True)
-    loaders = [DataLoader(stream, 4) for stream in streams]
-
-    def read(number: int) -> list[int]:
-        seen = []
-        batches = iter(loaders[number])
-        while True:
-            if (number + world.rank) % 2:
-                time.sleep(0.02)
-            batch = next(batches, None)
-            if batch is None:
-                return seen
-            seen += batch.tolist()
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(read, range(2)))
-
-
-@pytest.mark.parametrize("is_by_shard", [True, False])
-def test_streams_in_two_threads_are_compared_each_with_itself(ranks: RankPool, is_by_shard: bool) -> None:
-    streams: list[IterableDataset[int]] = [OfOneRank([*range(40)]), OfOneRank([*range(100, 120)])]
-    if is_by_shard:
-        streams = [Shards(), Shards(range(3))]
-    of_ranks = ranks.run(in_two_threads, 2, streams)
-    for number, stream in enumerate(streams):
-        assert sorted(chain.from_iterable(seen[number] for seen in of_ranks)) == sorted(stream)
 
 
 # ---------------------------------------------------------------------- evaluation

@@ -133,69 +133,6 @@ def test_a_loaders_worker_that_hangs_is_shown_with_its_line(tmp_path: Path) -> N
 
 
 @pytest.mark.extended
-def test_a_rank_that_left_its_loop_and_waits_elsewhere(tmp_path: Path) -> None:
-    command = start(tmp_path, FLAGS, SCRIPT.format(fault="return None", wrap=DDP))
-    said = interrupted(command, "rank 1 waits in")
-    assert "all ranks wait for each other since" in said
-    assert re.search(r"rank 0 waits in backward of step 10, at script.py:\d+ in train: model\(x\)", said), said
-    assert re.search(r"rank 1 waits in barrier of step 10, at script.py:\d+ in main: dist.barrier\(\)", said), said
-
-
-@pytest.mark.extended
-def test_an_evaluation_on_one_rank_is_named_once_however_often_it_comes(tmp_path: Path) -> None:
-    script = """
-        import time
-        import torch
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for epoch in range(3):
-            for step in range(10):
-                model(torch.ones(4, 8)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            if dist.get_rank() == 0:
-                end = time.monotonic() + 3
-                while time.monotonic() < end:
-                    model.module(torch.ones(100, 8))
-            dist.barrier()
-        del model, optimizer
-        dist.destroy_process_group()
-    """
-    code, command = call(tmp_path, FLAGS, script)
-    assert code == 0, command.stderr
-    named = re.search(r"rank 0 \(pid \d+\) is .* of step 10; rank 1 waits", command.stderr)
-    assert named, command.stderr
-    said = command.stderr[named.start() :]  # they may have started apart
-    # A machine that stood still elsewhere is named, too.
-    assert said.count("    model.module(torch.ones(100, 8))\n") == 1, said
-    assert re.search(r"rank 0 \(pid \d+\) has come, after", said), said
-
-
-@pytest.mark.extended
-def test_before_the_first_step_it_says_that_this_may_be_in_order_and_a_setting_turns_it_off(tmp_path: Path) -> None:
-    script = """
-        import os, time
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        if os.environ["RANK"] == "0":
-            time.sleep(3)
-        dist.barrier()
-        dist.destroy_process_group()
-    """
-    code, command = call(tmp_path, FLAGS, script)
-    assert code == 0, command.stderr
-    assert "rank 1 waits in barrier, before the first step, at script.py:8" in command.stderr
-    assert "No step has been finished yet, and the first step may take long" in command.stderr
-    code, command = call(tmp_path, [*FLAGS[:-2], "inf", "script.py"], script)
-    assert code == 0
-    assert "waits" not in command.stderr
-
-
-@pytest.mark.extended
 def test_a_script_with_handlers_of_its_own_for_user_signals_keeps_them(tmp_path: Path) -> None:
     fault = "time.sleep(3)"
     script = SCRIPT.format(fault=fault, wrap=DDP).replace(

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from pathlib import Path
 
 import pytest
 import torch
 
 import evenstep
-from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError
 from evenstep.launcher.pool.ranks import RankGroup
 from evenstep.testing import RankPool
 
@@ -35,18 +32,6 @@ def raise_on_rank_1() -> None:
     if evenstep.init(quiet=True).rank == 1:
         raise ValueError("as asked")
     evenstep.world.current().barrier()
-
-
-def kill_rank_1() -> None:
-    world = evenstep.init(quiet=True)
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    world.barrier()
-
-
-def sleep_on_rank_1(seconds: float) -> None:
-    if os.environ["RANK"] == "1":
-        time.sleep(seconds)
 
 
 def double(value: torch.Tensor) -> torch.Tensor:
@@ -82,44 +67,6 @@ def test_a_failure_is_the_culprits_and_the_next_task_has_new_processes() -> None
         after = pool.run(identity, 2)
         assert {result[2] for result in before}.isdisjoint(result[2] for result in after)
         assert (pool.num_cases, pool.num_groups) == (3, 2)
-
-
-@pytest.mark.extended
-def test_a_killed_rank_is_named_with_its_signal() -> None:
-    with (
-        RankPool() as pool,
-        pytest.raises(RankFailedError, match=r"rank 1 \(pid \d+\) of 2 was killed by SIGKILL") as e,
-    ):
-        pool.run(kill_rank_1, 2)
-    assert (e.value.rank, e.value.exitcode) == (1, -9)
-
-
-@pytest.mark.extended
-def test_a_task_that_takes_too_long_is_stopped_and_says_where_it_was() -> None:
-    with RankPool() as pool:
-        pool.run(identity, 2)
-        with pytest.raises(CollectiveTimeoutError, match=r"missing: rank 1 of 2(.|\n)*sleep_on_rank_1"):
-            pool.run(sleep_on_rank_1, 2, 60.0, timeout_s=0.5)
-        assert pool.pids == set()
-
-
-@pytest.mark.extended
-def test_groups_not_used_for_longest_make_room() -> None:
-    with RankPool(max_ranks=2) as pool:
-        pool.run(sum_of_ranks, 1)
-        pool.run(sum_of_ranks, 2)
-        assert len(pool.pids) == 2
-        with pytest.raises(ConfigurationError, match="1 to 2 ranks"):
-            pool.run(sum_of_ranks, 3)
-
-
-@pytest.mark.extended
-def test_the_start_of_processes_isnt_the_first_cases_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On a busy machine a case failed in which nothing had been done yet."""
-    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(5)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    with RankPool() as pool:
-        assert pool.run(double, 1, torch.ones(1), timeout_s=4.5)[0].tolist() == [2.0]
 
 
 def test_a_pool_that_has_ended_leaves_sigchld_ignored_where_it_was() -> None:

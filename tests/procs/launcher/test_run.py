@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.launcher.options.resources import count_cores
 from tests.commands import call, start
 
 ANNOUNCED = "evenstep: 2 ranks on 1 node, cpu, 1 thread per rank"
@@ -66,19 +65,6 @@ def test_all_ranks_on_the_terminal_each_with_its_prefix(tmp_path: Path) -> None:
     assert command.left_files() == []
 
 
-@pytest.mark.extended
-def test_tee_of_one_stream_of_one_rank_and_rank_0_into_a_file(tmp_path: Path) -> None:
-    flags = ["--nproc-per-node", "3", "-t", "2:2", "-r", "0:1", "--log-dir", "logs"]
-    code, command = call(tmp_path, [*flags, "script.py"], SAYS_WHO_IT_IS)
-    assert (code, command.stdout) == (0, "")
-    shown, *rest = sorted(command.stderr.splitlines()[1:])
-    assert shown.startswith("[rank 2] ")
-    assert without_stamps(shown.removeprefix("[rank 2] "), rank=2) == ["err 2"]
-    assert rest == ["err 0"]
-    names = sorted(path.name for path in (tmp_path / "logs").glob("*/*"))
-    assert names == ["rank-0.stdout.log", "rank-1.log", "rank-2.stderr.log", "rank-2.stdout.log"]
-
-
 def test_lines_of_other_ranks_appear_while_they_run(tmp_path: Path) -> None:
     script = """
         import os, time
@@ -116,13 +102,6 @@ def test_a_flag_behind_the_script_is_the_scripts_and_that_is_said(tmp_path: Path
     )
     assert command.stderr.splitlines()[0] == f"evenstep: {said}"
     assert len(command.stderr.splitlines()) == 2
-
-
-def test_auto_starts_as_many_ranks_as_fit(tmp_path: Path) -> None:
-    script = "import os; print(os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'])"
-    cores = count_cores()
-    code, command = call(tmp_path, ["--device", "cpu", "--threads-per-rank", str(cores), "script.py"], script)
-    assert (code, command.stdout) == (0, f"1 {cores}\n")
 
 
 @pytest.mark.extended
@@ -205,18 +184,6 @@ def test_a_script_with_evenstep_announces_itself_once_and_opens_no_port(tmp_path
     assert command.left_files() == []
 
 
-def test_a_script_says_which_transport_it_uses_where_it_is_not_the_usual_one(tmp_path: Path) -> None:
-    script = """
-        import evenstep
-
-        with evenstep.init(transport="gloo") as world:
-            world.print(world.mean(float(world.rank)))
-    """
-    code, command = call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
-    assert (code, command.stdout) == (0, "0.5\n")
-    assert command.stderr.splitlines() == [ANNOUNCED, f"{ANNOUNCED}, gloo"]
-
-
 def test_a_restart_succeeds_and_says_why_it_was_needed(tmp_path: Path) -> None:
     script = """
         import evenstep
@@ -288,21 +255,6 @@ def test_lines_of_log_files_say_when_who_and_at_which_step(tmp_path: Path) -> No
     assert all(re.match(r"\d{4}-\d\d-\d\d [\d:.]{12} rank 1 step 2 \| ", line) for line in lines), lines
     for word in ("printed", "logged", "warned"):
         assert sum(word in line.partition("|")[2] for line in lines) >= 1
-
-
-def test_in_reproducible_mode_the_threads_are_those_of_the_mode_whatever_the_launcher_had_said(tmp_path: Path) -> None:
-    script = """
-        import evenstep
-
-        evenstep.init(seed=0, reproducible=True, virtual_ranks=2).print("here")
-    """
-    code, command = call(
-        tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "--threads-per-rank", "2", "script.py"], script
-    )
-    assert code == 0, command.stderr
-    launcher, mode = command.stderr.splitlines()
-    assert launcher == "evenstep: 2 ranks on 1 node, cpu, 2 threads per rank"
-    assert mode == "evenstep: reproducible: 2 virtual ranks, 1 thread per rank in this mode, shared memory"
 
 
 TAKEN = """

@@ -56,65 +56,6 @@ def test_a_run_writes_one_line_and_what_rank_0_prints(tmp_path: Path) -> None:
     assert (code, command.stdout, command.stderr) == (0, "trained\n", ANNOUNCED)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("visible", [None, "", "0"])
-def test_a_run_says_nothing_of_gpus_and_triton(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None
-) -> None:
-    """Whatever GPUs a rank may use, and where the script itself imports what a wheel with CUDA brings."""
-    if visible is None:
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    script = "import contextlib\nwith contextlib.suppress(ImportError):\n    import triton\n" + textwrap.dedent(TRAINS)
-    code, command = call(tmp_path, [*RUN, "--all-ranks", "script.py"], script)
-    assert (code, sorted(command.stdout.splitlines()), command.stderr) == (
-        0,
-        ["[rank 1] trained", "trained"],
-        ANNOUNCED,
-    )
-
-
-STEPS = """
-    import torch, evenstep
-
-    world = evenstep.init(seed=1)
-    model = evenstep.DistributedDataParallel(torch.nn.Linear(2, 1))
-    optimizer = torch.optim.Adam(model.parameters())
-    samples = torch.utils.data.TensorDataset(torch.randn(256, 2, generator=torch.Generator().manual_seed(0)))
-    for (x,) in evenstep.DataLoader(samples, global_batch_size=8):
-        model.backward(model(x).square().mean(), weight=len(x))
-        optimizer.step()
-        optimizer.zero_grad()
-"""
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("command", "line"),
-    [
-        (["bench", "--repeats", "1", "--mode", "weak", "--steps", "5"], r"evenstep: round \d of \d: \d replicas?, .*"),
-        (["verify"], r"script\.py on \d ranks?(, in float64)?"),
-    ],
-)
-def test_bench_and_verify_name_their_runs_and_no_more(tmp_path: Path, command: list[str], line: str) -> None:
-    (tmp_path / "script.py").write_text(textwrap.dedent(STEPS))
-    done = subprocess.run(
-        [sys.executable, "-m", "evenstep", *command, "script.py"],
-        cwd=tmp_path,
-        env={name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        | {"TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    said = done.stderr.splitlines()
-    assert said
-    assert [each for each in said if not re.fullmatch(line, each)] == []
-
-
 def test_what_a_library_counts_at_pythons_end_is_released(tmp_path: Path) -> None:
     code, command = call(tmp_path, [*RUN, "--all-ranks", "script.py"], BINDS)
     assert (code, command.stderr) == (0, ANNOUNCED)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import evenstep
-from evenstep.errors import MismatchError, UsageError
+from evenstep.errors import MismatchError
 from evenstep.ground.environment import current_placement
 from tests.procs.parameter_servers.test_parameter_server import assert_same, group
 
@@ -122,42 +120,6 @@ def test_tables_train_as_in_one_process_with_any_number_of_workers_and_servers(
     check(num_workers, num_servers, fresh_seed, ["sgd", "adagrad"])
 
 
-LARGE = 4 << 30  # bytes of the table
-LIMIT = 2 << 30  # what a worker may map besides what it has mapped
-
-
-def train_in_little_memory(optimizer: str) -> tuple[int, float]:
-    """(bytes that the table would take, change of a row)."""
-    rows = LARGE // (64 * 4)
-    if current_placement().rank == 0:
-        mapped = int(Path("/proc/self/status").read_text().partition("VmSize:")[2].split()[0]) << 10
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + LIMIT, resource.RLIM_INFINITY))
-    try:
-        with evenstep.parameter_server(
-            lambda: evenstep.RemoteEmbedding(rows, 64, optimizer=optimizer, lr=0.5),
-            lambda p: torch.optim.SGD(p),
-            mode="sync",
-        ) as ps:
-            with pytest.raises(RuntimeError, match="allocate memory"):  # the limit does what it should
-                torch.empty(rows, 64, device="cpu")
-            ids = torch.tensor([0, 5, rows // 2, rows - 1])
-            before = ps.model(ids).detach()
-            ps.backward(ps.model(ids).sum())
-            ps.step()
-            return rows * 64 * 4, float((before - ps.model(ids)).mean())
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-
-@pytest.mark.extended
-def test_a_table_larger_than_a_workers_memory():
-    """Its servers take memory for the rows that were trained only."""
-    with group(1, 2) as ranks:
-        size, change = ranks.run(train_in_little_memory, ("sgd",))[0]
-    assert size == LARGE
-    assert change == pytest.approx(0.5)
-
-
 def first_rows_of(num_rows: int) -> Tensor:
     with evenstep.parameter_server(lambda: evenstep.RemoteEmbedding(num_rows, 4, seed=5), torch.optim.SGD) as ps:
         rows: Tensor = ps.model.rows()  # type: ignore[operator]
@@ -241,14 +203,6 @@ def table_of_one_worker() -> None:
         pass
 
 
-def id_of_another_table() -> None:
-    with evenstep.parameter_server(
-        lambda: evenstep.RemoteEmbedding(4, 2, name="users"), torch.optim.SGD, mode="sync"
-    ) as ps:
-        ps.model(torch.tensor([3 + ps.worker]))
-        ps.step()
-
-
 def failing_first_rows() -> None:
     def fail(ids: Tensor) -> Tensor:
         raise ZeroDivisionError("of init_fn")
@@ -257,22 +211,13 @@ def failing_first_rows() -> None:
         ps.model(torch.tensor([3]))
 
 
-def other_rates() -> None:
-    with evenstep.parameter_server(lambda: evenstep.RemoteEmbedding(4, 2), torch.optim.SGD, mode="sync") as ps:
-        ps.model.lr = 0.1 + ps.worker  # type: ignore[assignment]
-        ps.backward(ps.model(torch.tensor([1])).sum())
-        ps.step()
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("function", "kind", "text"),
     [
         (other_table, MismatchError, "table 'users': num_embeddings is 4 on rank 0 and 5 on rank 1"),
         (table_of_one_worker, MismatchError, r"tables of embeddings is \[\] on rank 0 and \['1'\] on rank 1"),
-        (id_of_another_table, UsageError, r"'users' on worker 1 \(rank 1\): there is no row 4; the table has rows 0"),
         (failing_first_rows, ZeroDivisionError, "of init_fn"),
-        (other_rates, MismatchError, "workers of one step have lr 0.1 and 1.1"),
     ],
 )
 def test_mistakes_end_the_run_with_their_reason(function: Any, kind: type[Exception], text: str):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,107 +179,9 @@ def test_each_sample_comes_once_per_epoch_whoever_is_fastest(tmp_path: Path):
             assert sorted(seen) == sorted(3 * list(range(53))), "what a worker held came back"
 
 
-def from_zero() -> nn.Module:
-    """Workers don't begin together, so the first value that one sees isn't always that of the beginning."""
-    model = nn.Linear(1, 1, bias=False).double()
-    nn.init.zeros_(model.weight)
-    return model
-
-
-def uneven(mode: str, bound: int | None, path: str) -> tuple[int, float]:
-    """Worker 0 waits a little in each step; (steps that worker 1 was ahead at most, the parameter)."""
-    with evenstep.parameter_server(
-        from_zero,
-        lambda p: torch.optim.SGD(p, lr=1.0),
-        mode=mode,
-        max_staleness=bound,
-    ) as ps:
-        ahead = 0
-        for step in range(20):
-            if ps.worker == 0:
-                time.sleep(0.02)
-                Path(path).write_text(str(step))
-            else:
-                with contextlib.suppress(ValueError):  # it is being written
-                    ahead = max(ahead, step - (int(Path(path).read_text()) if Path(path).exists() else -1))
-            ps.backward(ps.model(torch.ones(1, 1, dtype=torch.float64)).sum())
-            ps.step()
-    return ahead, -ps.model.weight.item()
-
-
-@pytest.mark.extended
-def test_nobody_waits_in_async_and_bounded_holds_back(tmp_path: Path):
-    """Every push is applied once, also those that come last."""
-    with group(2, 1) as ranks:
-        for mode, bound in (("async", None), ("bounded", 2), ("bounded", 0)):
-            results = ranks.run(uneven, (mode, bound, str(tmp_path / f"step-{mode}-{bound}")))
-            for _, change in results[:2]:
-                assert change == pytest.approx(40.0, abs=1e-9)
-            if bound is not None:
-                # Worker 0 writes its step before it has pushed: worker 1 may have ended `bound` steps more. Who begins
-                # first doesn't matter: the bound counts from worker 0's first step.
-                assert results[1][0] <= bound + 1
-
-
 def two_layers() -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-
-def on_from(path: str, num_epochs: int, *, by_servers: bool) -> tuple[list[int], Tensor]:
-    """Go on from a directory's newest checkpoint: (samples of this rank, parameters)."""
-    seen: list[int] = []
-    optimizer_fn = OPTIMIZERS["sgd"]
-
-    def train(loader: Any, loss_to: Any, step: Any) -> None:
-        for _ in loader.epochs(num_epochs):
-            for batch in loader:
-                if len(batch):
-                    loss_to(batch)
-                step()
-                seen.extend(batch.tolist())
-
-    def loss_of(trained: Any, batch: Tensor) -> Tensor:
-        return trained(torch.sin(batch.double()[:, None] * torch.arange(1, 7))).square().mean()
-
-    data: dict[str, Any] = {"dataset": list(range(22)), "global_batch_size": 4, "shuffle": True, "seed": 3}
-    if by_servers:
-        with evenstep.parameter_server(two_layers, optimizer_fn, mode="sync", checkpoint=path, every_steps=2) as ps:
-            loader = evenstep.DataLoader(queue=ps.queue(), **data)
-            train(loader, lambda batch: ps.backward(loss_of(ps, batch), weight=len(batch)), ps.step)
-        return seen, nn.utils.parameters_to_vector(ps.model.parameters()).detach()
-    with evenstep.init(quiet=True, device="cpu"):
-        model = evenstep.DistributedDataParallel(two_layers())
-        optimizer = optimizer_fn(list(model.module.named_parameters()))
-        loader = evenstep.DataLoader(**data)
-
-        def step() -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-            checkpoint.step()
-
-        with evenstep.Checkpointer(path, every_steps=2, model=model, optimizer=optimizer, loader=loader) as checkpoint:
-            checkpoint.resume()
-            train(loader, lambda batch: model.backward(loss_of(model, batch), weight=len(batch)), step)
-        return seen, nn.utils.parameters_to_vector(model.module.parameters()).detach()
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("first", ["servers", "ranks"])
-def test_ranks_go_on_from_servers_and_the_reverse(first: str, tmp_path: Path):
-    """Two epochs of one kind, two of the other, as four of ranks: samples and parameters."""
-    with group(2, 0) as ranks, group(1, 2) as servers:
-
-        def run(path: str, num_epochs: int, *, by_servers: bool) -> tuple[list[int], Tensor]:
-            pool, num = (servers, 1) if by_servers else (ranks, 2)
-            results = pool.run(partial(on_from, by_servers=by_servers), (str(tmp_path / path), num_epochs))[:num]
-            return sorted(sample for samples, _ in results for sample in samples), results[0][1]
-
-        samples, expected = run("through", 4, by_servers=False)
-        before, _ = run("parts", 2, by_servers=first == "servers")
-        after, found = run("parts", 4, by_servers=first == "ranks")
-    assert sorted(before + after) == samples == sorted(4 * list(range(22)))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def listening() -> list[str]:
@@ -414,37 +313,6 @@ def test_a_server_that_fails_while_another_saves_keeps_nobody(tmp_path: Path):
     """In processes that live on: neither an end of theirs nor a deadline helps whoever waits."""
     with group(1, 2) as ranks:
         assert ranks.run(save_and_fail, (str(tmp_path / "run"),)) == ["ended"] * 3
-
-
-class LooksForTheModel(torch.optim.SGD):
-    """A server has its share of the parameters, and no longer the model that they were copied from."""
-
-    models: list[weakref.ref[nn.Module]]
-
-    def step(self, closure: Any = None) -> None:
-        """See the class."""
-        gc.collect()
-        assert [each() for each in self.models] == [None]
-        super().step()
-
-
-def without_a_model_on_the_server() -> None:
-    models: list[weakref.ref[nn.Module]] = []
-
-    def model_fn() -> nn.Module:
-        model = two_layers()
-        models.append(weakref.ref(model))
-        return model
-
-    LooksForTheModel.models = models
-    with evenstep.parameter_server(model_fn, lambda p: LooksForTheModel(p, lr=0.1), mode="sync") as ps:
-        ps.backward(ps(torch.ones(2, 6, dtype=torch.float64)).sum())
-        ps.step()
-
-
-@pytest.mark.extended
-def test_a_server_keeps_its_share_alone():
-    evenstep.launch(without_a_model_on_the_server, 1, servers=2, device="cpu", timeout_s=60)
 
 
 def pull_from_the_dead(path: str) -> None:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
-import resource
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -24,7 +19,7 @@ import torch
 
 from evenstep.network import LOOPBACK
 from evenstep.parameter_servers.wire import Message
-from tests.wire_cases import Place, listening
+from tests.wire_cases import Place, listening, wait_until
 
 _FORK = multiprocessing.get_context("fork")
 MANY_BYTES = 16_000_000  # more than the kernel keeps of a connection
@@ -54,13 +49,6 @@ def _run(target: Callable[..., Any], args: Any) -> None:
 @pytest.fixture(params=["unix", "tcp"])
 def where(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
     return tmp_path if request.param == "unix" else LOOPBACK
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.01)
 
 
 def stop_for(process: BaseProcess, pause_s: float) -> None:
@@ -179,57 +167,8 @@ def test_a_listener_that_is_stopped_is_waited_for(where: Path | str):
         client._line.close()
         assert client.call("echo").head["rank"] == 0
         timer.join()
-        client.close()
         mine.send(None)
         assert mine.recv() == ([(0, "echo")] * 11, [])
-
-
-def hold_the_interpreter(pause_s: float) -> None:
-    """As native code does that doesn't release it."""
-    ctypes.PyDLL(None).usleep(int(pause_s * 1_000_000))
-
-
-def look_up_and_hold(place: Place) -> None:
-    client = place.client()
-    coming = client.start("grow")  # as rows of the next batch, asked for before a step
-    hold_the_interpreter(2.5)
-    assert coming().tensors[0].numel() == MANY_BYTES // 4
-    assert client.call("grow").tensors[0].numel() == MANY_BYTES // 4
-    client.close()
-
-
-def test_a_client_that_holds_the_interpreter_is_not_lost(where: Path | str):
-    """A large answer is on its way to it meanwhile."""
-
-    def answer(rank: int, message: Message) -> Message:
-        return Message({}, [torch.zeros(MANY_BYTES // 4)])
-
-    with (
-        listening(where, answer, most_bytes=MANY_BYTES, silent_s=0.5) as place,
-        child(look_up_and_hold, place) as process,
-    ):
-        process.join()
-        assert process.exitcode == 0
-        assert place.calls == [(0, "grow")] * 2
-        assert place.lost == []
-
-
-def push_some(place: Place) -> None:
-    client = place.client()
-    for number in range(30):
-        client.call("echo", [torch.zeros(100_000)], number=number)
-    client.close()
-
-
-def test_a_listener_that_holds_the_interpreter_is_waited_for(where: Path | str):
-    """As an optimizer's step in native code may, for longer than silent_s."""
-    with listening(where, silent_s=0.5) as place, child(push_some, place) as process:
-        wait_until(lambda: len(place.calls) > 2)
-        hold_the_interpreter(2.5)
-        process.join()
-        assert process.exitcode == 0
-        assert place.calls == [(0, "echo")] * 30
-        assert place.lost == []
 
 
 # ---------------------------------------------------------------------- strangers
@@ -276,60 +215,3 @@ def test_another_user_at_a_unix_socket(
         (folder / "socket").unlink(missing_ok=True)
         folder.rmdir()
     assert ("refused: another user's" in capfd.readouterr().err) is (status == 8)
-
-
-FEW_DESCRIPTORS = """
-    import os, resource, socket, sys, threading, time
-    import torch
-    from tests.wire_cases import listening
-
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    with listening() as place:
-        print(place.listener.address, flush=True)
-        with open("/dev/null"):  # what else the process opens has room
-            pass
-        for line in sys.stdin:  # what the others do meanwhile is in their hands
-            with open("/dev/null"):
-                print(len(os.listdir("/proc/self/fd")), flush=True)
-        assert not place.lost, place.lost
-        print(len(place.calls))
-"""
-
-
-@pytest.mark.extended
-def test_a_thousand_silent_connections_and_256_descriptors():
-    """Calls go on, a new client gets in, and the process can open files."""
-    with (
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(FEW_DESCRIPTORS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process,
-        listening() as here,
-        contextlib.ExitStack() as held,
-    ):
-        assert process.stdin is not None
-        assert process.stdout is not None
-        address = process.stdout.readline().strip()
-        here.listener.address, own = address, here.listener.address
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
-        clients = [here.client()]
-        for number in range(1000):
-            held.enter_context(here.reached())
-            if number % 50 == 0:
-                assert clients[0].call("echo", number=number).head["number"] == number
-                process.stdin.write("\n")
-                process.stdin.flush()
-                assert int(process.stdout.readline()) < 200
-        clients.append(here.client(1))
-        for each in clients:
-            assert each.call("echo").head["kind"] == "echo"
-            each.close()
-        here.listener.address = own
-        process.stdin.close()
-        assert process.stdout.read().strip() == str(20 + 2)
-    assert process.returncode == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import random
 import re
@@ -23,8 +24,6 @@ from torch.distributed import HashStore
 
 import evenstep
 from evenstep import World
-from evenstep.checkpoint import exchange
-from evenstep.checkpoint import lock as locks
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.directory import checkpoints_in, read_manifest
 from evenstep.checkpoint.load.reader import check_checkpoint
@@ -66,20 +65,6 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path: Path, asynch
     assert first.losses + second.losses == straight.losses
     assert first.seen + second.seen == straight.seen
     second.checkpoint.close()
-
-
-def test_numpy_and_python_streams_go_on(tmp_path: Path):
-    import numpy
-
-    run = training(tmp_path, every_steps=1).run_to(1)
-    run.checkpoint.wait()
-    expected = (numpy.random.rand(3).tolist(), random.gauss(0, 1), torch.rand(3).tolist())
-    run.checkpoint.close()
-    again = training(tmp_path, seed=5)
-    numpy.random.seed(7)
-    again.checkpoint.resume()
-    assert (numpy.random.rand(3).tolist(), random.gauss(0, 1), torch.rand(3).tolist()) == expected
-    again.checkpoint.close()
 
 
 def test_nothing_there_starts_afresh(tmp_path: Path):
@@ -130,18 +115,21 @@ def test_in_the_middle_of_an_accumulation_nothing_is_counted_or_saved(tmp_path: 
     assert steps(tmp_path) == [1]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own parts
-def test_a_compiled_model_that_accumulates_is_seen(tmp_path: Path):
+def test_samples_of_a_step_that_a_scaler_left_out_are_consumed_all_the_same(tmp_path: Path):
     world = World.alone(device="cpu")
-    model = evenstep.DistributedDataParallel(nn.Linear(4, 2), world=world)
-    checkpoint = Checkpointer(tmp_path, model=torch.compile(model), every_steps=1, world=world)
-    with model.accumulate():
-        model.backward(model(torch.ones(2, 4)).mean(), weight=2)
+    model = evenstep.DistributedDataParallel(nn.Linear(1, 1), world=world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    loader = evenstep.DataLoader(range(12), 4, world=world)
+    checkpoint = Checkpointer(tmp_path, world=world, model=model, loader=loader)
+    for step, x in enumerate(loader):
+        factor = math.inf if step == 1 else 1.0
+        model.backward(model(x.float().unsqueeze(1)).mean() * factor, weight=len(x), scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
         checkpoint.step()
-    assert checkpoint.num_steps == 0
-    model.backward(model(torch.ones(2, 4)).mean(), weight=2)
-    checkpoint.step()
-    assert checkpoint.num_steps == 1
+        assert loader.position == 4 * (step + 1)
     checkpoint.close()
 
 
@@ -166,8 +154,8 @@ class Disk:
             raise self.error
 
 
-def test_a_kill_at_every_write_sync_and_rename_leaves_a_good_checkpoint(tmp_path: Path, monkeypatch):
-    """Two saves and the removal of what is too old, killed before each of their effects in turn."""
+def test_a_kill_at_any_write_sync_and_rename_leaves_a_good_checkpoint(tmp_path: Path, fresh_seed: int):
+    """Two saves and the removal of what is too old: before every third of their effects, by chance."""
     reference = training(tmp_path / "whole", every_steps=2, keep=1)
     states = {}
     while reference.checkpoint.num_steps < 6:
@@ -197,7 +185,7 @@ def test_a_kill_at_every_write_sync_and_rename_leaves_a_good_checkpoint(tmp_path
     assert kinds == {"mkdir", "create", "write", "sync", "rename", "link", "unlink", "rmdir"}
     assert len(whole.effects) > 50
     reached = set()
-    for number in range(len(whole.effects)):
+    for number in range(fresh_seed % 3, len(whole.effects), 3):
         directory = tmp_path / f"killed-{number}"
         shutil.copytree(base, directory)
         go_on(directory, Disk(number))
@@ -209,40 +197,9 @@ def test_a_kill_at_every_write_sync_and_rename_leaves_a_good_checkpoint(tmp_path
         assert not list(directory.glob("*/.*")), "temporary files of parts"
         whole_ones = {directory / folder for folder in checkpoints_in(LocalDirectory(directory)).values()}
         assert {p for p in directory.iterdir() if p.is_dir()} == whole_ones, "parts of a save are left"
+        assert [check_checkpoint(LocalDirectory(directory), each.name) for each in whole_ones] == [[]] * len(whole_ones)
         reached.add(step)
     assert reached == {2, 4, 6}
-
-
-def test_everything_is_durable_before_the_manifest_is_there(tmp_path: Path):
-    """Of each file: it is synced after its last write, then renamed, then its folder is; the manifest's comes last."""
-    disk = Disk()
-    run = training(LocalDirectory(tmp_path, hook=disk), every_steps=1).run_to(1)
-    run.checkpoint.close()
-    folder = "step-0000001-00001-1"
-    effects = [(operation, path) for operation, path in disk.effects if path.startswith(folder) or path == "."]
-    written = [path for operation, path in effects if operation == "create"]
-    assert {path.rpartition("/")[2] for path in written} >= {"model.safetensors", "manifest.json", "random.safetensors"}
-    assert written[-1] == f"{folder}/manifest.json", "the manifest is written last"
-    made = effects.index(("mkdir", folder))
-    assert effects[made + 1] == ("sync", "."), "the folder that a put has made is durable in its parent"
-    for path in written:
-        own = effects[effects.index(("create", path)) :]
-        last_write = max((i for i, effect in enumerate(own) if effect == ("write", path)), default=0)
-        assert own[last_write + 1 : last_write + 4] == [("sync", path), ("rename", path), ("sync", folder)]
-
-
-def test_a_save_does_not_write_the_lock(tmp_path: Path, monkeypatch):
-    """A look at it before each change is enough: its signs of life come from a thread."""
-    monkeypatch.setattr(locks, "RENEW_EVERY_S", 600.0)
-    disk = Disk()
-    run = training(LocalDirectory(tmp_path, hook=disk), every_steps=1, keep=1).run_to(1)
-    before = len(disk.effects)
-    run.run_to(3)
-    run.checkpoint.wait()
-    written = [path for operation, path in disk.effects[before:] if operation == "create"]
-    assert "step-0000003-00001-3/manifest.json" in written
-    assert not [path for path in written if path.startswith("lock-")]
-    run.checkpoint.close()
 
 
 # ---------------------------------------------------------------------- errors of the disk
@@ -293,20 +250,6 @@ def test_a_directory_that_cannot_be_written_is_one_error_at_once(tmp_path: Path)
         run.checkpoint.resume()
     with pytest.raises(CheckpointError, match="can't be written"):
         run.checkpoint.step()
-
-
-def test_state_that_cannot_be_saved_is_refused_when_saving(tmp_path: Path):
-    class Bad:
-        def state_dict(self):
-            return {"deep": [object()]}
-
-        def load_state_dict(self, state):
-            raise NotImplementedError
-
-    checkpoint = Checkpointer(tmp_path, world=World.alone(), bad=Bad())
-    with pytest.raises(CheckpointError, match=r"bad\['deep'\]\[0\] is a builtins.object, which can't be saved"):
-        checkpoint.save()
-    checkpoint.close()
 
 
 # ---------------------------------------------------------------------- damage
@@ -368,66 +311,14 @@ def test_what_can_be_read_after_a_moment_is_read(saved: Path, tmp_path: Path):
     run.checkpoint.close()
 
 
-def test_a_second_checkpointer_waits_for_what_the_first_one_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A cell of a notebook that is run twice."""
-    begun, goes_on = threading.Event(), threading.Event()
-
-    def slow(operation: str, path: str) -> None:
-        if path.endswith("manifest.json") and not goes_on.is_set():
-            begun.set()
-            goes_on.wait(20)
-
-    first = training(LocalDirectory(tmp_path, hook=slow), every_steps=2).run_to(2)
-    assert begun.wait(20)
-    threading.Timer(0.5, goes_on.set).start()
-    second = training(LocalDirectory(tmp_path), seed=7)
-    assert second.checkpoint.resume() == 2
-    assert "a second Checkpointer on" in capsys.readouterr().err
-    first.checkpoint.wait()
-    with pytest.raises(CheckpointError, match="taken over by another Checkpointer of this process"):
-        first.checkpoint.save()
-    first.checkpoint._release()
-    second.run_to(3)
-    second.checkpoint.close()
-    assert steps(tmp_path) == [2, 3]
-
-
-def test_a_file_that_a_network_file_system_still_keeps_holds_nothing_up(tmp_path: Path):
-    run = training(tmp_path, every_steps=1, keep=1).run_to(1)
-    run.checkpoint.wait()
-
-    class Kept(LocalDirectory):
-        def remove(self, folder: str) -> None:
-            if (self.root / folder).is_dir():
-                kept = self.root / folder / ".nfs00000000000a1b2c0000003"
-                unlinked = Path.unlink
-
-                def silly(path: Path, missing_ok: bool = False) -> None:
-                    if path.name.startswith(".nfs"):
-                        return
-                    unlinked(path, missing_ok=missing_ok)
-                    kept.touch()
-
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(Path, "unlink", silly)
-                    super().remove(folder)
-
-    run.checkpoint.close()
-    (tmp_path / "step-0000009-00001-9").mkdir()
-    (tmp_path / "step-0000009-00001-9" / "x.safetensors").write_text("x")
-    again = training(Kept(tmp_path))
-    assert again.checkpoint.resume() == 1
-    again.checkpoint.close()
-
-
-def test_no_flipped_bit_is_loaded(saved: Path, tmp_path: Path, fresh_seed: int, capsys: pytest.CaptureFixture[str]):
-    """Each is found and named by file, and by tensor where it lies in one; some tens are resumed from, too."""
+def test_no_flipped_bit_is_loaded_and_no_file_that_was_cut_off(saved: Path, tmp_path: Path, fresh_seed: int):
+    """Each is found and named by file, and by tensor where it lies in one."""
     generator = random.Random(fresh_seed)
     directory = damaged_copy(saved, tmp_path / "x")
     storage = LocalDirectory(directory)
     paths = files_of(directory, "step-0000004-00001-2")
     assert check_checkpoint(storage, "step-0000004-00001-2") == []
-    for number, (path, bit) in enumerate(flips(generator, paths, int(os.environ.get("EVENSTEP_TEST_FLIPS", "60")))):
+    for path, bit in flips(generator, paths, int(os.environ.get("EVENSTEP_TEST_FLIPS", "60"))):
         flip(path, bit)
         findings = check_checkpoint(storage, "step-0000004-00001-2")
         assert findings, f"bit {bit} of {path.name}"
@@ -435,33 +326,13 @@ def test_no_flipped_bit_is_loaded(saved: Path, tmp_path: Path, fresh_seed: int, 
         header = int.from_bytes((saved / "step-0000004-00001-2" / path.name).read_bytes()[:8], "little") + 8
         if path.suffix == ".safetensors" and bit // 8 >= header:
             assert "tensor " in findings[0]
-        if number % 10 == 0:
-            copy = damaged_copy(directory, tmp_path / f"resumed-{number}")
-            run = training(copy)
-            assert run.checkpoint.resume() == 2
-            run.checkpoint._release()
-            told = capsys.readouterr().err
-            assert f"damaged, skipped and kept: {copy}/step-0000004-00001-2/{path.name}: " in told
-            left = ["lock-00002.json", "step-0000002-00001-1", "step-0000004-00001-2"]
-            assert sorted(p.name for p in copy.iterdir()) == left
         flip(path, bit)
-    assert check_checkpoint(storage, "step-0000004-00001-2") == []
-
-
-def test_no_truncated_file_is_loaded(saved: Path, tmp_path: Path, fresh_seed: int):
-    generator = random.Random(fresh_seed)
-    directory = damaged_copy(saved, tmp_path / "x")
-    storage = LocalDirectory(directory)
-    for path in files_of(directory, "step-0000004-00001-2"):
         content = path.read_bytes()
-        for _ in range(int(os.environ.get("EVENSTEP_TEST_TRUNCATIONS", "25")) // 5):
-            length = generator.randrange(len(content))
-            path.write_bytes(content[:length])
-            findings = check_checkpoint(storage, "step-0000004-00001-2")
-            assert any(f"step-0000004-00001-2/{path.name}" in line for line in findings)
-            if path.suffix == ".safetensors":
-                assert f"has {length:,} bytes, and {len(content):,} were saved" in findings[0]
+        path.write_bytes(content[: bit // 8])
+        findings = check_checkpoint(storage, "step-0000004-00001-2")
+        assert any(f"step-0000004-00001-2/{path.name}" in line for line in findings), "cut off"
         path.write_bytes(content)
+    assert check_checkpoint(storage, "step-0000004-00001-2") == []
 
 
 def test_a_missing_file_falls_back_and_an_extra_one_is_told(saved: Path, tmp_path: Path, capsys):
@@ -474,12 +345,10 @@ def test_a_missing_file_falls_back_and_an_extra_one_is_told(saved: Path, tmp_pat
     (directory / "step-0000004-00001-2" / "model.safetensors").unlink()
     (directory / "step-0000002-00001-1" / "manifest.json").write_bytes(b"x")
     run = training(directory)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in(?s:.)*model.safetensors: No such(?s:.)*its first line"
+    ):
         run.checkpoint.resume()
-    text = str(caught.value)
-    assert "no checkpoint in" in text
-    assert "step-0000004-00001-2/model.safetensors: No such file" in text
-    assert "step-0000002-00001-1/manifest.json: its first line" in text
     run.checkpoint._release()
 
 
@@ -487,7 +356,7 @@ def test_load_of_one_step_does_not_fall_back_and_needs_no_lock(saved: Path, tmp_
     directory = damaged_copy(saved, tmp_path / "x")
     run = training(directory)
     assert run.checkpoint.load(2) == 2
-    assert not (directory / "lock.json").exists()
+    assert [path.name for path in directory.glob("lock-*")] == ["lock-00001.json"], "that of the run that saved"
     with pytest.raises(CheckpointError, match="no checkpoint of step 3; there are: 2, 4"):
         run.checkpoint.load(3)
     flip(directory / "step-0000004-00001-2" / "model.safetensors", 8 * 900)
@@ -532,17 +401,6 @@ def test_not_strict_loads_what_fits_and_says_what_did_not(saved: Path, tmp_path:
     told = capsys.readouterr().err
     assert "not loaded: model: 4.weight was float32 [2, 8], and is float32 [3, 8] here" in told
     assert "not loaded: extra: was not saved" in told
-    other._release()
-
-
-def test_another_optimizer_is_refused(saved: Path, tmp_path: Path):
-    run = training(damaged_copy(saved, tmp_path / "x"))
-    adam = torch.optim.AdamW(run.model.parameters())
-    other = Checkpointer(tmp_path / "x", world=World.alone(), optimizer=adam)
-    with pytest.raises(
-        CheckpointError, match=r"optimizer: saved from torch.optim.sgd.SGD with .*momentum.*AdamW here, with"
-    ):
-        other.resume()
     other._release()
 
 
@@ -615,34 +473,6 @@ def test_a_metric_is_that_of_the_next_checkpoint_and_of_no_later_one(tmp_path: P
     run.checkpoint.close()
 
 
-def test_saves_by_the_clock(tmp_path: Path):
-    checkpoint = Checkpointer(tmp_path, world=World.alone(), model=nn.Linear(1, 1), every_minutes=0.3 / 60)
-    import time
-
-    began = time.monotonic()
-    while time.monotonic() - began < 1.0:
-        checkpoint.step()
-        time.sleep(0.01)
-    last = checkpoint.num_steps
-    checkpoint._finish()
-    found = steps(tmp_path)
-    checkpoint.close()
-    assert 2 <= len(found) <= 3
-    assert found[0] > 5
-    assert steps(tmp_path)[-1] == last, "and once more at the end"
-
-
-def test_an_export_to_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, saved: Path, monkeypatch):
-    def full(content, file):
-        file.write(b"part")
-        raise RuntimeError("unexpected pos 896 vs 790")  # as torch says it, with the disk's error behind it
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CheckpointError, match=r"all\.pt could not be written: unexpected pos"):
-        exchange.export(str(saved), str(tmp_path / "all.pt"), None, None)
-    assert not (tmp_path / "all.pt").exists()
-
-
 def test_a_used_directory_wants_a_decision(tmp_path: Path, saved: Path):
     directory = damaged_copy(saved, tmp_path / "x")
     run = training(directory, every_steps=1)
@@ -659,28 +489,6 @@ def test_a_used_directory_wants_a_decision(tmp_path: Path, saved: Path):
     run.checkpoint.discard()
     run.run_to(1).checkpoint.close()
     assert steps(directory) == [1]
-
-
-def test_one_pending_save_at_most_and_no_thread_is_left(tmp_path: Path):
-    most = 0
-    run = training(tmp_path, every_steps=1)
-    for _ in range(5):
-        run.step()
-        most = max(most, sum("evenstep save" in thread.name for thread in threading.enumerate()))
-    run.checkpoint.close()
-    assert most <= 1
-    assert steps(tmp_path) == [3, 4, 5]
-    with pytest.raises(UsageError, match="is closed"):
-        run.checkpoint.step()
-
-
-def test_saving_the_same_step_twice_replaces_it(tmp_path: Path):
-    run = training(tmp_path, every_steps=1).run_to(1)
-    run.checkpoint.save(accuracy=0.5)
-    run.checkpoint.close()
-    assert steps(tmp_path) == [1]
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-0000001-00001-2"]
-    assert '"accuracy":0.5' in (tmp_path / "step-0000001-00001-2" / "manifest.json").read_text()
 
 
 # ---------------------------------------------------------------------- stopping on request
@@ -764,7 +572,7 @@ def test_a_dropped_connection_stays_ignored_where_nohup_had_it_so(tmp_path: Path
 
 
 @pytest.mark.parametrize("status", [0, None, 3])
-def test_an_orderly_exit_saves_as_the_end_of_the_block_does(tmp_path: Path, status):
+def test_an_orderly_exit_saves_and_another_one_does_not(tmp_path: Path, status):
     def leave():
         with evenstep.init(quiet=True, device="cpu") as world:
             run = Training(tmp_path / "world", world, every_minutes=None).run_to(3)
@@ -780,12 +588,7 @@ def test_an_orderly_exit_saves_as_the_end_of_the_block_does(tmp_path: Path, stat
     assert saved == (([], []) if status else ([4], [2]))
 
 
-def test_the_end_of_the_world_saves_and_an_exception_does_not(tmp_path: Path):
-    with evenstep.init(quiet=True, device="cpu") as world:
-        Training(tmp_path / "good", world, every_minutes=None).run_to(3)
-    assert steps(tmp_path / "good") == [3]
-    assert is_released(tmp_path / "good")
-
+def test_an_exception_at_the_end_of_the_world_finishes_what_is_pending_and_begins_nothing(tmp_path: Path):
     def fail():
         with evenstep.init(quiet=True, device="cpu") as world:
             Training(tmp_path / "bad", world, every_steps=2).run_to(3)
@@ -799,25 +602,6 @@ def test_the_end_of_the_world_saves_and_an_exception_does_not(tmp_path: Path):
             thread.join()
     assert steps(tmp_path / "bad") == [2], "what was pending is finished, and nothing new is begun"
     assert is_released(tmp_path / "bad"), "released behind what was pending"
-
-
-def test_a_run_whose_lock_was_taken_over_saves_nothing_more(tmp_path: Path):
-    run = training(tmp_path, every_steps=2).run_to(4)
-    run.checkpoint.wait()
-    own = tmp_path / "lock-00001.json"
-    path = tmp_path / "lock-00002.json"
-    listed = {"manifests": [each.name for each in tmp_path.glob("step-*")]}
-    other = {"key": "another", "pid": 7, "hostname": "node7", **listed}
-    path.write_text(json.dumps(json.loads(own.read_text()) | other))
-    with pytest.raises(CheckpointError, match=r"step 6 could not be saved in .*taken over by pid 7 on node7"):
-        run.run_to(8)
-    with pytest.raises(CheckpointError, match="taken over by pid 7 on node7"):
-        run.checkpoint.discard()
-    assert steps(tmp_path) == [2, 4]
-    with pytest.raises(CheckpointError, match="taken over by pid 7 on node7"):
-        run.checkpoint.close()
-    assert json.loads(path.read_text())["pid"] == 7
-    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
 def test_rank_0_waits_for_the_others_as_long_as_the_world_does(tmp_path: Path):

@@ -12,7 +12,6 @@ from torch import nn
 from evenstep import World
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.errors import CheckpointError
-from evenstep.optim.loading import load_exactly
 
 KINDS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9},
@@ -72,26 +71,6 @@ def test_a_resumed_optimizer_goes_on_with_the_same_bits(
         assert torch.equal(ours, theirs)
 
 
-def test_what_hooks_of_the_program_make_of_a_state_is_loaded() -> None:
-    parameter = nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
-    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-    momentum = torch.arange(6.0).reshape(2, 3)
-    seen = []
-    optimizer.register_load_state_dict_pre_hook(
-        lambda _, state: {**state, "state": {0: {"momentum_buffer": 2 * state["state"][0]["momentum_buffer"]}}}
-    )
-    optimizer.register_load_state_dict_post_hook(lambda each: seen.append(each.state[parameter]["momentum_buffer"]))
-    given = {**optimizer.state_dict(), "state": {0: {"momentum_buffer": momentum}}}
-    load_exactly(optimizer, given)
-    assert torch.equal(seen[0], 2 * momentum)
-    assert seen[0].dtype is torch.float32
-    load_exactly(optimizer, given, keeps_dtypes=False)
-    assert seen[1].dtype is torch.bfloat16
-    assert (
-        len(optimizer._optimizer_load_state_dict_pre_hooks) == len(optimizer._optimizer_load_state_dict_post_hooks) == 1
-    )
-
-
 class Box:
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -118,14 +97,3 @@ def test_what_could_not_be_read_again_is_refused_when_saving(tmp_path: Path, sta
         with pytest.raises(CheckpointError, match=message):
             checkpoint.save()
         checkpoint._release()
-
-
-def test_a_text_beyond_ascii_comes_back(tmp_path: Path) -> None:
-    box = Box({"text": "größer 😀", "😀": torch.ones(2)})
-    with World.alone(device="cpu") as world:
-        Checkpointer(tmp_path, world=world, every_minutes=None, box=box).save()
-    again = Box(None)
-    with World.alone(device="cpu") as world:
-        Checkpointer(tmp_path, world=world, every_minutes=None, box=again).resume()
-    assert again.state["text"] == "größer 😀"
-    assert torch.equal(again.state["😀"], torch.ones(2))

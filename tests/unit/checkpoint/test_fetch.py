@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
+import os
 import random
 import shutil
-import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from evenstep import World
@@ -22,41 +26,33 @@ from evenstep.checkpoint.load import fetch, restore
 from evenstep.checkpoint.load.fetch import recover
 from evenstep.checkpoint.lock import Place
 from evenstep.checkpoint.store import LocalDirectory
-from evenstep.transport.core.codec import decode, encode
 from tests.checkpoint_runs import Tensors, flip
+from tests.stub_worlds import on_threads
 
 NUM_NODES = 3
 
 
-def on_threads(work: Callable[[World], Any]) -> list[Any]:
-    """What `work` returns on each rank; all ranks raise what one raises."""
-    barrier, values, results = threading.Barrier(NUM_NODES, timeout=60), [b""] * NUM_NODES, [None] * NUM_NODES
+class Failing(LocalDirectory):
+    """A disk that doesn't read a file to its end, or stores nothing."""
 
-    def run(rank: int) -> None:
-        world = World.alone(device="cpu")
-        world.rank, world.world_size, world.node_rank = rank, NUM_NODES, rank
+    fails = ""
 
-        def exchange(value: Any) -> list[Any]:
-            values[rank] = encode(value)
-            barrier.wait()
-            found = [decode(each) for each in values]
-            barrier.wait()
-            return found
+    @contextlib.contextmanager
+    def open(self, path: str):
+        with super().open(path) as reader:
 
-        with mock.patch.multiple(world, exchange=exchange, broadcast_object=lambda value, src=0: exchange(value)[src]):
-            try:
-                results[rank] = work(world)
-            except BaseException:
-                barrier.abort()
-                raise
+            def read_into(offset: int, out: memoryview) -> int:
+                is_end = offset + len(out) > reader.num_bytes - 20
+                if self.fails == "read" and path.endswith("n0.safetensors") and is_end:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                return reader.read_into(offset, out)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(NUM_NODES)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not barrier.broken
-    return results
+            yield replace(reader, read_into=read_into)
+
+    def put(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
+        if self.fails == "write":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().put(path, chunks)
 
 
 def write_generation(root: Path, step: int, generator: random.Random) -> tuple[dict[str, torch.Tensor], Manifest]:
@@ -133,7 +129,7 @@ def test_whatever_is_damaged_the_newest_step_that_is_whole_comes_back_with_its_b
             return None if found is None else (found[1].manifest.step, found[1].states["tensors"])
 
         with mock.patch.object(fetch, "_CHUNK_BYTES", 50), mock.patch.object(restore, "_PAUSES_S", ()):
-            results = on_threads(work)
+            results = on_threads(work, 1, 1, 1)
         assert len({None if each is None else each[0] for each in results}) == 1
         step = 0 if results[0] is None else results[0][0]
         resumed.append(step)
@@ -143,3 +139,37 @@ def test_whatever_is_damaged_the_newest_step_that_is_whole_comes_back_with_its_b
                 assert each[1].keys() == saved[step][0].keys()
                 assert all(torch.equal(value, saved[step][0][name]) for name, value in each[1].items())
     assert {0, 20, 40} == {*resumed}
+
+
+@pytest.mark.parametrize("fault", ["", "read", "write"])
+def test_a_disk_that_cannot_be_read_or_written_leads_elsewhere(tmp_path: Path, fault: str):
+    """Node 2 lacks what nodes 0 and 1 have: it gets a copy, of node 1 where node 0 can't read its own, and no more."""
+    content = torch.arange(24.0)
+    layout = plan_layout([entry_of("t", content)])
+    whole = layout.header + bytes(bytes_of(content))
+    parts = [Part(f"n{node}.safetensors", "t", 0, 24, zlib.crc32(bytes_of(content))) for node in range(2)]
+    entry = FileEntry(len(whole), len(layout.header), zlib.crc32(layout.header), 0)
+    tensors = {"t": TensorEntry("float32", (24,), tuple(parts[:1]), tuple(parts[1:]))}
+    item = ObjectEntry("Tensors", {"t": {"~tensor": "t"}}, tensors)
+    files = {part.file: replace(entry, node=node) for node, part in enumerate(parts)}
+    manifest = manifests.encode(Manifest(20, 3, 0.0, {}, {}, {"tensors": item}, files))
+    folder = Place(20, 1, 1).folder
+    for node, part in enumerate(parts):
+        LocalDirectory(tmp_path / str(node)).put(f"{folder}/{part.file}", [whole])
+        LocalDirectory(tmp_path / str(node)).put(f"{folder}/{manifests.NAME}", [manifest])
+
+    def work(world: World) -> Any:
+        storage = Failing(tmp_path / str(world.rank))
+        storage.fails = fault if (fault, world.rank) in (("read", 0), ("write", 2)) else ""
+        found = recover(storage, world, {"tensors": Tensors({})}, resumes=[], durable_step=None, strict=True)
+        return None if found is None else found[1].states["tensors"]["t"]
+
+    with mock.patch.object(fetch, "_CHUNK_BYTES", 50), mock.patch.object(restore, "_PAUSES_S", ()):
+        results = on_threads(work, 1, 1, 1)
+    if fault == "write":
+        assert results == [None] * NUM_NODES, "the durable checkpoint"
+        return
+    assert all(torch.equal(each, content) for each in results)
+    held = [{path.name for path in (tmp_path / str(node)).rglob("n*.safetensors")} for node in range(NUM_NODES)]
+    got = {"n1.safetensors"} if fault else {"n0.safetensors"}
+    assert held == [{"n0.safetensors"} | (got if fault else set()), {"n1.safetensors"}, got]

@@ -104,21 +104,6 @@ def test_tied_and_transposed_tensors_are_loaded_as_torch_does(tmp_path: Path):
     assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
-def test_tensors_in_an_extra_state_are_loaded_and_are_no_parameters(tmp_path: Path):
-    class Extra(nn.Linear):
-        def get_extra_state(self):
-            return {"weight": torch.ones(3, 3)}
-
-        def set_extra_state(self, state):
-            self.extra = state
-
-    saved, model = (nn.ModuleDict({"a": Extra(3, 3)}) for _ in range(2))
-    save(tmp_path, model=saved)
-    load(tmp_path, model)
-    assert torch.equal(model["a"].extra["weight"], torch.ones(3, 3))
-    assert torch.equal(model["a"].weight, saved["a"].weight)
-
-
 def test_damage_leaves_the_model_as_it_was(tmp_path: Path):
     directory = save(tmp_path, model=network(), other=nn.Linear(3, 3))
     flip(directory / STEP / "other.safetensors", 8 * ((directory / STEP / "other.safetensors").stat().st_size - 1))
@@ -128,17 +113,6 @@ def test_damage_leaves_the_model_as_it_was(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"other.safetensors: tensor other/"):
         checkpoint.load(0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-class Particular(torch.nn.Linear):
-    def load_state_dict(self, *args, **kwargs):
-        raise ValueError("it was another one.")
-
-
-def test_what_an_object_says_of_its_state_ends_with_one_full_stop(tmp_path: Path):
-    save(tmp_path, model=Particular(2, 2))
-    with pytest.raises(CheckpointError, match=r"on rank 0: ValueError: it was another one\. The objects may"):
-        load(tmp_path, Particular(2, 2))
 
 
 def test_every_checksum_is_confirmed_whatever_else_the_ranks_of_a_node_read(tmp_path: Path):

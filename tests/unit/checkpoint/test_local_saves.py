@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from evenstep.checkpoint.load.recovery import Holding
 from evenstep.checkpoint.lock import place_of
 from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.store import Hook, LocalDirectory
+from tests.stub_worlds import on_threads
 
 
 class Nodes:
@@ -33,42 +33,19 @@ class Nodes:
     """
 
     def __init__(self, root: Path, *sizes: int, hook: Hook = lambda *_: None) -> None:
-        self.store = HashStore()
-        self.places = [(node, local) for node, size in enumerate(sizes) for local in range(size)]
-        self.sizes = sizes
+        self.store, self.sizes = HashStore(), sizes
         self.disks = [LocalDirectory(root / str(node), hook=hook) for node in range(len(sizes))]
-        self._barrier = threading.Barrier(len(self.places))
-        self._said: dict[int, Any] = {}
-
-    def world(self, rank: int) -> World:
-        """One rank's, whose exchange waits for the others."""
-        world = World.alone(device="cpu")
-        world.rank, world.world_size, world.store, world.timeout_s = rank, len(self.places), self.store, 30.0
-        world.node_rank, world.local_rank = self.places[rank]
-        world.num_nodes, world.local_world_size = len(self.sizes), self.sizes[world.node_rank]
-
-        def exchange(value: Any) -> list[Any]:
-            self._said[rank] = value
-            self._barrier.wait(30)
-            said = [self._said[each] for each in range(len(self.places))]
-            self._barrier.wait(30)
-            return said
-
-        world.exchange = exchange  # type: ignore[method-assign]
-        world.broadcast_object = lambda value, src=0: exchange(value)[src]  # type: ignore[method-assign]
-        return world
 
     def run(self, fn: Callable[[Saver, int], Any], objects: Callable[[int], dict[str, Any]]) -> list[Any]:
         """What fn returned on each rank, called with its saver."""
 
-        def one(rank: int) -> Any:
-            world = self.world(rank)
-            saver = Saver(self.disks[world.node_rank], world, objects(rank), None)
+        def one(world: World) -> Any:
+            world.store, world.timeout_s = self.store, 30.0
+            saver = Saver(self.disks[world.node_rank], world, objects(world.rank), None)
             saver.open(1)
-            return fn(saver, rank)
+            return fn(saver, world.rank)
 
-        with ThreadPoolExecutor(len(self.places)) as pool:
-            return list(pool.map(one, range(len(self.places))))
+        return on_threads(one, *self.sizes)
 
     def holdings(self) -> list[Holding]:
         """What the nodes hold."""

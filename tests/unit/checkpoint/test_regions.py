@@ -20,7 +20,6 @@ from evenstep.checkpoint.format.regions import (
     is_tiled,
     offsets_of,
     regions_of,
-    whole,
 )
 from evenstep.checkpoint.load.layouts import Layout, plan_copies
 
@@ -147,9 +146,3 @@ def test_a_part_of_one_layout_is_copied_to_another(seed):
             for copy in plan_copies(saved, shape, layout):
                 copy.target(memory).copy_(copy.source(values))
         assert torch.equal(memory, part)
-
-
-def test_a_number_has_one_region():
-    assert regions_of((), (), (2,), (1,), [Split(None)]) == [whole(())]
-    assert is_tiled((), [((), ())])
-    assert not is_tiled((), [])

@@ -13,7 +13,7 @@ import pytest
 
 from evenstep import World
 from evenstep.checkpoint import tools
-from evenstep.checkpoint.directory import checkpoints_in, remove_checkpoint, sweep
+from evenstep.checkpoint.directory import checkpoints_in, sweep
 from evenstep.checkpoint.load.reader import check_checkpoint
 from evenstep.checkpoint.lock import Lock, LockedError, take_lock
 from evenstep.checkpoint.store import LocalDirectory, Storage, storage_at
@@ -108,21 +108,6 @@ def test_links_and_pipes_are_not_read(tmp_path: Path):
             pass
     assert checkpoints_in(storage) == {1: "step-0000001-00001-1"}
     assert read_all(storage, "step-0000001-00001-1/manifest.json") == b"x"
-
-
-def test_files_may_be_shared_as_the_umask_says(tmp_path: Path):
-    before = os.umask(0o027)
-    try:
-        storage = LocalDirectory(tmp_path / "runs" / "x", private=False)
-        storage.put("step/file", [b"x"])
-        lock = take_lock(storage, {})
-    finally:
-        os.umask(before)
-    for name in ("step/file", "lock-00001.json"):
-        assert (tmp_path / "runs" / "x" / name).stat().st_mode & 0o777 == 0o640
-    for folder in ("runs", "runs/x", "runs/x/step"):
-        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o750
-    lock.release()
 
 
 def test_an_upload_in_parts_that_a_kill_has_ended_is_aborted(bucket: str | None):
@@ -279,32 +264,33 @@ def test_a_lock_that_somebody_deleted_does_not_give_its_number_again(root: str):
     lock.release()
 
 
-def test_at_every_kill_during_a_removal_a_checkpoint_is_whole_or_none(tmp_path: Path):
-    number = 0
-    for number in range(100):
-        root = tmp_path / str(number)
-        plain = LocalDirectory(root)
-        fill(plain, "step-0000001-00001-1")
-        effects = iter(range(number))
-
-        def fault(operation: str, path: str, effects: Iterator[int] = effects) -> None:
-            if next(effects, None) is None:
-                raise KeyboardInterrupt(f"{operation} {path}")
-
-        try:
-            remove_checkpoint(LocalDirectory(root, hook=fault), "step-0000001-00001-1")
-            break
-        except KeyboardInterrupt:
-            whole = checkpoints_in(plain) == {} or plain.list("step-0000001-00001-1") == [
-                "manifest.json",
-                "x.safetensors",
-            ]
-            assert whole
-    assert number > 3
-    assert plain.list() == []
-
-
 # ---------------------------------------------------------------------- a power cut
+
+
+def test_a_put_syncs_the_file_before_it_has_its_name_and_the_folder_behind(tmp_path: Path, monkeypatch):
+    """What the kernel is told, in order: hooks come before it."""
+    done: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def noted_sync(descriptor: int) -> None:
+        done.append(f"sync {os.path.basename(os.readlink(f'/proc/self/fd/{descriptor}'))[:5]}")
+        sync(descriptor)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        done.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    LocalDirectory(tmp_path / "run").put("step", [b"x"])
+    assert done == [f"sync {tmp_path.name[:5]}", "sync .put-", "rename", "sync run"], "the folder that it makes first"
+
+
+def test_a_file_that_a_network_file_system_still_keeps_holds_no_removal_up(tmp_path: Path, monkeypatch):
+    LocalDirectory(tmp_path).put("step-1/x", [b"x"])
+    monkeypatch.setattr(Path, "unlink", lambda path, missing_ok: path.rename(path.with_name(".nfs0001")))
+    LocalDirectory(tmp_path).remove("step-1")
+    assert LocalDirectory(tmp_path).list("step-1") == []
 
 
 class Recorder:

@@ -69,16 +69,6 @@ def test_an_export_is_read_without_trust_also_where_the_state_has_something_of_n
     )
 
 
-def test_arrays_are_compared_as_tensors_are(tmp_path: Path):
-    first = save(tmp_path / "a", {"array": numpy.array([1.0, 2.0])})
-    second = save(tmp_path / "b", {"array": numpy.array([1.0, 4.0])})
-    assert tools.difference_lines(first, first, None, None) == []
-    lines = tools.difference_lines(first, second, None, None)
-    assert [line for line in lines if line.startswith("notes")] == [
-        "notes['array']: 1 of 2 elements differ, by 2 at most"
-    ]
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "told"),
     [

@@ -19,13 +19,11 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
-    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 from evenstep import DataLoader
-from evenstep.data.order.epochs import Epochs
 from evenstep.errors import ConfigurationError, UsageError
 from tests.stub_worlds import stub_world
 
@@ -206,13 +204,6 @@ class CountsYielded(WithState):
         self.skips = state["done"]
 
 
-class LiveState(WithState):
-    """Its state is what it goes on changing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"left": self.left, "random": self.random.getstate()}
-
-
 class StateAndStreams(WithState):
     """Draws from the process's streams, too, of which its state says nothing."""
 
@@ -222,7 +213,7 @@ class StateAndStreams(WithState):
             yield self.left.pop(random.randrange(len(self.left)))
 
 
-@pytest.mark.parametrize("sampler", [WithState, CountsYielded, LiveState, StateAndStreams])
+@pytest.mark.parametrize("sampler", [WithState, CountsYielded, StateAndStreams])
 def test_a_sampler_with_a_state_goes_on_from_every_step(sampler: type[WithState]) -> None:
     """Also from the last of an epoch, after whose state the sampler would begin again, and from between two epochs."""
 
@@ -264,16 +255,6 @@ def test_a_generator_of_its_own_is_refused_by_a_resume(fresh_seed: int) -> None:
         next(iter(resumed))
 
 
-def test_a_sampler_that_is_shorter_now_is_refused() -> None:
-    (loader,) = loaders(1, {"sampler": list(range(20)), "global_batch_size": 6})
-    list(islice(iter(loader), 3))
-    loader.commit()
-    (resumed,) = loaders(1, {"sampler": list(range(10)), "global_batch_size": 6})
-    resumed.load_state_dict(loader.state_dict())
-    with pytest.raises(UsageError, match="list gives other samples"):
-        next(iter(resumed))
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "numpy"])
 def test_the_scripts_streams_are_as_without_a_sampler(kind: str) -> None:
     (loader,) = loaders(1, by(kind))
@@ -303,42 +284,6 @@ def test_two_iterations_at_once_are_two_epochs(kind: str) -> None:
         for mine, batch in zip(found, pair, strict=True):
             mine.append(batch)
     assert list(found) == expected
-
-
-def test_the_order_depends_on_the_scripts_generator_and_leaves_it_alone() -> None:
-    generators = [torch.Generator().manual_seed(seed) for seed in (1, 1, 2)]
-    states = [each.get_state() for each in generators]
-    orders = [
-        list(
-            DataLoader(
-                range(9), 3, sampler=RandomSampler(range(9), generator=each), world=stub_world(), collate_fn=list
-            )
-        )
-        for each in generators
-    ]
-    assert orders[0] == orders[1] != orders[2]
-    assert all(torch.equal(each.get_state(), state) for each, state in zip(generators, states, strict=True))
-
-
-def test_indices_that_are_no_numbers() -> None:
-    """As of batch samplers that give (index, size of the image); a rank without a sample looks at the first."""
-
-    class Sized(Dataset[torch.Tensor]):
-        def __len__(self) -> int:
-            return 9
-
-        def __getitem__(self, index: tuple[int, int]) -> torch.Tensor:
-            return torch.full((index[1],), index[0])
-
-    batches = [[(0, 2), (1, 2)], [], [(2, 3)]]
-    of_ranks = [DataLoader(Sized(), batch_sampler=batches, world=stub_world(rank, 2)) for rank in range(2)]
-    shapes = [[tuple(batch.shape) for batch in each] for each in of_ranks]
-    assert shapes == [[(1, 2), (1, 3)], [(1, 2), (0, 3)]]
-    assert of_ranks[0].state_dict()["epoch"] == 1
-    alone = DataLoader(Sized(), batch_sampler=batches, world=stub_world())
-    rows = torch.cat([batch[:, 0] for batch in alone])
-    with pytest.raises(UsageError, match=r"aren.t numbers"):
-        alone.gather(rows)
 
 
 def test_rows_of_a_sampler_are_gathered_by_number() -> None:
@@ -391,19 +336,6 @@ class Numbered(Dataset[int]):
         return self.epoch
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("wraps", [lambda each: each, lambda each: Subset(each, range(8))])
-def test_a_numbered_data_set_gets_its_epoch(num_workers: int, wraps: Any) -> None:
-    """Also in workers that stay alive."""
-    loader = DataLoader(
-        wraps(Numbered()), 4, num_workers=num_workers, persistent_workers=num_workers > 0, world=stub_world()
-    )
-    for epoch in loader.epochs(3):
-        assert [batch.tolist() for batch in loader] == [[epoch] * 4] * 2
-    loader.set_epoch(7)
-    assert [batch.tolist() for batch in loader] == [[7] * 4] * 2
-
-
 @pytest.mark.parametrize("kind", ["by epoch", "batches"])
 def test_a_set_epoch_of_the_script_is_the_loaders(kind: str) -> None:
     """As in `for epoch in range(2, n): sampler.set_epoch(epoch)` of a run that goes on."""
@@ -424,12 +356,3 @@ def test_a_set_epoch_of_the_script_is_the_loaders(kind: str) -> None:
     for twin in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):
         twin.set_epoch(9)
         assert (twin.epoch, data.epoch, loader.epoch) == (9, 5, 6)
-
-
-def test_a_shallow_copy_is_told_its_own_epoch() -> None:
-    """As where a stream's `shard` copies itself; the loader of the original hears nothing."""
-    data = Numbered()
-    loader = DataLoader(data, 4, world=stub_world())
-    twin = copy.copy(data)
-    Epochs(twin).tell(9, again=True)
-    assert (twin.epoch, data.epoch, loader.epoch) == (9, -1, 0)

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 from evenstep import DataLoader
 from evenstep.data.loading import device_prefetch
@@ -199,43 +199,6 @@ def test_an_error_of_the_data_set_comes_with_what_its_code_raised(num_workers: i
             assert "in decode" in describe(caught.value)
 
 
-class Uncounted(Fatal):
-    """What `len` of it raises is the data set's own."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def __len__(self) -> int:
-        raise self.error
-
-
-def test_what_the_data_set_raises_when_it_is_counted_keeps_its_traceback() -> None:
-    for error in (ValueError("no such split"), RuntimeError("no such split"), OSError("no such split"), KeyError("x")):
-        with pytest.raises(type(error)) as caught:
-            DataLoader(Uncounted(error), 4, world=stub_world())
-        assert caught.value is error
-        assert caught.traceback[-1].name == "__len__"
-    with pytest.raises(ConfigurationError, match=r"len\(\) of the data set \(Uncounted\) fails: no length") as caught:
-        DataLoader(Uncounted(TypeError("no length")), 4, world=stub_world())
-    assert "in __len__" in describe(caught.value)
-
-
-def test_workers_show_the_user_s_data_set_and_call_his_function() -> None:
-    class Asks(Dataset[bool]):
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> bool:
-            worker = get_worker_info()
-            return worker is not None and isinstance(worker.dataset, Asks) and worker.dataset is self
-
-    def init(worker: int) -> None:
-        assert isinstance(get_worker_info().dataset, Asks)
-
-    loader = DataLoader(Asks(), 2, num_workers=1, worker_init_fn=init, world=stub_world())
-    assert torch.cat(list(loader)).all()
-
-
 def test_workers_that_suit() -> None:
     assert [suitable_workers(num_cores=n, local_world_size=1, device_type="cpu") for n in (1, 2, 64)] == [0, 1, 1]
     assert suitable_workers(num_cores=16, local_world_size=16, device_type="cpu") == 0
@@ -244,19 +207,6 @@ def test_workers_that_suit() -> None:
     for wrong in ("many", True, 1.0):
         with pytest.raises(ConfigurationError, match="num_workers="):
             DataLoader(range(4), 2, num_workers=wrong, world=stub_world())
-
-
-def test_slow_starters_are_kept_unless_said_otherwise() -> None:
-    for context, persistent, expected in (("fork", None, False), ("spawn", None, True), ("spawn", False, False)):
-        loader = DataLoader(
-            range(4),
-            2,
-            num_workers=1,
-            multiprocessing_context=context,
-            persistent_workers=persistent,
-            world=stub_world(),
-        )
-        assert loader._torch_loader.persistent_workers is expected
 
 
 # ---------------------------------------------------------------------- evaluation
@@ -410,11 +360,3 @@ def test_a_numbered_data_set_is_told_the_epoch(num_workers: int, persistent: boo
         expected = [100 * epoch + index for index in (0, 1, 2, 0, 1)]
         assert torch.cat(list(loader)).tolist() == expected
     assert inner.told == ([] if num_workers else [0, 1, 2]), "once an epoch"
-
-
-def test_two_iterations_at_once_have_their_epochs() -> None:
-    loader = DataLoader(OfEpoch(6), 2, world=stub_world())
-    first, second = iter(loader), iter(loader)
-    assert [torch.cat(pair).tolist() for pair in zip(first, second, strict=True)] == [
-        [n, n + 1, 100 + n, 101 + n] for n in (0, 2, 4)
-    ]

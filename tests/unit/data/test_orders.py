@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import chain, pairwise
 from typing import Any
 
@@ -116,22 +115,6 @@ def test_cutting_looks_as_far_as_it_must() -> None:
     assert cut(torch.tensor([1, largest, largest // 2, largest // 2, 1]), largest) == [1, 1, 2, 1]
 
 
-def test_sorting_by_length_wastes_little_and_epochs_differ() -> None:
-    lengths = torch.randint(1, 500, (20_000,), generator=torch.Generator().manual_seed(0))
-    seen = []
-    sampler = TokenBatches(lengths, 16_384, shuffle=True)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        batches = list(sampler)
-        padded = sum(len(batch) * int(lengths[batch].max()) for batch in batches)
-        assert int(lengths.sum()) / padded > 0.95
-        means = torch.tensor([float(lengths[batch].float().mean()) for batch in batches])
-        assert float(torch.corrcoef(torch.stack([means[:-1], means[1:]]))[0, 1]) < 0.3, "lengths come in any order"
-        seen.append(batches)
-        assert len(sampler) == len(batches)
-    assert seen[0] != seen[1]
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -150,17 +133,3 @@ def test_sorting_by_length_wastes_little_and_epochs_differ() -> None:
 def test_bad_divisions(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         DataLoader(range(3), world=stub_world(), **arguments)
-
-
-def test_ranks_with_other_lengths_are_told() -> None:
-    world = stub_world(world_size=2)
-    other = dict[str, Any]()
-
-    def exchange(own: dict[str, Any]) -> list[dict[str, Any]]:
-        name = "the digest of lengths"
-        other.update(own["facts"] | {name: own["facts"][name] + 1})
-        return [own, own | {"facts": other}]
-
-    world.exchange = exchange
-    with pytest.raises(Exception, match=re.escape("DataLoader: the digest of lengths is ")):
-        DataLoader(range(3), max_tokens=9, lengths=[1, 2, 3], world=world)

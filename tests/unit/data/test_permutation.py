@@ -35,13 +35,6 @@ def _assert_uniform(cells: Tensor, num_cells: int, *, deviations: float = _NUM_D
 # ---------------------------------------------------------------------- a permutation
 
 
-def test_is_a_permutation_for_every_size_to_5000() -> None:
-    for num_samples in range(1, 5001):
-        seen = _epoch(num_samples, seed=num_samples)
-        assert len(seen) == num_samples
-        assert torch.equal(seen.bincount(minlength=num_samples), torch.ones_like(seen)), num_samples
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 5000), st.integers(0, 2**63 - 1), st.integers(0, 10_000))
 def test_is_a_permutation_for_any_size_seed_and_epoch(num_samples: int, seed: int, epoch: int) -> None:
@@ -147,30 +140,6 @@ def test_neighbours_in_the_order_are_unrelated(num_samples: int, lag: int) -> No
     before, after = samples[:-lag], samples[lag:]
     _assert_uniform((before * 16 // num_samples) * 16 + after * 16 // num_samples, 256)
     _assert_uniform((after - before) % num_samples * 100 // num_samples, 100)
-
-
-def test_neighbouring_epochs_and_seeds_are_unrelated() -> None:
-    num_samples = 50_000
-    first = _epoch(num_samples, seed=10, epoch=5)
-    for other in (_epoch(num_samples, 10, 6), _epoch(num_samples, 11, 5), _epoch(num_samples, 5, 10)):
-        _assert_uniform((first * 16 // num_samples) * 16 + other * 16 // num_samples, 256)
-        assert int((first == other).sum()) < 10  # on average one
-
-
-def test_odd_and_even_orders_are_equally_frequent() -> None:
-    """On a square grid of odd sides a Feistel network has only even permutations (see [Note: the permutation])."""
-    num_odd = sum(_parity(_epoch(289, seed=12, epoch=epoch).tolist()) for epoch in range(200))
-    assert 60 < num_odd < 140
-
-
-def _parity(order: list[int]) -> int:
-    seen, num_cycles = set(), 0
-    for start in order:
-        num_cycles += start not in seen
-        while start not in seen:
-            seen.add(start)
-            start = order[start]
-    return (len(order) - num_cycles) % 2
 
 
 # ---------------------------------------------------------------------- global batches

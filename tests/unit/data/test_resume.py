@@ -16,11 +16,10 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import IterableDataset, TensorDataset
 
 import evenstep
 from evenstep import DataLoader
-from evenstep.data.order import batch_plan
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.replica.batches import input_watchers
 from tests.stub_worlds import stub_world
@@ -238,19 +237,6 @@ def test_a_resumed_script_makes_the_loops_that_it_would_have_made() -> None:
         assert first + second == whole, stop_after
 
 
-def test_a_state_taken_at_the_end_of_an_epoch_begins_with_the_next() -> None:
-    optimizer = _optimizer()
-    (loader,) = _loaders(10, 1, global_batch_size=4)
-    for epoch in loader.epochs(2):
-        for _ in loader:
-            optimizer.step()
-        state = loader.state_dict()
-        assert (state["epoch"], state["position"]) == (epoch + 1, 0)
-        (resumed,) = _loaders(10, 1, global_batch_size=4)
-        resumed.load_state_dict(state)
-        assert list(resumed.epochs(2)) == list(range(epoch + 1, 2))
-
-
 def test_samples_left_of_an_accumulation_come_again() -> None:
     optimizer = _optimizer()
     (loader,) = _loaders(12, 1, global_batch_size=4)
@@ -408,24 +394,6 @@ def test_a_state_of_other_data_is_refused(change: dict[str, Any], told: str) -> 
     with pytest.raises(ConfigurationError, match=told):
         other.load_state_dict(loader.state_dict())
     assert other.epoch == 0
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"max_tokens": 50, "lengths": torch.arange(1, 41)},
-        {"global_batch_size": 4, "sampler": WeightedRandomSampler(range(1, 41), 30)},
-    ],
-)
-def test_the_words_of_a_message_are_not_what_a_state_depends_on(
-    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A text may be improved, and yesterday's checkpoints go on."""
-    (loader,) = _loaders(40, 1, **arguments)
-    state = loader.state_dict()
-    assert all(name.isidentifier() for name in state["data"]), state["data"]
-    monkeypatch.setattr(batch_plan, "_WORDS", dict.fromkeys(batch_plan._WORDS, "in other words"))
-    loader.load_state_dict(state)
 
 
 def test_states_that_are_none_are_refused() -> None:

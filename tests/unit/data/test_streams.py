@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
-import types
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -374,8 +372,3 @@ def test_the_part_that_is_iterated_is_told_the_epoch(persistent: bool) -> None:
     loader = DataLoader(Parts(), 4, collate_fn=list, num_workers=2, persistent_workers=persistent, world=stub_world())
     for epoch in loader.epochs(3):
         assert sorted(chain.from_iterable(loader)) == sorted(1000 * epoch + number for number in Sharded())
-
-
-def test_a_script_s_own_file_named_webdataset_is_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "webdataset", types.ModuleType("webdataset"))
-    assert _epoch(Numbers(10), 1) == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9]]

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -19,7 +20,7 @@ from evenstep.ground.health.heartbeat import Note, Phase
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.attempt import Attempt, Ranks
-from evenstep.launcher.elastic.nodes import Parting
+from evenstep.launcher.elastic.nodes import OtherNodes, Parting
 from evenstep.launcher.failure.report import RemoteFailure, StopPolicy, describe_failure, status_of
 from evenstep.launcher.failure.verdict import End
 from evenstep.processes import state_and_start
@@ -49,60 +50,21 @@ class Rank:
         self.calls.append("released")
 
 
-class Others:
+def other_nodes(
+    *, new_node_waits: bool = False, failure: RemoteFailure | None = None, ends: Parting | None = None
+) -> Any:
     """Launchers of other nodes, of which one may announce a new node, or have failed."""
+    others = mock.NonCallableMock(spec=OtherNodes, new_node_waits=new_node_waits, is_stopping=False)
+    others.look.return_value = failure
+    others.check_for_new_node.return_value = False
+    others.await_ends.return_value = set() if ends is None else {ends}
+    others.looks.return_value = others.states.return_value = others.exchange.return_value = []
 
-    def __init__(
-        self, *, new_node_waits: bool = False, failure: RemoteFailure | None = None, ends: Parting | None = None
-    ) -> None:
-        self.new_node_waits, self.failure, self.ends = new_node_waits, failure, ends
-        self.ended: Parting | None = None
-        self.new_node_waits_soon = self.is_stopping = self.stops = False
-        self.blamed: list[str] = []
+    def announce_new_node() -> None:
+        others.new_node_waits = True
 
-    def look(self) -> RemoteFailure | None:
-        return self.failure
-
-    def check_for_new_node(self) -> bool:
-        return self.new_node_waits_soon
-
-    def announce_new_node(self) -> None:
-        self.new_node_waits = True
-
-    def announce_stop(self) -> None:
-        self.stops = True
-
-    def publish_leaving(self) -> None:
-        pass
-
-    def publish_end(self, how: Parting) -> None:
-        self.ended = how
-
-    def await_ends(self, longest_s: float) -> set[Parting]:
-        return set() if self.ends is None else {self.ends}
-
-    somebody_leaves = False
-
-    def publish_failure(self, text: str, status: int, **_: object) -> None:
-        self.blamed.append(text)
-
-    def publish_looks(self, text: str) -> None:
-        pass
-
-    def looks(self) -> list[tuple[str, str]]:
-        return []
-
-    def request_states(self) -> None:
-        pass
-
-    def states(self) -> list[str]:
-        return []
-
-    def exchange(self, text: str, *, longest_s: float) -> list[str]:
-        return []
-
-    def close(self) -> None:
-        pass
+    others.announce_new_node.side_effect = announce_new_node
+    return others
 
 
 POLICY = StopPolicy(grace_s=0.2, evident_grace_s=0.1, terminate_s=0.3, save_s=0.3, look_every_s=0.01)
@@ -137,7 +99,7 @@ def note_patience(attempt: Attempt) -> list[float]:
 
 
 def test_who_can_not_be_killed_is_named_and_left(capsys: pytest.CaptureFixture[str]) -> None:
-    """FAULTS.md, 13."""
+    """As one that waits in the kernel: SIGKILL has no effect."""
     stuck = Rank()
     attempt = attempt_of(Rank(-11), stuck)
     started = time.monotonic()
@@ -174,22 +136,23 @@ def test_ranks_that_end_while_a_new_node_waits_have_failed_only_if_they_say_so(
     code: int, report: CrashReport | None, end: End
 ) -> None:
     """The ranks of one node are stopped first, and the others fail with them; or all have saved on the signal."""
-    others = Others(new_node_waits=report is not None)
-    others.new_node_waits_soon = True
+    others = other_nodes(new_node_waits=report is not None)
+    others.check_for_new_node.return_value = True
     attempt = attempt_of(Rank(code), report=report, others=others)
     assert attempt.watch() is end
-    assert (attempt.failure is not None) == bool(others.blamed) == (end is End.FAILED)
+    assert (attempt.failure is not None) == others.publish_failure.called == (end is End.FAILED)
 
 
 @pytest.mark.parametrize("announced", ["by this node", "by another"])
 def test_a_new_node_stops_the_ranks_which_save(announced: str, capsys: pytest.CaptureFixture[str]) -> None:
     pages, ranks = NodePages(2), [Rank(ends_with=EXIT_PREEMPTED), Rank(ends_with=EXIT_PREEMPTED)]
-    pages.pages[1].begin(1)
-    pages.pages[1].words[8] = 8  # it has committed step 7
+    for number, step in enumerate((5, 7)):
+        pages.pages[number].begin(number)
+        pages.pages[number].words[8] = step + 1  # it has committed that step
     pages.pages[0].words[Note.SAVES] = 1
     more: dict[str, Any] = {"num_nodes_waiting": lambda: 1}
     if announced == "by another":
-        more = {"others": Others(new_node_waits=True)}
+        more = {"others": other_nodes(new_node_waits=True)}
     attempt = attempt_of(*ranks, pages=pages, policy=replace(POLICY, save_s=7), **more)
     patience = note_patience(attempt)
     assert attempt.watch() is End.NODE_COMES
@@ -215,12 +178,12 @@ def test_a_rank_that_reported_an_error_has_failed_whatever_its_status(others_end
 
 @pytest.mark.parametrize("code", [0, None])
 def test_a_failure_of_another_node_is_one_where_all_ranks_ended_well(code: int | None) -> None:
-    others = Others(failure=RemoteFailure("on node 1: rank 1 failed", 3))
+    others = other_nodes(failure=RemoteFailure("on node 1: rank 1 failed", 3))
     attempt = attempt_of(Rank(code, ends_with=0), Rank(ends_with=0), others=others)
     assert attempt.watch() is End.FAILED
     assert attempt.failure is not None
     assert status_of(attempt.failure) == 3
-    assert others.blamed == []
+    others.publish_failure.assert_not_called()
 
 
 @pytest.mark.parametrize(
@@ -236,11 +199,11 @@ def test_ranks_that_ended_well_while_others_were_lost_without_them_left_early(
     code: int, ends: Parting, end: End, status: int
 ) -> None:
     """Those that have saved had agreed on that with the others."""
-    others = Others(ends=ends)
+    others = other_nodes(ends=ends)
     attempt = attempt_of(Rank(code), Rank(code), others=others)
     assert attempt.watch() is end
-    assert others.ended is (Parting.SAVED if code else Parting.WELL)
-    assert len(others.blamed) == (status == 72)
+    others.publish_end.assert_called_once_with(Parting.SAVED if code else Parting.WELL)
+    assert others.publish_failure.call_count == (status == 72)
     if end is End.FAILED:
         assert attempt.failure is not None
         assert status_of(attempt.failure) == status
@@ -251,16 +214,16 @@ def test_ranks_that_ended_well_while_others_were_lost_without_them_left_early(
 @pytest.mark.parametrize("who", ["ranks", "another node", "nobody"])
 def test_an_attempt_that_fails_while_somebody_was_asked_to_stop_says_so(who: str, needs_all_nodes: bool) -> None:
     """This node's own launcher doesn't get that far: a signal raises through `watch`."""
-    pages, others = NodePages(1), Others()
+    pages, others = NodePages(1), other_nodes()
     pages.pages[0].words[Note.STOPS] = who == "ranks"
     others.is_stopping = who == "another node"
     attempt = attempt_of(Rank(-9), pages=pages, others=others, needs_all_nodes=needs_all_nodes)
     assert attempt.watch() is End.FAILED
     assert attempt.failure is not None
     assert attempt.failure.was_stopping == (who == "ranks" or (who == "another node" and needs_all_nodes))
-    others = Others()
+    others = other_nodes()
     attempt_of(Rank(ends_with=0), others=others).close(signal.SIGTERM)
-    assert others.stops, "the others hear of it"
+    others.announce_stop.assert_called_once()
 
 
 def test_ranks_that_end_late_are_left_behind_where_others_have_saved(capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,7 +260,7 @@ def test_ranks_that_save_when_they_are_stopped_have_the_time_for_it(capsys: pyte
     for failure, saves in ((None, True), (None, False), (RemoteFailure("gone", 76), True)):
         pages = NodePages(1)
         pages.pages[0].words[Note.SAVES] = saves
-        attempt = attempt_of(Rank(ends_with=0), pages=pages, others=Others(failure=failure), policy=StopPolicy())
+        attempt = attempt_of(Rank(ends_with=0), pages=pages, others=other_nodes(failure=failure), policy=StopPolicy())
         given = note_patience(attempt)
         attempt.close(signal.SIGINT)
         has_time = saves and failure is None

@@ -40,17 +40,6 @@ def test_a_child_that_has_ended_is_looked_at_and_not_reaped(ending: Callable[[],
     assert state_and_start(child.pid)[0] == ""
 
 
-def test_a_child_that_runs_is_not_released() -> None:
-    child = Child(fork(lambda: time.sleep(60)))
-    with pytest.raises(subprocess.TimeoutExpired):
-        child.wait(0.01)
-    child.release()
-    assert child.poll() is None
-    child.send_signal(signal.SIGKILL)
-    assert child.wait(30) == -signal.SIGKILL
-    child.release()
-
-
 def test_a_group_is_killed_after_its_leader_and_a_strangers_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +82,27 @@ def test_a_child_that_leads_no_group_yet_gets_the_signal_all_the_same() -> None:
     child.signal_group(signal.SIGKILL)
     assert child.wait(30) == -signal.SIGKILL
     child.release()
+
+
+def test_who_is_asked_to_end_has_the_time_for_it(tmp_path: Path) -> None:
+    """As a rank that saves."""
+    ready = tmp_path / "ready"
+
+    def save_and_end(*_: object) -> None:
+        time.sleep(0.3)
+        os._exit(75)
+
+    def train() -> None:
+        signal.signal(signal.SIGTERM, save_and_end)
+        ready.touch()
+        time.sleep(60)
+
+    child = Child(fork(train))
+    while not ready.exists():
+        time.sleep(0.01)
+    assert stop({0: child}, lambda _: child.send_signal(signal.SIGTERM), patience_s=60, terminate_s=60) == []
+    child.release()
+    assert child.returncode == 75
 
 
 @pytest.mark.parametrize("is_asking", [True, False])

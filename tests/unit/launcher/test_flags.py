@@ -21,12 +21,6 @@ def parse(*arguments: str) -> Namespace:
     return parse_line(list(arguments))
 
 
-def test_our_defaults() -> None:
-    args = parse("train.py")
-    assert (args.nproc_per_node, args.max_restarts, args.shutdown_timeout) == ("auto", 0, 5)
-    assert (args.threads_per_rank, args.device, args.all_ranks) == (None, None, False)
-
-
 def test_variables_of_torchrun_beat_our_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
     monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "9")
@@ -39,34 +33,11 @@ def test_variables_of_torchrun_beat_our_defaults(monkeypatch: pytest.MonkeyPatch
     assert plan_nodes(parse("--master-port", "29412", "train.py")).port == 29412
 
 
-def test_torchelastics_variable_says_how_long_ranks_may_take_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.13 reads it with the configuration; where torch doesn't know it, the parser does."""
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "9")
-    for flags, expected in ((["--standalone"], 9), (["--standalone", "--shutdown-timeout", "7"], 7)):
-        args = parse("--nproc-per-node", "1", *flags, "train.py")
-        config, _, _ = config_from_args(args)
-        assert getattr(config, "shutdown_timeout", args.shutdown_timeout) == expected
-
-
 def test_a_scripts_own_flags_may_look_like_abbreviations_of_ours() -> None:
     """`--n` could be --nnodes and --nproc-per-node; behind the script it is neither."""
     args = parse_line(["--nproc-per-node", "2", "train.py", "--n", "6", "--no", "--m=x"])
     assert (args.nproc_per_node, args.training_script) == ("2", "train.py")
     assert args.training_script_args == ["--n", "6", "--no", "--m=x"]
-
-
-def test_abbreviations_are_torchruns() -> None:
-    assert parse_line(["--nproc_per", "2", "train.py"]).nproc_per_node == "2"
-    with pytest.raises(ConfigurationError, match="ambiguous option: --n"):
-        parse_line(["--n", "2", "train.py"])
-
-
-def test_torchruns_other_flags_reach_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PET_EVENT_LOG_HANDLER", "console")
-    flags = "--role=trainer --all-ranks --start_method fork --virtual-local-rank --duplicate-stdout-filters a,b"
-    config, _, _ = config_from_args(parse("--nproc-per-node", "1", *flags.split(), "train.py", "--role", "x"))
-    assert (config.role, config.start_method, config.event_log_handler) == ("trainer", "fork", "console")
-    assert (config.virtual_local_rank, config.duplicate_stdout_filters) == (True, ["a", "b"])
 
 
 def test_a_flag_of_a_later_torchrun_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +74,6 @@ def test_a_flag_that_torch_refuses_is_said_in_one_line(flags: str, told: str) ->
         "--nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=a:1 --rdzv_id=x --rdzv_conf=a=b",
         "--standalone --max-restarts 3 --monitor-interval 1 --signals-to-handle SIGTERM --shutdown-timeout 7",
         "--node-rank 1 --master-addr a --master-port 1 --local-addr b --local-ranks-filter 0",
-        "-m --log-dir d -r 3 -t 1:3 --role trainer --start-method spawn",
-        "--no-python --threads_per_rank 2 --device cpu --all_ranks",
     ],
 )
 def test_flags_of_torchrun_and_ours_are_understood(flags: str) -> None:
@@ -126,14 +95,11 @@ def test_the_worker_is_run_in_place_of_the_target(flags: list[str], kind: str) -
     ("flags", "meets", "where"),
     [
         ("", OneNodeRendezvous, ("127.0.0.1", 0)),
-        ("--standalone", OneNodeRendezvous, ("127.0.0.1", 0)),
         ("--nnodes 1 --rdzv-backend c10d --rdzv-endpoint localhost:29400", OneNodeRendezvous, ("127.0.0.1", 0)),
         ("--master-port 29411", OneNodeRendezvous, ("127.0.0.1", 29411)),
-        ("--rdzv-endpoint localhost:29411", OneNodeRendezvous, ("127.0.0.1", 29411)),
         ("--nnodes 2 --master-addr a", FixedNodesRendezvous, ("a", 29500)),
         ("--nnodes 2 --node-rank 1 --rdzv-endpoint [fd00::1]:29411", FixedNodesRendezvous, ("fd00::1", 29411)),
         ("--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint a:1", None, "a:1"),
-        ("--rdzv-backend etcd --rdzv-endpoint a:1", None, "a:1"),
     ],
 )
 def test_where_the_nodes_of_a_run_meet(flags: str, meets: type | None, where: object) -> None:
@@ -150,14 +116,6 @@ def test_where_the_nodes_of_a_run_meet(flags: str, meets: type | None, where: ob
     assert (handler.rank, handler.world_size) == (nodes.rank, nodes.most)
 
 
-def test_how_long_nodes_wait_for_each_other_is_torchruns_unless_said() -> None:
-    for conf, seconds in (("", 900), ("--rdzv-conf timeout=60", 60)):
-        args = parse(*f"--nnodes 2 --master-addr a {conf} train.py".split())
-        config, _, _ = config_from_args(for_workers(args, num_ranks=1, parent_pid=1))
-        choose(plan_nodes(args), config)
-        assert config.rdzv_configs["handler"].timeout.total_seconds() == seconds
-
-
 def test_a_node_that_has_to_be_told_where_the_others_are() -> None:
     with pytest.raises(ConfigurationError, match="where is node 0"):
         plan_nodes(parse("--nnodes", "2", "--node-rank", "1", "train.py"))
@@ -168,7 +126,6 @@ def test_a_node_that_has_to_be_told_where_the_others_are() -> None:
     [
         ("--standalone --nnodes 2", "--standalone means one host, but --nnodes 2 means more"),
         ("--nnodes 1:2 --master-addr a", "--nnodes 1:2: a number that changes needs --rdzv-backend c10d"),
-        ("--nnodes 1:2 --rdzv-endpoint a:1", "--nnodes 1:2: a number that changes needs --rdzv-backend c10d"),
     ],
 )
 def test_nodes_that_could_never_meet(flags: str, message: str) -> None:
@@ -194,9 +151,7 @@ def test_endpoints_that_cannot_be(endpoint: str) -> None:
         (["--epochs", "3", "--nproc-per-node", "2"], "--nproc-per-node"),
         (["--nproc_per_node=2", "--nnodes", "2"], "--nproc_per_node=2"),
         (["--device", "cpu", "--log-dir", "logs", "--nproc"], None),
-        (["--name", "nproc-per-node"], None),
         (["--", "--nproc-per-node", "2"], None),
-        ([], None),
     ],
 )
 def test_flags_of_the_launchers_own_behind_the_script_are_noticed(behind: list[str], flag: str | None) -> None:

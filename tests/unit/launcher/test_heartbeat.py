@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -82,6 +82,27 @@ def test_a_store_that_never_answers_is_lost_too() -> None:
     assert "has not answered for 6.6 s" in (beats.lost(6.6, store_at=STORE) or "")
 
 
+Launcher = Callable[..., OtherNodes]
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    """Makes the launcher of a node, `launcher(node, num_nodes)`; all of them have one store."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
+    port, made = store.port, list[OtherNodes]()  # the store ends with this frame
+
+    def make(node: int, num_nodes: int, **more: Any) -> OtherNodes:
+        made.append(OtherNodes("127.0.0.1", port, session="s", node_rank=node, num_nodes=num_nodes, **more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each._is_closed.set()
+        each._wakes.set()
+    for each in made:
+        each._thread.join(60)
+
+
 def wait_for(end: OtherNodes) -> RemoteFailure:
     deadline = time.monotonic() + 20
     while (found := end.look()) is None:
@@ -90,74 +111,48 @@ def wait_for(end: OtherNodes) -> RemoteFailure:
     return found
 
 
-def test_the_first_failure_published_wins_and_all_others_read_it() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
-    ends = [OtherNodes("127.0.0.1", store.port, session="a", node_rank=node, num_nodes=3) for node in range(3)]
-    try:
-        ends[1].publish_failure("rank 5 failed: \x1b[2Jboom", 9, wait_s=20)
-        ends[2].publish_failure("rank 6 failed", 3, wait_s=20)
-        for node in (0, 2):
-            told = wait_for(ends[node])
-            assert told.status == 9
-            assert told.text.startswith("on node 1 (")
-            assert told.text.endswith("): rank 5 failed: \\x1b[2Jboom")
-        assert ends[1].look() is None, "nothing happened elsewhere"
-    finally:
-        for end in ends:
-            end.close()
-            end._thread.join(20)
+def test_the_first_failure_published_wins_and_all_others_read_it(launcher: Launcher) -> None:
+    ends = [launcher(node, 3) for node in range(3)]
+    ends[1].publish_failure("rank 5 failed: \x1b[2Jboom", 9, wait_s=20)
+    ends[2].publish_failure("rank 6 failed", 3, wait_s=20)
+    for node in (0, 2):
+        told = wait_for(ends[node])
+        assert told.status == 9
+        assert told.text.startswith("on node 1 (")
+        assert told.text.endswith("): rank 5 failed: \\x1b[2Jboom")
+    assert ends[1].look() is None, "nothing happened elsewhere"
 
 
-def test_a_node_that_sees_a_new_one_announces_it() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
-    ends = [OtherNodes("127.0.0.1", store.port, session="r", node_rank=node, num_nodes=2) for node in range(2)]
-    try:
-        assert not ends[1].check_for_new_node(longest_s=20)
-        ends[0].announce_new_node(wait_s=20)
-        assert ends[1].check_for_new_node(longest_s=20), "told before it was asked"
-        assert ends[1].look() is None, "no failure"
-    finally:
-        for end in ends:
-            end.close()
-            end._thread.join(20)
+def test_a_node_that_sees_a_new_one_announces_it(launcher: Launcher) -> None:
+    ends = [launcher(node, 2) for node in range(2)]
+    assert not ends[1].check_for_new_node(longest_s=20)
+    ends[0].announce_new_node(wait_s=20)
+    assert ends[1].check_for_new_node(longest_s=20), "told before it was asked"
+    assert ends[1].look() is None, "no failure"
 
 
-def test_a_node_that_was_asked_to_stop_stays_until_the_others_know() -> None:
+def test_a_node_that_was_asked_to_stop_stays_until_the_others_know(launcher: Launcher) -> None:
     """The store may end with it; who started its ranks again would wait for it."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
-    ends = [OtherNodes("127.0.0.1", store.port, session="s", node_rank=node, num_nodes=2) for node in range(2)]
-    try:
-        assert not ends[1].check_for_new_node(longest_s=20)
-        assert not ends[1].is_stopping
-        ends[0].announce_stop()
-        ends[0].close()
-        ends[1].check_for_new_node(longest_s=20)
-        assert ends[1].is_stopping
-        assert ends[1].look() is None, "no failure"
-    finally:
-        for end in ends:
-            end.close()
-            end._thread.join(20)
+    ends = [launcher(node, 2) for node in range(2)]
+    assert not ends[1].check_for_new_node(longest_s=20)
+    assert not ends[1].is_stopping
+    ends[0].announce_stop()
+    ends[0].close()
+    ends[1].check_for_new_node(longest_s=20)
+    assert ends[1].is_stopping
+    assert ends[1].look() is None, "no failure"
 
 
-def test_what_ranks_of_other_nodes_do_is_known_after_they_are_gone() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
-    made = {"session": "s", "num_nodes": 3}
-    here = OtherNodes("127.0.0.1", store.port, node_rank=0, **made)  # type: ignore[arg-type]
-    silent = OtherNodes("127.0.0.1", store.port, node_rank=1, **made)  # type: ignore[arg-type]
-    there = OtherNodes("127.0.0.1", store.port, node_rank=2, describe=lambda: "rank 4 \x1b[2Jwaits", **made)  # type: ignore[arg-type]
-    try:
-        there.check_for_new_node(longest_s=20)
-        there.close()
-        there._thread.join(20)
-        here.request_states()
-        (told,) = here.states(longest_s=20)
-        assert told.startswith("on node 2 (")
-        assert told.endswith("): rank 4 \\x1b[2Jwaits")
-    finally:
-        for end in (here, silent, there):
-            end.close()
-            end._thread.join(20)
+def test_what_ranks_of_other_nodes_do_is_known_after_they_are_gone(launcher: Launcher) -> None:
+    here, _ = launcher(0, 3), launcher(1, 3)  # the second one never says anything
+    there = launcher(2, 3, describe=lambda: "rank 4 \x1b[2Jwaits")
+    there.check_for_new_node(longest_s=20)
+    there.close()
+    there._thread.join(20)
+    here.request_states()
+    (told,) = here.states(longest_s=20)
+    assert told.startswith("on node 2 (")
+    assert told.endswith("): rank 4 \\x1b[2Jwaits")
 
 
 class Counting:
@@ -178,105 +173,76 @@ class Counting:
         return call
 
 
-def played(monkeypatch: pytest.MonkeyPatch, num_nodes: int) -> tuple[Counting, Callable[[int], OtherNodes]]:
-    """The store of so many nodes, and what starts one of them."""
-    counting = Counting(PrefixStore("nodes", HashStore()))
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    """The store of all launchers."""
+    store = Counting(PrefixStore("nodes", HashStore()))
     monkeypatch.setattr(nodes, "TCPStore", lambda *_, **__: None)
-    monkeypatch.setattr(nodes, "PrefixStore", lambda *_: counting)
-
-    def start(node: int) -> OtherNodes:
-        return OtherNodes("unused", 0, session="p", node_rank=node, num_nodes=num_nodes, lost_after_s=1000.0)
-
-    return counting, start
+    monkeypatch.setattr(nodes, "PrefixStore", lambda *_: store)
+    return store
 
 
 @pytest.mark.parametrize("num_nodes", [3, 40, pytest.param(512, marks=pytest.mark.extended)])
 @pytest.mark.timeout(600)
 def test_a_beat_costs_at_most_four_calls_however_many_nodes_there_are(
-    monkeypatch: pytest.MonkeyPatch, num_nodes: int
+    counting: Counting, launcher: Launcher, num_nodes: int
 ) -> None:
-    counting, start = played(monkeypatch, num_nodes)
-    ends = [start(node) for node in range(num_nodes)]
-    try:
-        deadline = time.monotonic() + 150
-        while any(len(end._facts) < num_nodes - 1 for end in ends):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        beats = [end._num_beats for end in ends]
-        counting.num_calls.clear()
-        counting.num_values.clear()
-        time.sleep(2.0)
-        calls, values = dict(counting.num_calls), dict(counting.num_values)
-        done = [end._num_beats + 1 - before for end, before in zip(ends, beats, strict=True)]
-        assert sum(calls.values()) <= 4 * sum(done)
-        of_the_store, others = max(values.values()), sum(values.values()) - max(values.values())
-        assert of_the_store <= (num_nodes + 4) * done[0], "two values written, the beats and the failure read, a row"
-        assert others <= 5 * sum(done[1:]), "two values written, the row looked for, it and the failure read"
-        assert [end.look() for end in ends] == [None] * num_nodes
-        ends[1].publish_failure("rank 8 failed", 9, wait_s=60)
-        assert wait_for(ends[-1]).status == 9
-    finally:
-        for end in ends:
-            end._is_closed.set()
-            end._wakes.set()
-        for end in ends:
-            end._thread.join(60)
+    ends = [launcher(node, num_nodes, lost_after_s=1000.0) for node in range(num_nodes)]
+    deadline = time.monotonic() + 150
+    while any(len(end._facts) < num_nodes - 1 for end in ends):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    beats = [end._num_beats for end in ends]
+    counting.num_calls.clear()
+    counting.num_values.clear()
+    time.sleep(2.0)
+    calls, values = dict(counting.num_calls), dict(counting.num_values)
+    done = [end._num_beats + 1 - before for end, before in zip(ends, beats, strict=True)]
+    assert sum(calls.values()) <= 4 * sum(done)
+    of_the_store, others = max(values.values()), sum(values.values()) - max(values.values())
+    assert of_the_store <= (num_nodes + 4) * done[0], "two values written, the beats and the failure read, a row"
+    assert others <= 5 * sum(done[1:]), "two values written, the row looked for, it and the failure read"
+    assert [end.look() for end in ends] == [None] * num_nodes
+    ends[1].publish_failure("rank 8 failed", 9, wait_s=60)
+    assert wait_for(ends[-1]).status == 9
 
 
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_node_that_starts_late_stops_nobody(monkeypatch: pytest.MonkeyPatch, late: int) -> None:
+def test_a_node_that_starts_late_stops_nobody(counting: Counting, launcher: Launcher, late: int) -> None:
     """A store waits for a key that isn't there. Neither the store's own launcher nor another one need be in time."""
-    _, start = played(monkeypatch, 3)
-    ends = {node: start(node) for node in range(3) if node != late}
-    try:
-        time.sleep(1.0)
-        assert all(end._num_beats >= 2 for end in ends.values())
-        assert [end.look() for end in ends.values()] == [None, None]
-        ends[late] = start(late)
-        assert not ends[late].check_for_new_node(longest_s=20)
-        ends[1].announce_new_node(wait_s=20)
-        assert all(end.check_for_new_node(longest_s=20) for end in ends.values())
-    finally:
-        for end in ends.values():
-            end.close()
-            end._thread.join(20)
+    ends = {node: launcher(node, 3, lost_after_s=1000.0) for node in range(3) if node != late}
+    time.sleep(1.0)
+    assert all(end._num_beats >= 2 for end in ends.values())
+    assert [end.look() for end in ends.values()] == [None, None]
+    ends[late] = launcher(late, 3, lost_after_s=1000.0)
+    assert not ends[late].check_for_new_node(longest_s=20)
+    ends[1].announce_new_node(wait_s=20)
+    assert all(end.check_for_new_node(longest_s=20) for end in ends.values())
 
 
-def test_looks_that_change_all_the_time_are_sent_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looks_that_change_all_the_time_are_sent_now_and_then(
+    counting: Counting, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """How long a rank has waited changes with every look, and all nodes read what is new."""
     monkeypatch.setattr(nodes, "_LOOKS_S", 1000.0)
-    _, start = played(monkeypatch, 2)
-    here, there = start(0), start(1)
-    try:
-        for number in range(3):
-            here.publish_looks(str(number))
-            assert not there.check_for_new_node(longest_s=20)
-            assert [text for _, text in there.looks()] == ["0"]
-        here.publish_looks("")
-        here.check_for_new_node(longest_s=20)
-        there.check_for_new_node(longest_s=20)
-        assert there.looks() == []
-    finally:
-        for end in (here, there):
-            end.close()
-            end._thread.join(20)
+    here, there = launcher(0, 2), launcher(1, 2)
+    for number in range(3):
+        here.publish_looks(str(number))
+        assert not there.check_for_new_node(longest_s=20)
+        assert [text for _, text in there.looks()] == ["0"]
+    here.publish_looks("")
+    here.check_for_new_node(longest_s=20)
+    there.check_for_new_node(longest_s=20)
+    assert there.looks() == []
 
 
-def test_a_launcher_that_stops_its_heartbeat_is_noticed() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
-    made = {"session": "b", "num_nodes": 2, "lost_after_s": 1.5}
-    here = OtherNodes("127.0.0.1", store.port, node_rank=0, **made)  # type: ignore[arg-type]
-    there = OtherNodes("127.0.0.1", store.port, node_rank=1, **made)  # type: ignore[arg-type]
-    try:
-        time.sleep(1.0)
-        there.close()
-        lost = wait_for(here)
-        assert lost.status == 76
-        assert "node 1 (" in lost.text
-    finally:
-        for end in (here, there):
-            end.close()
-            end._thread.join(20)
+def test_a_launcher_that_stops_its_heartbeat_is_noticed(launcher: Launcher) -> None:
+    here, there = (launcher(node, 2, lost_after_s=1.5) for node in range(2))
+    time.sleep(1.0)
+    there.close()
+    lost = wait_for(here)
+    assert lost.status == 76
+    assert "node 1 (" in lost.text
 
 
 _kept: list[FixedNodesRendezvous] = []
@@ -304,7 +270,7 @@ def meet(port: int, node_rank: int, told: dict[int, str], num_nodes: int = 2, ru
     ],
 )
 def test_nodes_given_different_commands_end_at_once(second: dict[str, Any], says: str | None) -> None:
-    """FAULTS.md, 38."""
+    """They would wait for each other for minutes."""
     reservation = Reservation()
     port = reservation.port
     told: dict[int, str] = {}

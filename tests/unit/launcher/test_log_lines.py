@@ -10,7 +10,7 @@ import warnings
 import pytest
 
 from evenstep.console import quieten
-from evenstep.launcher.spawn.log_lines import StampedLines, stamp
+from evenstep.launcher.spawn.log_lines import StampedLines
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} rank 3 step 0 \| "
 
@@ -25,10 +25,6 @@ def test_every_line_has_one_stamp_in_whatever_pieces_it_comes() -> None:
     lines = raw.getvalue().decode().splitlines()
     assert [re.sub(STAMP, "", line) for line in lines] == ["one and the rest", "two", "three", "foür and 5"]
     assert all(len(re.findall(STAMP, line)) == 1 for line in lines)
-
-
-def test_a_stamp_has_milliseconds_and_the_step() -> None:
-    assert re.fullmatch(r"\S+ \S+\.125 rank 1 step 7 \| ", stamp(1_700_000_000.125, 1, 7))
 
 
 def test_other_ranks_of_a_shared_terminal_log_errors_only(capsys: pytest.CaptureFixture[str]) -> None:

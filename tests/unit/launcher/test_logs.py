@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-import tempfile
 import time
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from evenstep.launcher.options.logs import (
     OutputChoices,
     RankLogs,
     make_log_directory,
-    name_of_run,
     plan_destination,
     tail,
 )
@@ -72,11 +69,6 @@ def test_tail(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b"".join(b"line %d\n" % i for i in range(50)) + b"\xff end")
     assert tail(str(tmp_path / "log"), num_lines=2) == "line 49\n\ufffd end"
     assert tail(str(tmp_path / "none")) == ""
-
-
-def test_a_run_is_named_as_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert re.fullmatch(rf"{os.getpid()}-\w+", name_of_run(make_log_directory(None)))
 
 
 def test_logs_have_the_hosts_name_and_a_folder_is_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,6 @@ from evenstep.launcher.failure.detection import Hang
 from evenstep.launcher.failure.report import (
     Failure,
     RemoteFailure,
-    StopPolicy,
     describe_exit,
     describe_failure,
     describe_ranks,
@@ -27,50 +27,46 @@ WITNESS = CrashReport(0, 100, 4, True, 76, "PeerLostError: gone", "Traceback (mo
 MISTAKE = CrashReport(1, 101, 5, False, 78, "ConfigurationError: bad", "ConfigurationError: bad\n  at train.py, line 3")
 
 
-def test_the_traceback_comes_first_and_the_verdict_last() -> None:
-    failure = failure_of([Exit(0, 100, 76), Exit(1, 101, 1)], [WITNESS, GENUINE], attempt=0)
+SILENT = [Exit(0, 100, 76), Exit(1, 101, -9)]  # rank 1 says nothing, and rank 0 has lost it
+
+
+def failed(exits: list[Exit], reports: list[CrashReport], **more: Any) -> Failure:
+    failure = failure_of(exits, reports, attempt=0)
     assert failure is not None
-    text = describe_failure(failure, other_logs=Path("/logs"))
+    return replace(failure, **more)
+
+
+def told(exits: list[Exit], reports: list[CrashReport], *, num_nodes: int = 1) -> list[str]:
+    return describe_failure(failed(exits, reports), num_nodes=num_nodes).splitlines()
+
+
+def waited(rank: int, missing: str) -> CrashReport:
+    summary = f"CollectiveTimeoutError: rank {rank} waited 6.0 s in all_reduce. Missing: {missing}. Look there."
+    return CrashReport(rank, 100 + rank, 4, True, 71, summary, f"Traceback (most recent call last):\n{summary}")
+
+
+def test_the_traceback_comes_first_and_the_verdict_last() -> None:
+    text = describe_failure(failed([Exit(0, 100, 76), Exit(1, 101, 1)], [WITNESS, GENUINE]), other_logs=Path("/logs"))
     assert text.splitlines()[0] == "evenstep: output of the other ranks: /logs"
     assert text.count("Traceback") == 1
     assert text.splitlines()[-1] == "evenstep: rank 1 (pid 101) failed: ValueError: boom"
 
 
 def test_a_users_mistake_is_said_once_and_without_traceback() -> None:
-    failure = failure_of([Exit(1, 101, 78)], [MISTAKE], attempt=0)
-    assert failure is not None
-    assert (
-        describe_failure(failure) == "evenstep: rank 1 (pid 101) failed: ConfigurationError: bad\n  at train.py, line 3"
-    )
-
-
-def test_a_syntax_error_has_no_traceback_and_still_its_lines() -> None:
-    shown = '  File "train.py", line 1\n    x = (\n        ^\nSyntaxError: never closed'
-    report = CrashReport(0, 100, 5, False, 1, "SyntaxError: never closed (train.py, line 1)", shown)
-    failure = failure_of([Exit(0, 100, 1)], [report], attempt=0)
-    assert failure is not None
-    assert describe_failure(failure).splitlines() == [
-        *shown.splitlines(),
-        "evenstep: rank 0 (pid 100) failed: SyntaxError: never closed (train.py, line 1)",
-    ]
+    (line, where) = told([Exit(1, 101, 78)], [MISTAKE])
+    assert (line, where) == ("evenstep: rank 1 (pid 101) failed: ConfigurationError: bad", "  at train.py, line 3")
 
 
 def test_who_died_without_a_word_leaves_the_end_of_its_log() -> None:
-    failure = failure_of([Exit(0, 100, 76), Exit(1, 101, -11)], [WITNESS], attempt=0)
-    assert failure is not None
-    assert describe_failure(failure, log="/logs/rank-1.log", log_tail="Fatal Python error").splitlines() == [
-        "evenstep: the last lines of rank 1 (/logs/rank-1.log):",
-        "Fatal Python error",
-        "evenstep: rank 1 (pid 101) was killed by SIGSEGV",
-    ]
+    text = describe_failure(failed(SILENT, [WITNESS]), log="/logs/rank-1.log", log_tail="Fatal Python error")
+    assert text.splitlines()[:2] == ["evenstep: the last lines of rank 1 (/logs/rank-1.log):", "Fatal Python error"]
 
 
 def test_a_mistake_that_all_ranks_have_made_is_not_rank_1s() -> None:
     other = replace(MISTAKE, rank=0, pid=100, time_ns=9)
-    failure = failure_of([Exit(0, 100, 78), Exit(1, 101, 78)], [MISTAKE, other], attempt=0)
-    assert failure is not None
     seen = Heartbeat(101, Phase.BETWEEN_STEPS, 0, 4, False, 1)
-    failure = replace(failure, pages={0: replace(seen, pid=100), 1: seen})
+    pages = {0: replace(seen, pid=100), 1: seen}
+    failure = failed([Exit(0, 100, 78), Exit(1, 101, 78)], [MISTAKE, other], pages=pages)
     text = describe_failure(failure, run="run R, attempt 1 of 1, host A", other_logs=Path("/logs"))
     assert text == "evenstep: all ranks failed: ConfigurationError: bad\n  at train.py, line 3"
     alone = describe_failure(replace(failure, reports=(MISTAKE,)), run="run R", other_logs=Path("/logs"))
@@ -80,82 +76,60 @@ def test_a_mistake_that_all_ranks_have_made_is_not_rank_1s() -> None:
     ]
 
 
-def told(exits: list[Exit], reports: list[CrashReport], *, num_nodes: int = 1) -> list[str]:
-    failure = failure_of(exits, reports, attempt=0)
-    assert failure is not None
-    return describe_failure(failure, num_nodes=num_nodes).splitlines()
+LATE = CrashReport(1, 101, 5, True, 76, "PeerLostError: gone", "Traceback (most recent call last):\nPeerLostError")
+ALSO = CrashReport(3, 103, 6, True, 76, WITNESS.summary, WITNESS.traceback)
+STOPPED = Exit(1, 101, -15, stopped_by_launcher=True)
+MISSING = "rank 1 (pid 101) had not arrived where rank 0 waited; it "
 
 
-def waited(rank: int, missing: str) -> CrashReport:
-    summary = f"CollectiveTimeoutError: rank {rank} waited 6.0 s in all_reduce. Missing: {missing}. Look there."
-    return CrashReport(rank, 100 + rank, 4, True, 71, summary, f"Traceback (most recent call last):\n{summary}")
+@pytest.mark.parametrize(
+    ("exits", "reports", "verdict"),
+    [
+        (
+            [Exit(0, 100, 76), Exit(1, 101, 0), Exit(2, 102, 0), Exit(3, 103, 76)],
+            [WITNESS, ALSO],
+            "rank 1 (pid 101) and rank 2 (pid 102) had ended with status 0 while rank 0 and rank 3 still waited: their",
+        ),
+        (
+            [Exit(0, 100, 76), *(Exit(rank, 100 + rank, 0) for rank in range(1, 9))],
+            [WITNESS],
+            "rank 1 (pid 101), rank 2 (pid 102), rank 3 (pid 103), rank 4 (pid 104), rank 5 (pid 105), rank 6",
+        ),
+        ([Exit(0, 100, 71), STOPPED], [waited(0, "rank 1 (pid 101)")], f"{MISSING}was still running, and has been"),
+        ([Exit(0, 100, 71), STOPPED], [waited(0, "rank 1 (pid 101, stopped)")], f"{MISSING}was suspended (state T)"),
+        # Each hears only of its neighbours: rank 0 waits for rank 1, which waits for rank 2.
+        (
+            [Exit(0, 100, 71), Exit(1, 101, 71), Exit(2, 102, -9, stopped_by_launcher=True)],
+            [waited(0, "rank 1 (pid 101)"), waited(1, "rank 2 (pid 102)")],
+            "rank 2 (pid 102) had not arrived where rank 0 and rank 1 waited;",
+        ),
+        (
+            [Exit(0, 100, 71), Exit(1, 101, 71)],
+            [waited(0, "rank 1 (pid 101)"), waited(1, "rank 0 (pid 100)")],
+            "rank 0 and rank 1 waited for each other, in different calls: compare their tracebacks",
+        ),
+        ([Exit(0, 100, 71), Exit(1, 101, 76)], [waited(0, "rank 1 (pid 101)"), LATE], f"{MISSING}came later, and"),
+        ([Exit(0, 100, 71), Exit(1, 101, 0)], [waited(0, "rank 1 (pid 101)")], "rank 1 (pid 101) had ended with"),
+    ],
+)  # fmt: skip
+def test_who_is_named_of_those_that_left_or_were_late(
+    exits: list[Exit], reports: list[CrashReport], verdict: str
+) -> None:
+    assert told(exits, reports)[-1].startswith(f"evenstep: {verdict}")
 
 
 def test_a_rank_that_ended_early_with_status_0_is_named_and_there_is_advice() -> None:
     frames = '  File "train.py", line 7, in main\n    step()\n  File "/x/site-packages/a.py", line 9, in f\n'
     witness = replace(WITNESS, traceback=f"Traceback (most recent call last):\n{frames}PeerLostError: gone")
     (verdict,) = told([Exit(0, 100, 76), Exit(1, 101, 0)], [witness])
-    assert verdict.startswith(
-        "evenstep: rank 1 (pid 101) had ended with status 0 while rank 0 still waited: its loop was"
-    )
     assert " early. Rank 0 waited at train.py, line 7. Give all ranks" in verdict
     assert "model.join()" in verdict
     assert "DataLoader(global_batch_size=" in verdict
 
 
-def test_several_that_ended_early_and_several_that_waited() -> None:
-    other = CrashReport(3, 103, 6, True, 76, WITNESS.summary, WITNESS.traceback)
-    exits = [Exit(0, 100, 76), Exit(1, 101, 0), Exit(2, 102, 0), Exit(3, 103, 76)]
-    assert told(exits, [WITNESS, other])[-1].startswith(
-        "evenstep: rank 1 (pid 101) and rank 2 (pid 102) had ended with status 0 while rank 0 and rank 3 still waited: "
-        "their loops were"
-    )
-
-
-def test_the_line_stays_one_line_with_many_ranks() -> None:
-    exits = [Exit(0, 100, 76), *(Exit(rank, 100 + rank, 0) for rank in range(1, 64))]
-    assert "rank 7 (pid 107) and 56 others had ended with status 0" in told(exits, [WITNESS])[-1]
-
-
-def test_who_did_not_arrive_in_time_is_named() -> None:
-    exits = [Exit(0, 100, 71), Exit(1, 101, -15, stopped_by_launcher=True)]
-    missing = "evenstep: rank 1 (pid 101) had not arrived where rank 0 waited; it was "
-    assert told(exits, [waited(0, "rank 1 (pid 101)")])[-1] == missing + "still running, and has been stopped"
-    assert told(exits, [waited(0, "rank 1 (pid 101, stopped)")])[-1] == (
-        missing + "suspended (state T), and has been stopped"
-    )
-
-
-def test_who_waited_too_is_not_blamed_for_being_late() -> None:
-    """Each hears only of its neighbours: rank 0 waits for rank 1, which waits for rank 2."""
-    exits = [Exit(0, 100, 71), Exit(1, 101, 71), Exit(2, 102, -9, stopped_by_launcher=True)]
-    reports = [waited(0, "rank 1 (pid 101)"), waited(1, "rank 2 (pid 102)")]
-    assert told(exits, reports)[-1].startswith(
-        "evenstep: rank 2 (pid 102) had not arrived where rank 0 and rank 1 waited;"
-    )
-    exits = [Exit(0, 100, 71), Exit(1, 101, 71)]
-    reports = [waited(0, "rank 1 (pid 101)"), waited(1, "rank 0 (pid 100)")]
-    verdict = told(exits, reports)[-1]
-    assert verdict == "evenstep: rank 0 and rank 1 waited for each other, in different calls: compare their tracebacks"
-
-
-def test_who_came_too_late_did_not_wait_for_the_one_that_had_given_up() -> None:
-    late = CrashReport(1, 101, 5, True, 76, "PeerLostError: gone", "Traceback (most recent call last):\nPeerLostError")
-    verdict = told([Exit(0, 100, 71), Exit(1, 101, 76)], [waited(0, "rank 1 (pid 101)"), late])[-1]
-    assert verdict == (
-        "evenstep: rank 1 (pid 101) had not arrived where rank 0 waited; it came later, and found no other rank"
-    )
-
-
-def test_who_was_missing_and_has_ended_with_status_0_had_left() -> None:
-    verdict = told([Exit(0, 100, 71), Exit(1, 101, 0)], [waited(0, "rank 1 (pid 101)")])[-1]
-    assert "had ended with status 0" in verdict
-
-
 def test_what_cannot_be_known_is_not_said() -> None:
     """Rank 1 closed its world and ran on: nobody told why."""
-    exits = [Exit(0, 100, 76), Exit(1, 101, -15, stopped_by_launcher=True)]
-    *before, silent, verdict = told(exits, [WITNESS])
+    *before, silent, verdict = told([Exit(0, 100, 76), STOPPED], [WITNESS])
     assert before == WITNESS.traceback.splitlines()
     assert silent == "evenstep: rank 1 (pid 101) was still running, had reported no error, and has been stopped"
     assert verdict == "evenstep: rank 0 (pid 100) failed: PeerLostError: gone"
@@ -202,21 +176,13 @@ def test_ends_in_words_and_numbers(code: int, words: str, status: int) -> None:
     assert (describe_exit(code), exit_status(code)) == (words, status)
 
 
-def test_a_policy_is_validated() -> None:
-    with pytest.raises(ValueError, match="at least 0"):
-        StopPolicy(grace_s=-1)
-
-
-LEFT = failure_of([Exit(0, 100, 76), Exit(1, 101, 0)], [WITNESS], attempt=0)
-
-
 def test_who_left_early_is_a_mismatch_and_told_with_its_step() -> None:
-    assert LEFT is not None
-    assert status_of(LEFT) == 72
+    left = failed([Exit(0, 100, 76), Exit(1, 101, 0)], [WITNESS])
+    assert status_of(left) == 72
     for others, words in ((5, "after 3 steps; the others have made 5."), (3, "after 3 steps.")):
         pages = {rank: Heartbeat(1, Phase.FORWARD, step, 9, False, 1) for rank, step in ((0, others), (1, 3))}
-        assert f" early, {words} " in describe_failure(replace(LEFT, pages=pages))
-    assert " early. Give" in describe_failure(LEFT)
+        assert f" early, {words} " in describe_failure(replace(left, pages=pages))
+    assert " early. Give" in describe_failure(left)
 
 
 @pytest.mark.parametrize(
@@ -229,9 +195,7 @@ def test_who_left_early_is_a_mismatch_and_told_with_its_step() -> None:
     ],
 )
 def test_status(exits: list[Exit], reports: list[CrashReport], status: int) -> None:
-    failure = failure_of(exits, reports, attempt=0)
-    assert failure is not None
-    assert status_of(failure) == status
+    assert status_of(failed(exits, reports)) == status
 
 
 @pytest.mark.parametrize(
@@ -243,16 +207,13 @@ def test_status(exits: list[Exit], reports: list[CrashReport], status: int) -> N
     ],
 )
 def test_who_was_killed_for_memory(kills: int | None, says: str) -> None:
-    failure = failure_of([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=0)
-    assert failure is not None
     sizes = {0: 1 << 30, 1: 2 << 30}
-    assert says in describe_failure(replace(failure, resident_bytes=sizes, num_memory_kills=kills))
+    assert says in describe_failure(failed(SILENT, [WITNESS], resident_bytes=sizes, num_memory_kills=kills))
 
 
 def test_a_hang_is_71_and_the_last_line() -> None:
-    failure = failure_of([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=0)
-    assert failure is not None
-    hung = replace(failure, hang=Hang(1, 101, 30.0, Heartbeat(101, Phase.BACKWARD, 7, 9, False, 1)))
+    seen = Heartbeat(101, Phase.BACKWARD, 7, 9, False, 1)
+    hung = failed(SILENT, [WITNESS], hang=Hang(1, 101, 30.0, seen))
     assert status_of(hung) == 71
     assert describe_failure(hung).splitlines()[-1] == (
         "evenstep: rank 1 (pid 101) is stopped (state T) in backward, step 7 of this attempt, collective 9, since 30 "
@@ -268,28 +229,15 @@ def test_what_a_rank_says_cannot_command_the_terminal() -> None:
 
 
 def test_the_state_of_the_root_cause_and_of_who_waits_comes_first() -> None:
-    failure = failure_of([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=1)
-    assert failure is not None
     pages = {
         0: Heartbeat(100, Phase.BACKWARD, 7, 9, True, 1, waiting_since_ns=500_000_000),
         1: Heartbeat(101, Phase.BACKWARD, 7, 9, False, 1),
     }
-    text = describe_failure(
-        replace(failure, pages=pages, noticed_ns=2_000_000_000), run="run R, attempt 2 of 4, host A"
-    )
+    failure = failed(SILENT, [WITNESS], pages=pages, noticed_ns=2_000_000_000)
+    text = describe_failure(failure, run="run R, attempt 2 of 4, host A")
     assert text.splitlines()[0] == (
         "evenstep: run R, attempt 2 of 4, host A: rank 1 (pid 101) was in backward, step 7 of this attempt, "
         "collective 9; rank 0 waited for others, for 1.5 s"
-    )
-
-
-@pytest.mark.parametrize("seen", [None, Heartbeat(101, Phase.STARTING, 0, 0, False, 1)])
-def test_nothing_is_said_of_the_state_before_the_first_step(seen: Heartbeat | None) -> None:
-    failure = failure_of([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=0)
-    assert failure is not None
-    pages = {} if seen is None else {1: seen}
-    assert describe_failure(replace(failure, pages=pages), run="run R") == describe_failure(
-        replace(failure, pages=pages)
     )
 
 

@@ -91,19 +91,6 @@ def test_a_rank_that_reads_from_its_gpu_waits_for_it() -> None:
     assert where(("train.py", 33, "main"), text="losses.append(loss.item())").call == "", "on a CPU nothing waits there"
 
 
-def test_the_stack_is_shown_as_python_does_without_what_started_the_script() -> None:
-    place = where(("train.py", 30, "main"), text="time.sleep(60)")
-    assert place.stack.splitlines() == [
-        '  File "train.py", line 40, in <module>',
-        "    time.sleep(60)",
-        '  File "train.py", line 30, in main',
-        "    time.sleep(60)",
-    ]
-    deep = where(*[("train.py", number, "again") for number in range(200)])
-    assert len(deep.stack.splitlines()) < 20
-    assert "  ..." in deep.stack
-
-
 def test_a_worker_is_where_it_is_and_not_where_its_rank_was_when_it_forked_it() -> None:
     fork = [("/lib/multiprocessing/process.py", 314, "_bootstrap"), ("train.py", 20, "main")]
     loop = (f"{TORCH}/utils/data/_utils/worker.py", 349, "_worker_loop")

@@ -99,30 +99,3 @@ def test_a_state_has_what_is_finished_and_no_more(fresh_seed: int):
     begun = {at[1] for at, _ in finished}
     assert sorted(finished) == [((1, epoch, 0), batch) for epoch in sorted(begun) for batch in range(11)]
     assert taken.is_over
-
-
-def test_batches_that_were_finished_out_of_order_count_once_after_two_restarts():
-    """Else a pass would never be over, or be over while batches are open."""
-
-    def restarted(queue: BatchQueue) -> BatchQueue:
-        again = BatchQueue()
-        again.load_state(json.loads(json.dumps(queue.state())))
-        return again
-
-    def take(queue: BatchQueue) -> int | None:
-        batch = queue.take(0, wanted, 6, "{}").batch
-        return None if batch is None else batch[1]
-
-    queue, wanted = BatchQueue(), (1, 0, 0)
-    assert [take(queue) for _ in range(4)] == [0, 1, 2, 3]
-    queue.finish(0, [(wanted, number) for number in (0, 2, 3)])
-    queue = restarted(queue)  # batch 1 was held, and is open again
-    assert take(queue) == 1
-    queue.finish(0, [(wanted, 1)])
-    queue = restarted(queue)
-    assert [take(queue) for _ in range(2)] == [4, 5]
-    assert not queue.take(0, wanted, 6, "{}").is_over
-    queue.finish(0, [(wanted, 4)])
-    assert not queue.take(0, wanted, 6, "{}").is_over
-    queue.finish(0, [(wanted, 5)])
-    assert queue.take(0, wanted, 6, "{}").is_over

@@ -203,17 +203,6 @@ def test_a_run_ends_when_all_have_left_and_one_of_them_was_killed():
     assert run.decisions[-1].released == [last]
 
 
-def test_the_schedule_steps_after_every_update():
-    run = Run(Mode("async"), 2)
-    optimizer = run.shards[0].optimizer
-    assert optimizer is not None
-    run.shards[0].scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for worker in (0, 1, 0):
-        run.push(worker, 1.0)
-    run.push(1, 1.0, weight=0)
-    assert run.value == -1.75
-
-
 def test_what_is_packed_does_not_change():
     shard = make_shard()
     before = shard.packed()[0]
@@ -221,15 +210,6 @@ def test_what_is_packed_does_not_change():
     shard.apply([Pushed(1.0, [True], [torch.ones(2, dtype=torch.float64)], {})])
     assert before.abs().sum() == 0
     assert shard.packed()[0].tolist() == [-1, -1]
-
-
-def test_gradients_are_gone_when_an_optimizer_fails():
-    parameter = nn.Parameter(torch.zeros(2))
-    shard = Shard({"p": parameter}, torch.optim.SparseAdam([parameter]), None, {})
-    with pytest.raises(RuntimeError, match="SparseAdam"):
-        shard.apply([Pushed(1.0, [True], [torch.ones(2)], {})])
-    assert parameter.grad is None
-    assert shard.version == 0
 
 
 def test_batches_that_nobody_is_left_to_take_are_named():

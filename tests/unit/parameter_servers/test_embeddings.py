@@ -24,7 +24,6 @@ from evenstep.parameter_servers.embedding.table import (
     add_up,
     split_by_server,
 )
-from evenstep.parameter_servers.server import Server
 
 DOUBLE = torch.float64
 
@@ -346,33 +345,15 @@ def test_sync_looks_nothing_up_ahead():
             next(iter(loader))
 
 
-def test_without_servers():
-    alone = evenstep.RemoteEmbedding(4, 2)
-    for call in (lambda: alone(torch.tensor([1])), lambda: alone.prefetch(torch.tensor([1])), alone.rows):
-        with pytest.raises(UsageError, match="no server has this table"):
-            call()
-    with evenstep.parameter_server(lambda: alone, torch.optim.SGD):
-        alone.rows()
-    with pytest.raises(UsageError, match="no server has this table"):
-        alone.rows()
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"num_embeddings": 0}, "num_embeddings=0"),
-        ({"embedding_dim": 1.5}, "embedding_dim=1.5"),
         ({"padding_idx": 4}, "padding_idx=4"),
-        ({"padding_idx": -5}, "padding_idx=-5"),
         ({"pooling": "min"}, "pooling='min'"),
         ({"optimizer": "lamb"}, "optimizer='lamb'; 'sgd', 'adagrad'"),
         ({"lr": -1}, "lr=-1"),
-        ({"lr": float("nan")}, "lr=nan"),
-        ({"optimizer": "rowwise_adam"}, "optimizer='rowwise_adam'"),
-        ({"eps": -1}, "eps=-1"),
-        ({"init_std": -1}, "init_std=-1"),
         ({"init_fn": 3}, "init_fn=3"),
-        ({"seed": -1}, "seed=-1"),
         ({"name": ""}, "name=''"),
     ],
 )
@@ -445,30 +426,3 @@ def test_a_checkpoint_of_other_tables_is_refused(tmp_path: Path):
     run("t")
     with pytest.raises(evenstep.EvenstepError, match=r"\['t'\].*\['u'\]"):
         run("u")
-
-
-def test_the_bytes_of_a_step_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch, fresh_seed: int):
-    """docs/how-to/remote-embeddings.md has it."""
-    torch.manual_seed(fresh_seed)
-    sent: list[tuple[str, int, int]] = []
-    answer = Server.answer
-
-    def counted(self: Any, rank: int, message: Any) -> Any:
-        kind, there = message.head["kind"], sum(each.nbytes for each in message.tensors)
-        found = answer(self, rank, message)
-        sent.append((kind, there, sum(each.nbytes for each in found.tensors)))
-        return found
-
-    monkeypatch.setattr(Server, "answer", counted)
-    row = 6 * 4
-    with evenstep.parameter_server(
-        lambda: evenstep.RemoteEmbedding(1000, 6, padding_idx=0), lambda p: torch.optim.SGD(p)
-    ) as ps:
-        present, coming = (torch.randint(1, 300, (4, 50)) for _ in range(2))
-        sent.clear()
-        ps.model.prefetch(coming)  # type: ignore[operator]
-        ps.backward(ps.model(present).sum())
-        ps.step()
-        found = list(sent)
-    n, ahead = (len(each.unique()) for each in (present, coming))
-    assert found == [("lookup", 8 * ahead, row * ahead), ("lookup", 8 * n, row * n), ("step", (8 + row) * n, 0)]

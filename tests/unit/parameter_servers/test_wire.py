@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import struct
 import threading
@@ -21,7 +20,7 @@ from evenstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
 from evenstep.network import LOOPBACK
 from evenstep.parameter_servers import wire
 from evenstep.parameter_servers.wire import Badge, Line, Message
-from tests.wire_cases import ATTEMPT_BEFORE, BADGE, OTHER_KEY, Cuts, listening
+from tests.wire_cases import ATTEMPT_BEFORE, BADGE, OTHER_KEY, Cuts, listening, wait_until
 
 DTYPES = [
     torch.bool,
@@ -83,7 +82,6 @@ def test_a_tensor_comes_as_it_was(dtype: torch.dtype, where: Path | str, fresh_s
     with listening(where) as place:
         client = place.client()
         answer = client.call("echo", sent, text="ä\n", number=2**70, nothing=None)
-        client.close()
     assert answer.head == {"rank": 0, "kind": "echo", "text": "ä\n", "number": 2**70, "nothing": None}
     assert len(answer.tensors) == len(sent)
     for one, other in zip(sent, answer.tensors, strict=True):
@@ -96,7 +94,6 @@ def test_tensors_that_are_not_contiguous_or_have_a_gradient(where: Path | str):
     with listening(where) as place:
         client = place.client()
         answer = client.call("echo", sent)
-        client.close()
     for one, other in zip(sent, answer.tensors, strict=True):
         assert_same(one.detach(), other)
 
@@ -106,7 +103,6 @@ def test_more_than_a_socket_holds(where: Path | str, fresh_seed: int):
     with listening(where, most_bytes=20_000_000) as place:
         client = place.client()
         assert_same(client.call("echo", [sent]).tensors[0], sent)
-        client.close()
 
 
 @pytest.mark.parametrize(
@@ -116,16 +112,11 @@ def test_more_than_a_socket_holds(where: Path | str, fresh_seed: int):
         struct.pack("!I", wire._MOST_HEADER_BYTES + 1),
         b"garbage!",
         b"{}",
-        b"[]",
-        b"7",
         b'{"tensors": [["float32", [1152921504606846976]]]}',
         b'{"tensors": [["float32", [4294967296, 4294967296]]]}',
         b'{"tensors": [["float32", [-1]]]}',
-        b'{"tensors": [["float32", [-2, -2]]]}',
         b'{"tensors": [["float32", ["x"]]]}',
-        b'{"tensors": [["nn", [1]]]}',
         b'{"tensors": [["load", [1]]]}',
-        b'{"tensors": [[7, [1]]]}',
         b'{"tensors": [["float32"]]}',
         b'{"tensors": [["float32", [25]], ["float64", [13]]]}',
         b"[" * 100_000,
@@ -142,19 +133,12 @@ def test_what_is_no_frame_is_an_error_and_takes_no_memory(pair: tuple[Line, Line
     assert raised.value.errno is not None
 
 
-def test_a_frame_of_just_as_many_bytes_as_can_be_meant(pair: tuple[Line, Line]):
-    near, far = pair
-    near.send(Message({}, [torch.arange(50.0)]), 5.0)
-    assert_same(far.receive(200, 5.0).tensors[0], torch.arange(50.0))
-
-
 def test_a_message_that_is_too_large_is_refused_before_it_is_sent(where: Path | str):
     with listening(where, most_bytes=100) as place:
         client = place.client()
         with pytest.raises(UsageError, match=r"worker 0: tensors of 104 bytes for server 0.*100"):
             client.call("echo", [torch.zeros(26)])
         client.call("echo", [torch.zeros(25)])
-        client.close()
 
 
 def test_an_answer_that_is_too_large_ends_the_client(where: Path | str):
@@ -164,7 +148,6 @@ def test_an_answer_that_is_too_large_ends_the_client(where: Path | str):
         with pytest.raises(PeerLostError, match="tensors of 4,000 bytes, above the limit of 100"):
             client.call("grow")
         assert len(place.calls) == 1
-        client.close()
 
 
 # ---------------------------------------------------------------------- calls
@@ -198,7 +181,6 @@ def test_a_call_that_nobody_has_waited_for_keeps_its_answer(where: Path | str):
         assert second().head["number"] == 2
         assert first().head["number"] == 1
         assert first().head["number"] == 1
-        client.close()
 
 
 def test_an_answer_that_raises_is_an_answer(where: Path | str):
@@ -211,7 +193,6 @@ def test_an_answer_that_raises_is_an_answer(where: Path | str):
         client = place.client()
         assert client.call("fail").head == {"error": "ValueError: no"}
         assert client.call("go on").head == {}
-        client.close()
 
 
 def test_a_listener_that_never_answers_is_named(where: Path | str):
@@ -225,7 +206,6 @@ def test_a_listener_that_never_answers_is_named(where: Path | str):
             client.call("wait")
         done.set()
         assert len(place.calls) == 1
-        client.close()
 
 
 def test_nobody_listens(where: Path | str):
@@ -236,13 +216,6 @@ def test_nobody_listens(where: Path | str):
     with pytest.raises(PeerLostError, match=r"worker 1 lost server 0 \((Connection refused|No such file)"):
         place.client(1)
     client.close()
-
-
-def test_a_listener_that_cannot_listen(tmp_path: Path):
-    with pytest.raises(FileNotFoundError), listening(tmp_path / "nowhere"):
-        pass
-    with pytest.raises(OSError, match="assign"), listening("192.0.2.1"):
-        pass
 
 
 def test_a_peer_that_says_goodbye_is_not_lost(where: Path | str):
@@ -278,32 +251,6 @@ def test_close_sends_the_answers_that_are_on_their_way(where: Path | str):
         assert_same(found[0].tensors[0], torch.arange(100_000.0))
 
 
-def test_nothing_is_left_behind(where: Path | str):
-    """Threads are the guard's, of all tests."""
-    before = set(os.listdir("/proc/self/fd"))
-    with listening(where, silent_s=0.5) as place:
-        clients = [place.client(rank) for rank in range(3)]
-        clients[0].call("echo")
-        clients[1].close()
-        stranger = place.reached()
-        with pytest.raises(PeerLostError):
-            place.client(7, badge=OTHER_KEY)
-    for each in clients:
-        each.close()
-    stranger.close()
-    deadline = time.monotonic() + 30
-    while set(os.listdir("/proc/self/fd")) != before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert set(os.listdir("/proc/self/fd")) == before
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
-
-
 def test_neither_side_keeps_what_has_come(where: Path | str):
     """Else a server would have a copy of its parameters, and of the gradients, for each worker that computes."""
     kept: list[weakref.ref[Tensor]] = []
@@ -321,7 +268,6 @@ def test_neither_side_keeps_what_has_come(where: Path | str):
         wait_until(lambda: all(each() is None for each in kept))
         assert len(kept) == 4
         assert client.call("step").tensors[0].numel() == 5
-        client.close()
 
 
 def test_what_a_broken_connection_says_late_forgets_no_newer_answer(where: Path | str):
@@ -348,25 +294,6 @@ def test_what_a_broken_connection_says_late_forgets_no_newer_answer(where: Path 
         may_end.set()
         caller.join()
         assert finish().head["kind"] == "second"
-        client.close()
-
-
-def test_who_finds_no_thread_comes_again(where: Path | str, monkeypatch: pytest.MonkeyPatch):
-    """The door stays open."""
-    starts, refused = threading.Thread.start, [True]
-
-    def start(thread: threading.Thread) -> None:
-        if thread.name == "evenstep servers' peer" and refused:
-            refused.pop()
-            raise RuntimeError("can't start new thread")
-        starts(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with listening(where) as place:
-        client = place.client(timeout_s=20.0)
-        assert client.call("echo").head["rank"] == 0
-        assert not refused
-        client.close()
 
 
 # ---------------------------------------------------------------------- connections that break
@@ -437,7 +364,6 @@ def test_a_call_that_is_repeated_while_it_is_answered_is_handled_once():
         assert found[0].head == {"done": True}
         assert place.calls == [(0, "slow")]
         assert place.lost == []
-        client.close()
 
 
 def test_an_exception_in_the_middle_of_a_call_breaks_no_other(monkeypatch: pytest.MonkeyPatch):
@@ -464,7 +390,6 @@ def test_an_exception_in_the_middle_of_a_call_breaks_no_other(monkeypatch: pytes
             monkeypatch.setattr(Line, "_move", moves)
             answer = client.call("add", [torch.full((2,), 2.0 * number + 1)], number=2 * number + 1)
             assert answer.head == {"count": 2 * number + 2}
-        client.close()
     assert adds.applied == list(range(10))
 
 
@@ -480,7 +405,6 @@ def test_who_has_another_badge_is_refused(where: Path | str, badge: Badge, capfd
         with pytest.raises(PeerLostError, match="it refuses this process: is the secret file the same on all nodes"):
             place.client(1, badge=badge)
         assert client.call("echo").head["rank"] == 0
-        client.close()
         assert place.calls == [(0, "echo")]
         assert place.lost == []
     said = capfd.readouterr().err
@@ -539,7 +463,6 @@ def test_garbage_and_half_a_hello(where: Path | str, said: bytes, monkeypatch: p
             assert len(staying.recv(32, socket.MSG_WAITALL)) == 32
             assert _rest(staying) == b"", "it is sent away"
         assert client.call("echo").head["rank"] == 0
-        client.close()
         assert (place.calls, place.lost) == ([(0, "echo")], [])
 
 
@@ -568,20 +491,6 @@ def test_who_sends_a_hello_byte_by_byte_is_sent_away(monkeypatch: pytest.MonkeyP
             pytest.fail("it was heard to the end")
 
 
-def test_strangers_are_named_at_most_once_a_second(capfd: pytest.CaptureFixture[str]):
-    began = time.monotonic()
-    with listening() as place:
-        while time.monotonic() < began + 2.5:
-            together = [place.reached() for _ in range(20)]
-            for each in together:
-                each.sendall(bytes(68))
-            for each in together:
-                assert len(each.recv(32, socket.MSG_WAITALL)) in (0, 32)
-                each.close()
-    took_s = time.monotonic() - began
-    assert 1 <= capfd.readouterr().err.count("was refused") <= 1 + took_s
-
-
 def test_the_oldest_stranger_gives_way(where: Path | str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(wire, "_HANDSHAKE_S", 3600.0)
     with listening(where) as place:
@@ -591,7 +500,6 @@ def test_the_oldest_stranger_gives_way(where: Path | str, monkeypatch: pytest.Mo
         assert len(strangers[-1].recv(32, socket.MSG_WAITALL)) == 32
         client = place.client()
         assert client.call("echo").head["rank"] == 0
-        client.close()
         for each in strangers:
             each.close()
 
@@ -603,4 +511,3 @@ def test_a_long_path(tmp_path: Path):
     with listening(folder) as place:
         client = place.client()
         assert client.call("echo").head["rank"] == 0
-        client.close()

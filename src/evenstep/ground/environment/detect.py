@@ -111,7 +111,7 @@ def _from_torchrun(variables: Mapping[str, str], settings: Settings) -> Placemen
     local_world_size = integer(variables, "LOCAL_WORLD_SIZE", default=world_size)
     num_nodes = integer(variables, "GROUP_WORLD_SIZE", default=max(1, world_size // max(1, local_world_size)))
     restart_count = integer(variables, "TORCHELASTIC_RESTART_COUNT", default=0)
-    # A file instead of a TCP store, which would listen on every interface (FAULTS.md, Security).
+    # A file instead of a TCP store, which would listen on every interface.
     store = settings.store if num_nodes == 1 else None
     return Placement(
         rank=integer(variables, "RANK"),

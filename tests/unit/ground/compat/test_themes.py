@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.flop_counter import FlopCounterMode
 
-from evenstep.ground.compat import torch_data, torch_distributed, torch_elastic, torch_profiler, torch_tensors
+from evenstep.ground.compat import torch_data, torch_distributed, torch_profiler, torch_tensors
 
 
 def test_groups_are_counted_from_0_again() -> None:
@@ -48,15 +47,6 @@ def test_how_placements_divide() -> None:
     assert torch_tensors.split_of(Shard(1)) == (1, 1)
     assert torch_tensors.split_of(Replicate()) == (None, 1)
     assert torch_tensors.split_of(Partial()) is None
-
-
-def test_torchelastic_starts_processes_in_another_way_only_inside() -> None:
-    before = multiprocessing.get_subprocess_handler
-    with torch_elastic.processes_started_by(None):
-        assert multiprocessing.get_subprocess_handler is before
-    with torch_elastic.processes_started_by(lambda *_: None):
-        assert multiprocessing.get_subprocess_handler is not before
-    assert multiprocessing.get_subprocess_handler is before
 
 
 def test_one_mode_is_enough_to_be_watched() -> None:

@@ -83,21 +83,6 @@ def test_placement_from_nodes_that_alternate() -> None:
     assert (placement.local_rank, placement.local_world_size, placement.node_rank, placement.num_nodes) == (1, 2, 1, 2)
 
 
-def test_announcement_counts_in_plain_words() -> None:
-    line = environment.announcement(world_size=2, num_nodes=1, device="cpu", num_threads=1)
-    assert line == "evenstep: 2 ranks on 1 node, cpu, 1 thread per rank"
-    line = environment.announcement(world_size=6, num_nodes=3, device="cuda", num_threads=4, fewest_nodes=2)
-    assert line == "evenstep: 2 ranks on each of 2 to 3 nodes, cuda, 4 threads per rank"
-
-
-def test_exported_restores_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVENSTEP_TEST_KEPT", "before")
-    with environment.exported({"EVENSTEP_TEST_KEPT": "inside", "EVENSTEP_TEST_NEW": "inside"}):
-        assert os.environ["EVENSTEP_TEST_KEPT"] == os.environ["EVENSTEP_TEST_NEW"] == "inside"
-    assert os.environ["EVENSTEP_TEST_KEPT"] == "before"
-    assert "EVENSTEP_TEST_NEW" not in os.environ
-
-
 @pytest.mark.parametrize(("text", "expected"), [("4", 4), ("", None), ("0", None), ("4,2", None)])
 def test_openmp_threads(monkeypatch: pytest.MonkeyPatch, text: str, expected: int | None) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", text)
@@ -140,15 +125,6 @@ def test_a_launcher_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) 
     assert "EVENSTEP_SERVERS" not in found, "what the user has set stays"
     assert environment.run_variables("run", servers=2)["EVENSTEP_SERVERS"] == "2"
     assert environment.with_settings(inject="file")["EVENSTEP_SERVERS"] == "1"
-
-
-def test_replaced_variables_are_the_only_ones() -> None:
-    before = dict(os.environ)
-    try:
-        environment.replace({"EVENSTEP_TEST_NEW": "1"})
-        assert dict(os.environ) == {"EVENSTEP_TEST_NEW": "1"}
-    finally:
-        environment.replace(before)
 
 
 def test_the_secret_of_a_run_is_read_once_and_its_place_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

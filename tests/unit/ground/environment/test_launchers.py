@@ -137,7 +137,7 @@ def test_the_port_is_the_same_in_every_process_and_version() -> None:
     ],
 )
 def test_a_job_script_without_a_launcher_is_one_process_and_says_so(variables: dict[str, str], says: str) -> None:
-    """FAULTS.md, 44."""
+    """It would wait for ranks that never start."""
     node_file = recorded.PBS_NODE_FILE if "PBS_JOBID" in variables else ()
     found = detect(variables, node_file=node_file)
     assert found == Placement()
@@ -156,21 +156,16 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
             "OMPI_COMM_WORLD_SIZE=2, .* OMPI_COMM_WORLD_RANK is not set",
         ),
         (recorded.OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"}, r"OMPI_COMM_WORLD_RANK=2, .*contradict .*rank 2 of 2"),
-        (recorded.OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "two"}, "OMPI_COMM_WORLD_SIZE='two' is not a whole number"),
         (recorded.OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, "OMPI_COMM_WORLD_LOCAL_SIZE=3: .*contradict"),
         (
             without(recorded.OPEN_MPI_ON_TWO_HOSTS, "OMPI_MCA_orte_hnp_uri"),
             "the address of rank 0 is unknown. Set MASTER_ADDR",
         ),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "MPI_LOCALRANKID, MPI_LOCALNRANKS are not set"),
         ({"PMI_SIZE": "4"}, "PMI_SIZE=4 look like MPICH, but PMI_RANK"),
-        (without(recorded.PALS, "PMI_SIZE"), "PALS.*PMI_SIZE is not set"),
-        (recorded.OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK=0.*contradict"),
         (recorded.SRUN | {"SLURM_PROCID": "2"}, "SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=2.*contradict"),
         (recorded.SRUN | {"SLURM_STEP_NODELIST": "node[0"}, "SLURM_STEP_NODELIST: .*brackets don't match"),
         (recorded.KUBEFLOW, r"RANK=1, WORLD_SIZE=2 are set without LOCAL_RANK, .*rank of a node.*Kubeflow"),
         (without(recorded.KUBEFLOW, "RANK", "WORLD_SIZE"), "PET_NNODES=2.*one of 2 nodes.*`evenstep run`"),
-        ({"PET_NNODES": "1:3"}, "one of 3 nodes"),
         (
             recorded.SRUN | {"RANK": "0", "WORLD_SIZE": "1"},
             "RANK=0, WORLD_SIZE=1 contradict srun's own .*SLURM_PROCID=1",
@@ -186,7 +181,7 @@ def test_contradictions_and_gaps_are_errors_that_show_the_variables(variables: d
 
 @pytest.mark.parametrize("variables", [recorded.OPEN_MPI, recorded.MPICH, recorded.SRUN, recorded.OPEN_MPI_IN_SLURM])
 def test_evenstep_run_in_every_task_of_another_launcher_is_refused(variables: dict[str, str]) -> None:
-    """FAULTS.md, 45: each task would be rank 0 of a world of its own."""
+    """Each task would be rank 0 of a world of its own."""
     with pytest.raises(ConfigurationError, match=r"this is task 1 of 2 .* a world of its own with `evenstep run`"):
         refuse_independent_runs(Surroundings(variables), num_nodes=1, what="evenstep run")
     refuse_independent_runs(Surroundings(variables), num_nodes=2, what="evenstep run")

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from evenstep.ground.health import heartbeat
-from evenstep.ground.health.heartbeat import _MARK, PAGE_BYTES, REPORT_BYTES, Note, Page, Phase, make_page
+from evenstep.ground.health.heartbeat import _MARK, PAGE_BYTES, REPORT_BYTES, Note, Page, Phase
 from evenstep.ground.health.peer_heartbeats import NodePages
 
 
@@ -33,9 +33,11 @@ def test_what_is_marked_is_read(page: Page) -> None:
     assert later is not None
     assert (later.phase, later.step, later.is_waiting) == (Phase.BACKWARD, 7, False)
     assert (later.saved_step, later.is_done) == (0, False)
+    for step in (4, 2):  # local copies may be complete before an earlier checkpoint is
+        heartbeat.mark_commit(step)
     heartbeat.note(Note.IS_DONE)
     assert (at_the_end := page.read()) is not None
-    assert at_the_end.is_done
+    assert (at_the_end.saved_step, at_the_end.is_done) == (4, True)
 
 
 def test_times_of_waiting_add_up(page: Page) -> None:
@@ -50,15 +52,6 @@ def test_times_of_waiting_add_up(page: Page) -> None:
         waited_s.append(seen.waited_ns / 1e9)
     assert waited_s[0] >= 0.02
     assert waited_s[1] >= waited_s[0] + 0.02
-
-
-def test_without_a_page_marking_does_nothing() -> None:
-    heartbeat.mark(Phase.FORWARD, step=1)
-    heartbeat.mark_collective(1)
-    heartbeat.mark_waiting(True)
-    heartbeat.mark_commit(1)
-    heartbeat.note(Note.SAVES)
-    assert (heartbeat.phase_now(), heartbeat.finished_steps()) == (None, 0)
 
 
 def test_a_page_outlives_its_rank_and_says_what_the_rank_did_last() -> None:
@@ -118,12 +111,3 @@ def test_what_is_no_page_is_not_mapped(data: bytes) -> None:
     finally:
         os.close(fd)
     assert Page.at(f"/proc/self/fd/{fd}") is None
-
-
-def test_a_page_needs_no_descriptor(page: Page) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    fd = make_page()
-    other = Page(fd)
-    os.close(fd)
-    other.begin(4)
-    assert len(os.listdir("/proc/self/fd")) == before

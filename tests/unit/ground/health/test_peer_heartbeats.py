@@ -83,19 +83,3 @@ def test_ranks_of_a_launcher_find_each_other_without_an_exchange() -> None:
         heartbeat.write_to(None)
         peer_heartbeats._pages.clear()
         pages.close()
-
-
-def test_a_process_that_has_not_begun_its_page_can_report_on_it() -> None:
-    """A child of the rank that fails in `init` has the rank's variables: it must not take the page from the rank."""
-    pages = NodePages(1)
-    pages.pages[0].begin(0)
-    pages.pages[0].words[1] = 1  # another process
-    page = peer_heartbeats.own_page(Placement(pages=tuple(pages.files)))
-    assert page is not None
-    page.write_report(b"{}")
-    assert (seen := pages.pages[0].read()) is not None
-    assert seen.pid == 1
-    assert heartbeat.current is None
-    pages.close()
-    assert peer_heartbeats.own_page(Placement(pages=tuple(pages.files))) is None
-    assert peer_heartbeats.own_page(Placement()) is None

@@ -116,13 +116,6 @@ def test_a_model_that_the_script_has_divided(ranks, fresh_seed, kind):
     check(ranks, MESHES[kind], steps=3, rows=5, fresh_seed=fresh_seed, with_attach=True)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("kind", ["fsdp", "tensor x replicate"])
-def test_float32_is_within_rounding(ranks, fresh_seed, kind):
-    arguments = {"optimizer": torch.optim.SGD, "dtype": torch.float32, "tolerance": 1e-5}
-    check(ranks, MESHES[kind], steps=10, rows=5, fresh_seed=fresh_seed, **arguments)
-
-
 class Odd(nn.Module):
     """Parameters that some ranks use, that none uses, and that are frozen; a buffer."""
 

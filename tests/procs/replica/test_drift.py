@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 import evenstep
-from evenstep.errors import ConfigurationError, DriftError, MismatchError
+from evenstep.errors import DriftError
 from evenstep.replica.monitors.checks import DEFAULT_EVERY
 from evenstep.testing import faults
 
@@ -262,15 +262,3 @@ def all_legitimate(seed: int, number: int) -> None:
 @pytest.mark.parametrize("number", range(len(LEGITIMATE)), ids=[each.__name__ for each in LEGITIMATE])
 def test_what_is_meant_to_differ_is_no_drift(ranks, fresh_seed, number):
     ranks.run(all_legitimate, 2, fresh_seed, number)
-
-
-def wrong(seed: int) -> None:
-    world = evenstep.init(quiet=True)
-    with pytest.raises(ConfigurationError, match="compare_every"):
-        evenstep.DistributedDataParallel(build(seed), compare_every=-1)
-    with pytest.raises(MismatchError, match="compare_every"):
-        evenstep.DistributedDataParallel(build(seed), compare_every=world.rank)
-
-
-def test_wrong_arguments(ranks, fresh_seed):
-    ranks.run(wrong, 2, fresh_seed)

@@ -26,6 +26,7 @@ from evenstep.transport import fallback
 from evenstep.transport.shm import lanes, progress
 from evenstep.transport.shm.lanes import SHORT_BYTES
 from evenstep.transport.shm.segment import NUM_RECORDS
+from tests.ranks import on_ranks
 from tests.sockets import listening
 
 SHORT, LONG = 3, 300_000
@@ -139,9 +140,12 @@ def test_a_message_is_received_from_whichever_rank_sends(ranks: RankPool) -> Non
     ranks.run(from_any_rank, 3)
 
 
-def around_a_ring() -> None:
-    """64 MiB from each to the next at once, batches, and lists of objects; no port is opened."""
-    evenstep.init(quiet=True)
+@on_ranks(2)
+def test_messages_of_all_sizes_go_around_a_ring_without_a_port(world: evenstep.World) -> None:
+    """Large ones in both directions at once, `batch_isend_irecv`, `send_object_list`.
+
+    64 MiB from each to the next at once, batches, and lists of objects; no port is opened.
+    """
     before = listening()
     group = make_group()
     rank, size = group.rank(), group.size()
@@ -171,11 +175,6 @@ def around_a_ring() -> None:
     group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=30))
     assert not listening() - before
     end_group(group)
-
-
-def test_messages_of_all_sizes_go_around_a_ring_without_a_port(ranks: RankPool) -> None:
-    """Large ones in both directions at once, `batch_isend_irecv`, `send_object_list`."""
-    ranks.run(around_a_ring, 2)
 
 
 # ---------------------------------------------------------------------- random messages
@@ -418,38 +417,6 @@ def test_a_rank_that_has_left_is_noticed_at_once(ranks: RankPool, by_future: boo
     told, _ = ranks.run(departed, 2, SHORT, by_future)
     assert "lost rank 1" in told
     assert "closed its end" in told
-
-
-def in_a_forked_child() -> str:
-    """What a child of a rank is told that sends over the group of its parent, which goes on."""
-    group = make_group()
-    other = 1 - group.rank()
-    arriving = dist.irecv(tensor := torch.zeros(2), group=group, group_src=other)
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            dist.send(torch.ones(2), group=group, group_dst=other)
-        except BaseException as error:
-            os.write(writer, f"{type(error).__name__}: {error}".encode())
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-    os.close(writer)
-    told = os.read(reader, 1000).decode()
-    os.close(reader)
-    dist.send(torch.full((2,), 5.0), group=group, group_dst=other)
-    assert arriving is not None
-    arriving.wait()
-    assert tensor.eq(5).all()
-    end_group(group)
-    return told
-
-
-def test_a_forked_child_sends_nothing(ranks: RankPool) -> None:
-    """It is refused, and the messages of the rank arrive."""
-    for told in ranks.run(in_a_forked_child, 2):
-        assert told.startswith("UsageError: this process was forked from rank")
 
 
 KILLED = """
@@ -702,48 +669,6 @@ def test_a_loop_that_polls_ends_with_the_error(ranks: RankPool) -> None:
     told, _ = ranks.run(polled, 2, False)
     assert told.startswith("CollectiveTimeoutError: rank 0 waited")
     assert "Missing: rank 1" in told
-
-
-def beside_a_future(both: bool) -> None:
-    """A receive with a callback and an all-reduce are in flight: the thread sleeps, and ends both."""
-    group = make_group()
-    if group.rank() == 0:
-        num_slept, take = 0, lanes.take
-
-        def count(*arguments: Any) -> bool:
-            nonlocal num_slept
-            num_slept += 1
-            return take(*arguments)
-
-        lanes.take = count
-        try:
-            arriving = group.recv([tensor := torch.zeros(3)], 1, 0).get_future()
-            total = torch.ones(1)
-            work = dist.all_reduce(total, group=group, async_op=True)
-            assert work is not None
-            future = work.get_future() if both else None
-            num_slept, until = 0, time.monotonic() + 20
-            while num_slept < 3:
-                assert time.monotonic() < until, "the thread doesn't sleep"
-                time.sleep(0.005)
-        finally:
-            lanes.take = take
-        dist.barrier()
-        arriving.wait()
-        (future or work).wait()
-        assert tensor.eq(1).all()
-        assert total.item() == 2
-    else:
-        dist.barrier()
-        dist.all_reduce(torch.ones(1), group=group)
-        dist.send(torch.ones(3), group=group, group_dst=0)
-    end_group(group)
-
-
-@pytest.mark.parametrize("both", [False, True])
-def test_the_thread_sleeps_while_a_message_and_a_collective_are_in_flight(ranks: RankPool, both: bool) -> None:
-    """It looked at both without a pause, and took the core from the thread that computes."""
-    ranks.run(beside_a_future, 2, both)
 
 
 def to_one_that_has_left(numel: int) -> str:

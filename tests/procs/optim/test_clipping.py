@@ -28,6 +28,26 @@ def groups_of(model: nn.Module) -> list[dict[str, object]]:
     ]
 
 
+@pytest.mark.parametrize("exponent", [1.0, 2.0, 3.0, math.inf])
+@on_ranks(1, 2, 3)
+def test_a_norm_is_that_of_divided_and_whole_gradients_together(
+    world: evenstep.World, fresh_seed: int, exponent: float
+) -> None:
+    alone = build(fresh_seed)
+    model = evenstep.DistributedDataParallel(build(fresh_seed), bucket_cap_mb=5e-4)
+    # The largest element may be in either.
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, model.module[2].parameters(), lr=0.1)
+    x = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(fresh_seed))
+    model.backward(model(x[world.rank :: world.world_size]).square().mean(), weight=12 // world.world_size)
+    alone(x).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), 1e-3, exponent)
+    torch.testing.assert_close(evenstep.clip_grad_norm_(model, 1e-3, exponent), expected, rtol=1e-12, atol=0)
+    before = model.module[2].weight.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(before - model.module[2].weight, 0.1 * alone[2].weight.grad, rtol=1e-9, atol=1e-15)
+    torch.testing.assert_close(model.module[0].weight.grad, alone[0].weight.grad, rtol=1e-12, atol=1e-15)
+
+
 def measured_without_limit(seed: int) -> list[bool]:
     """Measures an infinite gradient in every way; whether all gradients are as they were."""
     world = evenstep.init(quiet=True)

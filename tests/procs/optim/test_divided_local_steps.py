@@ -314,6 +314,20 @@ def test_a_scaler_leaves_out_a_replicas_step_and_is_agreed_on(ranks: RankPool, f
     assert [each[1] for each in found] == [[True, True, True]] * 2 + [[True, False, True]] * 2
 
 
+def drawn(seed: int) -> float:
+    with world_for("2 x 2") as world:
+        inner, _, model, local = made(world, "2 x 2", seed)
+        step_of(model, world, seed, 0, inner)
+        found = float(torch.rand(()))
+        local.close()
+        return found
+
+
+def test_all_ranks_draw_their_own_random_numbers(ranks: RankPool, fresh_seed: int) -> None:
+    """Each has samples of its own, and so has one of another replica."""
+    assert len(set(ranks.run(drawn, 4, fresh_seed))) == 4
+
+
 # ---------------------------------------------------------------------- refused
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -54,6 +55,23 @@ def model(request: pytest.FixtureRequest, world: evenstep.World) -> evenstep.Dis
 
 def rows() -> torch.Tensor:
     return torch.randn(4, 3)
+
+
+def test_what_autograd_reports_is_handled_under_the_lock(
+    model: evenstep.DistributedDataParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs autograd has a thread for each device."""
+    lock, handle, held = mock.MagicMock(), model.engine._outputs_reached, []
+
+    def handled(grad: torch.Tensor, *, over_dummy: bool) -> torch.Tensor | None:
+        held.append(lock.__enter__.call_count - lock.__exit__.call_count)
+        return handle(grad, over_dummy=over_dummy)
+
+    monkeypatch.setattr(model.engine.readiness, "lock", lock)
+    monkeypatch.setattr(model.engine, "_outputs_reached", handled)
+    for x in (rows(), rows()[:0]):
+        model(x).sum().backward()
+    assert held == [1, 1]
 
 
 class Raises(torch.autograd.Function):

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.testing import RankPool
-from tests.procs.docs.test_examples import EXAMPLES, load_module
 
 # ---------------------------------------------------------------------- faults on one rank
 
@@ -224,41 +220,3 @@ def test_what_cant_be_averaged_is_said_once(ranks: RankPool) -> None:
 
 
 # ---------------------------------------------------------------------- does it converge as well?
-
-
-def loaders(train_set, test_set, batch_size: int, world: evenstep.World):
-    return (
-        evenstep.DataLoader(train_set, global_batch_size=batch_size, shuffle=True, seed=0, world=world),
-        evenstep.DataLoader(test_set, global_batch_size=120, world=world),
-    )
-
-
-def digits(every: int | None, num_epochs: int) -> float:
-    """Accuracy on held-out digits; `every` None: gradients are averaged in every step."""
-    world = evenstep.init(quiet=True)
-    example: ModuleType = load_module(EXAMPLES / "digits.py")
-    loader, test_loader = loaders(*example.load_data(), 128, world)
-    model = evenstep.DistributedDataParallel(example.build_model(), world=world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    local = None if every is None else evenstep.LocalSGD(model, optimizer, every=every, warmup_steps=10)
-    for _ in loader.epochs(num_epochs):
-        for x, y in loader:
-            model.backward(F.cross_entropy(model(x), y), weight=len(x))
-            optimizer.step() if local is None else local.step()
-            optimizer.zero_grad()
-    if local is not None:
-        local.close()
-    return example.evaluate(model, test_loader, world)
-
-
-@pytest.mark.extended
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn has the digits")
-def test_digits_are_recognised_as_well(ranks):
-    """Held-out accuracy with an average every 4 and every 8 steps, beside gradients averaged in each."""
-    reference = ranks.run(digits, 2, None, 8, timeout_s=170)[0]
-    assert reference > 0.96
-    for every in (4, 8):
-        accuracies = ranks.run(digits, 2, every, 8, timeout_s=170)
-        assert accuracies[0] == accuracies[1], "replicas are equal at the end"
-        assert accuracies[0] > reference - 0.015, f"every {every}: {accuracies[0]:.4f}, and {reference:.4f}"

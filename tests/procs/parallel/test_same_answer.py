@@ -91,7 +91,7 @@ def farthest(found, expected):
     return max(float((found[name] - each).abs().max()) for name, each in expected.items())
 
 
-@pytest.mark.parametrize("kind", ["hsdp", "tensor x fsdp"])
+@pytest.mark.parametrize("kind", ["hsdp", "tensor x fsdp", "tensor x replicate"])
 def test_steps_are_those_of_one_process(ranks, fresh_seed, kind):
     """Five rows of unequal length on four ranks, in two micro-batches, with clipping."""
     check(ranks, MESHES[kind], steps=4, rows=5, micro=2, fresh_seed=fresh_seed)

@@ -97,24 +97,6 @@ def test_a_hook_of_torchs_averages_as_it_promises(world, name, weighted):
         module.zero_grad()
 
 
-def count_buckets(name, options):
-    """Of 1.6 MiB in four parameters, behind the second step."""
-    evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(nn.Sequential(*(nn.Linear(320, 320, False) for _ in range(4))), **options)
-    model.register_comm_hook(*make_hook(name)[:2])
-    for _ in range(2):
-        model(torch.ones(2, 320)).square().mean().backward()
-        model.zero_grad()
-    return len(model.engine.buckets)
-
-
-def test_no_small_first_bucket_where_buckets_go_one_by_one(ranks):
-    """Each would be several round trips that nothing else can travel beside."""
-    assert ranks.run(count_buckets, 2, "fp16_compress_hook", {}) == [2, 2]
-    assert ranks.run(count_buckets, 2, "powerSGD_hook", {}) == [1, 1]
-    assert ranks.run(count_buckets, 2, "powerSGD_hook", {"first_bucket_cap_mb": 0.5}) == [2, 2]
-
-
 @on_ranks(4)
 def test_post_local_sgd_averages_in_its_subgroup(world, fresh_seed):
     """post_localSGD_hook: from its second step on, gradients are averaged in pairs of ranks, and nowhere else."""

@@ -26,8 +26,6 @@ from evenstep.transport import fallback
 from evenstep.transport.shm import lanes, progress
 from evenstep.transport.shm.lanes import SHORT_BYTES
 from evenstep.transport.shm.segment import NUM_RECORDS
-from tests.ranks import on_ranks
-from tests.sockets import listening
 
 SHORT, LONG = 3, 300_000
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int16, torch.uint8)
@@ -115,66 +113,6 @@ def later_tag_first() -> None:
 def test_a_later_tag_is_received_before_a_megabyte_of_an_earlier_one(ranks: RankPool) -> None:
     """Messages are matched by tag, and not by the order in which they were sent."""
     ranks.run(later_tag_first, 2)
-
-
-def from_any_rank() -> None:
-    group = make_group()
-    rank, size = group.rank(), group.size()
-    for numel in (SHORT, LONG):
-        if rank == 0:
-            found = []
-            for _ in range(2 * (size - 1)):
-                tensor = torch.zeros(numel)
-                source = dist.recv(tensor, group=group, tag=5)
-                found.append((source, tensor.unique().tolist()))
-            assert sorted(found) == [(each, [float(each)]) for each in range(1, size) for _ in range(2)]
-        else:
-            for _ in range(2):
-                dist.send(torch.full((numel,), float(rank)), group=group, group_dst=0, tag=5)
-        dist.barrier(group)
-    end_group(group)
-
-
-def test_a_message_is_received_from_whichever_rank_sends(ranks: RankPool) -> None:
-    """`recv` without a source says which rank it was."""
-    ranks.run(from_any_rank, 3)
-
-
-@on_ranks(2)
-def test_messages_of_all_sizes_go_around_a_ring_without_a_port(world: evenstep.World) -> None:
-    """Large ones in both directions at once, `batch_isend_irecv`, `send_object_list`.
-
-    64 MiB from each to the next at once, batches, and lists of objects; no port is opened.
-    """
-    before = listening()
-    group = make_group()
-    rank, size = group.rank(), group.size()
-    after, behind = (rank + 1) % size, (rank - 1) % size
-    numel = 16 << 20
-    sent = dist.isend(torch.full((numel,), float(rank)), group=group, group_dst=after)
-    dist.recv(tensor := torch.zeros(numel), group=group, group_src=behind)
-    assert sent is not None
-    sent.wait()
-    assert tensor.eq(behind).all()
-    outs = [torch.zeros(each) for each in (0, 2, 5_000)]
-    operations = [dist.P2POp(dist.irecv, out, group=group, group_peer=behind, tag=out.numel()) for out in outs]
-    operations += [
-        dist.P2POp(dist.isend, torch.full_like(out, rank), group=group, group_peer=after, tag=out.numel())
-        for out in reversed(outs)
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    for out in outs:
-        assert out.eq(behind).all()
-    objects: list[Any] = [None, None]
-    if rank == 0:
-        dist.send_object_list([{"a": "x" * 10_000}, 3], group=group, group_dst=1)
-    elif rank == 1:
-        dist.recv_object_list(objects, group=group, group_src=0)
-        assert objects == [{"a": "x" * 10_000}, 3]
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=30))
-    assert not listening() - before
-    end_group(group)
 
 
 # ---------------------------------------------------------------------- random messages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import secrets
 import signal
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 from evenstep.testing import RankPool
+from tests.ranks import call_on_rank
 
 _POOL = pytest.StashKey[RankPool]()
 _TOLD = pytest.StashKey[tuple[int, int]]()
@@ -42,6 +44,32 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
     with RankPool() as pool:
         pytestconfig.stash[_POOL] = pool
         yield pool
+
+
+@pytest.fixture
+def world() -> None:
+    """Of a test that runs on ranks (`tests.ranks.on_ranks`): each has its own."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a test that runs on ranks its numbers of ranks."""
+    mark = metafunc.definition.get_closest_marker("on_ranks")
+    if mark is not None:
+        metafunc.fixturenames.append("nproc")
+        metafunc.parametrize("nproc", mark.args)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Call a test that runs on ranks there."""
+    if pyfuncitem.get_closest_marker("on_ranks") is None:
+        return None
+    given = {
+        name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters if name != "world"
+    }
+    pool = pyfuncitem.config.stash[_POOL]
+    pool.run(call_on_rank, pyfuncitem.callspec.params["nproc"], pyfuncitem.obj, given)
+    return True
 
 
 @pytest.fixture

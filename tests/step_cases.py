@@ -17,6 +17,7 @@ from evenstep.replica.batches import split
 
 FEATURES = 5
 HALF = (torch.bfloat16, torch.float16)
+EXPONENTS = {"norm": 2.0, "sum": 1.0, "inf": float("inf")}  # by how norms are clipped
 # NAdam isn't one: it keeps a product in 32 bits, which loading a state makes one of 64.
 _KINDS = ["SGD", "AdamW", "Adam", "Adagrad", "RAdam", "Adamax", "RMSprop", "Rprop", "ASGD", "Adadelta"]
 
@@ -89,11 +90,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Part:
-    """One backward pass: samples, weight, layers that are used."""
+    """One backward pass: samples, weight, layers that are used.
+
+    Attributes:
+        is_twice: The loss goes through two calls of the model.
+        asks: `torch.autograd.grad` goes through the model first.
+    """
 
     x: Tensor
     weight: float
     use: list[int]
+    is_twice: bool = False
+    asks: bool = False
 
     def counts(self, case: Case) -> bool:
         """Whether it has a gradient."""
@@ -123,15 +131,21 @@ class Step:
         active: Ranks that take part.
         unscales: `scaler.unscale_` is called, and not left to `scaler.step`.
         zeroed_by: "model", "optimizers", or "nobody".
-        reloads: State dicts of model and optimizers are taken and loaded.
+        loses: By rank, how it begins a window that `zero_grad` drops: "accumulated", "a loop left early", or "".
+        lost: The samples of that window.
+        writes: How other values come into all parameters behind the step: "load", "replace", "in place", or "".
+        reloads: State dicts of model and optimizers are taken and loaded, behind that.
         adds_group: A group of parameters is added to the optimizer.
     """
 
     windows: list[Window]
     active: list[int]
     unscales: bool
+    loses: list[str]
+    lost: Tensor
     zeroed_by: str
     set_to_none: bool
+    writes: str
     reloads: bool
     adds_group: bool
 
@@ -149,13 +163,14 @@ def draw_case(chance: random.Random) -> Case:
     sharded = _draw_sharded(chance, dtype) if way in ("sharded", "several") else {}
     if not tells_model and reduce_dtype is not None:
         sharded["reduce_dtype"] = reduce_dtype
+        sharded.pop("elementwise", None)
     has_float16 = torch.float16 in (dtype, autocast, reduce_dtype)
     # What is rounded may be next to nothing of what was added up; a step that divides by it would show that.
     is_rounded = {dtype, reduce_dtype} & set(HALF) or (dtype is torch.float64 and reduce_dtype is torch.float32)
     kind = "SGD" if is_rounded or autocast else chance.choice(_KINDS if dtype is torch.float64 else _KINDS[:2])
     # torch's scalers refuse complex gradients, and float16 ones; what has been scaled might overflow those, and sums.
     scaler = None if is_complex else chance.choice([None, None, torch.float16 not in (dtype, reduce_dtype), False])
-    clips = [None, None, "norm", "group", "inf", *["value"] * (not is_complex)]
+    clips = [None, None, "norm", "group", "inf", "sum", *["value"] * (not is_complex)]
     num_layers = chance.randint(1, 4)
     return Case(
         sizes=(chance.randint(least, 4), chance.randint(least, 4)),
@@ -190,7 +205,9 @@ def _draw_sharded(chance: random.Random, dtype: torch.dtype) -> dict[str, Any]:
         "shard_gradients": 0.5,
         "master_weights": 0.7 if dtype in HALF else 0.1,
     }
-    return {name: True for name, how in likely.items() if chance.random() < how}
+    chosen = {name: True for name, how in likely.items() if chance.random() < how}
+    # Else whole parameters belong to ranks, as where a step needs whole matrices.
+    return chosen if chosen or chance.random() < 0.6 else {"elementwise": False}
 
 
 def _draw_options(chance: random.Random, kind: str, dtype: torch.dtype, *, may_climb: bool) -> dict[str, Any]:
@@ -228,6 +245,8 @@ def draw_steps(chance: random.Random, case: Case, world_size: int, num_steps: in
             for index in range(num_windows)
         ]
         has_all_finite = all(window.poison is None for window in windows)
+        loses = any(chance.random() < 0.1 for _ in range(2)) and not case.joins
+        ways = [chance.choice(["", "accumulated", "a loop left early"]) for _ in range(world_size)]
         # Some of torch's foreach steps, such as that of SGD with nesterov, write to the gradients.
         may_keep = has_all_finite and not keeps_nothing and not case.options.get("foreach")
         steps.append(
@@ -235,8 +254,11 @@ def draw_steps(chance: random.Random, case: Case, world_size: int, num_steps: in
                 windows,
                 active,
                 unscales=chance.random() < 0.7 or case.clip is not None,
+                loses=ways if loses else [""] * world_size,
+                lost=_draw_samples(chance, case, 6),
                 zeroed_by=chance.choice(["model", "optimizers", "nobody" if may_keep else "model", "optimizers"]),
                 set_to_none=chance.random() < 0.6,
+                writes="" if case.joins or chance.random() < 0.8 else chance.choice(["load", "replace", "in place"]),
                 reloads=chance.random() < 0.2 and not case.joins,
                 adds_group=adds_group and number == 1,
             )
@@ -244,13 +266,13 @@ def draw_steps(chance: random.Random, case: Case, world_size: int, num_steps: in
     return steps
 
 
-def _draw_window(chance: random.Random, case: Case, world_size: int, active: list[int], *, poisons: bool) -> Window:
+def _draw_samples(chance: random.Random, case: Case, num_rows: int) -> Tensor:
     generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
+    wide = torch.float32 if case.dtype in HALF else case.dtype
+    return torch.randn(num_rows, FEATURES, dtype=wide, generator=generator).to(case.dtype)
 
-    def samples(num_rows: int) -> Tensor:
-        wide = torch.float32 if case.dtype in HALF else case.dtype
-        return torch.randn(num_rows, FEATURES, dtype=wide, generator=generator).to(case.dtype)
 
+def _draw_window(chance: random.Random, case: Case, world_size: int, active: list[int], *, poisons: bool) -> Window:
     def layers() -> list[int]:
         return [chance.randrange(case.num_layers) for _ in range(chance.randint(0, case.num_layers))]
 
@@ -260,13 +282,15 @@ def _draw_window(chance: random.Random, case: Case, world_size: int, active: lis
     for rank in range(world_size):
         use = layers() if used_by_all is None else used_by_all
         num_parts = 1 if case.window == "single" else chance.randint(1, 3)
-        whole = samples(chance.choice([0, 1, 3, 4]) if case.window == "microbatches" else 0)
+        whole = _draw_samples(chance, case, chance.choice([0, 1, 3, 4]) if case.window == "microbatches" else 0)
         if case.window == "microbatches":
             xs = split(whole, num_parts, 0)
         else:
-            xs = [samples(chance.choice([0, 1, 2, 4] if case.weighted else [1, 2, 4])) for _ in range(num_parts)]
+            sizes = [0, 1, 2, 4] if case.weighted else [1, 2, 4]
+            xs = [_draw_samples(chance, case, chance.choice(sizes)) for _ in range(num_parts)]
         weights = [float(len(x)) if chance.random() < 0.9 else 0.0 for x in xs]
-        mine = [Part(x, weight, use) for x, weight in zip(xs, weights, strict=True)]
+        calls = [(chance.random() < 0.2, chance.random() < 0.1) for _ in xs]
+        mine = [Part(x, weight, use, *call) for x, weight, call in zip(xs, weights, calls, strict=True)]
         parts.append(mine if rank in active else [])
         wholes.append((whole, num_parts))
     culprit, element = chance.choice(active), chance.randrange(FEATURES * FEATURES)
@@ -303,6 +327,8 @@ def loss_of(case: Case, model: nn.Module, part: Part) -> Tensor:
     """The mean over the samples of a part."""
     with torch.autocast("cpu", case.autocast) if case.autocast is not None else contextlib.nullcontext():
         out = model(part.x, part.use)
+        if part.is_twice:
+            out = out + model(part.x, part.use[::-1]).sin()
     return (out if out.dtype is torch.float64 else out.float()).square().mean()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from tests.step_cases import HALF, Branches, Case, Window, groups_of, loss_of, poison_of
+from tests.step_cases import EXPONENTS, HALF, Branches, Case, Window, groups_of, loss_of, poison_of
 
 _SCALE = 64.0  # not so large that 16 bits overflow, nor so small that halving it says nothing
 
@@ -132,9 +132,8 @@ class Reference:
         if case.clip == "group":
             each = [nn.utils.clip_grad_norm_(group["params"], limit) for group in optimizer.param_groups]
             return torch.stack([norm.double() for norm in each])
-        if case.clip in ("norm", "inf"):
-            norm = nn.utils.clip_grad_norm_(params, limit, float("inf") if case.clip == "inf" else 2.0)
-            return norm.reshape(1).double()
+        if case.clip in EXPONENTS:
+            return nn.utils.clip_grad_norm_(params, limit, EXPONENTS[case.clip]).reshape(1).double()
         if case.clip == "value":
             nn.utils.clip_grad_value_(params, 0.05)
         return torch.zeros(0)
@@ -160,6 +159,13 @@ class Reference:
             if not (case.is_exact or case.is_master or model is self.stepped):
                 stepped.data.copy_(theirs[number])
                 self.since[number] = torch.zeros((), dtype=torch.float64)
+
+    def write(self, values: list[Tensor]) -> None:
+        """What all ranks' parameters hold now."""
+        for number, own, stepped in self.pairs():
+            own.data.copy_(values[number])
+            stepped.data.copy_(values[number])
+            self.since[number] = torch.zeros((), dtype=torch.float64)
 
     # ------------------------------------------------------------------ how far the ranks may be from here
 

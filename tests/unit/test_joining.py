@@ -37,6 +37,28 @@ def test_who_made_a_group_ends_it(
     assert len(calls) == given_up
 
 
+def test_a_group_that_the_script_has_replaced_is_no_world_any_more() -> None:
+    made = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        made.append(worlds.current())
+        assert worlds.current() is made[-1] is not made[0] or len(made) == 1
+        dist.destroy_process_group()
+        assert worlds.initialised() is None
+    for world in made:
+        world.close()
+
+
+@pytest.mark.parametrize(("code", "is_well"), [(None, True), (0, True), (3, False), ("a text", False)])
+def test_a_block_that_leaves_by_sys_exit_has_ended_well_if_its_status_is_0(code: object, is_well: bool) -> None:
+    told: list[BaseException | None] = []
+    with pytest.raises(SystemExit), evenstep.init(quiet=True, device="cpu") as world:  # noqa: PT012
+        world.at_end(told.append)
+        sys.exit(code)
+    assert [each is None for each in told] == [is_well]
+    worlds.close_abandoned()
+
+
 def test_what_fails_at_the_end_keeps_nothing_from_being_closed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,17 +132,6 @@ def test_the_gradient_is_that_of_the_global_mean(world, fresh_seed, length, shar
             torch.testing.assert_close(parameter.grad, turn * grad, rtol=0, atol=1e-13)
 
 
-def test_a_plain_backward_is_averaged_over_virtual_ranks(world):
-    model = evenstep.DistributedDataParallel(nn.Linear(1, 1, bias=False).double())
-    for x in model.microbatches(torch.arange(8.0).double().view(8, 1)):
-        model(x).mean().backward()
-    assert model.module.weight.grad.item() == sum(range(8)) / 8
-    model.zero_grad()
-    for x in model.microbatches(torch.ones(2, 1).double()):  # two virtual ranks are empty, and count
-        model(x).mean().backward()
-    assert model.module.weight.grad.item() == 0.5
-
-
 def test_a_batch_without_samples_is_a_step_without_gradients(world):
     model = evenstep.DistributedDataParallel(nn.Linear(2, 1))
     assert list(model.microbatches(torch.empty(0, 2))) == []
@@ -300,18 +289,6 @@ def test_what_else_depends_on_the_number_of_ranks(world):
 
 
 # ---------------------------------------------------------------------- switches, and what they can't do
-
-
-def test_switches_are_put_back():
-    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), torch.backends.cudnn.deterministic
-    with evenstep.init(seed=0, reproducible=True, threads=2, quiet=True) as world:
-        assert (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()) == (True, 2)
-        assert torch.backends.cudnn.deterministic
-        assert world.virtual_ranks.facts["num_threads"] == "2"
-        with pytest.raises(RuntimeError, match=r"put_.*deterministic"):
-            torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
-    after = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), torch.backends.cudnn.deterministic
-    assert after == before
 
 
 def test_another_machine_is_named():

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import evenstep
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
-
-SIZES = pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+from tests.ranks import on_ranks
 
 
 def build(seed: int) -> nn.Module:
@@ -29,94 +28,24 @@ def groups_of(model: nn.Module) -> list[dict[str, object]]:
     ]
 
 
-def clipped_training(seed: int, way: str, norm_type: float) -> tuple[list[float], list[float]]:
-    """(norm of each step, sums of parameters) of the same global batches, however many ranks share them."""
-    world = evenstep.init(quiet=True)
-    added_in = torch.float32 if way == "plain in float32" else None
-    model = evenstep.DistributedDataParallel(build(seed), bucket_cap_mb=5e-4, reduce_dtype=added_in)
-    if way.startswith("plain"):
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups_of(model), lr=0.1)
-    elif way == "mixed":  # the last layer has an optimizer of its own, and whole gradients
-        last = list(model.module[4].parameters())
-        optimizer = evenstep.ShardedOptimizer(
-            model, torch.optim.SGD, [p for p in model.parameters() if all(p is not q for q in last)], lr=0.1
-        )
-        rest = torch.optim.SGD(last, lr=0.1)
-    else:
-        optimizer = evenstep.ShardedOptimizer(
-            model, torch.optim.SGD, groups_of(model), lr=0.1, shard_gradients=way == "stage 2"
-        )
-    generator = torch.Generator().manual_seed(seed)
-    norms = []
-    for _ in range(4):
-        x = torch.randn(12, 6, dtype=torch.float64, generator=generator)[world.rank :: world.world_size]
-        model.backward(10 * model(x).square().mean(), weight=len(x))
-        norms.append(float(evenstep.clip_grad_norm_(model, 0.5, norm_type)))
-        evenstep.clip_grad_value_(model.parameters(), 0.02)
-        optimizer.step()
-        if way == "mixed":
-            rest.step()
-        model.zero_grad()
-    return norms, [float(p.detach().sum()) for p in model.parameters()]
-
-
-def expected_training(seed: int, norm_type: float) -> tuple[list[float], list[float]]:
-    model = build(seed)
-    optimizer = torch.optim.SGD(groups_of(model), lr=0.1)
-    generator = torch.Generator().manual_seed(seed)
-    norms = []
-    for _ in range(4):
-        x = torch.randn(12, 6, dtype=torch.float64, generator=generator)
-        (10 * model(x).square().mean()).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)))
-        nn.utils.clip_grad_value_(model.parameters(), 0.02)
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms, [float(p.detach().sum()) for p in model.parameters()]
-
-
-@pytest.mark.extended(ranks=3)
-@SIZES
-def test_clipping_is_torchs_on_one_process(ranks, fresh_seed, nproc):
-    cases = [
-        ("sharded", 2.0),
-        ("sharded", math.inf),
-        ("stage 2", 3.0),
-        ("plain", 2.0),
-        ("plain", 1.0),
-        ("plain in float32", 2.0),
-        ("plain in float32", math.inf),
-        ("mixed", 2.0),
-    ]
-    for way, norm_type in cases:
-        told = ranks.run(clipped_training, nproc, fresh_seed, way, norm_type)
-        norms, sums = expected_training(fresh_seed, norm_type)
-        assert all(each == told[0] for each in told), f"{way}: other norms or parameters on other ranks"
-        rel = 1e-5 if "float32" in way else 1e-12  # of one rounding to float32
-        assert told[0][0] == pytest.approx(norms, rel=rel), way
-        assert told[0][1] == pytest.approx(sums, rel=rel, abs=rel), way
-
-
-def wrong_clipping() -> None:
-    evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(build(0))
-    optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
-    x = torch.randn(2, 6, dtype=torch.float64)
-    with model.accumulate():
-        model(x).sum().backward()
-    for target in (model, optimizer):
-        with pytest.raises(UsageError, match="this rank's alone"):
-            evenstep.clip_grad_norm_(target, 1.0)
-        with pytest.raises(UsageError, match="this rank's alone"):
-            evenstep.clip_grad_value_(target, 1.0)
-    model(x / 0).sum().backward()
-    before = model.engine.exchange.sharded_buckets[0].shard.clone()
-    with pytest.raises(NonFiniteError, match="nan"):
-        evenstep.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
-    assert torch.equal(before.nan_to_num(), model.engine.exchange.sharded_buckets[0].shard.nan_to_num())
-    for wrong in ({"max_norm": -1.0}, {"max_norm": [1.0, 1.0]}, {"max_norm": 1.0, "norm_type": 0}):
-        with pytest.raises(ConfigurationError, match="clip_grad_norm_"):
-            evenstep.clip_grad_norm_(model, **wrong)
+@pytest.mark.parametrize("exponent", [1.0, 2.0, 3.0, math.inf])
+@on_ranks(1, 2, 3)
+def test_a_norm_is_that_of_divided_and_whole_gradients_together(
+    world: evenstep.World, fresh_seed: int, exponent: float
+) -> None:
+    alone = build(fresh_seed)
+    model = evenstep.DistributedDataParallel(build(fresh_seed), bucket_cap_mb=5e-4)
+    # The largest element may be in either.
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, model.module[2].parameters(), lr=0.1)
+    x = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(fresh_seed))
+    model.backward(model(x[world.rank :: world.world_size]).square().mean(), weight=12 // world.world_size)
+    alone(x).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), 1e-3, exponent)
+    torch.testing.assert_close(evenstep.clip_grad_norm_(model, 1e-3, exponent), expected, rtol=1e-12, atol=0)
+    before = model.module[2].weight.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(before - model.module[2].weight, 0.1 * alone[2].weight.grad, rtol=1e-9, atol=1e-15)
+    torch.testing.assert_close(model.module[0].weight.grad, alone[0].weight.grad, rtol=1e-12, atol=1e-15)
 
 
 def measured_without_limit(seed: int) -> list[bool]:
@@ -152,8 +81,26 @@ def test_an_infinite_limit_only_measures(ranks, fresh_seed, nproc):
         assert all(unchanged), unchanged
 
 
-def test_wrong_clipping_is_named_on_every_rank(ranks):
-    ranks.run(wrong_clipping, 2)
+@on_ranks(2)
+def test_wrong_clipping_is_named_on_every_rank(world: evenstep.World) -> None:
+    model = evenstep.DistributedDataParallel(build(0))
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    x = torch.randn(2, 6, dtype=torch.float64)
+    with model.accumulate():
+        model(x).sum().backward()
+    for target in (model, optimizer):
+        with pytest.raises(UsageError, match="this rank's alone"):
+            evenstep.clip_grad_norm_(target, 1.0)
+        with pytest.raises(UsageError, match="this rank's alone"):
+            evenstep.clip_grad_value_(target, 1.0)
+    model(x / 0).sum().backward()
+    before = model.engine.exchange.sharded_buckets[0].shard.clone()
+    with pytest.raises(NonFiniteError, match="nan"):
+        evenstep.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    assert torch.equal(before.nan_to_num(), model.engine.exchange.sharded_buckets[0].shard.nan_to_num())
+    for wrong in ({"max_norm": -1.0}, {"max_norm": [1.0, 1.0]}, {"max_norm": 1.0, "norm_type": 0}):
+        with pytest.raises(ConfigurationError, match="clip_grad_norm_"):
+            evenstep.clip_grad_norm_(model, **wrong)
 
 
 class Reads(TorchDispatchMode):
@@ -222,24 +169,3 @@ def norm_with_a_tensor_of_one(seed: int) -> float:
 def test_a_largest_norm_in_a_tensor_of_one_number(ranks, fresh_seed, nproc):
     for norm in ranks.run(norm_with_a_tensor_of_one, nproc, fresh_seed):
         assert norm == pytest.approx(1e-3, rel=2e-3)
-
-
-def norms_of_16_bits(seed: int) -> list[float]:
-    """Of the same gradients, whichever way they are there; the sums are made in float32."""
-    world = evenstep.init(quiet=True)
-    norms = []
-    for way in ("plain", "stage 1"):
-        model = evenstep.DistributedDataParallel(build(seed).bfloat16(), reduce_dtype=torch.float32)
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups_of(model), lr=0.1)
-        if way == "stage 1":
-            optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, groups_of(model), lr=0.1)
-        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed + world.rank)).bfloat16()
-        model.backward(10 * model(x).float().square().mean(), weight=3)
-        norms.append(float(evenstep.clip_grad_norm_(optimizer, 1e-3)))
-        norms.append(float(evenstep.clip_grad_norm_(optimizer, 1e-3)) / 1e-3)
-    return norms
-
-
-def test_the_norm_of_gradients_that_are_stepped_in_another_dtype(ranks, fresh_seed):
-    for norms in ranks.run(norms_of_16_bits, 2, fresh_seed):
-        assert norms == [pytest.approx(one, rel=0.02) for one in (norms[0], 1.0) * 2]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import evenstep
 from evenstep.errors import CheckpointError, ConfigurationError, MismatchError
 from evenstep.testing import RankPool
+from tests.ranks import on_ranks
 
 EVERY, WARMUP, NUM_STEPS = 3, 2, 12  # exchanges behind steps 1, 2 (warm-up), 5, 8, 11; one local step is left
 
@@ -272,9 +273,9 @@ def test_a_checkpoint_that_is_loaded_between_two_exchanges_begins_a_new_round(
 # ---------------------------------------------------------------------- refused
 
 
-def wrong(seed: int) -> None:
-    world = evenstep.init(quiet=True)
-    module = Model(seed)
+@on_ranks(2)
+def test_wrong_outer_optimizers_are_refused_on_all_ranks(world: evenstep.World, fresh_seed: int) -> None:
+    module = Model(fresh_seed)
     model = evenstep.DistributedDataParallel(module)
     inner, outer = optimizers_of(module)
     alien = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
@@ -291,7 +292,3 @@ def wrong(seed: int) -> None:
     outer.param_groups[0]["lr"] = 0.5 + world.rank
     with pytest.raises(MismatchError, match="outer is"):
         evenstep.LocalSGD(model, inner, every=2, outer=outer)
-
-
-def test_wrong_outer_optimizers_are_refused_on_all_ranks(ranks: RankPool, fresh_seed: int) -> None:
-    ranks.run(wrong, 2, fresh_seed)

@@ -242,10 +242,10 @@ def test_a_run_that_ends_between_two_exchanges_is_saved_with_the_mean(
 # ---------------------------------------------------------------------- faults on one rank, scalers, random streams
 
 
-def poisoned(seed: int, policy: str | None, odd: int) -> tuple[str, list[str], int, list[Tensor]]:
+def poisoned(layout: str, seed: int, policy: str | None, odd: int) -> tuple[str, list[str], int, list[Tensor]]:
     """(what was raised, warnings, skipped steps, values at the end) with one NaN in one rank's part."""
-    with world_for("2 x 2") as world:
-        inner, _, model, local = made(world, "2 x 2", seed, with_outer=False, on_nonfinite=policy)
+    with world_for(layout) as world:
+        inner, _, model, local = made(world, layout, seed, with_outer=False, on_nonfinite=policy)
         raised = ""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -261,10 +261,12 @@ def poisoned(seed: int, policy: str | None, odd: int) -> tuple[str, list[str], i
         return raised, told, model.skipped_steps, values_of(model)
 
 
-@pytest.mark.parametrize("odd", [1, 2])
-def test_a_gradient_that_isnt_finite_is_named_by_all_ranks(ranks: RankPool, fresh_seed: int, odd: int) -> None:
+@pytest.mark.parametrize(("layout", "odd"), [("2 x 2", 1), ("2 x 2", 2), ("2 replicas", 1), ("1 replica", 0)])
+def test_a_gradient_that_isnt_finite_is_named_by_all_ranks(
+    ranks: RankPool, fresh_seed: int, layout: str, odd: int
+) -> None:
     for policy in ("warn", "skip", "raise", None):
-        found = ranks.run(poisoned, 4, fresh_seed, policy, odd)
+        found = ranks.run(poisoned, NUM_RANKS[layout], layout, fresh_seed, policy, odd)
         raised, told, _, values = found[0]
         is_finite = all(bool(each.isfinite().all()) for each in values)
         if policy == "raise":
@@ -272,7 +274,7 @@ def test_a_gradient_that_isnt_finite_is_named_by_all_ranks(ranks: RankPool, fres
             assert all(each[0] == raised for each in found)
             continue
         assert raised == ""
-        assert [len(each[1]) for each in found] == [int(policy is not None), 0, 0, 0], "rank 0 says it"
+        assert [len(each[1]) for each in found] == [int(policy is not None)] + [0] * (len(found) - 1)
         assert all(f"on rank {odd}: 'first.weight'." in each for each in told)
         assert {each[2] for each in found} == {1 if policy == "skip" else 0}
         assert is_finite == (policy == "skip")
@@ -368,31 +370,3 @@ def refused(seed: int) -> None:
 
 def test_what_replicas_that_step_on_their_own_cant_have(ranks: RankPool, fresh_seed: int) -> None:
     ranks.run(refused, 4, fresh_seed)
-
-
-def attached(seed: int) -> bool:
-    """Whether a model that the script has divided itself steps as one of `parallelize`."""
-    from torch.distributed.fsdp import fully_shard
-
-    with world_for("2 x 2") as world:
-        found = []
-        for by_hand in (True, False):
-            module = Model(seed)
-            if by_hand:
-                for part in (module.first, module.second, module.plain, module):
-                    fully_shard(part, mesh=world.mesh["shard"])
-                model = evenstep.attach(module, world, local_steps=True)
-            else:
-                model = evenstep.parallelize(module, world, blocks="Linear", local_steps=True)
-            inner = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-            local = evenstep.LocalSGD(model, inner, every=2)
-            for step in range(4):
-                step_of(model, world, seed, step, inner)
-                local.step()
-            found.append(values_of(model))
-            local.close()
-        return are_close(*found, tolerance=0.0)
-
-
-def test_a_model_that_the_script_has_divided(ranks: RankPool, fresh_seed: int) -> None:
-    assert ranks.run(attached, 4, fresh_seed) == [True] * 4

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import evenstep
-from evenstep.errors import ConfigurationError, DriftError, NonFiniteError, UsageError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.testing import RankPool
-from tests.procs.docs.test_examples import EXAMPLES, load_module
 
 # ---------------------------------------------------------------------- faults on one rank
 
@@ -25,81 +21,6 @@ from tests.procs.docs.test_examples import EXAMPLES, load_module
 def build(seed: int, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
-
-
-def poisoned(seed: int, policy: str | None, odd: int, gloo: bool) -> tuple[str, list[str], int, bool, list[float]]:
-    """(what was raised, warnings, skipped steps, whether all is finite, parameters) with one NaN on one rank."""
-    world = evenstep.init(quiet=True)
-    if gloo:
-        world = evenstep.World.from_process_group(transport="gloo", device="cpu")
-    raised = ""
-    try:
-        model = evenstep.DistributedDataParallel(build(seed), on_nonfinite=policy, world=world)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        local = evenstep.LocalSGD(model, optimizer, every=2)
-        generator = torch.Generator().manual_seed(seed)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            try:
-                for step in range(6):
-                    model.backward(model(torch.randn(4, 6, dtype=torch.float64, generator=generator)).square().mean())
-                    if step == 2 and world.rank == odd:
-                        model.module[2].weight.grad[1, 3] = math.nan
-                    local.step()
-                    optimizer.zero_grad()
-            except NonFiniteError as error:
-                raised = str(error)
-        values = [float(p.detach().sum()) for p in model.parameters()]
-        told = [str(each.message) for each in caught if "not a number" in str(each.message)]
-        return raised, told, model.skipped_steps, all(map(math.isfinite, values)), values
-    finally:
-        if gloo:
-            world.close()
-
-
-def in_parts(seed: int, num_parts: int) -> list[float]:
-    """Parameters after six local steps on batches of five rows, each in so many parts."""
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(build(seed))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    local = evenstep.LocalSGD(model, optimizer, every=2)
-    generator = torch.Generator().manual_seed(seed + world.rank)
-    for _ in range(6):
-        batch = torch.randn(5, 6, dtype=torch.float64, generator=generator)
-        for part in model.microbatches(batch, num_parts):
-            model.backward(model(part).square().mean(), weight=len(part))
-        local.step()
-        optimizer.zero_grad()
-    return [float(p.detach().sum()) for p in model.parameters()]
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_local_steps_take_batches_in_parts(ranks, fresh_seed, nproc):
-    whole = ranks.run(in_parts, nproc, fresh_seed, 1)
-    for num_parts in (2, 3):
-        for found, expected in zip(ranks.run(in_parts, nproc, fresh_seed, num_parts), whole, strict=True):
-            assert found == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize(("nproc", "odd", "gloo"), [(1, 0, False), (2, 1, False), (3, 0, False), (2, 0, True)])
-def test_a_gradient_that_isnt_finite_is_named_when_parameters_are_averaged(ranks, fresh_seed, nproc, odd, gloo):
-    where = f"on rank {odd}: '2.weight'."
-    for policy in ("warn", "skip", "raise", None):
-        found = ranks.run(poisoned, nproc, fresh_seed, policy, odd, gloo)
-        raised, told, _, is_finite, values = found[0]
-        if policy == "raise":
-            assert where in raised
-            assert all(each[0] == raised and each[3] for each in found)
-            continue
-        assert raised == ""
-        assert len(told) == (policy is not None)
-        assert all(each[1] == [] for each in found[1:]), "rank 0 says it"
-        assert all(where in each for each in told)
-        assert is_finite == (policy == "skip")
-        assert {each[2] for each in found} == {1 if policy == "skip" else 0}
-        if is_finite:
-            assert all(each[4] == values for each in found)
-    assert NonFiniteError.exit_code == 73
 
 
 def scaled(seed: int) -> tuple[list[float], list[float], float, list[float]]:
@@ -145,50 +66,6 @@ def test_a_scaler_leaves_out_steps_of_a_rank_and_is_agreed_on_with_parameters(ra
         assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert spread == 0.0
         assert scales[-1] == 512.0
-
-
-def rotating(seed: int) -> float:
-    """The largest difference of a complex parameter from its mean over ranks, behind an average."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
-    module = nn.Linear(3, 2).to(torch.complex128)
-    model = evenstep.DistributedDataParallel(module)
-    local = evenstep.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1)
-    model.backward((model(torch.full((1, 3), 1.0 + world.rank, dtype=torch.complex128)).abs() ** 2).sum())
-    local.step()
-    own = torch.view_as_real(module.weight.detach()).reshape(1, -1)
-    told = world.gather(own)
-    return float((told - told[0]).abs().max())
-
-
-def test_complex_parameters_are_averaged(ranks, fresh_seed):
-    assert ranks.run(rotating, 2, fresh_seed) == [0.0, 0.0]
-
-
-def sums_taken(seed: int) -> tuple[int, int]:
-    """How often a step adds up gradients to look at them; of a model of many small parameters."""
-    evenstep.init(quiet=True)
-    torch.manual_seed(seed)
-    module = nn.Sequential(*[nn.Linear(3, 3) for _ in range(40)], nn.Linear(3, 20_000))
-    model = evenstep.DistributedDataParallel(module)
-    local = evenstep.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.0), every=5)
-    model(torch.randn(2, 3)).mean().backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        local.step()
-    found = {each.key: each.count for each in profile.key_averages()}
-    model(torch.randn(2, 3)).mean().backward()
-    with torch.no_grad():
-        module[7].bias.grad[1] = -math.inf
-    local.step()
-    assert list(local._bad) == ["7.bias"]
-    local._bad.clear()
-    return found["aten::sum"], found.get("aten::isfinite", 0)
-
-
-def test_small_gradients_are_looked_at_together(ranks, fresh_seed):
-    for num_sums, num_looks in ranks.run(sums_taken, 2, fresh_seed):
-        assert num_looks == 0, "the sums show it"
-        assert num_sums == 3  # small ones together, and two large ones
 
 
 # ---------------------------------------------------------------------- closing, and going on
@@ -292,35 +169,6 @@ def test_closed_midway_replicas_train_on_as_one_with_the_mean_of_what_they_kept(
         assert torch.allclose(found[0], in_one_process(kind, fresh_seed, nproc), rtol=0, atol=1e-12)
 
 
-def spoil_behind_it(seed: int) -> str:
-    """One rank's parameters change behind `close`: nobody has asked for a comparison."""
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(TwoWays(seed))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    local = evenstep.LocalSGD(model, optimizer, every=2)
-    try:
-        for step in range(NUM_LOCAL + 8):
-            if step == NUM_LOCAL:
-                local.close()
-            optimizer.zero_grad()
-            with model.accumulate():  # passes that are kept back, and an optimizer that steps behind them
-                model.backward(loss_of(model, seed, step, world.rank))
-            model.backward(loss_of(model, seed, step + 50, world.rank))
-            local.step()
-            if step == NUM_LOCAL and world.rank == 1:
-                with torch.no_grad():
-                    model.module.second.weight[0, 0] += 0.25
-    except DriftError as error:
-        return str(error)
-    return ""
-
-
-def test_replicas_are_compared_behind_it(ranks: RankPool, fresh_seed: int) -> None:
-    told = ranks.run(spoil_behind_it, 2, fresh_seed)
-    assert "ranks 0 and 1 differ in parameter" in told[0]
-    assert told[0] == told[1]
-
-
 def closed_and_resumed(seed: int, where: Path, resumes: bool) -> Tensor:
     world = evenstep.init(quiet=True)
     model = optimizer = local = None
@@ -372,77 +220,3 @@ def test_what_cant_be_averaged_is_said_once(ranks: RankPool) -> None:
 
 
 # ---------------------------------------------------------------------- does it converge as well?
-
-
-def loaders(train_set, test_set, batch_size: int, world: evenstep.World):
-    return (
-        evenstep.DataLoader(train_set, global_batch_size=batch_size, shuffle=True, seed=0, world=world),
-        evenstep.DataLoader(test_set, global_batch_size=120, world=world),
-    )
-
-
-def digits(every: int | None, num_epochs: int) -> float:
-    """Accuracy on held-out digits; `every` None: gradients are averaged in every step."""
-    world = evenstep.init(quiet=True)
-    example: ModuleType = load_module(EXAMPLES / "digits.py")
-    loader, test_loader = loaders(*example.load_data(), 128, world)
-    model = evenstep.DistributedDataParallel(example.build_model(), world=world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    local = None if every is None else evenstep.LocalSGD(model, optimizer, every=every, warmup_steps=10)
-    for _ in loader.epochs(num_epochs):
-        for x, y in loader:
-            model.backward(F.cross_entropy(model(x), y), weight=len(x))
-            optimizer.step() if local is None else local.step()
-            optimizer.zero_grad()
-    if local is not None:
-        local.close()
-    return example.evaluate(model, test_loader, world)
-
-
-def language_model(every: int | None, num_steps: int) -> tuple[float, float]:
-    """(held-out bits per byte before training, and afterwards)."""
-    world = evenstep.init(quiet=True)
-    example: ModuleType = load_module(EXAMPLES / "language_model.py")
-    texts, held_out = example.read_texts(300_000)
-    loader, test_loader = loaders(example.windows_of(texts, 64), example.windows_of(held_out, 64), 32, world)
-    torch.manual_seed(0)
-    module = example.GPT(width=64, num_layers=2, num_heads=2, context=64)
-    model = evenstep.DistributedDataParallel(module, world=world)
-    before = example.evaluate(model, test_loader, world)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: example.learning_rate(step, num_steps))
-    local = None if every is None else evenstep.LocalSGD(model, optimizer, every=every, warmup_steps=10)
-    for _, (x, y) in zip(range(num_steps), example.batches(loader), strict=False):
-        loss, num_bytes = example.loss_of(model, x, y)
-        model.backward(loss, weight=num_bytes)
-        optimizer.step() if local is None else local.step()
-        optimizer.zero_grad()
-        schedule.step()
-    if local is not None:
-        local.close()
-    return before, example.evaluate(model, test_loader, world)
-
-
-@pytest.mark.extended
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn has the digits")
-def test_digits_are_recognised_as_well(ranks):
-    """Held-out accuracy with an average every 4 and every 8 steps, beside gradients averaged in each."""
-    reference = ranks.run(digits, 2, None, 8, timeout_s=170)[0]
-    assert reference > 0.96
-    for every in (4, 8):
-        accuracies = ranks.run(digits, 2, every, 8, timeout_s=170)
-        assert accuracies[0] == accuracies[1], "replicas are equal at the end"
-        assert accuracies[0] > reference - 0.015, f"every {every}: {accuracies[0]:.4f}, and {reference:.4f}"
-
-
-@pytest.mark.extended
-@pytest.mark.timeout(600)
-def test_text_is_predicted_as_well(ranks):
-    """Held-out bits per byte of the language model; random guesses are 8."""
-    before, reference = ranks.run(language_model, 2, None, 150, timeout_s=280)[0]
-    assert before > 7.5
-    assert reference < 4.0
-    told = ranks.run(language_model, 2, 4, 150, timeout_s=280)
-    assert told[0] == told[1]
-    assert told[0][1] < 1.05 * reference, f"{told[0][1]:.3f}, and {reference:.3f} with every gradient averaged"

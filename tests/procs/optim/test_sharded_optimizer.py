@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import random
 from unittest import mock
 
 import numpy as np
@@ -11,17 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.optim.sharded.element_wise import ElementWisePartition
-from evenstep.replica.batches import split
 from evenstep.replica.sharded.bucket import ShardedBucket
 from evenstep.replica.sharded.gradient_placeholder import GradientPlaceholder
-
-SIZES = pytest.mark.parametrize("nproc", [1, 2, 3, 4])
-KINDS = ["SGD", "AdamW", "Adam", "Adagrad", "NAdam", "RMSprop", "Rprop", "ASGD", "Adadelta", "Adafactor"]
+from tests.ranks import on_ranks
 
 
 class Branches(nn.Module):
@@ -38,15 +31,6 @@ class Branches(nn.Module):
         for index in use:
             x = torch.tanh(self.layers[index](x))
         return x * self.scale
-
-
-def groups_of(model: nn.Module, *, but: str = "") -> list[dict[str, object]]:
-    """Matrices with weight decay, the rest without."""
-    named = [(name, p) for name, p in model.named_parameters() if not but or but not in name]
-    return [
-        {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for _, p in named if p.dim() <= 1]},
-    ]
 
 
 def assert_same_state(got: dict, expected: dict, context: str = "", *, tolerance: float = 1e-12) -> None:
@@ -72,128 +56,6 @@ def assert_same_parameters(got: nn.Module, expected: nn.Module, context: str = "
 
 
 # ---------------------------------------------------------------------- random cases
-
-
-def random_training(seed: int, num_models: int, num_steps: int) -> int:
-    """Random models, buckets, optimizers, groups, weights, unused layers, windows; changes on the way."""
-    world = evenstep.init(quiet=True)
-    shared, own = random.Random(seed), random.Random(seed * 1000 + world.rank)
-    torch.manual_seed(seed + world.rank)
-    compared = 0
-    for turn in range(num_models):
-        kind = getattr(torch.optim, shared.choice(KINDS))
-        options = {"lr": 0.01, **({"momentum": 0.9} if kind is torch.optim.SGD and shared.random() < 0.5 else {})}
-        sizes = {"bucket_cap_mb": shared.choice([2e-4, 1e-3, 25]), "first_bucket_cap_mb": shared.choice([1e-4, 1])}
-        num_layers, width, model_seed = shared.randint(1, 6), shared.choice([1, 3, 10]), shared.randrange(1 << 30)
-        ours, theirs = (
-            evenstep.DistributedDataParallel(Branches(num_layers, width, model_seed), **sizes) for _ in range(2)
-        )
-        stage2 = shared.random() < 0.5 and kind is not torch.optim.Adafactor
-        # Not with Adagrad, which makes the state of its first groups at once, of later ones with their first step: in
-        # between ours has more. It makes an inner optimizer anew for every division.
-        late_group = "scale" if shared.random() < 0.3 and kind is not torch.optim.Adagrad else ""
-        left = evenstep.ShardedOptimizer(ours, kind, groups_of(ours, but=late_group), shard_gradients=stage2, **options)
-        right = kind(groups_of(theirs, but=late_group), **options)
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (left, right)]
-        for step in range(num_steps):
-            context = f"seed {seed}, model {turn} ({kind.__name__}, stage {1 + stage2}), step {step}"
-            used_by_all = shared.random() < 0.5
-            chosen = shared if used_by_all else own
-            use = [chosen.randrange(num_layers) for _ in range(chosen.randint(1, num_layers))]
-            num_parts, weighted = own.randint(1, 2), shared.random() < 0.5
-            twice = shared.random() < 0.2  # a second window without zero_grad
-            xs = [torch.randn(own.choice([1, 4]), width, dtype=torch.float64) for _ in range(2 * num_parts)]
-            for model, optimizer in ((ours, left), (theirs, right)):
-                for window in range(1 + twice):
-                    for index, x in enumerate(xs[window * num_parts : (window + 1) * num_parts]):
-                        model.engine.synchronise = index == num_parts - 1
-                        loss = model(x, use).square().mean()
-                        model.backward(loss, weight=len(x)) if weighted else loss.backward()
-                optimizer.step()
-            set_to_none = shared.random() < 0.6
-            for model, optimizer in ((ours, left), (theirs, right)):
-                owner = model if shared.random() < 0.3 else optimizer
-                if owner is optimizer or set_to_none:
-                    optimizer.zero_grad(set_to_none)
-                    model.zero_grad(set_to_none)
-                else:
-                    model.zero_grad(set_to_none)
-            for scheduler in schedulers:
-                scheduler.step()
-            assert_same_parameters(ours, theirs, context)
-            if late_group and step == 2:
-                left.add_param_group({"params": [ours.module.scale], "lr": 0.02})
-                right.add_param_group({"params": [theirs.module.scale], "lr": 0.02})
-            if shared.random() < 0.2:
-                for optimizer in (left, right):
-                    optimizer.param_groups[0]["weight_decay"] = 0.2
-            if shared.random() < 0.3:
-                state = left.state_dict()
-                assert_same_state(state, right.state_dict(), context)
-                left.load_state_dict(state)
-                # As torch's own loading does. The other isn't loaded: torch rounds NAdam's `mu_product` otherwise then.
-                right.defaults.setdefault("differentiable", False)
-            compared += 1
-    return compared
-
-
-@pytest.mark.extended(ranks=3)
-@SIZES
-def test_random_training_equals_the_plain_optimizer(ranks, fresh_seed, nproc):
-    assert ranks.run(random_training, nproc, fresh_seed, 6, 6, timeout_s=150) == [36] * nproc
-
-
-def windows_that_are_dropped(seed: int, num_steps: int) -> None:
-    """Windows that `zero_grad` drops on some ranks, behind gradients of a step before that may be left."""
-    world = evenstep.init(quiet=True)
-    shared, own = random.Random(seed), random.Random(seed * 1000 + world.rank)
-    alone = Branches(2, 3, seed)
-    models = [evenstep.DistributedDataParallel(Branches(2, 3, seed), bucket_cap_mb=2e-4) for _ in range(3)]
-    optimizers = [
-        torch.optim.SGD(models[0].parameters(), lr=0.1),
-        evenstep.ShardedOptimizer(models[1], torch.optim.SGD, lr=0.1),
-        evenstep.ShardedOptimizer(models[2], torch.optim.SGD, lr=0.1, shard_gradients=True),
-    ]
-    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
-
-    def run(model: nn.Module, x: torch.Tensor, *, weighted: bool) -> None:
-        loss = model(x, [0, 1]).square().mean()
-        model.backward(loss, weight=len(x)) if weighted else loss.backward()
-
-    for step in range(num_steps):
-        weighted, set_to_none = shared.random() < 0.5, shared.random() < 0.5
-        zeroes_before, how = shared.random() < 0.5, own.choice(["nothing", "a loop left early", "accumulated"])
-        generator = torch.Generator().manual_seed(seed + step)
-        sizes = [shared.choice([0, 1, 4]) for _ in range(world.world_size)]
-        sizes[shared.randrange(world.world_size)] = 2
-        shares = [torch.randn(n, 3, dtype=torch.float64, generator=generator) for n in sizes]
-        lost = torch.randn(6, 3, dtype=torch.float64, generator=generator)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            if zeroes_before:
-                optimizer.zero_grad(set_to_none)
-            if how == "a loop left early":
-                for part in model.microbatches(lost, 2):
-                    run(model, part, weighted=weighted)
-                    break
-            elif how == "accumulated":
-                with model.accumulate():
-                    run(model, lost, weighted=weighted)
-            optimizer.zero_grad(set_to_none)
-            for part in model.microbatches(shares[world.rank], 2):
-                run(model, part, weighted=weighted)
-            optimizer.step()
-        reference.zero_grad()
-        divisor = sum(sizes) if weighted else world.world_size
-        for part in (part for share in shares for part in split(share, 2)):
-            (alone(part, [0, 1]).square().mean() * (len(part) if weighted else 1) / divisor).backward()
-        reference.step()
-        for model, name in zip(models, ("whole", "stage 1", "stage 2"), strict=True):
-            assert_same_parameters(model, alone, f"seed {seed}, step {step}, {name}, {sizes}, {how}: ")
-
-
-@pytest.mark.parametrize("nproc", [1, 2, pytest.param(3, marks=pytest.mark.extended)])
-def test_zero_grad_drops_a_window_with_what_it_has_saved(ranks, fresh_seed, nproc):
-    ranks.run(windows_that_are_dropped, nproc, fresh_seed, 8)
 
 
 def same_bits(seed: int, kind_name: str, stage2: bool) -> bool:
@@ -247,20 +109,6 @@ def train(model, optimizer, seed: int, num_steps: int, shape=(4, 6)) -> None:
         optimizer.zero_grad()
 
 
-def saved_after(seed: int, num_steps: int, **options):
-    model, optimizer = make(seed, **options)
-    train(model, optimizer, seed, num_steps)
-    return model.module.state_dict(), optimizer.state_dict()
-
-
-def resumed(seed: int, saved, num_steps: int, **options):
-    model, optimizer = make(seed + 1, **options)
-    model.module.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    train(model, optimizer, seed + 2, num_steps)
-    return model.module.state_dict(), optimizer.state_dict()
-
-
 def plain(seed: int, saved, num_steps: int):
     """One process, without evenstep's optimizer, from a saved state if there is one."""
     torch.manual_seed(seed)
@@ -276,48 +124,6 @@ def plain(seed: int, saved, num_steps: int):
         optimizer.step()
         optimizer.zero_grad()
     return module.state_dict(), optimizer.state_dict()
-
-
-@pytest.mark.parametrize(("first", "second"), [(2, 3), (4, 1), (1, 2)])
-def test_a_state_goes_on_on_another_number_of_ranks_and_to_and_from_torch(ranks, fresh_seed, first, second):
-    seed = fresh_seed
-    half = ranks.run(saved_after, first, seed, 3)[-1]
-    expected = plain(seed, plain(seed, None, 3), 3)
-    continued = ranks.run(resumed, second, seed, half, 3)
-    for model, state in [*continued, plain(seed, half, 3)]:  # also in a plain torch optimizer
-        assert_same_state(state, expected[1])
-        assert all(torch.allclose(model[k], v, rtol=1e-12, atol=1e-13) for k, v in expected[0].items())
-    from_torch = ranks.run(resumed, first, seed, plain(seed, None, 3), 3)
-    assert_same_state(from_torch[0][1], expected[1])
-
-
-def reloaded(seed: int, elementwise: bool, kind_name: str) -> None:
-    """Ten steps of a channels_last model, its own state loaded, and ten more: as twenty."""
-    world = evenstep.init(quiet=True)
-
-    def trained(num_reloads: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        model = evenstep.DistributedDataParallel(nn.Conv2d(8, 16, 3).to(memory_format=torch.channels_last))
-        kind = getattr(torch.optim, kind_name)
-        optimizer = evenstep.ShardedOptimizer(model, kind, elementwise=elementwise, lr=0.01)
-        for step in range(20):
-            x = torch.randn(4, 8, 9, 9, generator=torch.Generator().manual_seed(seed + step))
-            x = x.chunk(world.world_size)[world.rank]
-            model.backward(model(x).square().mean(), weight=len(x))
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 9 and num_reloads:
-                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        return model.module.weight.detach().clone()
-
-    torch.testing.assert_close(trained(1), trained(0), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "NAdam"])
-@pytest.mark.parametrize("elementwise", [False, True])
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_state_that_is_loaded_lies_as_its_parameters_do(ranks, fresh_seed, nproc, elementwise, kind):
-    ranks.run(reloaded, nproc, fresh_seed, elementwise, kind)
 
 
 def shards_of(seed: int, kind_name: str, channels_last: bool):
@@ -527,90 +333,12 @@ def test_buckets_are_laid_out_again_one_by_one(ranks, fresh_seed):
             assert most <= before + 2 * bucket + 65536
 
 
-def over_gloo(seed: int) -> list[float]:
-    evenstep.init(quiet=True)  # makes the group that is adopted
-    world = evenstep.World.from_process_group(transport="gloo", device="cpu")
-    assert world.transport_name == "gloo"
-    try:
-        found = []
-        for options in ({}, {"shard_gradients": True}, {"kind": torch.optim.Adafactor}):
-            model, optimizer = make(seed, world=world, **options)
-            train(model, optimizer, seed, 4)
-            optimizer.load_state_dict(optimizer.state_dict())
-            train(model, optimizer, seed + 1, 2)
-            found += [float(p.detach().sum()) for p in model.parameters()]
-        return found
-    finally:
-        world.close()
-
-
-def over_shared_memory(seed: int) -> list[float]:
-    found = []
-    for options in ({}, {"shard_gradients": True}, {"kind": torch.optim.Adafactor}):
-        model, optimizer = make(seed, **options)
-        train(model, optimizer, seed, 4)
-        train(model, optimizer, seed + 1, 2)
-        found += [float(p.detach().sum()) for p in model.parameters()]
-    return found
-
-
-def test_over_gloo(ranks, fresh_seed):
-    expected = ranks.run(over_shared_memory, 1, fresh_seed)[0]
-    for found in [*ranks.run(over_gloo, 3, fresh_seed), *ranks.run(over_shared_memory, 3, fresh_seed)]:
-        assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
-
-
-def muon(seed: int) -> int:
-    """Matrices with Muon, whose step needs them whole, the rest with AdamW. How often hooks of all optimizers ran."""
-    world = evenstep.init(quiet=True)
-    models, optimizers = [], []
-    for sharded in (True, False):
-        torch.manual_seed(seed)
-        model = evenstep.DistributedDataParallel(nn.Sequential(*(nn.Linear(20, 20) for _ in range(5))))
-        matrices = [p for p in model.parameters() if p.dim() == 2]
-        rest = [p for p in model.parameters() if p.dim() < 2]
-        kinds = [(torch.optim.Muon, matrices), (torch.optim.AdamW, rest)]
-        models.append(model)
-        optimizers.append(
-            [
-                evenstep.ShardedOptimizer(model, kind, params, lr=0.02) if sharded else kind(params, lr=0.02)
-                for kind, params in kinds
-            ]
-        )
-    momentum = sum(p.nbytes for p in models[0].parameters() if p.dim() == 2)
-    torch.manual_seed(seed + world.rank)
-    stepped: list[object] = []
-    handle = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.append(optimizer))
-    try:
-        for _ in range(5):
-            x = torch.randn(8, 20)
-            for model, several in zip(models, optimizers, strict=True):
-                model(x).square().mean().backward()
-                for optimizer in several:
-                    optimizer.step()
-                    optimizer.zero_grad()
-    finally:
-        handle.remove()
-    for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        # AdamW's fused step, over stretches that end elsewhere, rounds otherwise than torch's usual one; so gradients
-        # differ in the ninth digit, and Muon computes in bfloat16. What matrices are off by then moves the gradients of
-        # the rest in the second digit, and AdamW's five steps of 0.02 with them. A wrong update is off by 0.02 or more.
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.01 if ours.dim() == 2 else 2e-3, msg=name)
-    assert optimizers[0][0].state_bytes <= momentum * -(-5 // world.world_size) / 5
-    return len(stepped)
-
-
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_muon_has_whole_matrices_and_a_part_of_the_state(ranks, fresh_seed, nproc):
-    assert ranks.run(muon, nproc, fresh_seed) == [5 * 4] * nproc
-
-
-def several_optimizers(seed: int) -> None:
+@on_ranks(2)
+def test_several_optimizers_and_a_hook_share_a_model(world: evenstep.World, fresh_seed: int) -> None:
     """Two sharded ones, of different kinds, and a plain one share a model; a hook sees all buckets; bf16 beside."""
-    evenstep.init(quiet=True)
     models, optimizers = [], []
     for sharded in (True, False):
-        torch.manual_seed(seed)
+        torch.manual_seed(fresh_seed)
         layers = [nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9)]
         model = evenstep.DistributedDataParallel(nn.Sequential(*layers).double(), bucket_cap_mb=5e-4)
         parts = [list(model.module[i].parameters()) for i in (0, 2, 4)]
@@ -623,7 +351,7 @@ def several_optimizers(seed: int) -> None:
             made = [torch.optim.AdamW(parts[0], lr=0.01), torch.optim.SGD(parts[1], lr=0.1)]
         models.append(model)
         optimizers.append([*made, torch.optim.RMSprop(parts[2])])
-    torch.manual_seed(seed + models[0].world.rank)
+    torch.manual_seed(fresh_seed + models[0].world.rank)
     for step in range(6):
         x = torch.randn(3, 6, dtype=torch.float64)
         for model, several in zip(models, optimizers, strict=True):
@@ -634,10 +362,6 @@ def several_optimizers(seed: int) -> None:
                 optimizer.step()
             model.zero_grad()
     assert_same_parameters(models[0], models[1])
-
-
-def test_several_optimizers_and_a_hook_share_a_model(ranks, fresh_seed):
-    ranks.run(several_optimizers, 2, fresh_seed)
 
 
 def replaced_memory(seed: int) -> None:
@@ -663,67 +387,6 @@ def replaced_memory(seed: int) -> None:
 
 def test_autograd_notices_that_parameters_have_changed(ranks, fresh_seed):
     ranks.run(replaced_memory, 2, fresh_seed)
-
-
-def half_precision(seed: int, dtype: torch.dtype, master: bool) -> tuple[float, set]:
-    """Many small updates: without values in float32 they are lost."""
-    torch.manual_seed(seed)
-    model = evenstep.DistributedDataParallel(nn.Linear(64, 1, bias=False).to(dtype))
-    with torch.no_grad():
-        model.module.weight.fill_(1.0)
-    optimizer = evenstep.ShardedOptimizer(
-        model, torch.optim.SGD, lr=1e-4, master_weights=master, reduce_dtype=torch.float32
-    )
-    for _ in range(50):
-        model(torch.ones(1, 64, dtype=dtype)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    state = optimizer.state_dict()
-    optimizer.load_state_dict(state)
-    assert_same_state(optimizer.state_dict(), state, tolerance=0.0)
-    dtypes = {v.dtype for s in state["state"].values() for v in s.values() if isinstance(v, torch.Tensor)}
-    return float(model.module.weight.detach().double().mean()), dtypes
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_master_weights_keep_what_16_bits_would_lose(ranks, fresh_seed, nproc):
-    for mean, dtypes in ranks.run(half_precision, nproc, fresh_seed, torch.bfloat16, True):
-        assert mean == pytest.approx(1 - 50 * 1e-4, abs=0.004)
-        assert dtypes == {torch.float32}
-    for mean, _ in ranks.run(half_precision, nproc, fresh_seed, torch.bfloat16, False):
-        assert mean == 1.0
-
-
-def scaled(seed: int, overflow_on: int) -> list[tuple[float, float]]:
-    """A GradScaler, with an infinity in one shard of one rank in the third step. (scale, sum of parameters)."""
-    world = evenstep.init(quiet=True)
-    model, optimizer = make(seed)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
-    torch.manual_seed(seed)
-    told = []
-    for step in range(5):
-        x = torch.randn(4, 6, dtype=torch.float64)
-        model.backward(scaler.scale(model(x).square().mean()), scaler=scaler)
-        if step == 2 and world.rank == overflow_on:
-            # As if the sum had overflowed in this rank's shard alone.
-            model.engine.exchange.sharded_buckets[0].shard[0] = torch.inf
-        if step % 2:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        told.append((scaler.get_scale(), float(sum(p.detach().sum() for p in model.parameters()))))
-    return told
-
-
-def test_a_scaler_hears_of_an_infinity_in_one_shard_on_all_ranks(ranks, fresh_seed):
-    for culprit in (0, 1):
-        told = ranks.run(scaled, 2, fresh_seed, culprit)
-        assert told[0] == told[1]
-        assert [scale for scale, _ in told[0]] == [256.0, 256.0, 128.0, 128.0, 128.0]
-        sums = [total for _, total in told[0]]
-        assert sums[1] == sums[2]
-        assert len(set(sums)) == 4
 
 
 def in_torchs_hands(seed: int, elementwise: bool) -> None:
@@ -761,36 +424,3 @@ def in_torchs_hands(seed: int, elementwise: bool) -> None:
 @pytest.mark.parametrize("elementwise", [True, False])
 def test_torchs_functions_for_states_step_nothing(ranks, fresh_seed, elementwise):
     ranks.run(in_torchs_hands, 2, fresh_seed, elementwise)
-
-
-def resumes_laid_out(seed: int, directory) -> tuple[list[int], list[int]]:
-    """Gradients come in another order than parameters are registered: buckets are laid out anew in the first window."""
-    world = evenstep.init(quiet=True)
-    use, moved, steps = [3, 0, 2, 1], [], []
-    load_state = ElementWisePartition.load_state
-
-    def load(partition, kept, *, is_loaded=False):
-        if not is_loaded:
-            moved.append(sum(len(state) for state in kept.values()))
-        load_state(partition, kept, is_loaded=is_loaded)
-
-    for _ in range(2):
-        torch.manual_seed(seed)
-        model = evenstep.DistributedDataParallel(Branches(4, 5, seed), bucket_cap_mb=2e-4, first_bucket_cap_mb=2e-4)
-        optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
-        checkpoint = evenstep.Checkpointer(directory, every_minutes=None, model=model, optimizer=optimizer)
-        steps.append(checkpoint.resume())
-        moved.clear()
-        with mock.patch.object(ElementWisePartition, "load_state", load):
-            for _ in range(2):
-                optimizer.zero_grad()
-                model(torch.full((2, 5), 1.0 + world.rank, dtype=torch.float64), use).square().mean().backward()
-                optimizer.step()
-                checkpoint.step()
-        checkpoint.close()
-    return steps, list(moved)
-
-
-def test_a_resumed_run_moves_no_state_in_its_first_window(ranks, fresh_seed, tmp_path):
-    """The whole state would be on every rank's device for a moment."""
-    assert ranks.run(resumes_laid_out, 2, fresh_seed, tmp_path) == [([0, 2], [])] * 2

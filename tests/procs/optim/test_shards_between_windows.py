@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.errors import UsageError
+from evenstep.replica.gradients.buckets.bucket import Bucket
+from tests.ranks import on_ranks
 
 KINDS = pytest.mark.parametrize("shard_gradients", [False, True])
 
@@ -24,14 +27,18 @@ class Two(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def second_window(seed: int, shard_gradients: bool, is_weighted: bool) -> None:
+@KINDS
+@pytest.mark.parametrize("is_weighted", [False, True])
+@on_ranks(2, 3)
+def test_a_second_window_adds_to_each_gradient_that_there_is(
+    world: evenstep.World, fresh_seed: int, shard_gradients: bool, is_weighted: bool
+) -> None:
     """Behind the first window one gradient is dropped, and one is the program's own."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed + world.rank)
+    torch.manual_seed(fresh_seed + world.rank)
     xs = torch.randn(2, 4, 3, dtype=torch.float64)
     pair = []
     for kind in (evenstep.ShardedOptimizer, None):
-        model = evenstep.DistributedDataParallel(Two(seed), bucket_cap_mb=25)
+        model = evenstep.DistributedDataParallel(Two(fresh_seed), bucket_cap_mb=25)
         if kind is None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         else:
@@ -49,13 +56,6 @@ def second_window(seed: int, shard_gradients: bool, is_weighted: bool) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@KINDS
-@pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_a_second_window_adds_to_each_gradient_that_there_is(ranks, fresh_seed, nproc, is_weighted, shard_gradients):
-    ranks.run(second_window, nproc, fresh_seed, shard_gradients, is_weighted)
-
-
 class Squares(nn.Module):
     def __init__(self, values: list[torch.Tensor]) -> None:
         super().__init__()
@@ -65,10 +65,19 @@ class Squares(nn.Module):
         return x * torch.stack([value.square().sum() for value in self.values]).sum()
 
 
-def norm_in_lent_memory(seed: int) -> None:
+pack = Bucket.pack
+
+
+def pack_what_is_free(bucket: Bucket, *args: object) -> None:
+    loan = getattr(bucket, "_loan", None)
+    assert loan is None or loan.before is None or loan.before.work is None, "what is lent is still under way"
+    pack(bucket, *args)
+
+
+@on_ranks(2)
+def test_nothing_lies_between_gradients_in_lent_memory(world: evenstep.World, fresh_seed: int) -> None:
     """Buckets of other sizes use the same memory one after the other: what is left between their gradients is none."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
+    torch.manual_seed(fresh_seed)
     values = [torch.randn(n, dtype=torch.float64) for n in (3, 5, 7, 90, 100)]  # buckets from the last one on
     norms = []
     for is_sharded in (True, False):
@@ -78,18 +87,18 @@ def norm_in_lent_memory(seed: int) -> None:
             assert len(model.engine.exchange.buckets) > 2
         for _ in range(3):
             model.zero_grad()
-            model(torch.tensor(1.0 + world.rank)).backward()
+            with mock.patch.object(Bucket, "pack", pack_what_is_free):
+                model(torch.tensor(1.0 + world.rank)).backward()
             norms.append(float(evenstep.clip_grad_norm_(model, 1e9)))
     torch.testing.assert_close(norms[:3], norms[3:], rtol=1e-12, atol=0)
     assert optimizer.state_bytes == 0
 
 
-def test_nothing_lies_between_gradients_in_lent_memory(ranks, fresh_seed):
-    ranks.run(norm_in_lent_memory, 2, fresh_seed)
-
-
-def converted(dtype: torch.dtype) -> None:
-    evenstep.init(quiet=True)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@on_ranks(2)
+def test_a_parameter_whose_memory_is_replaced_is_taken_back_or_refused(
+    world: evenstep.World, dtype: torch.dtype
+) -> None:
     model = evenstep.DistributedDataParallel(Two(1))
     optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
     model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
@@ -100,42 +109,3 @@ def converted(dtype: torch.dtype) -> None:
         return
     with pytest.raises(UsageError, match=r"'first.weight' is float32 \[5, 3\].*was float64.*before wrapping it"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_parameter_whose_memory_is_replaced_is_taken_back_or_refused(ranks, dtype):
-    ranks.run(converted, 2, dtype)
-
-
-class Path(nn.Module):
-    """Multiplies by parameters in the order asked for, each in a reentrant checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(2, 2)
-        self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-
-    def forward(self, x: torch.Tensor, path: str) -> torch.Tensor:
-        x = self.first(x)
-        for name in path:
-            x = checkpoint(self.multiply, x, name, use_reentrant=True)
-        return x
-
-    def multiply(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * getattr(self, name)
-
-
-def late() -> None:
-    """The second gradient of a parameter comes after its bucket has gone."""
-    evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Path(), first_bucket_cap_mb=1.3e-4, bucket_cap_mb=1.3e-4)
-    evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
-    for _ in range(2):
-        model(torch.ones(1, 2), "ba").sum().backward()
-        model.zero_grad()
-    with pytest.raises(UsageError, match="another gradient in the same backward pass"):
-        model(torch.ones(1, 2), "bba").sum().backward()
-
-
-def test_a_gradient_that_comes_after_its_bucket_is_refused(ranks):
-    ranks.run(late, 2)

@@ -12,6 +12,7 @@ from torch.nn.utils import prune
 
 import evenstep
 from evenstep.errors import EvenstepError, UsageError
+from tests.ranks import on_ranks
 
 ROWS = 12  # of a batch, over all ranks
 
@@ -127,13 +128,8 @@ def test_where_a_model_cannot_be_followed_it_is_said(ranks, kind):
     ranks.run(refused, 2, kind)
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_an_optimizer_that_is_divided_at_parameters_is_in_the_way_too(ranks, nproc):
-    ranks.run(refused, nproc, "with a ShardedOptimizer", False)
-
-
-def changed_within_a_join() -> None:
-    evenstep.init(quiet=True)
+@on_ranks(2)
+def test_within_a_join_a_model_cannot_change(world: evenstep.World) -> None:
     torch.manual_seed(0)
     module = net()
     model = evenstep.DistributedDataParallel(module)
@@ -150,10 +146,6 @@ def changed_within_a_join() -> None:
     assert module[0].weight.grad is not None
 
 
-def test_within_a_join_a_model_cannot_change(ranks):
-    ranks.run(changed_within_a_join, 2)
-
-
 class Part(nn.Module):
     """With buffers that each rank keeps for itself, of other lengths on each."""
 
@@ -168,8 +160,8 @@ class Part(nn.Module):
         return x * self.weight
 
 
-def buffers_of_each_rank() -> None:
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_buffers_that_are_each_ranks_own_stay_so(world: evenstep.World) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4).double(), Part(world.rank))
     module._ddp_params_and_buffers_to_ignore = {"1.cache"}
@@ -188,14 +180,10 @@ def buffers_of_each_rank() -> None:
     assert module[1].own.tolist() == [world.rank] * 2
 
 
-def test_buffers_that_are_each_ranks_own_stay_so(ranks):
-    ranks.run(buffers_of_each_rank, 2)
-
-
-def wrapped_twice(seed: int) -> None:
+@on_ranks(2)
+def test_a_wrapped_part_that_changes_is_followed(world: evenstep.World, fresh_seed: int) -> None:
     """An outer wrapper of the same ranks, and a wrapped part, to which a layer is added."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
+    torch.manual_seed(fresh_seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inner = evenstep.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4)).double())
@@ -205,7 +193,7 @@ def wrapped_twice(seed: int) -> None:
                 nn.Linear(4, 4).double(), evenstep.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4)).double())
             )
         )
-    torch.manual_seed(seed + world.rank)
+    torch.manual_seed(fresh_seed + world.rank)
     x = torch.randn(3, 4).double()
     for model, part in ((outer, inner.module), (whole, whole.module[1].module)):
         part.append(nn.Linear(4, 4).double())
@@ -222,10 +210,6 @@ def wrapped_twice(seed: int) -> None:
     averaging.average()
     for parameter in outer.parameters():
         assert len(set(world.exchange(parameter.sum().item()))) == 1, "the outer wrapper knows what was added"
-
-
-def test_a_wrapped_part_that_changes_is_followed(ranks, fresh_seed):
-    ranks.run(wrapped_twice, 2, fresh_seed)
 
 
 def alone() -> None:

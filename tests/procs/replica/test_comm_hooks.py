@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
+from tests.ranks import on_ranks
 
 POWER_SGD_FULL_RANK = {"matrix_approximation_rank": 64, "start_powerSGD_iter": 2, "min_compression_rate": 0}
 
@@ -64,8 +65,10 @@ def make_model():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-def compare(name, weighted):
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", HOOKS)
+@on_ranks(2, 3, 4)
+def test_a_hook_of_torchs_averages_as_it_promises(world, name, weighted):
     state, hook, tolerance = make_hook(name)
     model = evenstep.DistributedDataParallel(make_model(), bucket_cap_mb=5e-4, world=world)
     module = make_model()
@@ -94,40 +97,17 @@ def compare(name, weighted):
         module.zero_grad()
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("nproc", [2, 3, 4])
-@pytest.mark.parametrize("name", HOOKS)
-def test_a_hook_of_torchs_averages_as_it_promises(ranks, name, nproc, weighted):
-    ranks.run(compare, nproc, name, weighted)
-
-
-def count_buckets(name, options):
-    """Of 1.6 MiB in four parameters, behind the second step."""
-    evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(nn.Sequential(*(nn.Linear(320, 320, False) for _ in range(4))), **options)
-    model.register_comm_hook(*make_hook(name)[:2])
-    for _ in range(2):
-        model(torch.ones(2, 320)).square().mean().backward()
-        model.zero_grad()
-    return len(model.engine.buckets)
-
-
-def test_no_small_first_bucket_where_buckets_go_one_by_one(ranks):
-    """Each would be several round trips that nothing else can travel beside."""
-    assert ranks.run(count_buckets, 2, "fp16_compress_hook", {}) == [2, 2]
-    assert ranks.run(count_buckets, 2, "powerSGD_hook", {}) == [1, 1]
-    assert ranks.run(count_buckets, 2, "powerSGD_hook", {"first_bucket_cap_mb": 0.5}) == [2, 2]
-
-
-def local_steps(seed):
+@on_ranks(4)
+def test_post_local_sgd_averages_in_its_subgroup(world, fresh_seed):
     """post_localSGD_hook: from its second step on, gradients are averaged in pairs of ranks, and nowhere else."""
-    world = evenstep.init(quiet=True)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     state = post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, pairs[world.rank // 2], start_localSGD_iter=1)
     model, module = evenstep.DistributedDataParallel(make_model(), compare_every=0), make_model()
     model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     for step in range(3):
-        batches = [torch.randn(3, 8, generator=torch.Generator().manual_seed(seed + 10 * step + r)) for r in range(4)]
+        batches = [
+            torch.randn(3, 8, generator=torch.Generator().manual_seed(fresh_seed + 10 * step + r)) for r in range(4)
+        ]
         model(batches[world.rank]).square().mean().backward()
         first = world.rank // 2 * 2
         shared = batches if step == 0 else batches[first : first + 2]
@@ -136,63 +116,6 @@ def local_steps(seed):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
         model.zero_grad()
         module.zero_grad()
-
-
-def test_post_local_sgd_averages_in_its_subgroup(ranks, fresh_seed):
-    ranks.run(local_steps, 4, fresh_seed)
-
-
-def power_of_two_models(seed: int) -> float:
-    """Two models in one backward pass, several buckets each, before compression begins: by how much too far off."""
-    world = evenstep.init(quiet=True)
-    found = []
-    for has_hook in (False, True):
-        torch.manual_seed(seed)
-        models = [
-            evenstep.DistributedDataParallel(
-                nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))).double(), bucket_cap_mb=1e-4
-            )
-            for _ in range(2)
-        ]
-        for model in models if has_hook else ():
-            state = powerSGD_hook.PowerSGDState(dist.group.WORLD, start_powerSGD_iter=100)
-            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        for step in range(20):
-            generator = torch.Generator().manual_seed(seed + 10 * step + world.rank)
-            for model in models:
-                model.zero_grad()
-            models[1](models[0](torch.randn(3, 4, dtype=torch.float64, generator=generator))).square().mean().backward()
-        found.append(torch.cat([p.grad.reshape(-1) for model in models for p in model.parameters()]))
-    return float((found[0] - found[1]).abs().max())
-
-
-def test_several_models_take_turns_in_the_same_order_on_all_ranks(ranks, fresh_seed):
-    for nproc in (1, 2, 3):
-        assert max(ranks.run(power_of_two_models, nproc, fresh_seed)) < 1e-12
-
-
-def zero_hooks():
-    """The errors of the hooks that overlap torch's ZeroRedundancyOptimizer, for our class and torch's."""
-    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    evenstep.init(quiet=True)
-    gloo = dist.new_group(backend="gloo")
-    told = []
-    for wrap in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
-        for make in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
-            model = wrap(make_model(), process_group=gloo)
-            zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
-            with pytest.raises(RuntimeError) as error:
-                make(default_hooks.allreduce_hook, model, zero)
-            told.append(str(error.value))
-    return told
-
-
-def test_the_hooks_of_torchs_zero_optimizer_refuse_gloo_under_both_classes(ranks):
-    for first, interleaved, *torchs in ranks.run(zero_hooks, 2):
-        assert [first, interleaved] == torchs
-        assert "Gloo backend" in first
 
 
 def weighted_beside_torch(seed):
@@ -253,62 +176,8 @@ def test_large_weights_dont_overflow_in_a_hook_of_16_bits(ranks, gloo):
     assert ranks.run(counted_in_tokens, 2, gloo) == [[[1.0], [1.0], None]] * 2
 
 
-LIKE_TORCH = ["quantization_pertensor_hook", "quantization_perchannel_hook", "batched_powerSGD_hook"]
-
-
-def like_torch(name):
-    """What a hook gives under our class and under torch's: gradients, or the error with which torch's code fails.
-
-    Behind them the largest difference between two entries of a rank's own gradients.
-    """
-    world = evenstep.init(quiet=True)
-    # Not from torch's own stream: evenstep gives each rank another one when training begins.
-    batches = [torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + world.rank)) for step in range(4)]
-    outcomes = []
-    for wrap in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
-        state, hook, _ = make_hook(name)
-        if name == "batched_powerSGD_hook":
-            state = powerSGD_hook.PowerSGDState(dist.group.WORLD, 2, start_powerSGD_iter=2, min_compression_rate=0)
-        model = wrap(make_model())
-        model.register_comm_hook(state, hook)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                for batch in batches:
-                    model.zero_grad()
-                    model(batch).square().mean().backward()
-            outcomes.append([p.grad.clone() for p in model.parameters()])
-        except (RuntimeError, AssertionError) as error:
-            outcomes.append(f"{type(error).__name__} {str(error).splitlines()[:1]}")
-    module = make_model()
-    module(batches[-1]).square().mean().backward()
-    own = torch.cat([p.grad.flatten() for p in module.parameters()])
-    span = own.max() - own.min()
-    dist.all_reduce(span, dist.ReduceOp.MAX)
-    return *outcomes, span.item()
-
-
-def all_like_torch():
-    return {name: like_torch(name) for name in LIKE_TORCH}
-
-
-@pytest.mark.extended
-def test_what_fails_under_torchs_class_fails_alike():
-    """Before torch 2.15 the quantising hooks call `.cuda()`; `batched_powerSGD_hook` violates its own assertion.
-
-    In ranks of their own, because a hook that raises leaves torch's reducer unusable. Where the quantising hooks work,
-    sums that differ in their last bits may be rounded to neighbours among 256 numbers.
-    """
-    for ours, theirs, span in evenstep.launch(all_like_torch, nproc=2).values():
-        if isinstance(theirs, str):
-            assert ours == theirs
-        else:
-            for a, b in zip(ours, theirs, strict=True):
-                torch.testing.assert_close(a, b, rtol=0, atol=span / 255)
-
-
-def look_at_buckets():
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_a_hook_sees_what_torchs_class_would_show_it(world):
     model = evenstep.DistributedDataParallel(make_model(), bucket_cap_mb=5e-4, world=world)
     seen = []
 
@@ -344,10 +213,6 @@ def look_at_buckets():
         other(torch.ones(1, 8)).sum().backward()
 
 
-def test_a_hook_sees_what_torchs_class_would_show_it(ranks):
-    ranks.run(look_at_buckets, 2)
-
-
 RESULTS = {
     "too short": (lambda buffer: buffer[:-2], r"gave float32 \[30\] for bucket 0; .*: float32 \[32\]\."),
     "too short elsewhere": (lambda buffer: buffer[:-2].clone(), r"gave float32 \[30\]"),
@@ -360,8 +225,8 @@ RESULTS = {
 }
 
 
-def wrong_results():
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_a_hooks_result_that_is_no_average_is_named(world):
     for make, message in RESULTS.values():
         model = evenstep.DistributedDataParallel(nn.Linear(4, 8, bias=False), world=world)
         given = []
@@ -383,10 +248,6 @@ def wrong_results():
                 loss.backward()
 
 
-def test_a_hooks_result_that_is_no_average_is_named(ranks):
-    ranks.run(wrong_results, 2)
-
-
 # ---------------------------------------------------------------------- weights that are waited for in a pass
 
 
@@ -400,17 +261,17 @@ def assert_same(ours, theirs):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-def normalised_by_all(seed):
+@on_ranks(2)
+def test_weights_are_known_before_others_wait_in_their_statistics(world, fresh_seed):
     """A rank without samples takes part in statistics, in the middle of its pass, and sends all buckets behind that."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
+    torch.manual_seed(fresh_seed)
     alone = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
     model = evenstep.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(alone))
     model = evenstep.DistributedDataParallel(model, bucket_cap_mb=5e-5)
     model.register_comm_hook(None, default_hooks.allreduce_hook)
     for step in range(4):
         sizes = [4, 2 * (step % 2)]
-        xs = draw(seed + step, sum(sizes), 6).split(sizes)
+        xs = draw(fresh_seed + step, sum(sizes), 6).split(sizes)
         x = xs[world.rank]
         model.backward(model(x).square().mean(), weight=len(x))
         alone(torch.cat(xs)).square().mean().backward()
@@ -419,14 +280,11 @@ def normalised_by_all(seed):
         alone.zero_grad()
 
 
-def test_weights_are_known_before_others_wait_in_their_statistics(ranks, fresh_seed):
-    ranks.run(normalised_by_all, 2, fresh_seed)
-
-
-def through_two_models(seed, shares_group):
+@pytest.mark.parametrize("shares_group", [False, True])
+@on_ranks(2)
+def test_hooks_of_several_models_dont_wait_for_each_others_weights(world, fresh_seed, shares_group):
     """An encoder and a decoder with hooks; rank 1 has no samples in some steps."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
+    torch.manual_seed(fresh_seed)
     alone = [nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)).double() for _ in range(2)]
     models = [evenstep.DistributedDataParallel(copy.deepcopy(each), bucket_cap_mb=5e-5) for each in alone]
     groups = [None if shares_group else dist.new_group() for _ in models]
@@ -434,7 +292,7 @@ def through_two_models(seed, shares_group):
         model.register_comm_hook(group, default_hooks.allreduce_hook)
     for step in range(4):
         sizes = [4, 2 * (step % 2)]
-        xs = draw(seed + step, sum(sizes), 6).split(sizes)
+        xs = draw(fresh_seed + step, sum(sizes), 6).split(sizes)
         x = xs[world.rank]
         evenstep.backward(models, models[1](models[0](x)).square().mean(), weight=len(x))
         alone[1](alone[0](torch.cat(xs))).square().mean().backward()
@@ -447,20 +305,16 @@ def through_two_models(seed, shares_group):
             dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("shares_group", [False, True])
-def test_hooks_of_several_models_dont_wait_for_each_others_weights(ranks, fresh_seed, shares_group):
-    ranks.run(through_two_models, 2, fresh_seed, shares_group)
-
-
-def two_in_a_join(seed, is_weighted):
+@pytest.mark.parametrize("is_weighted", [False, True])
+@on_ranks(2)
+def test_a_join_of_several_models_with_hooks(world, fresh_seed, is_weighted):
     """Rank 0 leaves first; what the others send by way of a hook comes behind their telling it so."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
+    torch.manual_seed(fresh_seed)
     alone = [nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)).double() for _ in range(2)]
     models = [evenstep.DistributedDataParallel(copy.deepcopy(each), bucket_cap_mb=5e-5) for each in alone]
     for model in models:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
-    xs = draw(seed, 4, 2, 3, 6)
+    xs = draw(fresh_seed, 4, 2, 3, 6)
     with Join(models):
         for step in range(2 if world.rank == 0 else 4):
             for model in models:
@@ -476,8 +330,3 @@ def two_in_a_join(seed, is_weighted):
             other.zero_grad()
     for model, other in zip(models, alone, strict=True):
         assert_same(list(model.parameters()), list(other.parameters()))
-
-
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_a_join_of_several_models_with_hooks(ranks, fresh_seed, is_weighted):
-    ranks.run(two_in_a_join, 2, fresh_seed, is_weighted)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import inspect
 import pickle
 import warnings
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
+from tests.ranks import on_ranks
 
-SIZES = pytest.mark.parametrize("nproc", [2, 3, 4])
+SIZES = pytest.mark.parametrize("nproc", [2, 3])
 
 
 def make(seed=0, dtype=torch.float64):
@@ -57,16 +55,17 @@ def averaged(module, batches, loss_of=lambda out: out.square().mean()):
 # ---------------------------------------------------------------------- groups and meshes
 
 
-def pairs(seed):
-    world = evenstep.init(quiet=True)
+@pytest.mark.extended
+@on_ranks(4)
+def test_a_sub_group_averages_among_its_ranks(world, fresh_seed):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = world.rank // 2
     model = evenstep.DistributedDataParallel(make(mine), process_group=groups[mine])
     again = evenstep.DistributedDataParallel(make(mine), process_group=groups[mine])
     assert again.world is model.world
     assert (model.world.rank, model.world.world_size) == (world.rank % 2, 2)
-    model(batch(seed + world.rank)).square().mean().backward()
-    assert_same(grads(model), averaged(make(mine), [batch(seed + 2 * mine + r) for r in range(2)]))
+    model(batch(fresh_seed + world.rank)).square().mean().backward()
+    assert_same(grads(model), averaged(make(mine), [batch(fresh_seed + 2 * mine + r) for r in range(2)]))
     with pytest.raises(UsageError, match=f"rank {world.rank} is not in the process group"):
         world.of_group(groups[1 - mine])
     with pytest.raises(UsageError, match="is not in the process group"):
@@ -75,11 +74,6 @@ def pairs(seed):
         pickle.dumps(model)
     whole = evenstep.DistributedDataParallel(make(), process_group=dist.group.WORLD)
     assert whole.world is world
-
-
-@pytest.mark.extended
-def test_a_sub_group_averages_among_its_ranks(ranks, fresh_seed):
-    ranks.run(pairs, 4, fresh_seed)
 
 
 def two_dimensional(seed):
@@ -113,51 +107,14 @@ def test_tensor_parallelism_inside_a_mesh(ranks, fresh_seed):
 # ---------------------------------------------------------------------- ranks that run out of data
 
 
-def uneven(seed, kind):
-    """Rank r has r + 1 batches. Compares every step that a rank takes with the mean that it should have been given."""
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(make(), bucket_cap_mb=2e-4)
-    module = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    reference = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    by_all = kind == "by all"
-    with model.join(divide_by_initial_world_size=by_all):
-        for step in range(world.rank + 1):
-            loss = model(batch(seed + 10 * step + world.rank, rows=2 + world.rank)).square().mean()
-            if kind == "weighted":
-                model.backward(loss, weight=2 + world.rank)
-            else:
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for step in range(world.world_size):
-        active = range(step, world.world_size)
-        losses = [module(batch(seed + 10 * step + r, rows=2 + r)).square().mean() for r in active]
-        weights = [2.0 + r if kind == "weighted" else 1.0 for r in active]
-        total = world.world_size if by_all else sum(weights)
-        (sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / total).backward()
-        reference.step()
-        reference.zero_grad()
-    assert_same(model.parameters(), module.parameters(), rtol=0, atol=1e-12)
-    # Afterwards all is as before.
-    model(batch(seed + world.rank)).square().mean().backward()
-    assert_same(grads(model), averaged(module, [batch(seed + r) for r in range(world.world_size)]), rtol=0, atol=1e-12)
-
-
 @pytest.mark.extended(ranks=3)
-@pytest.mark.parametrize("kind", ["by all", "by those left", "weighted"])
-@SIZES
-def test_join_makes_uneven_ranks_exact(ranks, fresh_seed, nproc, kind):
-    ranks.run(uneven, nproc, fresh_seed, kind)
-
-
-def uneven_accumulation(seed):
+@on_ranks(2, 3)
+def test_join_with_accumulation_and_batch_norm(world, fresh_seed):
     """Passes that don't synchronise need no counterpart; the first to leave never had any data."""
-    world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(nn.Sequential(make(), nn.BatchNorm1d(3).double()))
     with Join([model], divide_by_initial_world_size=False):
         for step in range(2 * world.rank):
-            x = batch(seed + 10 * step + world.rank)
+            x = batch(fresh_seed + 10 * step + world.rank)
             with model.no_sync():
                 model(x).square().mean().backward()
             with torch.no_grad():
@@ -173,15 +130,21 @@ def uneven_accumulation(seed):
     assert counts == [3 * 2 * (world.world_size - 1)], "module buffers are those of the rank that left last"
 
 
+def square(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+
+
 @pytest.mark.extended(ranks=3)
-@SIZES
-def test_join_with_accumulation_and_batch_norm(ranks, fresh_seed, nproc):
-    ranks.run(uneven_accumulation, nproc, fresh_seed)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("order", ["first, second", "second, first"])
+@pytest.mark.parametrize("through_both", [False, True])
+@on_ranks(2, 3)
+def test_several_models_join_in_any_order(world, fresh_seed, through_both, order, weighted):
+    """In `loss.backward()` the model that the loss reaches first ends first; in its own `backward` it ends last.
 
-
-def several_joined(seed, through_both, order, weighted):
-    """Two models, in a `Join` in the order in which their backward passes end, or in the other one."""
-    world = evenstep.init(quiet=True)
+    Two models, in a `Join` in the order in which their backward passes end, or in the other one.
+    """
     models = [evenstep.DistributedDataParallel(square(s), bucket_cap_mb=1e-4) for s in (1, 2)]
     modules = [square(s) for s in (1, 2)]
     optimizers = [
@@ -193,7 +156,7 @@ def several_joined(seed, through_both, order, weighted):
 
     with Join(models if order == "first, second" else models[::-1], divide_by_initial_world_size=False):
         for step in range(2 * world.rank):
-            x = batch(seed + 10 * step + world.rank, rows=2 + world.rank)
+            x = batch(fresh_seed + 10 * step + world.rank, rows=2 + world.rank)
             for number, loss in enumerate(losses(*models, x)):
                 if weighted:
                     evenstep.backward(models if through_both else [models[number]], loss, weight=len(x))
@@ -203,7 +166,7 @@ def several_joined(seed, through_both, order, weighted):
             optimizers[0].zero_grad()
     for step in range(2 * (world.world_size - 1)):
         active = range(step // 2 + 1, world.world_size)
-        batches = [batch(seed + 10 * step + r, rows=2 + r) for r in active]
+        batches = [batch(fresh_seed + 10 * step + r, rows=2 + r) for r in active]
         shares = [float(len(x)) if weighted else 1.0 for x in batches]
         for x, share in zip(batches, shares, strict=True):
             (sum(losses(*modules, x)) * share / sum(shares)).backward()
@@ -213,45 +176,6 @@ def several_joined(seed, through_both, order, weighted):
         assert_same(model.parameters(), module.parameters(), rtol=0, atol=1e-12)
 
 
-def square(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
-
-
-@pytest.mark.extended(ranks=3)
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("order", ["first, second", "second, first"])
-@pytest.mark.parametrize("through_both", [False, True])
-@SIZES
-def test_several_models_join_in_any_order(ranks, fresh_seed, nproc, through_both, order, weighted):
-    """In `loss.backward()` the model that the loss reaches first ends first; in its own `backward` it ends last."""
-    ranks.run(several_joined, nproc, fresh_seed, through_both, order, weighted)
-
-
-def joined_in_16_bits(seed):
-    """The unit of weights is asked for with a first bucket; ranks that have left hear of the window behind that."""
-    world = evenstep.init(quiet=True)
-    models = [evenstep.DistributedDataParallel(square(s).bfloat16(), bucket_cap_mb=1e-4) for s in (1, 2)]
-    modules = [square(s) for s in (1, 2)]
-    with Join(models, divide_by_initial_world_size=False):
-        for step in range(1 + world.rank):
-            for model in models:
-                model(batch(seed + step, rows=4).bfloat16()).square().mean().backward()
-                torch.optim.SGD(model.parameters(), lr=0.1).step()
-                model.zero_grad()
-    for step in range(world.world_size):
-        for module in modules:
-            module(batch(seed + step, rows=4)).square().mean().backward()
-            torch.optim.SGD(module.parameters(), lr=0.1).step()
-            module.zero_grad()
-    for model, module in zip(models, modules, strict=True):
-        assert_same([p.double() for p in model.parameters()], module.parameters(), rtol=0, atol=0.02)
-
-
-def test_several_models_of_16_bits_join(ranks, fresh_seed):
-    ranks.run(joined_in_16_bits, 3, fresh_seed)
-
-
 def zero_redundancy(model, **settings):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, when it is imported
@@ -259,15 +183,16 @@ def zero_redundancy(model, **settings):
     return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **settings)
 
 
-def joined_with_optimizer(seed, weighted):
+@pytest.mark.parametrize("weighted", [False, True])
+@on_ranks(2, 3)
+def test_an_optimizer_joins_behind_its_model(world, fresh_seed, weighted):
     """Each rank steps its share of the parameters, also after it has left its loop."""
-    world = evenstep.init(quiet=True)
     model, module = evenstep.DistributedDataParallel(make()), make()
     optimizer = zero_redundancy(model, lr=0.1, momentum=0.9)
     reference = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     with Join([model, optimizer], divide_by_initial_world_size=False):
         for step in range(2 * world.rank):
-            x = batch(seed + 10 * step + world.rank, rows=2 + world.rank)
+            x = batch(fresh_seed + 10 * step + world.rank, rows=2 + world.rank)
             loss = model(x).square().mean()
             if weighted:
                 model.backward(loss, weight=len(x))
@@ -276,7 +201,7 @@ def joined_with_optimizer(seed, weighted):
             optimizer.step()
             optimizer.zero_grad()
     for step in range(2 * (world.world_size - 1)):
-        batches = [batch(seed + 10 * step + r, rows=2 + r) for r in range(step // 2 + 1, world.world_size)]
+        batches = [batch(fresh_seed + 10 * step + r, rows=2 + r) for r in range(step // 2 + 1, world.world_size)]
         shares = [float(len(x)) if weighted else 1.0 for x in batches]
         losses = [module(x).square().mean() * share for x, share in zip(batches, shares, strict=True)]
         (sum(losses) / sum(shares)).backward()
@@ -286,15 +211,10 @@ def joined_with_optimizer(seed, weighted):
     assert world.rank == world.world_size - 1 or all(grad is None for grad in grads(model))
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@SIZES
-def test_an_optimizer_joins_behind_its_model(ranks, fresh_seed, nproc, weighted):
-    ranks.run(joined_with_optimizer, nproc, fresh_seed, weighted)
-
-
-def joined_out_of_turn(mistake):
+@pytest.mark.parametrize("mistake", ["twice", "not the same", "optimizer first"])
+@on_ranks(2, 3)
+def test_models_that_join_out_of_turn_are_told_at_once(world, mistake):
     """What can't end on a rank that has left is refused on those that haven't, at once and not at the deadline."""
-    world = evenstep.init(quiet=True)
     models = [evenstep.DistributedDataParallel(make(s)) for s in (1, 2)]
     numbers = {"twice": [0, 0, 1], "not the same": [0, 1] if world.rank else [1, 0]}.get(mistake, [0])
     joinables = list(models)
@@ -312,15 +232,10 @@ def joined_out_of_turn(mistake):
     world.close()  # with buckets that nobody has waited for
 
 
-@pytest.mark.parametrize("mistake", ["twice", "not the same", "optimizer first"])
-@SIZES
-def test_models_that_join_out_of_turn_are_told_at_once(ranks, nproc, mistake):
-    ranks.run(joined_out_of_turn, nproc, mistake)
-
-
-def left_before_a_mistake(after):
+@pytest.mark.parametrize("after", [0, 2])
+@on_ranks(2, 3)
+def test_a_rank_that_has_left_is_told_of_a_mistake(world, after):
     """Rank 0 has left its loop when the others average one model's gradients twice: it is told, too."""
-    world = evenstep.init(quiet=True)
     models = [evenstep.DistributedDataParallel(make(s)) for s in (1, 2)]
     with pytest.raises(UsageError, match=rf"rank {world.rank}: .*of number 2 twice"), Join(models):  # noqa: PT012
         for step in range(5 if world.rank else after):
@@ -329,14 +244,8 @@ def left_before_a_mistake(after):
     world.close()  # with buckets that nobody has waited for
 
 
-@pytest.mark.parametrize("after", [0, 2])
-@SIZES
-def test_a_rank_that_has_left_is_told_of_a_mistake(ranks, nproc, after):
-    ranks.run(left_before_a_mistake, nproc, after)
-
-
-def one_join_in_another():
-    world = evenstep.init(quiet=True)
+@on_ranks(2, 3)
+def test_one_join_in_another_is_refused(world):
     first, second = (evenstep.DistributedDataParallel(make(s)) for s in (1, 2))
     with pytest.raises(UsageError, match=r"Use one Join for both: .*Join\(\[first, second\]\)"), first.join():  # noqa: SIM117
         with second.join():
@@ -351,14 +260,10 @@ def one_join_in_another():
                 model(batch(world.rank)).square().mean().backward()
 
 
-@SIZES
-def test_one_join_in_another_is_refused(ranks, nproc):
-    ranks.run(one_join_in_another, nproc)
-
-
-def no_join(how):
+@pytest.mark.parametrize("how", ["disabled", "impossible"])
+@on_ranks(2, 3)
+def test_without_a_join_models_are_as_outside_of_one(world, how):
     """A `Join` that is disabled, or couldn't be made, changes nothing: models are as outside of one."""
-    world = evenstep.init(quiet=True)
     models = [evenstep.DistributedDataParallel(make(s), bucket_cap_mb=2e-4) for s in (1, 2)]
     joinables = models if how == "disabled" else [*models, make()]
     with contextlib.suppress(AttributeError), Join(joinables, enable=False):
@@ -379,15 +284,9 @@ def no_join(how):
         assert model.monitors.drift.is_on
 
 
-@pytest.mark.parametrize("how", ["disabled", "impossible"])
-@SIZES
-def test_without_a_join_models_are_as_outside_of_one(ranks, nproc, how):
-    ranks.run(no_join, nproc, how)
-
-
-def counted():
+@on_ranks(2)
+def test_being_counted_is_awaited(world):
     """The collective in which `Join` counts a rank is awaited once per window."""
-    world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(make())
     waits = []
 
@@ -399,26 +298,6 @@ def counted():
         for step in range(2 + world.rank):
             model(batch(step)).sum().backward()
             assert len(waits) == step + 1
-
-
-def test_being_counted_is_awaited(ranks):
-    ranks.run(counted, 2)
-
-
-def early_end():
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(make())
-    steps = 0
-    with pytest.raises(RuntimeError, match="exhausted"), model.join(throw_on_early_termination=True):  # noqa: PT012
-        for step in range(2 + world.rank):
-            model(batch(step)).sum().backward()
-            steps += 1
-    assert steps == 2
-
-
-@SIZES
-def test_join_can_end_all_loops_with_the_first(ranks, nproc):
-    ranks.run(early_end, nproc)
 
 
 def test_join_in_a_world_of_one_does_nothing():
@@ -497,9 +376,14 @@ def test_passes_with_other_scales_and_a_weight_of_zero_on_one_rank(ranks, fresh_
     ranks.run(two_scales, nproc, fresh_seed, False, torch.bfloat16, torch.bfloat16, True)
 
 
-def one_scaler(overflows):
+def make_square(seed):
+    return square(seed).float()
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+@on_ranks(1, 2, 3)
+def test_one_scaler_for_two_models(world, overflows):
     """A loss goes through two models and is scaled: an overflow is the scaler's business for both."""
-    world = evenstep.init(quiet=True)
     models = [evenstep.DistributedDataParallel(make_square(s), on_nonfinite="raise") for s in (1, 2)]
     modules = [make_square(s) for s in (1, 2)]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
@@ -529,16 +413,6 @@ def one_scaler(overflows):
         evenstep.backward(models, models[1](models[0](x)).square().mean() * float("inf"), weight=1)
 
 
-def make_square(seed):
-    return square(seed).float()
-
-
-@pytest.mark.parametrize("overflows", [False, True])
-@pytest.mark.parametrize("nproc", [1, 2, 3])
-def test_one_scaler_for_two_models(ranks, nproc, overflows):
-    ranks.run(one_scaler, nproc, overflows)
-
-
 # ---------------------------------------------------------------------- kinds of parameters and outputs
 
 
@@ -554,14 +428,15 @@ class Bag(nn.Module):
         return self.out(out + self.tags(tags) if tags is not None else out)
 
 
-def sparse(seed, weighted):
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
+@pytest.mark.parametrize("weighted", [False, True])
+@on_ranks(2, 3)
+def test_sparse_gradients_travel_sparse(world, fresh_seed, weighted):
+    torch.manual_seed(fresh_seed)
     module = Bag().double()
     model = evenstep.DistributedDataParallel(copy.deepcopy(module))
     optimizer, reference = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, module))
     for step in range(3):
-        generator = torch.Generator().manual_seed(seed + step)
+        generator = torch.Generator().manual_seed(fresh_seed + step)
         words = torch.randint(0, 20, (world.world_size, 3, 5), generator=generator)
         tags = torch.randint(0, 10, (world.world_size, 3, 2), generator=generator)
         uses_tags = [step == 1 and r > 0 for r in range(world.world_size)]
@@ -585,93 +460,6 @@ def sparse(seed, weighted):
     assert_same(model.parameters(), module.parameters(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@SIZES
-def test_sparse_gradients_travel_sparse(ranks, fresh_seed, nproc, weighted):
-    ranks.run(sparse, nproc, fresh_seed, weighted)
-
-
-def of_dtype(seed, dtype, tolerance):
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(6, 8, dtype=dtype), nn.Linear(8, 3, dtype=dtype))
-    model = evenstep.DistributedDataParallel(copy.deepcopy(module))
-    loss_of = lambda out: (out * out.conj()).real.mean()  # noqa: E731
-    loss_of(model(batch(seed + world.rank, dtype=dtype))).backward()
-    expected = averaged(module, [batch(seed + r, dtype=dtype) for r in range(world.world_size)], loss_of)
-    assert_same(grads(model), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [
-        (torch.float64, 1e-12),
-        (torch.float32, 1e-5),
-        (torch.bfloat16, 4e-2),
-        (torch.float16, 1e-2),
-        (torch.complex64, 1e-5),
-        (torch.complex128, 1e-12),
-    ],
-)
-@SIZES
-def test_parameters_of_any_dtype(ranks, fresh_seed, nproc, dtype, tolerance):
-    ranks.run(of_dtype, nproc, fresh_seed, dtype, tolerance)
-
-
-@dataclasses.dataclass
-class Output:
-    logits: Tensor
-    hidden: Tensor
-
-
-class Pair(NamedTuple):
-    first: object
-    second: object
-
-
-class Nested(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-        self.first, self.second = make(1), make(2)
-
-    def forward(self, x, *, scale=1.0):
-        a, b = self.first(x) * scale, self.second(x)
-        return {
-            "dict": {"a": a, "deep": [b, None, "text"]},
-            "tuple": (a, (b, 3)),
-            "namedtuple": Pair(a, {"b": b}),
-            "dataclass": Output(a, b),
-        }[self.kind]
-
-
-def tensors_of(kind, out):
-    return {
-        "dict": lambda: (out["a"], out["deep"][0]),
-        "tuple": lambda: (out[0], out[1][0]),
-        "namedtuple": lambda: (out.first, out.second["b"]),
-        "dataclass": lambda: (out.logits, out.hidden),
-    }[kind]()
-
-
-def nested(seed):
-    world = evenstep.init(quiet=True)
-    batches = [batch(seed + r) for r in range(world.world_size)]
-    for kind in ("dict", "tuple", "namedtuple", "dataclass"):
-        model = evenstep.DistributedDataParallel(Nested(kind))
-        out = model(batches[world.rank], scale=2.0)
-        a, b = tensors_of(kind, out)
-        model.backward((a * b).mean(), weight=1)
-        module = Nested(kind)
-        loss_of = lambda out, kind=kind: 2 * torch.mul(*tensors_of(kind, out)).mean()  # noqa: E731
-        assert_same(grads(model), averaged(module, batches, loss_of), rtol=0, atol=1e-12)
-
-
-@SIZES
-def test_outputs_may_be_nested(ranks, fresh_seed, nproc):
-    ranks.run(nested, nproc, fresh_seed)
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -684,10 +472,33 @@ class Tied(nn.Module):
         return self.again(torch.tanh(self.embed(x)))
 
 
-def many_uses(seed):
-    """Shared parameters, several modules at once, two forwards before backward, backward twice, hooks, GANs."""
-    world = evenstep.init(quiet=True)
-    batches = [batch(seed + r) for r in range(world.world_size)]
+@on_ranks(2, 3)
+def test_a_hook_that_comes_after_wrapping_changes_what_is_sent(world, fresh_seed):
+    """A hook that the script puts on accumulated gradients after wrapping comes before they are sent, as in torch."""
+    x = batch(fresh_seed + world.rank)
+    found = []
+
+    def change(parameter):
+        parameter.grad.mul_(world.rank + 2).add_(1.0)
+
+    for wrap in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
+        model = wrap(make(), bucket_cap_mb=1e-4)
+        for step in range(4):
+            model.zero_grad()
+            if step == 1:
+                next(model.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+                for parameter in model.parameters():
+                    parameter.register_post_accumulate_grad_hook(change)
+            model(x).square().mean().backward()
+            found.append(grads(model))
+    for ours, torchs in zip(found[:4], found[4:], strict=True):
+        assert_same(ours, torchs, rtol=0, atol=1e-12)
+
+
+@on_ranks(2, 3)
+def test_modules_are_used_in_many_ways(world, fresh_seed):
+    """Shared parameters, several modules at once, backward twice or for some inputs, hooks."""
+    batches = [batch(fresh_seed + r) for r in range(world.world_size)]
     x = batches[world.rank]
 
     model, module = evenstep.DistributedDataParallel(Tied()), Tied()
@@ -700,13 +511,7 @@ def many_uses(seed):
     torch.stack([(both[0](b) * both[1](b)).mean() for b in batches]).mean().backward()
     assert_same([*grads(one), *grads(two)], grads(both), rtol=0, atol=1e-12)
 
-    model, module = evenstep.DistributedDataParallel(make()), make()
-    (model(x) + model(2 * x)).square().mean().backward()
-    losses = [(module(b) + module(2 * b)).square().mean() for b in batches]
-    torch.stack(losses).mean().backward()
-    assert_same(grads(model), grads(module), rtol=0, atol=1e-12)
-    model.zero_grad()
-
+    model = evenstep.DistributedDataParallel(make())
     loss = model(x).square().mean()
     loss.backward(retain_graph=True)
     once = grads(model)
@@ -728,49 +533,17 @@ def many_uses(seed):
     handle.remove()
 
 
-def hooked_later(seed):
-    """A hook that the script puts on accumulated gradients after wrapping comes before they are sent, as in torch."""
-    world = evenstep.init(quiet=True)
-    x = batch(seed + world.rank)
-    found = []
-
-    def change(parameter):
-        parameter.grad.mul_(world.rank + 2).add_(1.0)
-
-    for wrap in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
-        model = wrap(make(), bucket_cap_mb=1e-4)
-        for step in range(4):
-            model.zero_grad()
-            if step == 1:
-                next(model.parameters()).register_post_accumulate_grad_hook(lambda _: None)
-                for parameter in model.parameters():
-                    parameter.register_post_accumulate_grad_hook(change)
-            model(x).square().mean().backward()
-            found.append(grads(model))
-    for ours, torchs in zip(found[:4], found[4:], strict=True):
-        assert_same(ours, torchs, rtol=0, atol=1e-12)
-
-
-@SIZES
-def test_a_hook_that_comes_after_wrapping_changes_what_is_sent(ranks, fresh_seed, nproc):
-    ranks.run(hooked_later, nproc, fresh_seed)
-
-
-@SIZES
-def test_modules_are_used_in_many_ways(ranks, fresh_seed, nproc):
-    ranks.run(many_uses, nproc, fresh_seed)
-
-
-def wrapped_inside(seed, weighted):
+@pytest.mark.parametrize("weighted", [False, True])
+@on_ranks(2, 3)
+def test_a_part_of_a_module_may_be_wrapped_too(world, fresh_seed, weighted):
     """A part of the module is wrapped too: it is averaged once, by itself, and follows the module's weights."""
-    world = evenstep.init(quiet=True)
     module = nn.Sequential(square(1), nn.BatchNorm1d(6), square(2)).double()
     reference = copy.deepcopy(module)
     module[0] = evenstep.DistributedDataParallel(module[0], bucket_cap_mb=1e-4)
     model = evenstep.DistributedDataParallel(module, bucket_cap_mb=1e-4)
     assert all(name.startswith(("1.", "2.")) for name in model.engine.names)
     for step in range(3):
-        batches = [batch(seed + 10 * step + r, rows=2 + r) for r in range(world.world_size)]
+        batches = [batch(fresh_seed + 10 * step + r, rows=2 + r) for r in range(world.world_size)]
         loss = model(batches[world.rank]).square().mean()
         model.backward(loss, weight=len(batches[world.rank])) if weighted else loss.backward()
         shares = [float(len(x)) if weighted else 1.0 for x in batches]
@@ -781,17 +554,12 @@ def wrapped_inside(seed, weighted):
         reference.zero_grad()
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@SIZES
-def test_a_part_of_a_module_may_be_wrapped_too(ranks, fresh_seed, nproc, weighted):
-    ranks.run(wrapped_inside, nproc, fresh_seed, weighted)
-
-
-def wrapped_twice(seed):
+@pytest.mark.extended
+@on_ranks(2, 3)
+def test_a_wrapped_model_that_is_wrapped_again_is_averaged_once(world, fresh_seed):
     """Beside torch's class, whose two wrappers average the same gradients one after the other."""
-    world = evenstep.init(quiet=True)
     gloo = dist.new_group(backend="gloo")
-    x = batch(seed + world.rank)
+    x = batch(fresh_seed + world.rank)
     found = []
     for wrap, group in ((evenstep.DistributedDataParallel, None), (TorchDistributedDataParallel, gloo)):
         module = nn.Sequential(square(1), nn.BatchNorm1d(6), square(2)).double()
@@ -814,70 +582,15 @@ def wrapped_twice(seed):
     for ours, torchs in zip(found[:4], found[5:9], strict=True):
         assert_same(ours, torchs, rtol=0, atol=1e-12)
     assert found[4] == found[9]
-    # What torch's class doesn't have: weights, empty shares, a ShardedOptimizer.
-    inner, outer = first
-    outer.zero_grad()
-    optimizer = evenstep.ShardedOptimizer(outer, torch.optim.SGD, lr=0.1)
-    reference = copy.deepcopy(module)
-    reference.load_state_dict({name.removeprefix("module.module."): t for name, t in outer.state_dict().items()})
-    batches = [batch(seed + 9 + r, rows=r) for r in range(world.world_size)]
-    reference.eval()
-    for each in (outer, reference):
-        each.zero_grad()
-    outer.backward(outer(batches[world.rank]).square().sum() / max(1, world.rank), weight=world.rank)
-    optimizer.step()
-    losses = [reference(x).square().sum() for x in batches]
-    (sum(losses) / sum(map(len, batches))).backward()
-    torch.optim.SGD(reference.parameters(), lr=0.1).step()
-    assert_same(list(outer.parameters()), list(reference.parameters()), rtol=0, atol=1e-12)
+    _, outer = first
     again = copy.deepcopy(outer) if world.process_group is dist.group.WORLD else outer
     assert again.engine is again.module.engine
 
 
-@pytest.mark.extended
-@SIZES
-def test_a_wrapped_model_that_is_wrapped_again_is_averaged_once(ranks, fresh_seed, nproc):
-    ranks.run(wrapped_twice, nproc, fresh_seed)
-
-
-class Checkpointed(nn.Module):
-    """Two layers, the second called twice, each call in a checkpoint."""
-
-    def __init__(self, use_reentrant):
-        super().__init__()
-        torch.manual_seed(8)
-        self.first, self.layer = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.use_reentrant = use_reentrant
-        self.double()
-
-    def forward(self, x):
-        x = self.first(x)
-        for _ in range(2):
-            x = torch.tanh(checkpoint(self.layer, x, use_reentrant=self.use_reentrant))
-        return x
-
-
-def checkpointed(seed, use_reentrant):
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Checkpointed(use_reentrant), bucket_cap_mb=1e-4)
-    module = Checkpointed(use_reentrant)
-    for step in range(4):
-        batches = [batch(seed + 10 * step + r) for r in range(world.world_size)]
-        model(batches[world.rank]).square().mean().backward()
-        assert_same(grads(model), averaged(module, batches), rtol=0, atol=1e-12)
-        model.zero_grad()
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@SIZES
-def test_activation_checkpoints(ranks, fresh_seed, nproc, use_reentrant):
-    ranks.run(checkpointed, nproc, fresh_seed, use_reentrant)
-
-
-def frozen_between_steps(seed):
-    world = evenstep.init(quiet=True)
+@on_ranks(2, 3)
+def test_parameters_may_be_frozen_and_unfrozen_again(world, fresh_seed):
     model, module = evenstep.DistributedDataParallel(make()), make()
-    batches = [batch(seed + r) for r in range(world.world_size)]
+    batches = [batch(fresh_seed + r) for r in range(world.world_size)]
     for trains in (True, False, False, True, True):
         for each in (model.module, module):
             each[0].weight.requires_grad_(trains)
@@ -885,11 +598,6 @@ def frozen_between_steps(seed):
         model(batches[world.rank]).square().mean().backward()
         assert_same(grads(model), averaged(module, batches), rtol=0, atol=1e-12)
         assert model.unused_parameters() == ([] if trains else ["0.weight"])
-
-
-@SIZES
-def test_parameters_may_be_frozen_and_unfrozen_again(ranks, fresh_seed, nproc):
-    ranks.run(frozen_between_steps, nproc, fresh_seed)
 
 
 # ---------------------------------------------------------------------- arguments and attributes
@@ -909,13 +617,13 @@ class Ignoring(nn.Module):
         return self.shared(x).mean() + self.own(x).mean()
 
 
-def ignoring(seed):
-    world = evenstep.init(quiet=True)
+@on_ranks(2, 3)
+def test_what_is_ignored_stays_each_ranks_own(world, fresh_seed):
     module = Ignoring(world.rank)
     model = evenstep.DistributedDataParallel(module)
     assert model.parameters_to_ignore == {"own.weight", "own.bias", "mine"}
     assert (module.mine.item(), module.ours.item()) == (world.rank, 0.0)
-    x = batch(seed + world.rank)
+    x = batch(fresh_seed + world.rank)
     model(x).square().backward()
     alone = Ignoring(world.rank)
     alone.load_state_dict(module.state_dict())
@@ -925,11 +633,6 @@ def ignoring(seed):
     module.mine.fill_(7 + world.rank)
     model(x).backward()
     assert module.mine.item() == 7 + world.rank
-
-
-@SIZES
-def test_what_is_ignored_stays_each_ranks_own(ranks, fresh_seed, nproc):
-    ranks.run(ignoring, nproc, fresh_seed)
 
 
 def arguments(seed):
@@ -1049,11 +752,11 @@ def test_buffers_may_be_switched_on_and_off_between_steps(ranks, nproc):
     assert ours == torchs == [(True,) * 3, (False,) * 3, (False,) * 3, (True,) * 3]
 
 
-def copies(seed):
-    world = evenstep.init(quiet=True)
+@on_ranks(2, 3)
+def test_it_can_be_pickled_copied_and_saved(world, fresh_seed):
     model = evenstep.DistributedDataParallel(make(), bucket_cap_mb=1e-4)
     model.broadcast_buffers = False
-    batches = [batch(seed + r) for r in range(world.world_size)]
+    batches = [batch(fresh_seed + r) for r in range(world.world_size)]
     model(batches[world.rank]).square().mean().backward()
     expected = averaged(make(), batches)
     for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
@@ -1068,14 +771,9 @@ def copies(seed):
     assert not model.module[0].weight.any()
 
 
-@SIZES
-def test_it_can_be_pickled_copied_and_saved(ranks, fresh_seed, nproc):
-    ranks.run(copies, nproc, fresh_seed)
-
-
-def fused_optimizer(seed):
-    world = evenstep.init(quiet=True)
-    batches = [batch(seed + r) for r in range(world.world_size)]
+@on_ranks(2, 3)
+def test_optimizers_in_hooks_and_builtin_hooks(world, fresh_seed):
+    batches = [batch(fresh_seed + r) for r in range(world.world_size)]
     model, module = evenstep.DistributedDataParallel(make(), bucket_cap_mb=1e-4), make()
     model._register_fused_optim(torch.optim.SGD, 0.1, momentum=0.9)
     reference = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -1096,31 +794,6 @@ def fused_optimizer(seed):
         assert_same(grads(model), averaged(make(), batches), rtol=tolerance, atol=tolerance)
     with pytest.raises(UsageError, match="there is one already"):
         model.register_comm_hook(None, lambda state, bucket: None)
-
-
-@SIZES
-def test_optimizers_in_hooks_and_builtin_hooks(ranks, fresh_seed, nproc):
-    ranks.run(fused_optimizer, nproc, fresh_seed)
-
-
-def as_many_as_another_had() -> list[float]:
-    """Hooks come to a wrapped model when those of another one have gone, as many as that had."""
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    world = evenstep.init(quiet=True)
-    other = nn.Linear(3, 2)
-    _apply_optimizer_in_backward(torch.optim.SGD, other.parameters(), {"lr": 1.0})
-    model = evenstep.DistributedDataParallel(nn.Linear(3, 2))
-    evenstep.DistributedDataParallel(other)  # takes its hooks away
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
-    before = model.module.weight.detach().clone()
-    model(torch.full((2, 3), 1.0 + world.rank)).sum().backward()
-    return (before - model.module.weight)[0].tolist()
-
-
-def test_optimizers_in_backward_are_noticed_however_many_there_are(ranks):
-    for stepped in ranks.run(as_many_as_another_had, 2):
-        assert stepped == pytest.approx([3.0] * 3)
 
 
 def optimizers_in_backward(seed, when):
@@ -1186,14 +859,14 @@ def test_optimizers_in_the_backward_pass_step_with_the_average(ranks, fresh_seed
     ranks.run(optimizers_in_backward, nproc, fresh_seed, when)
 
 
-def transposed(seed):
+@on_ranks(2, 3)
+def test_the_batch_may_be_another_dimension(world, fresh_seed):
     """dim=1: the batch is the second dimension of inputs and outputs."""
-    world = evenstep.init(quiet=True)
     torch.manual_seed(1)
     module = nn.GRU(6, 5).double()
     model = evenstep.DistributedDataParallel(copy.deepcopy(module), dim=1)
     sequences = [
-        torch.randn(7, r, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + r))
+        torch.randn(7, r, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(fresh_seed + r))
         for r in range(world.world_size)
     ]  # rank 0's share is empty
     out, _ = model(sequences[world.rank])
@@ -1202,11 +875,6 @@ def transposed(seed):
     whole, _ = module(torch.cat(sequences, dim=1))
     whole.square().mean().backward()
     assert_same(grads(model), grads(module), rtol=0, atol=1e-12)
-
-
-@SIZES
-def test_the_batch_may_be_another_dimension(ranks, fresh_seed, nproc):
-    ranks.run(transposed, nproc, fresh_seed)
 
 
 class Deep(nn.Module):
@@ -1256,37 +924,3 @@ def test_a_compiled_module_is_split_at_buckets_as_torch_does_it(ranks, fresh_see
     for ours, ours_inside, torchs, torchs_inside in ranks.run(compiled, 2, fresh_seed, timeout_s=120):
         assert ours == torchs > 1
         assert ours_inside == torchs_inside > 1
-
-
-def normalised(norm):
-    torch.manual_seed(6)
-    return nn.Sequential(nn.Linear(6, 5), norm(5), nn.Tanh(), nn.Linear(5, 4), norm(4), nn.Linear(4, 2)).double()
-
-
-def uneven_statistics(seed):
-    """join with SyncBatchNorm, which torch refuses: every step is one process's over the batches that are left."""
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(normalised(nn.SyncBatchNorm), bucket_cap_mb=1e-4)
-    module = normalised(nn.BatchNorm1d)
-    optimizer, reference = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, module))
-    with model.join():
-        for step in range(world.rank + 1):
-            x = batch(seed + 10 * step + world.rank, rows=2 + world.rank)
-            model.backward(model(x).square().mean(), weight=len(x))
-            optimizer.step()
-            optimizer.zero_grad()
-    for step in range(world.world_size):
-        together = torch.cat([batch(seed + 10 * step + r, rows=2 + r) for r in range(step, world.world_size)])
-        module(together).square().mean().backward()
-        reference.step()
-        reference.zero_grad()
-    for (name, a), (_, b) in zip(model.module.state_dict().items(), module.state_dict().items(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
-    twin = copy.deepcopy(model)
-    x = batch(seed + world.rank)
-    twin.backward(twin(x).square().mean(), weight=len(x))
-
-
-@SIZES
-def test_join_with_sync_batchnorm_is_exact(ranks, fresh_seed, nproc):
-    ranks.run(uneven_statistics, nproc, fresh_seed)

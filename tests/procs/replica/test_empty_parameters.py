@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import evenstep
-from evenstep.optim.sharded.flat_segments import Shard
 
 
 class Headless(nn.Module):
@@ -45,46 +42,6 @@ def train(model: evenstep.DistributedDataParallel, optimizer: torch.optim.Optimi
         model.backward(model(torch.randn(4, 6, dtype=torch.float64, generator=generator)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-
-
-def states(seed: int, kind: str, way: str) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """(before the first step, behind the last)."""
-    evenstep.init(quiet=True)
-    model, optimizer = make(seed, kind, way)
-    before = copy.deepcopy(optimizer.state_dict()["state"])
-    train(model, optimizer, seed)
-    saved = optimizer.state_dict()
-    optimizer.load_state_dict(saved)
-    return before, saved["state"]
-
-
-@pytest.mark.parametrize("nproc", [1, 2, 3])
-@pytest.mark.parametrize("way", ["sharded", "sharded 2"])
-@pytest.mark.parametrize("kind", ["Adagrad", "AdamW", "SGD"])
-def test_parameters_without_elements_have_a_state(ranks, fresh_seed, nproc, way, kind):
-    expected = ranks.run(states, nproc, fresh_seed, kind, "plain")[0]
-    for found in ranks.run(states, nproc, fresh_seed, kind, way):
-        for got, plain in zip(found, expected, strict=True):
-            assert got.keys() == plain.keys()
-            for number, state in plain.items():
-                assert got[number].keys() == state.keys()
-                for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        torch.testing.assert_close(got[number][key], value, rtol=1e-12, atol=1e-13)
-
-
-def pieces(seed: int) -> list[Shard]:
-    evenstep.init(quiet=True)
-    model, optimizer = make(seed, "AdamW", "sharded")
-    train(model, optimizer, seed)
-    return optimizer.state_shards()[1]  # type: ignore[attr-defined,no-any-return]
-
-
-def test_a_piece_of_nothing_is_there_once(ranks, fresh_seed):
-    found = [shard for each in ranks.run(pieces, 3, fresh_seed) for shard in each]
-    nothing = [shard.path for shard in found if 0 in shard.shape]
-    assert len(nothing) == 3 * 2
-    assert len(set(nothing)) == len(nothing)
 
 
 def resumed(seed: int, directory: str) -> tuple[dict[Any, Any], dict[Any, Any]]:

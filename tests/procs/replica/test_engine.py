@@ -18,17 +18,15 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
-from evenstep.replica.batches import split
-from evenstep.replica.gradients.autograd_hooks import Readiness
 from evenstep.testing import RankPool
 from evenstep.testing.reference import ReferenceReplica
+from tests.ranks import on_ranks
 
-SIZES = pytest.mark.parametrize("nproc", [2, 3, 4])
+SIZES = pytest.mark.parametrize("nproc", [2, 3])
 
 
 class Branches(nn.Module):
@@ -120,109 +118,17 @@ def test_random_windows_equal_the_reference(ranks, fresh_seed, nproc):
 # ---------------------------------------------------------------------- what backward means
 
 
-def plain_backward_as_torch(seed):
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed + world.rank)
-    ours = evenstep.DistributedDataParallel(Branches(3, 8, seed), bucket_cap_mb=1e-4, world=world)
-    theirs = TorchDistributedDataParallel(Branches(3, 8, seed), bucket_cap_mb=1)
-    for _ in range(3):
-        xs = [torch.randn(4, 8, dtype=torch.float64) for _ in range(4)]
-        for model in (ours, theirs):
-            with model.no_sync():
-                for x in xs[:2]:
-                    model(x, [0, 1, 2]).square().mean().backward()
-            model(xs[2], [0, 1, 2]).square().mean().backward()
-        assert_same_grads(grads(ours), grads(theirs), "after accumulation")
-        for model in (ours, theirs):  # a second synchronised pass without zero_grad
-            model(xs[3], [2, 1, 0]).square().mean().backward()
-        assert_same_grads(grads(ours), grads(theirs), "after a second pass")
-        ours.zero_grad()
-        theirs.zero_grad()
-
-
-@pytest.mark.extended(ranks=3)
-@SIZES
-def test_plain_backward_means_what_torch_means(ranks, fresh_seed, nproc):
-    ranks.run(plain_backward_as_torch, nproc, fresh_seed)
-
-
-def second_weighted_pass(seed, keep_views):
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed + world.rank)
-    model = evenstep.DistributedDataParallel(Branches(3, 8, seed), bucket_cap_mb=1e-4, world=world)
-    module = Branches(3, 8, seed)
-    for _ in range(3):
-        total = None
-        for number in range(2):
-            x = torch.randn(world.rank + number, 8, dtype=torch.float64)
-            model.backward(model(x, [0, 1]).square().mean(), weight=len(x))
-            oracle = ReferenceReplica(module, world)
-            oracle.add(module(x, [0, 1]).square().mean() if len(x) else torch.tensor(0.0), float(len(x)))
-            oracle.average()
-            now = grads(module)
-            total = now if total is None else [None if a is None else a + b for a, b in zip(total, now, strict=True)]
-            module.zero_grad()
-        assert_same_grads(grads(model), total, "reduced once and added to")
-        model.zero_grad(set_to_none=not keep_views)
-
-
-@pytest.mark.extended(ranks=3)
-@SIZES
-@pytest.mark.parametrize("keep_views", [True, False])
-def test_what_was_reduced_is_not_reduced_again(ranks, fresh_seed, nproc, keep_views):
-    ranks.run(second_weighted_pass, nproc, fresh_seed, keep_views)
-
-
-def mixture():
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=world)
-    x = torch.ones(2, 4, dtype=torch.float64)
-    with model.accumulate():
-        model.backward(model(x, [0]).sum(), weight=2)
-    with pytest.raises(UsageError, match=r"loss.backward\(\) after model.backward"):
-        model(x, [0]).sum().backward()
-
-
-def mixture_between_ranks():
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_mixing_the_two_backwards_between_ranks_is_an_error_on_all(world):
     model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=world)
     loss = model(torch.ones(2, 4, dtype=torch.float64), [0]).sum()
     with pytest.raises(UsageError, match=r"1 ranks called loss\.backward"):
         loss.backward() if world.rank == 0 else model.backward(loss)
 
 
-def test_mixing_the_two_backwards_is_an_error(ranks):
-    ranks.run(mixture, 2)
-
-
-def test_mixing_the_two_backwards_between_ranks_is_an_error_on_all(ranks):
-    ranks.run(mixture_between_ranks, 2)
-
-
-def mixture_told_late(when):
-    """As on a GPU, where the numbers of a window aren't waited for."""
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Branches(1, 4, 0), world=world)
-    model.engine.exchange._header.is_late = True
-    for number in range(1, 40):
-        model.zero_grad()
-        loss = model(torch.ones(2, 4, dtype=torch.float64), [0]).sum()
-        try:
-            model.backward(loss) if number == when and world.rank else loss.backward()
-        except UsageError as error:
-            return number, str(error)
-    return None
-
-
-@pytest.mark.parametrize("when", [1, 5])
-def test_mixing_the_two_backwards_on_gpus_is_an_error_on_all(ranks, when):
-    first, second = ranks.run(mixture_told_late, 2, when)
-    assert first == second
-    assert first[0] == (1 if when == 1 else 6)
-
-
-def zero_weight_ignores_nan(as_tensor):
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize("as_tensor", [True, False])
+@on_ranks(2, 3)
+def test_a_loss_with_weight_zero_is_ignored_even_if_it_is_nan(world, as_tensor):
     model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=world)
     module = Branches(2, 4, 0)
     x = torch.full((3, 4), float(world.rank + 1), dtype=torch.float64)
@@ -238,12 +144,6 @@ def zero_weight_ignores_nan(as_tensor):
     assert_same_grads(grads(model), grads(module), "NaN with weight 0")
 
 
-@SIZES
-@pytest.mark.parametrize("as_tensor", [True, False])
-def test_a_loss_with_weight_zero_is_ignored_even_if_it_is_nan(ranks, nproc, as_tensor):
-    ranks.run(zero_weight_ignores_nan, nproc, as_tensor)
-
-
 def no_weight_at_all():
     world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(Branches(1, 4, 0), world=world)
@@ -255,9 +155,10 @@ def test_a_window_without_any_weight_has_no_gradient(ranks):
     assert ranks.run(no_weight_at_all, 2) == [[None, None]] * 2
 
 
-def half_precision_weights(dtype):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@on_ranks(2)
+def test_weights_do_not_overflow_sixteen_bits(world, dtype):
     """Sums of 30,000 tokens a rank would overflow float16 if they were not scaled first."""
-    world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(nn.Linear(4, 4, bias=False).to(dtype), world=world)
     x = torch.full((2, 4), 2.0 * (world.rank + 1), dtype=dtype)
     for _ in range(2):
@@ -269,11 +170,6 @@ def half_precision_weights(dtype):
         )
         torch.testing.assert_close(model.module.weight.grad, torch.full((4, 4), mean, dtype=dtype), rtol=1e-2, atol=0)
         model.zero_grad()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_weights_do_not_overflow_sixteen_bits(ranks, dtype):
-    ranks.run(half_precision_weights, 2, dtype)
 
 
 def scaled_under_autocast(how, seed):
@@ -324,39 +220,11 @@ def test_large_weights_make_no_scaler_skip_a_step_under_autocast(ranks, fresh_se
         torch.testing.assert_close(ours[1], alone[1], rtol=2e-3, atol=2e-4)
 
 
-def with_scaler(form):
-    world = evenstep.init(quiet=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    model = evenstep.DistributedDataParallel(Branches(2, 4, 0).float(), world=world)
-    module = Branches(2, 4, 0).float()
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    weights = [float(r + 1) for r in range(world.world_size)]
-    x = torch.ones(3, 4) * (world.rank + 1)
-    loss = model(x, [0, 1]).mean()
-    if form == "scaled":
-        loss = scaler.scale(loss)
-    elif form == "scaled and divided":
-        loss = scaler.scale(loss) / 1.0
-    model.backward(loss, weight=weights[world.rank], scaler=scaler)
-    scaler.step(optimizer)
-    scaler.update()
-    losses = [module(torch.ones(3, 4) * (r + 1), [0, 1]).mean() * weights[r] for r in range(world.world_size)]
-    (torch.stack(losses).sum() / sum(weights)).backward()
-    for old, new, reference in zip(before, model.parameters(), module.parameters(), strict=True):
-        torch.testing.assert_close(old - new.detach(), reference.grad, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("form", ["unscaled", "scaled", "scaled and divided"])
-def test_a_scaler_scales_once(ranks, form):
-    ranks.run(with_scaler, 2, form)
-
-
 # ---------------------------------------------------------------------- accumulation
 
 
-def microbatch_rules():
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_a_loop_over_microbatches_must_be_finished(world):
     model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=world)
     x = torch.ones(5, 4, dtype=torch.float64)
     reductions = model.engine.num_reductions
@@ -380,67 +248,9 @@ def microbatch_rules():
     assert model.engine.num_reductions == reductions + 2
 
 
-def test_a_loop_over_microbatches_must_be_finished(ranks):
-    ranks.run(microbatch_rules, 2)
-
-
-def one_share_is_empty(plain):
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=world)
-    module = Branches(2, 4, 0)
-    x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    share = x if world.rank == 0 else x[:0]
-    parts = 0
-    for part in model.microbatches(share, 2):
-        parts += 1
-        loss = model(part, [0, 1]).mean()
-        loss.backward() if plain else model.backward(loss, weight=len(part))
-    if plain:
-        ((module(x[:2], [0, 1]).mean() + module(x[2:], [0, 1]).mean()) / world.world_size).backward()
-    else:
-        module(x, [0, 1]).mean().backward()
-    assert_same_grads(grads(model), grads(module), "empty share")
-    return parts
-
-
-@SIZES
-@pytest.mark.parametrize("plain", [True, False])
-def test_an_empty_share_runs_no_microbatch_and_still_takes_part(ranks, nproc, plain):
-    assert ranks.run(one_share_is_empty, nproc, plain) == [2] + [0] * (nproc - 1)
-
-
-def windows_without_zero_grad(seed, plain):
-    """Each rank's share is empty in some of them; gradients add up, equal on all ranks."""
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Branches(2, 4, 0), bucket_cap_mb=1e-4, world=world)
-    module = Branches(2, 4, 0)
-    chance = random.Random(seed)
-    for window in range(12):
-        generator = torch.Generator().manual_seed(seed + window)
-        sizes = [chance.choice([0, 1, 3]) for _ in range(world.world_size)]
-        sizes[chance.randrange(world.world_size)] = 2
-        shares = [torch.randn(n, 4, dtype=torch.float64, generator=generator) for n in sizes]
-        for part in model.microbatches(shares[world.rank], 2):
-            loss = model(part, [0, 1]).square().mean()
-            loss.backward() if plain else model.backward(loss, weight=len(part))
-        divisor = world.world_size if plain else sum(sizes)
-        for share in shares:
-            for part in split(share, 2):
-                (module(part, [0, 1]).square().mean() * (1 if plain else len(part)) / divisor).backward()
-        assert_same_grads(grads(model), grads(module), f"seed {seed}, window {window}, sizes {sizes}")
-        if chance.random() < 0.3:
-            model.zero_grad()
-            module.zero_grad()
-
-
-@SIZES
-@pytest.mark.parametrize("plain", [True, False])
-def test_an_empty_share_adds_nothing_to_what_is_left(ranks, fresh_seed, nproc, plain):
-    ranks.run(windows_without_zero_grad, nproc, fresh_seed, plain)
-
-
-def another_kind(set_to_none):
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize("set_to_none", [True, False, None])
+@on_ranks(2)
+def test_what_is_left_and_an_empty_share_allow_one_kind_of_backward(world, set_to_none):
     model = evenstep.DistributedDataParallel(Branches(1, 4, 0), world=world)
     x = torch.ones(2, 4, dtype=torch.float64)
     model(x, [0]).mean().backward()
@@ -453,11 +263,6 @@ def another_kind(set_to_none):
     ):
         for part in model.microbatches(x[: 2 - 2 * world.rank], 1):
             model.backward(model(part, [0]).mean(), weight=len(part))
-
-
-@pytest.mark.parametrize("set_to_none", [True, False, None])
-def test_what_is_left_and_an_empty_share_allow_one_kind_of_backward(ranks, set_to_none):
-    ranks.run(another_kind, 2, set_to_none)
 
 
 # ---------------------------------------------------------------------- empty shares
@@ -513,64 +318,6 @@ def test_an_empty_share_leaves_no_trace(ranks, first_batch_is_empty, plain):
     assert results[0] == results[1] == results[2]
 
 
-class Captioned(nn.Module):
-    """Images and texts, of which a sample may lack one; flattened, as criteria of language models take it; a loss."""
-
-    def __init__(self, seed):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.image, self.text, self.head = nn.Linear(3, 4), nn.Embedding(9, 4), nn.Linear(4, 9)
-        self.double()
-
-    def forward(self, image, ids):
-        logits = self.head(torch.cat([self.image(image).unsqueeze(1).expand(-1, 5, -1), self.text(ids)]).tanh())
-        return logits.flatten(0, 1), logits.square().sum() + self.head.bias.exp().sum()
-
-
-def half_empty_shares(seed, plain):
-    """Ranks have no image, no text, neither, or both; a share without any has no gradient, one with any has."""
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Captioned(seed), world=world, find_unused_parameters=True)
-    alone = Captioned(seed)
-    chance = random.Random(seed)
-    for step in range(10):
-        model.zero_grad()
-        alone.zero_grad()
-        sizes = [(chance.choice([0, 0, 1, 3]), chance.choice([0, 0, 2, 4])) for _ in range(world.world_size)]
-        sizes[chance.randrange(world.world_size)] = (1, 2)
-        generator = torch.Generator().manual_seed(seed + step)
-        shares = [
-            (
-                torch.randn(images, 3, generator=generator, dtype=torch.float64),
-                torch.randint(9, (texts, 5), generator=generator),
-                torch.randint(9, ((images + texts) * 5,), generator=generator),
-            )
-            for images, texts in sizes
-        ]
-        weights = [sum(each) for each in sizes]
-
-        def loss_of(model, image, ids, targets):
-            logits, inner = model(image, ids)
-            assert logits.shape == (len(targets), 9)
-            return nn.functional.cross_entropy(logits, targets) + inner
-
-        loss = loss_of(model, *shares[world.rank])
-        loss.backward() if plain else model.backward(loss, weight=weights[world.rank])
-        for weight, share in zip(weights, shares, strict=True):
-            if weight:
-                part = 1 / world.world_size if plain else weight / sum(weights)
-                (loss_of(alone, *share) * part).backward()
-        expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()]
-        got = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-        assert_same_grads(got, expected, f"seed {seed}, step {step}, {sizes}")
-
-
-@pytest.mark.parametrize("nproc", [1, 2, pytest.param(4, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("plain", [True, False])
-def test_a_share_is_empty_if_all_its_tensors_are(ranks, fresh_seed, nproc, plain):
-    ranks.run(half_empty_shares, nproc, fresh_seed, plain)
-
-
 class WithLoss(nn.Module):
     """Returns outputs and, as some models do, a loss that is computed inside, and so also over a dummy batch."""
 
@@ -585,12 +332,13 @@ class WithLoss(nn.Module):
         return out, out.square().sum()
 
 
-def forward_passes_in_any_order(seed, sharded):
+@pytest.mark.parametrize("sharded", [False, True])
+@on_ranks(1, 2, pytest.param(3, marks=pytest.mark.extended))
+def test_a_pass_counts_for_what_its_loss_goes_through(world, fresh_seed, sharded):
     """What a pass counts for depends on the outputs that its loss goes through, whichever forward passes there were."""
-    world = evenstep.init(quiet=True)
-    chance, own = random.Random(seed), random.Random(seed * 1000 + world.rank)
-    model = evenstep.DistributedDataParallel(WithLoss(seed), world=world)
-    alone = WithLoss(seed)
+    chance, own = random.Random(fresh_seed), random.Random(fresh_seed * 1000 + world.rank)
+    model = evenstep.DistributedDataParallel(WithLoss(fresh_seed), world=world)
+    alone = WithLoss(fresh_seed)
     if sharded:
         optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
     else:
@@ -603,7 +351,7 @@ def forward_passes_in_any_order(seed, sharded):
         given = chance.random() < 0.5  # the weight
         sizes = [[chance.choice([0, 2, 3]) for _ in range(2)] for _ in range(world.world_size)]
         sizes[chance.randrange(world.world_size)] = [2, 3]
-        generator = torch.Generator().manual_seed(seed + step)
+        generator = torch.Generator().manual_seed(fresh_seed + step)
         shares = [[torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in each] for each in sizes]
         abandoned = [model(torch.ones(2 * n, 3, dtype=torch.float64)) for n in own.choices([0, 1], k=own.randrange(3))]
         losses = [model(x)[1] for x in shares[world.rank]]
@@ -637,14 +385,8 @@ def forward_passes_in_any_order(seed, sharded):
         optimizer.step()
         reference.step()
         for one, other in zip(model.parameters(), alone.parameters(), strict=True):
-            context = f"seed {seed}, step {step}, plain {plain}, together {together}, given {given}, {sizes}"
+            context = f"seed {fresh_seed}, step {step}, plain {plain}, together {together}, given {given}, {sizes}"
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13, msg=lambda m, c=context: f"{c}: {m}")
-
-
-@pytest.mark.parametrize("nproc", [1, 2, pytest.param(3, marks=pytest.mark.extended)])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_pass_counts_for_what_its_loss_goes_through(ranks, fresh_seed, nproc, sharded):
-    ranks.run(forward_passes_in_any_order, nproc, fresh_seed, sharded)
 
 
 # ---------------------------------------------------------------------- unused parameters, buffers
@@ -660,80 +402,9 @@ def unused_parameters():
     return pattern
 
 
-def call_twice(seed):
-    """One loss of two calls that leave the same bucket unused."""
-    world = evenstep.init(quiet=True)
-    module = Branches(3, 4, seed)
-    model = evenstep.DistributedDataParallel(copy.deepcopy(module), world=world, bucket_cap_mb=1e-4)
-    for step in range(3):
-        x = torch.randn(world.world_size, 2, 2, 4, dtype=torch.float64)
-        x = world.broadcast_object(x)
-        for target, rows in ((model, x[world.rank : world.rank + 1]), (module, x)):
-            target.zero_grad()
-            calls = [torch.stack([target(each, [0, 2]) for each in rows[:, call]]) for call in range(2)]
-            (calls[0] * calls[1].sin()).mean().backward()
-        assert_same_grads(grads(model), grads(module), f"step {step}")
-
-
-def test_several_calls_in_one_loss_may_leave_the_same_parameters_unused(ranks, fresh_seed):
-    ranks.run(call_twice, 2, fresh_seed)
-
-
 def test_unused_parameters_need_no_flag(ranks):
     """Layer 0 is used by all, 1 and 2 by one rank each, 3 by nobody."""
     assert ranks.run(unused_parameters, 2) == [[True] * 6 + [False] * 2] * 2
-
-
-def buffers_follow_rank_0(broadcast):
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(world.rank)
-    model = evenstep.DistributedDataParallel(nn.BatchNorm1d(3), broadcast_buffers=broadcast, world=world)
-    for _ in range(2):
-        model(torch.randn(8, 3) + world.rank).square().sum().backward()
-    return [buffer.tolist() for buffer in model.buffers()]
-
-
-def test_module_buffers_are_rank_0s(ranks):
-    together = ranks.run(buffers_follow_rank_0, 3, True)
-    assert together[0] == together[1] == together[2]
-    apart = ranks.run(buffers_follow_rank_0, 3, False)
-    assert apart[0] == together[0]
-    assert apart[1] != apart[0]
-
-
-class Caching(nn.Module):
-    """A mask that no checkpoint has, and that grows with the longest batch of its own rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-        self.register_buffer("mask", torch.zeros(1), persistent=False)
-
-    def forward(self, x):
-        if len(self.mask) < len(x):
-            self.mask = torch.zeros(len(x))
-        return self.layer(x) + self.mask[: len(x), None]
-
-
-def grow_and_prune():
-    from torch.nn.utils import prune
-
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Caching())
-    for step in range(3):
-        rows = 2 + world.rank + step
-        model.backward(model(torch.ones(rows, 4)).mean(), weight=rows)
-        assert len(model.module.mask) == rows
-        model.zero_grad()
-    prune.l1_unstructured(model.module.layer, "weight", amount=0.5)
-    model.backward(model(torch.full((2, 4), 1.0 + world.rank)).mean(), weight=2)
-    expected = 1.5 * model.module.layer.weight_mask
-    torch.testing.assert_close(model.module.layer.weight_orig.grad, expected)
-
-
-def test_caches_may_grow_and_parameters_be_pruned(ranks):
-    """As with torch's class: a cache is each rank's own, and a pruned parameter has another name."""
-    ranks.run(grow_and_prune, 2)
 
 
 # ---------------------------------------------------------------------- overlap, views, cost
@@ -788,8 +459,8 @@ def test_all_reduces_travel_and_arrive_before_the_backward_pass_has_ended(ranks)
         assert not seen["backward_had_ended"]
 
 
-def views_survive():
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_gradients_are_views_and_are_copied_at_most_once(world):
     model = evenstep.DistributedDataParallel(Branches(3, 8, 0), bucket_cap_mb=1e-3, world=world)
     copies = []
     original = torch._foreach_copy_
@@ -809,47 +480,6 @@ def views_survive():
             assert copies == []  # nothing is copied while the views survive
         copies.clear()
         model.zero_grad(set_to_none=step == 0)
-
-
-def test_gradients_are_views_and_are_copied_at_most_once(ranks):
-    ranks.run(views_survive, 2)
-
-
-def steady_state():
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Branches(40, 4, 0), bucket_cap_mb=1e-3, world=world)
-    num_calls = 0
-    original = Readiness._gradient_came
-
-    def counted(readiness, index):
-        nonlocal num_calls
-        num_calls += 1
-        original(readiness, index)
-
-    per_pass = []
-    x = torch.ones(2, 4, dtype=torch.float64)
-    patterns = [range(40), range(40), range(40), range(30), range(30), range(40), range(40)]
-    Readiness._gradient_came = counted
-    try:
-        for use in patterns:
-            num_calls = 0
-            model(x, use).sum().backward()
-            per_pass.append(num_calls)
-            model.zero_grad()
-    finally:
-        Readiness._gradient_came = original
-    return len(model.engine.buckets), per_pass
-
-
-def test_a_pass_that_goes_as_expected_calls_python_once_per_bucket(ranks):
-    """80 parameters: all are counted in the first pass, and looked at only where the graph has changed."""
-    for num_buckets, (first, *same, changed, changed_again, back, steady) in ranks.run(steady_state, 2):
-        assert first == 80
-        assert 2 <= num_buckets <= 12
-        assert all(calls == num_buckets for calls in same)
-        assert changed <= 60
-        assert max(changed_again, steady) <= num_buckets
-        assert back <= 80
 
 
 def calls_of_python():
@@ -886,35 +516,6 @@ def test_a_steady_backward_pass_runs_no_python_function_per_parameter(ranks):
         assert 0 < few == some == many
 
 
-def meetings() -> list[tuple[int, int]]:
-    """(buckets, collectives of a step): plain with one bucket and with several, sharded, in a join."""
-    world = evenstep.init(quiet=True)
-    counts = []
-    for cap_mb, is_sharded, is_joined in [(1, False, False), (1e-3, False, False), (1, True, False), (1, False, True)]:
-        model = evenstep.DistributedDataParallel(Branches(20, 4, 0), bucket_cap_mb=cap_mb, world=world)
-        kind = torch.optim.SGD
-        optimizer = evenstep.ShardedOptimizer(model, kind) if is_sharded else kind(model.parameters())
-        x = torch.ones(2, 4, dtype=torch.float64)
-        with model.join() if is_joined else contextlib.nullcontext():
-            for _ in range(4):
-                before = model.engine.transport.num_calls
-                model(x, range(20)).sum().backward()
-                optimizer.step()
-                num_calls = model.engine.transport.num_calls - before
-                optimizer.zero_grad()
-        counts.append((len(model.engine.buckets), num_calls))
-    return counts
-
-
-def test_the_header_travels_beside_the_last_bucket(ranks):
-    for plain, several, sharded, joined in ranks.run(meetings, 2):
-        assert plain == (1, 1)
-        assert several == (several[0], several[0])
-        assert several[0] > 2
-        assert sharded == (1, 2)  # and the gather
-        assert joined[1] > 1
-
-
 class Path(nn.Module):
     """Multiplies by parameters in the order asked for, each in a reentrant checkpoint."""
 
@@ -933,8 +534,10 @@ class Path(nn.Module):
         return x * getattr(self, name)
 
 
-def late_gradient(path):
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize("path", ["bba", "aba"])
+@on_ranks(2)
+def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error_with_its_name(world, path):
+    """Backward runs a path from its end. "bba": seen by the sentinel's hook; "aba": by the versions of the views."""
     model = evenstep.DistributedDataParallel(Path(), first_bucket_cap_mb=1.3e-4, bucket_cap_mb=1.3e-4, world=world)
     for _ in range(2):
         model(torch.ones(1, 2), "ba").sum().backward()
@@ -942,41 +545,6 @@ def late_gradient(path):
     assert next(bucket.names for bucket in model.engine.buckets) == ["a", "b"]
     with pytest.raises(UsageError, match=r"'[ab]'.* received another gradient"):
         model(torch.ones(1, 2), path).sum().backward()
-
-
-@pytest.mark.parametrize("path", ["bba", "aba"])
-def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error_with_its_name(ranks, path):
-    """Backward runs a path from its end. "bba": seen by the sentinel's hook; "aba": by the versions of the views."""
-    ranks.run(late_gradient, 2, path)
-
-
-def begins_without_rows(seed):
-    """A rank whose first shares are empty has seen no order yet, and must not take a second gradient for a late one."""
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Path(), bucket_cap_mb=1.3e-4, world=world)
-    module = Path()
-    module.load_state_dict(model.module.state_dict())
-    for step in range(6):
-        shares = [
-            torch.randn(
-                0 if r == step % 2 == 0 or step == 1 else 1 + r, 2, generator=torch.Generator().manual_seed(seed + r)
-            )
-            for r in range(world.world_size)
-        ]
-        x = shares[world.rank]
-        model.backward(model(x, "bbab").square().mean(), weight=len(x))
-        everything = torch.cat(shares)
-        if len(everything):
-            module(everything, "bbab").square().mean().backward()
-        for a, b in zip(grads(model), grads(module), strict=True):
-            nothing = torch.zeros(1)  # all shares were empty
-            torch.testing.assert_close(nothing if a is None else a, nothing if b is None else b, check_stride=False)
-        model.zero_grad()
-        module.zero_grad()
-
-
-def test_a_rank_may_begin_with_empty_shares(ranks, fresh_seed):
-    ranks.run(begins_without_rows, 2, fresh_seed)
 
 
 # ---------------------------------------------------------------------- mistakes
@@ -1032,8 +600,9 @@ def test_a_different_model_on_one_rank_is_an_error_on_all(ranks, nproc, kind, wo
     assert words.format(odd=nproc - 1) in messages[0]
 
 
-def failed_backward(weighted):
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize("weighted", [True, False])
+@on_ranks(2)
+def test_after_a_failed_backward_the_replicas_do_not_go_on(world, weighted):
     model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=world)
     x = torch.ones(2, 4, dtype=torch.float64)
 
@@ -1052,11 +621,6 @@ def failed_backward(weighted):
         model(x, [0])
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-def test_after_a_failed_backward_the_replicas_do_not_go_on(ranks, weighted):
-    ranks.run(failed_backward, 2, weighted)
-
-
 def bad_losses():
     model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=evenstep.init(quiet=True))
     with pytest.raises(ConfigurationError, match=r"the loss is \[2\], not a tensor of one number"):
@@ -1069,9 +633,10 @@ def test_what_is_no_loss_is_refused(ranks):
     ranks.run(bad_losses, 2)
 
 
-def replaced(how):
+@pytest.mark.parametrize("how", ["assigned", "put there"])
+@on_ranks(2)
+def test_a_parameter_that_was_replaced_is_named(world, how):
     """Other parameters under the names of those that were wrapped: all are told, as often as they go on."""
-    evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(Branches(2, 4, 0))
     x = torch.ones(2, 4, dtype=torch.float64)
     model(x, [0, 1]).sum().backward()
@@ -1089,14 +654,11 @@ def replaced(how):
     model(x, [0, 1]).sum().backward()
 
 
-@pytest.mark.parametrize("how", ["assigned", "put there"])
-def test_a_parameter_that_was_replaced_is_named(ranks, how):
-    ranks.run(replaced, 2, how)
-
-
-def converted(there, back):
+@pytest.mark.parametrize("back", [True, False])
+@pytest.mark.parametrize("there", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_a_model_that_was_converted_is_told_of(world, there, back):
     """Elsewhere, and perhaps back, as a program does that saves a model: autograd has other nodes then."""
-    evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(Branches(2, 4, 0))
     x = torch.ones(2, 4, dtype=torch.float64)
     for _ in range(2):
@@ -1110,15 +672,9 @@ def converted(there, back):
         model(x if back else x.to(there), [0, 1]).sum().backward()
 
 
-@pytest.mark.parametrize("back", [True, False])
-@pytest.mark.parametrize("there", [torch.float32, torch.bfloat16])
-def test_a_model_that_was_converted_is_told_of(ranks, there, back):
-    ranks.run(converted, 2, there, back)
-
-
-def a_part_converted():
+@on_ranks(2)
+def test_a_part_of_a_model_that_was_converted_is_told_of(world):
     """torch moves what `p.grad` shows of a bucket along with the parameter; no other parameter of the bucket tells."""
-    evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double())
     x = torch.ones(2, 4, dtype=torch.float64)
     for _ in range(2):
@@ -1130,13 +686,9 @@ def a_part_converted():
         model(x).sum().backward()
 
 
-def test_a_part_of_a_model_that_was_converted_is_told_of(ranks):
-    ranks.run(a_part_converted, 2)
-
-
-def gradient_penalty():
+@on_ranks(2)
+def test_a_gradient_penalty_is_reduced_once(world):
     """torch.autograd.grad through the wrapped module averages nothing and disturbs nothing."""
-    world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=world)
     module = Branches(2, 4, 0)
     for target in (model, module):
@@ -1146,19 +698,24 @@ def gradient_penalty():
         (out.sum() + slope.square().sum()).backward()
     assert model.engine.num_reductions == 1
     assert_same_grads(grads(model), grads(module), "gradient penalty")
+    for parameter, own in zip(
+        model.parameters(), module.parameters(), strict=True
+    ):  # the first or the last of a bucket
+        for target, of in ((model, parameter), (module, own)):
+            target.zero_grad()
+            (slope,) = torch.autograd.grad(target(x, [0, 1]).sum(), of, create_graph=True)
+            (target(x, [0, 1]).sum() + slope.square().sum()).backward()
+        assert_same_grads(grads(model), grads(module), "of one parameter")
 
 
-def test_a_gradient_penalty_is_reduced_once(ranks):
-    ranks.run(gradient_penalty, 2)
-
-
-def differentiate_gradients(seed, weighted):
+@pytest.mark.parametrize("weighted", [True, False])
+@on_ranks(1, 2, 3)
+def test_averaged_gradients_can_be_differentiated(world, fresh_seed, weighted):
     """The gradient of a penalty on p.grad, beside one process on all rows; and buckets that keep no graph."""
-    world = evenstep.init(quiet=True)
-    module = Branches(3, 4, seed)
+    module = Branches(3, 4, fresh_seed)
     model = evenstep.DistributedDataParallel(copy.deepcopy(module), world=world, bucket_cap_mb=1e-4)
     warnings.filterwarnings("ignore", "Using backward.. with create_graph=True", UserWarning)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(fresh_seed)
     for num_passes in (1, 2, 1):
         sizes = [[1 + (rank + index) % 3 for rank in range(world.world_size)] for index in range(num_passes)]
         x = [torch.randn(sum(each), 4, dtype=torch.float64, generator=generator).split(each) for each in sizes]
@@ -1190,46 +747,6 @@ def differentiate_gradients(seed, weighted):
             penalty.backward()
         assert_same_grads([p.grad for p in model.parameters() if p.grad is not None], second, "second")
         model.zero_grad()
-
-
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("nproc", [1, 2, 3])
-def test_averaged_gradients_can_be_differentiated(ranks, fresh_seed, nproc, weighted):
-    ranks.run(differentiate_gradients, nproc, fresh_seed, weighted)
-
-
-def through_two_models(whose, num_passes):
-    """Uneven shares through an encoder and a decoder, both wrapped; beside one process on all rows."""
-    world = evenstep.init(quiet=True)
-    networks = [Branches(2, 3, seed) for seed in (1, 2)]
-    models = [evenstep.DistributedDataParallel(Branches(2, 3, seed)) for seed in (1, 2)]
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(2):
-        total = 0
-        with contextlib.ExitStack() as stack:
-            for model in models:
-                stack.enter_context(model.accumulate())
-            for index in range(num_passes):
-                sizes = [2 + rank + index for rank in range(world.world_size)]
-                parts = torch.randn(sum(sizes), 3, dtype=torch.float64, generator=generator).split(sizes)
-                (networks[1](networks[0](torch.cat(parts), [0, 1]), [0, 1])).square().mean(1).sum().backward()
-                total += sum(sizes)
-                x = parts[world.rank]
-                loss = models[1](models[0](x, [0, 1]), [0, 1]).square().mean()
-                if index == num_passes - 1:
-                    stack.close()
-                evenstep.backward(models[:: 1 - 2 * whose], loss, weight=len(x))
-        for network, model in zip(networks, models, strict=True):
-            assert_same_grads(grads(model), [p.grad / total for p in network.parameters()])
-            network.zero_grad()
-            model.zero_grad()
-
-
-@pytest.mark.parametrize("num_passes", [1, 2])
-@pytest.mark.parametrize("whose", [0, 1])
-@pytest.mark.parametrize("nproc", [1, 3])
-def test_a_weight_holds_for_every_model_that_the_loss_goes_through(ranks, nproc, whose, num_passes):
-    ranks.run(through_two_models, nproc, whose, num_passes)
 
 
 def empty_shares_through_two_models(seed, num_steps):
@@ -1291,8 +808,8 @@ def test_transports_of_wrapped_models_are_used_again(ranks):
         assert shares
 
 
-def wrapped_twice():
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_a_module_can_be_wrapped_again(world):
     module = Branches(2, 4, 0)
     first = evenstep.DistributedDataParallel(module, world=world)
     del first
@@ -1303,10 +820,6 @@ def wrapped_twice():
     mean = sum(single(torch.full((2, 4), r + 1.0, dtype=torch.float64), [0]).sum() for r in range(world.world_size))
     (mean / world.world_size).backward()
     assert_same_grads(grads(second), grads(single), "wrapped twice")
-
-
-def test_a_module_can_be_wrapped_again(ranks):
-    ranks.run(wrapped_twice, 2)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,3 @@ def test_a_loader_of_torchs_that_divides_nothing_is_warned_of_once(ranks, kind):
 )
 def test_what_divides_its_data_is_let_alone(ranks, kind):
     assert ranks.run(told, 2, kind) == [[], []]
-
-
-def test_one_process_is_let_alone(ranks):
-    assert ranks.run(told, 1, "at random") == [[]]

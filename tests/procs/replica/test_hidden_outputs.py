@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
-from evenstep.errors import NonFiniteError, UsageError
+from evenstep.errors import UsageError
 from tests.procs.replica.test_own_passes import Opaque
+from tests.ranks import on_ranks
 
 
 @dataclasses.dataclass
@@ -46,10 +47,16 @@ def batch(seed, step, rank, rows):
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(1000 * seed + 10 * step + rank)).double()
 
 
-def hidden(seed, how, use_reentrant, is_weighted):
-    """Steps through all layers, through the head alone, and with an empty share on the last rank."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("how", ["dataclass", pytest.param("opaque", marks=pytest.mark.extended), "attribute"])
+@on_ranks(2)
+def test_a_loss_that_reaches_no_output_is_averaged(world, fresh_seed, how, use_reentrant, is_weighted):
+    """Frozen from the first step on by hooks on a few parameters only, and in passes inside the pass.
+
+    Steps through all layers, through the head alone, and with an empty share on the last rank.
+    """
+    torch.manual_seed(fresh_seed)
     module = Hiding(how, use_reentrant=use_reentrant).double()
     model = evenstep.DistributedDataParallel(module, bucket_cap_mb=2e-4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -57,7 +64,7 @@ def hidden(seed, how, use_reentrant, is_weighted):
     for step in range(6):
         module.trains_head_only = step in (2, 3)
         rows = [0 if (step == 5 and rank == last) else 3 + rank * is_weighted for rank in range(world.world_size)]
-        batches = [batch(seed, step, rank, n).requires_grad_() for rank, n in enumerate(rows)]
+        batches = [batch(fresh_seed, step, rank, n).requires_grad_() for rank, n in enumerate(rows)]
         module.result = None  # a graph can't be copied
         alone = copy.deepcopy(module)
         for x in batches:
@@ -77,14 +84,6 @@ def hidden(seed, how, use_reentrant, is_weighted):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("how", ["dataclass", pytest.param("opaque", marks=pytest.mark.extended), "attribute"])
-def test_a_loss_that_reaches_no_output_is_averaged(ranks, fresh_seed, how, use_reentrant, is_weighted):
-    """Frozen from the first step on by hooks on a few parameters only, and in passes inside the pass."""
-    ranks.run(hidden, 2, fresh_seed, how, use_reentrant, is_weighted)
-
-
 class Alternating(nn.Module):
     """A parameter that odd steps don't use, and two outputs, nested, one behind the other."""
 
@@ -99,9 +98,10 @@ class Alternating(nn.Module):
         return {"a": [v, {"b": (z.square().mean(1) + v.square().mean(1),)}]}
 
 
-def alternating(seed):
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
+@on_ranks(2)
+def test_two_outputs_await_the_same_parameters_once(world, fresh_seed):
+    """A bucket whose watched parameter isn't used in a step waits for the others, whichever output is reached first."""
+    torch.manual_seed(fresh_seed)
     module = Alternating().double()
     model = evenstep.DistributedDataParallel(module)
     for step in range(4):
@@ -109,7 +109,7 @@ def alternating(seed):
         alone.zero_grad()
         for part in range(2):
             for rank in range(world.world_size):
-                x = batch(seed, 2 * step + part, rank, 2)[:, :3]
+                x = batch(fresh_seed, 2 * step + part, rank, 2)[:, :3]
                 outputs = alone(x, step)
                 ((outputs["a"][0].square().mean() + outputs["a"][1]["b"][0].mean()) / world.world_size).backward()
                 if rank == world.rank:
@@ -127,19 +127,23 @@ def alternating(seed):
         model.zero_grad()
 
 
-def test_two_outputs_await_the_same_parameters_once(ranks, fresh_seed):
-    """A bucket whose watched parameter isn't used in a step waits for the others, whichever output is reached first."""
-    ranks.run(alternating, 2, fresh_seed)
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=True)
 
 
-def caught(seed):
+@on_ranks(2)
+def test_an_error_of_autograd_grad_that_is_caught_leaves_replicas_in_step(world, fresh_seed):
     """`torch.autograd.grad` through a reentrant checkpoint raises, and no gradient has come."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
+    torch.manual_seed(fresh_seed)
     model = evenstep.DistributedDataParallel(Hiding("opaque", use_reentrant=True), bucket_cap_mb=2e-4)
     plain = evenstep.DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), Checkpointed()))
     for step in range(3):
-        x = batch(seed, step, world.rank, 2).float().requires_grad_()
+        x = batch(fresh_seed, step, world.rank, 2).float().requires_grad_()
         for each in (model, plain):
             outputs = each(x)
             value = outputs if each is plain else outputs.value
@@ -150,94 +154,12 @@ def caught(seed):
             each.zero_grad()
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 2)
-
-    def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=True)
-
-
-def test_an_error_of_autograd_grad_that_is_caught_leaves_replicas_in_step(ranks, fresh_seed):
-    ranks.run(caught, 2, fresh_seed)
-
-
-def non_finite(is_weighted):
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(nn.Linear(4, 1), on_nonfinite="raise")
-    for step in range(4):
-        x = torch.ones(2, 4)
-        if step == 1 and world.rank == 0:
-            x[0, 0] = float("nan")
-        loss = model(x).mean()
-        if step != 1:
-            model.backward(loss, weight=2) if is_weighted else loss.backward()
-        else:
-            with pytest.raises(NonFiniteError, match="The model is as before this step"):
-                model.backward(loss, weight=2) if is_weighted else loss.backward()
-        model.zero_grad()
-
-
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_a_non_finite_gradient_that_is_caught_leaves_replicas_in_step(ranks, is_weighted):
-    ranks.run(non_finite, 2, is_weighted)
-
-
-def shared_by_two():
-    evenstep.init(quiet=True)
+@on_ranks(1, 2)
+def test_a_parameter_of_two_models_is_refused(world):
+    """It would be divided twice."""
     shared = nn.Linear(4, 4)
     first = evenstep.DistributedDataParallel(nn.Sequential(shared))
     second = evenstep.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), shared))
     x = torch.ones(2, 4)
     with pytest.raises(UsageError, match=r"parameter '1\.weight' is in two of the wrapped models"):
         evenstep.backward([first, second], first(x).mean() + second(x).mean(), weight=2)
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_parameter_of_two_models_is_refused(ranks, nproc):
-    """It would be divided twice."""
-    ranks.run(shared_by_two, nproc)
-
-
-class HiddenBlocks(nn.Module):
-    """The loss is kept in an attribute; blocks in reentrant checkpoints, above an embedding that is in none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 4)
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.double()
-
-    def forward(self, ids: torch.Tensor) -> object:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        self.loss = x.square().mean()
-        return object()
-
-
-def hidden_blocks(seed: int) -> None:
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
-    net, plain = HiddenBlocks(), HiddenBlocks()
-    plain.load_state_dict(net.state_dict())
-    model = evenstep.DistributedDataParallel(net, bucket_cap_mb=1e-4, first_bucket_cap_mb=1e-4)
-    torch.manual_seed(seed + world.rank)
-    for _ in range(4):
-        ids = torch.randint(5, (6,))
-        model.zero_grad()
-        plain.zero_grad()
-        model(ids)
-        net.loss.backward()
-        plain(ids)
-        plain.loss.backward()
-        for (name, ours), own in zip(net.named_parameters(), plain.parameters(), strict=True):
-            mean = own.grad.clone()
-            world.transport.all_reduce(mean, "mean").wait()
-            torch.testing.assert_close(ours.grad, mean, rtol=1e-12, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_a_hidden_loss_through_checkpoints_is_one_pass(ranks, fresh_seed):
-    """Gradients come in the runs of autograd of the checkpoints, and then in the outer one."""
-    ranks.run(hidden_blocks, 2, fresh_seed)

@@ -109,35 +109,6 @@ def test_options_that_differ_are_named_before_the_next_step(ranks, fresh_seed, w
     assert MismatchError.exit_code == 72
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("odd", [0, 2])
-def test_of_three_ranks_the_one_that_differs_from_rank_0_is_named(ranks, fresh_seed, odd):
-    told = ranks.run(changed, 3, fresh_seed, "rate", odd, False, False)
-    assert told[0] == told[1] == told[2]
-    assert ("0.02 on rank 0 and 0.01 on rank 1" if odd == 0 else "0.01 on rank 0 and 0.02 on rank 2") in told[0]
-
-
-def plateau(seed: int) -> str:
-    """Each rank's own loss decides about the rate: the mistake that people make."""
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(build(seed))
-    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
-    for epoch in range(8):
-        try:
-            step(model, optimizer)
-        except MismatchError as error:
-            return str(error)
-        scheduler.step(1.0 - 0.1 * epoch if world.rank else 1.0)
-    return ""
-
-
-def test_a_scheduler_that_follows_each_ranks_own_loss_is_found(ranks, fresh_seed):
-    told = ranks.run(plateau, 2, fresh_seed)
-    assert told[0] == told[1]
-    assert "lr of parameter group 0 is 0.001 on rank 0 and 0.01 on rank 1" in told[0]
-
-
 def alike(seed: int) -> int:
     """Options that change alike, in all ways; what isn't the optimizer's; optimizers that go on some ranks first."""
     world = evenstep.init(quiet=True)
@@ -198,26 +169,6 @@ def test_options_that_hosts_round_otherwise_are_no_fault(ranks, fresh_seed):
     assert max(count for _, count in told) <= 1  # where what is compared is rounded to another digit
     told = ranks.run(rounded_otherwise, 2, fresh_seed, 1e-7)
     assert all("lr of parameter group 0 is" in text for text, _ in told)
-
-
-def one_lives_longer(seed: int) -> int:
-    """An optimizer that is still there on one rank only is no difference, and isn't asked about twice."""
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(build(seed))
-    watch = model.monitors.options
-    plain = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
-    for each in plain:
-        watch.add(each)
-    if world.rank == 1:
-        plain.clear()
-        each = None
-        gc.collect()
-    window(model)
-    return len(watch._optimizers)
-
-
-def test_an_optimizer_that_is_left_on_one_rank_is_forgotten(ranks, fresh_seed):
-    assert ranks.run(one_lives_longer, 2, fresh_seed) == [0, 0]
 
 
 def drifting(seed: int) -> str:

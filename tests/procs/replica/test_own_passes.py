@@ -15,9 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.errors import UsageError
-from tests import reproducible_runs as runs
-
-SIZES = pytest.mark.parametrize("nproc", [2, 3])
+from tests.ranks import on_ranks
 
 
 class Opaque:
@@ -378,9 +376,10 @@ def test_every_pass_through_the_wrappers_outputs_is_averaged(ranks, fresh_seed):
 # ---------------------------------------------------------------------- beside weights, shards and virtual ranks
 
 
-def beside_weights(seed):
-    world = evenstep.init(quiet=True)
-    x = batch(seed, world.rank)
+@pytest.mark.extended
+@on_ranks(2, 3)
+def test_a_ranks_own_passes_beside_weights(world, fresh_seed):
+    x = batch(fresh_seed, world.rank)
     torch.manual_seed(3)
     model = evenstep.DistributedDataParallel(Net().double(), bucket_cap_mb=2e-4)
     for step in range(3):
@@ -394,7 +393,7 @@ def beside_weights(seed):
     torch.manual_seed(3)
     module = Net().double()
     total = sum(2.0 + rank for rank in range(world.world_size))
-    losses = [loss_of(module(batch(seed, rank))) * (2 + rank) / total for rank in range(world.world_size)]
+    losses = [loss_of(module(batch(fresh_seed, rank))) * (2 + rank) / total for rank in range(world.world_size)]
     torch.stack(losses).sum().backward()
     for got, parameter in zip(averaged, module.parameters(), strict=True):
         if parameter.grad is not None:
@@ -407,14 +406,10 @@ def beside_weights(seed):
 
 
 @pytest.mark.extended
-@SIZES
-def test_a_ranks_own_passes_beside_weights(ranks, fresh_seed, nproc):
-    ranks.run(beside_weights, nproc, fresh_seed)
-
-
-def beside_shards(seed, stage2):
-    world = evenstep.init(quiet=True)
-    x = batch(seed, world.rank)
+@pytest.mark.parametrize("stage2", [False, True])
+@on_ranks(2)
+def test_a_ranks_own_passes_beside_shards(world, fresh_seed, stage2):
+    x = batch(fresh_seed, world.rank)
     models = []
     for kind in ("sharded", "whole"):
         torch.manual_seed(3)
@@ -441,32 +436,3 @@ def beside_shards(seed, stage2):
         with pytest.raises(UsageError, match="would add this rank's own"):
             look(models[0], x)
     loss_of(models[0](x)).backward()
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("stage2", [False, True])
-def test_a_ranks_own_passes_beside_shards(ranks, fresh_seed, stage2):
-    ranks.run(beside_shards, 2, fresh_seed, stage2)
-
-
-def beside_virtual_ranks(seed):
-    with runs.reproducible(seed, virtual_ranks=4) as world:
-        x = batch(seed, world.rank)
-        torch.manual_seed(3)
-        model = evenstep.DistributedDataParallel(Net())
-        grads = []
-        for looks in (False, True):
-            model.zero_grad()
-            if looks and world.rank == 0:
-                look(model, x.float())
-                assert model.module.first.weight.grad is not None
-                model.zero_grad()
-            for part in model.microbatches(x.float()):
-                model.backward(loss_of(model(part)), weight=len(part))
-            grads.append([p.grad.clone() for p in model.parameters()])
-        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
-@pytest.mark.extended
-def test_a_ranks_own_passes_beside_virtual_ranks(ranks, fresh_seed):
-    ranks.run(beside_virtual_ranks, 2, fresh_seed)

@@ -65,18 +65,3 @@ def test_a_profile_shows_the_parts_of_a_step_and_its_buckets(ranks, tmp_path, sh
             expected += [f"evenstep:parameters of bucket {index}" for index in range(2)]
         assert shown == dict.fromkeys(expected, 1)
         assert [told["buckets"][name] for name in expected[:2]] == told["bytes"]
-
-
-def ranges_of_one() -> list[str]:
-    evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(nn.Linear(4, 4))
-    model(torch.ones(2, 4)).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        model(torch.ones(2, 4)).sum().backward()
-        model.backward(model(torch.ones(2, 4)).sum())
-    model(torch.ones(2, 4)).sum().backward()
-    return [each.name for each in profiled.events() if each.name.startswith("evenstep:")]
-
-
-def test_in_a_world_of_one_too(ranks):
-    assert ranks.run(ranges_of_one, 1) == [["evenstep:forward", "evenstep:backward"] * 2]

@@ -10,6 +10,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ConfigurationError, MismatchError
+from tests.ranks import on_ranks
 
 
 class Counting(nn.Module):
@@ -40,10 +41,11 @@ class Counting(nn.Module):
 RULES = {"mean": "mean", "seen": "sum", "[tc]*": "sum", "own": "own"}
 
 
-def statistics(seed: int, num_passes: int) -> None:
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
-    drawn = torch.Generator().manual_seed(seed)
+@pytest.mark.parametrize("num_passes", [1, 3])
+@on_ranks(2, 3)
+def test_statistics_are_those_of_all_ranks_samples(world: evenstep.World, fresh_seed: int, num_passes: int) -> None:
+    torch.manual_seed(fresh_seed)
+    drawn = torch.Generator().manual_seed(fresh_seed)
     model = evenstep.DistributedDataParallel(Counting(), buffers=RULES, broadcast_buffers=True)
     size, own = world.world_size, 0.0
     seen, total, mean = 0, torch.zeros(3), torch.zeros(3, dtype=torch.float64)
@@ -79,14 +81,8 @@ def statistics(seed: int, num_passes: int) -> None:
             seen = 1000
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
-@pytest.mark.parametrize("num_passes", [1, 3])
-def test_statistics_are_those_of_all_ranks_samples(ranks, fresh_seed, nproc, num_passes):
-    ranks.run(statistics, nproc, fresh_seed, num_passes)
-
-
-def refusals() -> None:
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_bad_rules_are_refused_on_all_ranks(world: evenstep.World) -> None:
     for rules, words in (
         ({"codebok": "mean"}, "matches no buffer"),
         ({"mean": "average"}, "'rank 0', 'mean', 'sum', 'own'"),
@@ -97,10 +93,6 @@ def refusals() -> None:
             evenstep.DistributedDataParallel(Counting(), buffers=rules)
     with pytest.raises(MismatchError, match="buffers"):
         evenstep.DistributedDataParallel(Counting(), buffers={"seen": "sum"} if world.rank else None)
-
-
-def test_bad_rules_are_refused_on_all_ranks(ranks):
-    ranks.run(refusals, 2)
 
 
 def test_virtual_ranks_have_no_statistics() -> None:
@@ -123,9 +115,10 @@ def test_a_dummy_batch_changes_no_buffer_also_where_the_module_replaces_it() -> 
             assert torch.equal(buffer, before[name]), name
 
 
-def start(init_sync: bool) -> None:
+@pytest.mark.parametrize("init_sync", [True, False])
+@on_ranks(2)
+def test_statistics_begin_equal(world: evenstep.World, init_sync: bool) -> None:
     """Statistics that each rank has drawn for itself begin as rank 0's, also where other buffers are left alone."""
-    world = evenstep.init(quiet=True)
     torch.manual_seed(world.rank)
     module = Counting()
     with torch.no_grad():
@@ -143,11 +136,6 @@ def start(init_sync: bool) -> None:
         model(torch.randn(3, 3)).sum().backward()
     assert len(set(world.exchange(module.first.item()))) == world.world_size
     assert module.own.item() != own
-
-
-@pytest.mark.parametrize("init_sync", [True, False])
-def test_statistics_begin_equal(ranks, init_sync):
-    ranks.run(start, 2, init_sync)
 
 
 class Lazy(nn.Module):

@@ -307,43 +307,6 @@ def test_a_shape_that_the_class_refuses_is_said_on_all_ranks(ranks, late):
         assert "Muon: Muon only supports 2D parameters" in heard
 
 
-class Empty(nn.Module):
-    """A linear layer, and a parameter without elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.empty = nn.Parameter(torch.zeros(0, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + self.empty.sum()
-
-
-def parameter_without_elements(late: bool) -> tuple[str, bool]:
-    """Adafactor divides by the number of elements: (what a rank hears, whether the rest can be stepped)."""
-    evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Empty())
-    optimizer = evenstep.ShardedOptimizer(model, torch.optim.Adafactor, model.module.layer.parameters(), lr=0.1)
-    empty = [model.module.empty]
-    with pytest.raises(ConfigurationError) as caught:
-        _ = (
-            optimizer.add_param_group({"params": empty})
-            if late
-            else type(optimizer)(model, torch.optim.Adafactor, empty)
-        )
-    before = model.module.layer.weight.detach().clone()
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    return str(caught.value), not torch.equal(before, model.module.layer.weight)
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_parameter_without_elements_that_the_class_cant_step_is_said_on_all_ranks(ranks, late):
-    for heard, was_stepped in ranks.run(parameter_without_elements, 2, late):
-        assert "Adafactor doesn't step a parameter of shape [0, 4], which has no elements (ZeroDivisionError" in heard
-        assert was_stepped
-
-
 def copies_of_optimizers() -> list[str]:
     """What copying says."""
     evenstep.init(quiet=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import random
 import sys
@@ -31,7 +32,19 @@ from torch import Tensor
 import evenstep
 from evenstep.replica.sharded.gradient_placeholder import GradientPlaceholder
 from evenstep.testing import RankPool
-from tests.step_cases import Branches, Case, Part, Step, Window, draw_case, draw_steps, groups_of, loss_of, poison_of
+from tests.step_cases import (
+    EXPONENTS,
+    Branches,
+    Case,
+    Part,
+    Step,
+    Window,
+    draw_case,
+    draw_steps,
+    groups_of,
+    loss_of,
+    poison_of,
+)
 from tests.step_reference import Reference, build_optimizers, build_scaler
 
 STEPS = (5, 3)  # on the first number of ranks, and from there on the second
@@ -71,7 +84,7 @@ class Replica:
         poison = window.poison[1] if window.poison is not None and window.poison[0] == rank else None
         if case.window == "microbatches":
             for part, x in zip(parts, model.microbatches(*window.wholes[rank]), strict=True):
-                self._backward(Part(x, part.weight, part.use), poison if part is parts[-1] else None)
+                self._backward(dataclasses.replace(part, x=x), poison if part is parts[-1] else None)
             return
         held = model.no_sync if case.window == "no_sync" else model.accumulate
         for part in parts:
@@ -79,7 +92,33 @@ class Replica:
             with contextlib.nullcontext() if is_last else held():
                 self._backward(part, poison if is_last else None)
 
+    def lose(self, how: str, lost: Tensor) -> None:
+        """Begin a window, and leave it."""
+        if how == "accumulated":
+            with self.model.accumulate():
+                self._backward(Part(lost, 6.0, [0]), None)
+        elif how:
+            for x in self.model.microbatches(lost, 2):
+                self._backward(Part(x, 3.0, [0]), None)
+                break
+
+    @torch.no_grad()
+    def write(self, how: str, values: list[Tensor]) -> None:
+        """Put values into all parameters. Collective: ranks may share their memory."""
+        self.world.barrier()
+        named = dict(self.model.module.named_parameters())
+        if how == "load":
+            self.model.module.load_state_dict(dict(zip(named, values, strict=True)))
+        for parameter, value in zip(named.values(), values, strict=True):
+            if how == "replace":
+                parameter.data = torch.empty_like(parameter).copy_(value)
+            elif how == "in place":
+                parameter.copy_(value)
+        self.world.barrier()
+
     def _backward(self, part: Part, poison: int | None) -> None:
+        if part.asks:
+            torch.autograd.grad(loss_of(self.case, self.model, part), self.model.module.scale)
         loss = loss_of(self.case, self.model, part)
         if poison is not None:
             loss = loss + poison_of(self.model.module, poison)
@@ -113,8 +152,8 @@ class Replica:
         clip, limit = self.case.clip, 0.3
         if clip == "group":
             return torch.stack([evenstep.clip_grad_norm_(group["params"], limit) for group in optimizer.param_groups])
-        if clip in ("norm", "inf"):
-            return evenstep.clip_grad_norm_(optimizer, limit, "inf" if clip == "inf" else 2.0).reshape(1)
+        if clip in EXPONENTS:
+            return evenstep.clip_grad_norm_(optimizer, limit, EXPONENTS[clip]).reshape(1)
         if clip == "value":
             evenstep.clip_grad_value_(optimizer, 0.05)
         return torch.zeros(0)
@@ -244,6 +283,10 @@ def train(case: Case, world: evenstep.World, what: str, seed: str, start: Any) -
 
 def one_step(replica: Replica, reference: Reference, step: Step, schedules: list[Any], what: str) -> None:
     is_active = replica.world.rank in step.active
+    if any(step.loses):
+        replica.lose(step.loses[replica.world.rank], step.lost)
+        replica.zero_grad("model", set_to_none=True)
+        reference.zero_grad("model", set_to_none=True)
     for window in step.windows:
         reference.run(window)
         if is_active:
@@ -255,6 +298,12 @@ def one_step(replica: Replica, reference: Reference, step: Step, schedules: list
         compare_norms(replica, reference, replica.step(unscales=step.unscales), what)
         compare_parameters(replica, reference, what)
         replica.zero_grad(step.zeroed_by, step.set_to_none)
+    if step.writes:
+        generator = torch.Generator().manual_seed(random.Random(what).randrange(1 << 30))
+        shapes = [(p.shape, p.dtype) for p in replica.model.parameters()]
+        values = [torch.randn(shape, dtype=dtype, generator=generator) for shape, dtype in shapes]
+        replica.write(step.writes, values)
+        reference.write(values)
     if step.reloads:
         replica.reload(compare_states(replica, reference, what))
     reference.zero_grad(step.zeroed_by, step.set_to_none)

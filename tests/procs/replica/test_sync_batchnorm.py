@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import evenstep
 from evenstep.errors import MismatchError
 from evenstep.replica.normalization.sync_batchnorm import SyncLayers
+from tests.ranks import on_ranks
 
-SIZES = pytest.mark.parametrize("nproc", [2, 3, 4])
+SIZES = pytest.mark.parametrize("nproc", [2, 3])
 PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
@@ -96,33 +97,10 @@ def test_ranks_normalise_as_one_process_on_the_whole_batch(ranks, fresh_seed, np
     assert sum(ranks.run(random_layers, nproc, fresh_seed, 60 // nproc)) > 0
 
 
-def as_differences(seed):
-    """The gradient against differences of the loss of all ranks, in both directions of random vectors."""
-    world = evenstep.init(quiet=True)
-    shared = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    layer = evenstep.SyncBatchNorm(3, dtype=torch.float64)
-    cuts = random_cuts(shared, 7, world.world_size)
-    whole, direction, slope = torch.randn(3, 7, 3, 4, dtype=torch.float64, generator=generator)
-    mine, along, slope = (share_of(each, cuts, world.rank) for each in (whole, direction, slope))
-
-    def loss_at(step):
-        return float(summed(world, (layer(mine + step * along).sin() * slope).sum()))
-
-    at = mine.clone().requires_grad_()
-    (layer(at).sin() * slope).sum().backward()
-    derivative = float(summed(world, (at.grad * along).sum()))
-    h = 1e-5
-    close(torch.tensor(derivative), torch.tensor((loss_at(h) - loss_at(-h)) / (2 * h)), f"seed {seed}", 1e-6)
-
-
-def test_the_gradient_is_the_slope_of_the_summed_loss(ranks, fresh_seed):
-    for case in range(4):
-        ranks.run(as_differences, 3, fresh_seed + case)
-
-
-def sixteen_bits(dtype, own_parameters):
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize("own_parameters", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@on_ranks(2)
+def test_sixteen_bit_inputs_have_float32_statistics(world, dtype, own_parameters):
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(9, 4, 5, 5, generator=generator).to(dtype) * 4 + 30
     cuts = [0, 2, 9] if world.world_size == 2 else None
@@ -144,14 +122,8 @@ def sixteen_bits(dtype, own_parameters):
         close(layer.running_var, plain.running_var, "running variance", 1e-5)
 
 
-@pytest.mark.parametrize("own_parameters", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bit_inputs_have_float32_statistics(ranks, dtype, own_parameters):
-    ranks.run(sixteen_bits, 2, dtype, own_parameters)
-
-
-def one_value():
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_too_few_values_are_refused_on_every_rank_and_none_at_all_leave_no_trace(world):
     layer = evenstep.SyncBatchNorm(3)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         layer(torch.ones(int(world.rank == 0), 3))
@@ -161,12 +133,8 @@ def one_value():
     assert all(torch.equal(a, b) for a, b in zip(before, layer.buffers(), strict=True))
 
 
-def test_too_few_values_are_refused_on_every_rank_and_none_at_all_leave_no_trace(ranks):
-    ranks.run(one_value, 2)
-
-
-def group_of_two():
-    world = evenstep.init(quiet=True)
+@on_ranks(3)
+def test_a_process_group_normalises_for_itself(world):
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
     group = groups[world.rank % 2]
     net = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).double()
@@ -177,10 +145,6 @@ def group_of_two():
     plain = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)).double()
     begin = 4 * members.index(world.rank)
     close(net(x), plain(whole)[begin : begin + 4], "in a group")
-
-
-def test_a_process_group_normalises_for_itself(ranks):
-    ranks.run(group_of_two, 3)
 
 
 # ---------------------------------------------------------------------- inside DistributedDataParallel
@@ -288,9 +252,9 @@ def test_microbatches_of_unequal_shares_do_not_deadlock(ranks, fresh_seed, nproc
     assert ranks.run(in_microbatches, nproc, fresh_seed, plain_backward) == [3] * nproc
 
 
-def nan_with_weight_zero():
+@on_ranks(2)
+def test_a_nan_with_weight_zero_stays_where_it_is(world):
     """A loss that doesn't count has no effect on the others' gradients, though its rows are part of the batch."""
-    world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(Net(evenstep.SyncBatchNorm, 0), world=world)
     plain = Net(nn.BatchNorm1d, 0)
     whole = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).double()
@@ -298,37 +262,6 @@ def nan_with_weight_zero():
     model.backward(loss * float("nan") if world.rank else loss, weight=0 if world.rank else 3)
     plain(whole)[:3].square().mean().backward()
     compare(model, plain, "NaN with weight 0")
-
-
-def test_a_nan_with_weight_zero_stays_where_it_is(ranks):
-    ranks.run(nan_with_weight_zero, 2)
-
-
-def through_the_loader(seed, num_rows, global_batch_size):
-    world = evenstep.init(quiet=True)
-    data = torch.utils.data.TensorDataset(torch.randn(num_rows, 5, generator=torch.Generator().manual_seed(seed)))
-    model = evenstep.DistributedDataParallel(Net(evenstep.SyncBatchNorm, seed), world=world)
-    plain = Net(nn.BatchNorm1d, seed)
-    loader = evenstep.DataLoader(data, global_batch_size=global_batch_size, shuffle=True, world=world)
-    alone = evenstep.World.alone(device="cpu")
-    whole_loader = evenstep.DataLoader(data, global_batch_size=global_batch_size, shuffle=True, world=alone)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain)]
-    lengths = []
-    for (mine,), (whole,) in zip(loader, whole_loader, strict=True):
-        lengths.append(len(mine))
-        model.backward(model(mine.double()).square().mean(), weight=len(mine))
-        plain(whole.double()).square().mean().backward()
-        compare(model, plain, f"seed {seed}, batch {len(lengths)}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    return lengths
-
-
-def test_the_loaders_short_last_batch(ranks, fresh_seed):
-    """19 rows in batches of 8: the last has three, one for each of three ranks; of 17 in eights two ranks get none."""
-    assert [each[-1] for each in ranks.run(through_the_loader, 3, fresh_seed, 20, 9)] == [1, 1, 0]
-    assert [each[-1] for each in ranks.run(through_the_loader, 4, fresh_seed, 19, 8)] == [1, 1, 1, 0]
 
 
 # ---------------------------------------------------------------------- ranks that have run out of batches
@@ -395,9 +328,10 @@ def test_a_rank_that_never_had_a_batch_takes_the_layers_in_order_and_back(ranks,
     ranks.run(replayed, nproc, fresh_seed, False)
 
 
-def changed(backward):
+@pytest.mark.parametrize("backward", [True, False])
+@on_ranks(2)
+def test_a_changed_sequence_is_an_error_with_names(world, backward):
     """Rank 0 uses another layer than the one that is replayed."""
-    world = evenstep.init(quiet=True)
     net = nn.ModuleDict({name: evenstep.SyncBatchNorm(3) for name in ("left", "right")})
     engine = Windows()
     layers = SyncLayers(net, world, engine)
@@ -414,13 +348,8 @@ def changed(backward):
         layers.shadow() if world.rank else net["right"](x)
 
 
-@pytest.mark.parametrize("backward", [True, False])
-def test_a_changed_sequence_is_an_error_with_names(ranks, backward):
-    ranks.run(changed, 2, backward)
-
-
-def forward_meets_backward():
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_a_forward_that_meets_a_backward_is_named_too(world):
     net = nn.ModuleDict({"only": evenstep.SyncBatchNorm(3)})
     engine = Windows()
     layers = SyncLayers(net, world, engine)
@@ -428,10 +357,6 @@ def forward_meets_backward():
     with pytest.raises(MismatchError, match=r"(for|back)ward of SyncBatchNorm 'only': "):
         out.backward() if world.rank else layers.shadow()
     world.close()  # the channel is of no use after that
-
-
-def test_a_forward_that_meets_a_backward_is_named_too(ranks):
-    ranks.run(forward_meets_backward, 2)
 
 
 def joined(seed, num_parts):
@@ -461,25 +386,3 @@ def joined(seed, num_parts):
 def test_ranks_that_leave_a_joined_loop_early(ranks, fresh_seed, nproc, num_parts):
     buffers = ranks.run(joined, nproc, fresh_seed, num_parts)
     assert all(each == buffers[0] for each in buffers)
-
-
-def on_torchs_group():
-    """World.from_process_group over Gloo: the same exchanges over torch's collectives."""
-    world = evenstep.World.from_process_group(transport="gloo", device="cpu")
-    model = evenstep.DistributedDataParallel(Net(evenstep.SyncBatchNorm, 1), world=world)
-    plain = Net(nn.BatchNorm1d, 1)
-    whole = torch.randn(5, 5, generator=torch.Generator().manual_seed(0)).double()
-    mine = share_of(whole, [0, 5, 5], world.rank)
-    model.backward(model(mine).square().mean(), weight=len(mine))
-    plain(whole).square().mean().backward()
-    compare(model, plain, "over Gloo")
-    world.close()
-
-
-def test_over_gloo(ranks):
-    ranks.run(init_first, 2)
-    ranks.run(on_torchs_group, 2)
-
-
-def init_first():
-    evenstep.init(quiet=True)

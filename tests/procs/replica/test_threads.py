@@ -176,38 +176,6 @@ def test_messages_of_a_model_on_a_gpu_go_with_its_other_calls(ranks, fresh_seed)
     ranks.run(train_as_on_gpus, 2, fresh_seed)
 
 
-def steps_apart(seed):
-    """`LocalSGD` averages after every step, which with equal shares and SGD is the step of one process."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
-    networks = [Crossed(number).double() for number in range(2)]
-    inputs = torch.randn(2, 3, world.world_size, 4, 4, dtype=torch.float64)
-    expected = [copy.deepcopy(each) for each in networks]
-    models = [evenstep.DistributedDataParallel(each, world=world, on_nonfinite="skip") for each in networks]
-    local = [evenstep.LocalSGD(each, plain(each), every=1) for each in models]
-
-    def step(number):
-        for batch in inputs[number]:
-            local[number].optimizer.zero_grad()
-            models[number].backward(models[number](batch[world.rank]).square().mean())
-            wait_for_the_other(number, world.rank)
-            local[number].step()
-
-    in_both_threads(step)
-    for number, network in enumerate(expected):
-        optimizer = plain(network)
-        for batch in inputs[number]:
-            optimizer.zero_grad()
-            network(batch.flatten(0, 1)).square().mean().backward()
-            optimizer.step()
-        for got, wanted in zip(models[number].parameters(), network.parameters(), strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
-
-
-def test_local_steps_in_two_threads_are_averaged_each_with_itself(ranks, fresh_seed):
-    ranks.run(steps_apart, 2, fresh_seed)
-
-
 def skipped():
     """Each model skips its own steps: the first those of rank 0, the second those of rank 1."""
     world = evenstep.init(quiet=True)

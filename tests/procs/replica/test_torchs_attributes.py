@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 import evenstep
 from evenstep.errors import UsageError
 from evenstep.replica.gradients.window import State
+from tests.ranks import on_ranks
 
 # Attributes that ours lacks: why.
 LEFT_OUT = {
@@ -45,8 +46,9 @@ def both(**options):
     return models
 
 
-def attributes():
-    evenstep.init(quiet=True)
+@pytest.mark.extended
+@on_ranks(2)
+def test_every_attribute_of_torchs_can_be_read_or_is_listed(world):
     for options in ({}, {"static_graph": True}, {"device_mesh": init_device_mesh("cpu", (2,))}):
         torchs, ours = both(**options)
         assert {name for name in vars(torchs) if not hasattr(ours, name)} <= LEFT_OUT.keys(), options
@@ -54,11 +56,6 @@ def attributes():
         for name in ("dim", "device", "device_type", "device_ids", "output_device", "static_graph", "bucket_bytes_cap"):
             assert getattr(ours, name) == getattr(torchs, name), name
         assert hasattr(ours, "device_mesh") is ("device_mesh" in options)
-
-
-@pytest.mark.extended
-def test_every_attribute_of_torchs_can_be_read_or_is_listed(ranks):
-    ranks.run(attributes, 2)
 
 
 def entries():

@@ -18,7 +18,6 @@ from evenstep.replica.gradients.window import validate_weight
 from evenstep.replica.wrapper import distributed
 from evenstep.testing import RankPool
 from tests import reproducible_runs as runs
-from tests.procs.optim.test_sharded_optimizer import random_training
 from tests.procs.replica.test_engine import random_windows
 
 
@@ -43,16 +42,6 @@ def windows(seed: int) -> int:
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_random_windows_equal_the_reference(ranks: RankPool, fresh_seed: int, nproc: int) -> None:
     assert ranks.run(windows, nproc, fresh_seed) == [60] * nproc
-
-
-def trained(seed: int) -> int:
-    with as_on_a_gpu():
-        return random_training(seed, 8, 5)
-
-
-@pytest.mark.extended
-def test_random_training_equals_the_plain_optimizers(ranks: RankPool, fresh_seed: int) -> None:
-    assert ranks.run(trained, 2, fresh_seed) == [40] * 2
 
 
 def reproduced(seed: int, sharded: bool, as_gpu: bool) -> dict[str, str]:

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,6 @@ from tests.sockets import listening
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8)
-SHAPES = ((), (6,), (3, 4), (30_000,), (300, 500))
-
 
 @contextlib.contextmanager
 def both_groups() -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
@@ -51,60 +47,6 @@ def both_groups() -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
             dist.destroy_process_group(group)
 
 
-def draw(dtype: torch.dtype, shape: tuple[int, ...], seed: int, rank: int) -> Tensor:
-    """Whole numbers, so that every order of summation gives the same."""
-    return torch.randint(1, 9, shape, generator=torch.Generator().manual_seed(seed * 97 + rank)).to(dtype)
-
-
-def scattered(tensor: Tensor) -> Tensor:
-    """The same values, in memory with gaps."""
-    wide = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)
-    wide[..., 0] = tensor
-    return wide[..., 0]
-
-
-def collectives(
-    group: dist.ProcessGroup, dtype: torch.dtype, shape: tuple[int, ...], with_gaps: bool
-) -> dict[str, Any]:
-    """Every collective once; what this rank got."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    mine = draw(dtype, shape, 1, rank)
-    wide = draw(dtype, (size, *shape), 2, rank)
-    if with_gaps:
-        mine, wide = scattered(mine), scattered(wide)
-    got: dict[str, Any] = {}
-    for name in ("SUM", "MAX", "MIN", "PRODUCT"):
-        got[name] = mine.clone()
-        dist.all_reduce(got[name], getattr(dist.ReduceOp, name), group=group)
-    tensor = mine.clone()
-    dist.reduce(tensor, group_dst=1, group=group)
-    got["reduce"] = tensor if rank == 1 else None
-    got["broadcast"] = mine.clone()
-    dist.broadcast(got["broadcast"], group_src=1, group=group)
-    got["all_gather"] = [torch.zeros_like(mine) for _ in range(size)]
-    dist.all_gather(got["all_gather"], mine, group=group)
-    got["all_gather_single"] = torch.zeros(size * mine.numel(), dtype=dtype)
-    all_gather_single(got["all_gather_single"], mine.reshape(-1), group=group)
-    parts = [part.clone() for part in wide]
-    got["reduce_scatter"] = torch.zeros_like(mine)
-    dist.reduce_scatter(got["reduce_scatter"], parts, group=group)
-    got["reduce_scatter_single"] = torch.zeros(mine.numel(), dtype=dtype)
-    reduce_scatter_single(got["reduce_scatter_single"], wide.reshape(-1), group=group)
-    got["gather"] = [torch.zeros_like(mine) for _ in range(size)] if rank == 1 else None
-    dist.gather(mine, got["gather"], group_dst=1, group=group)
-    got["scatter"] = torch.zeros_like(mine)
-    dist.scatter(got["scatter"], parts if rank == 1 else None, group_src=1, group=group)
-    got["all_to_all"] = torch.zeros(wide.shape, dtype=dtype)
-    dist.all_to_all_single(got["all_to_all"], wide.contiguous(), group=group)
-    to, given = [rank + k for k in range(size)], [k + rank for k in range(size)]  # rank r sends r + k rows to rank k
-    rows = torch.arange(sum(given) * 3).view(-1, 3).to(dtype)
-    got["uneven"] = torch.zeros(sum(to), 3, dtype=dtype)
-    dist.all_to_all_single(got["uneven"], rows, to, given, group=group)
-    got["objects"] = [None] * size
-    dist.all_gather_object(got["objects"], {"rank": rank, "shape": shape}, group=group)
-    return got
-
-
 def check_equal(got: Any, expected: Any, what: str) -> None:
     if isinstance(expected, Tensor):
         assert got.dtype is expected.dtype, what
@@ -114,24 +56,6 @@ def check_equal(got: Any, expected: Any, what: str) -> None:
             check_equal(one, other, f"{what}[{number}]")
     else:
         assert got == expected, what
-
-
-def same_as_gloo() -> dict[str, int]:
-    with both_groups() as (gloo, ours):
-        # Gloo takes most of the time: on three ranks half of the dtypes will do.
-        for index, dtype in enumerate(DTYPES[:: ours.size() - 1]):
-            for shape in SHAPES:
-                expected = collectives(gloo, dtype, shape, with_gaps=False)
-                got = collectives(ours, dtype, shape, with_gaps=index % 2 == 1)
-                for name, value in expected.items():
-                    check_equal(got[name], value, f"{name} of {dtype} {shape}")
-        return fallback.counts()
-
-
-@pytest.mark.extended(ranks=3)
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_every_collective_gives_what_gloo_gives(ranks: RankPool, nproc: int) -> None:
-    assert ranks.run(same_as_gloo, nproc, timeout_s=120) == [{}] * nproc
 
 
 def several_in_one() -> dict[str, int]:
@@ -273,28 +197,6 @@ def gloo_for_a_sum() -> tuple[list[list[float]], dict[str, int]]:
 def test_gloo_is_made_with_the_first_call_of_all_ranks_that_needs_it(ranks: RankPool) -> None:
     """Until then no port is open; it is counted, and ends with the group."""
     assert ranks.run(gloo_for_a_sum, 3) == [([[3.0, 0.0], [0.0, 3.0]], {"allreduce": 1})] * 3
-
-
-def group_again() -> list[list[list[float]]]:
-    """Sparse sums over a group, and then over another; and a deadline that torch changes before there is Gloo."""
-    evenstep.init(quiet=True)
-    sums = []
-    for turn in range(3):
-        group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=20))
-        if turn == 1:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30), group)
-            assert group._shared.counters.policy.timeout_s == 30
-        tensor = (turn * torch.eye(2)).to_sparse()
-        dist.all_reduce(tensor, group=group)
-        if turn == 1:
-            assert group._gloo.options._timeout == timedelta(seconds=30)
-        sums.append(tensor.to_dense().tolist())
-        dist.destroy_process_group(group)
-    return sums
-
-
-def test_every_group_has_a_gloo_of_its_own(ranks: RankPool) -> None:
-    assert ranks.run(group_again, 2) == [[[[2.0 * turn, 0.0], [0.0, 2.0 * turn]] for turn in range(3)]] * 2
 
 
 class Standing(torch.Tensor):
@@ -486,39 +388,6 @@ def checkpointed(directory: str) -> None:
 
 def test_torchs_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(checkpointed, 2, str(tmp_path / "checkpoint"))
-
-
-def means_of_integers() -> dict[str, list[Any]]:
-    got: dict[str, list[Any]] = {}
-    with both_groups() as (_, ours):
-        for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
-            ones = torch.tensor([1, 2, 3 + ours.rank(), 90]).to(dtype)
-            mine = ones if dtype is torch.uint8 else torch.cat([ones, -ones])
-            tensors = [mine.clone(), mine.clone(), torch.empty_like(mine)]
-            dist.all_reduce(tensors[0], dist.ReduceOp.AVG, group=ours)
-            dist.reduce(tensors[1], group_dst=1, op=dist.ReduceOp.AVG, group=ours)
-            reduce_scatter_single(tensors[2], mine.repeat(ours.size()), dist.ReduceOp.AVG, group=ours)
-            got[str(dtype)] = [
-                tensors[0].tolist(),
-                tensors[1].tolist() if ours.rank() == 1 else None,
-                tensors[2].tolist(),
-            ]
-        for dtype in (torch.uint16, torch.bool):
-            with pytest.raises(ConfigurationError, match="mean"):
-                dist.all_reduce(torch.ones(3).to(dtype), dist.ReduceOp.AVG, group=ours)
-        assert fallback.counts() == {}
-    return got
-
-
-def test_averages_of_integers_are_what_nccl_gives(ranks: RankPool) -> None:
-    """Lightning asks every backend but Gloo for them, when it logs with `sync_dist=True`."""
-    first, second = ranks.run(means_of_integers, 2)
-    for name in ("torch.int8", "torch.uint8", "torch.int16", "torch.int32", "torch.int64"):
-        means = [1, 2, 3, -38 if name == "torch.int8" else 90]
-        if name != "torch.uint8":
-            means += [-each for each in means]
-        assert first[name] == [means, None, means], name
-        assert second[name] == [means, means, means], name
 
 
 # ---------------------------------------------------------------------- peers

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,22 +75,6 @@ def test_lists_that_do_not_fit_on_one_rank_are_an_error_on_all(ranks: RankPool) 
         assert f"Rank 1: {own.removeprefix('ConfigurationError: ')}" in others, others
 
 
-def refused_on_both() -> float:
-    evenstep.init(quiet=True)
-    group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=20))
-    for make in [*REFUSED.values()][:3]:
-        with pytest.raises(ConfigurationError):
-            make(group, True)
-    total = torch.ones(1)
-    dist.all_reduce(total, group=group)
-    dist.destroy_process_group(group)
-    return float(total)
-
-
-def test_lists_that_do_not_fit_on_any_rank_are_no_call(ranks: RankPool) -> None:
-    assert ranks.run(refused_on_both, 2) == [2.0, 2.0]
-
-
 def left_to_gloo_too_late() -> tuple[float, str]:
     """Rank 1 comes when rank 0 has given up: after the call's own deadline, not after the group's."""
     evenstep.init(quiet=True)
@@ -146,32 +126,6 @@ def test_between_nodes_they_are_errors_on_all_too(ranks: RankPool) -> None:
         assert "2 outputs for 1 inputs" in unequal
         assert unequal.startswith("ConfigurationError" if rank == 1 else "MismatchError")
         assert total == "[[6.0, 0.0], [0.0, 6.0]]"
-
-
-ENDING = """
-import evenstep
-from tests.procs.transport.test_backend_errors import between_nodes
-
-if __name__ == "__main__":
-    print(evenstep.launch(between_nodes, 3, ("aab",))[-1])
-"""
-
-
-@pytest.mark.extended
-def test_a_process_can_end_while_such_a_call_is_under_way(tmp_path: Path) -> None:
-    script = tmp_path / "ending.py"
-    script.write_text(ENDING)
-    root = Path(__file__).parents[3]
-    ended = subprocess.run(
-        [sys.executable, script],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.stdout.splitlines()[-1:] == ["[[6.0, 0.0], [0.0, 6.0]]"], ended.stderr
-    assert ended.returncode == 0
-    assert "terminate called" not in ended.stderr  # of a rank
 
 
 def failure_of(work: Any, *, by_future: bool) -> Exception:
@@ -283,38 +237,6 @@ def test_what_one_rank_leaves_to_gloo_is_a_mismatch_at_once(ranks: RankPool) -> 
         )
     assert "rank 0: broadcast from rank 0 of float32 [3, 3]; rank 1: no call, because its arguments were" in first[3]
     assert f" Rank 1: {second[3][:200]}" in first[3]
-
-
-def expanded_outputs() -> list[str]:
-    """What a rank is told of outputs whose elements share memory; and whether calls still work."""
-    evenstep.init(quiet=True)
-    group = dist.new_group(backend="evenstep")
-    told = []
-    for call in (
-        lambda outs: dist.all_gather(outs, torch.ones(3), group=group),
-        lambda outs: dist.all_to_all(outs, [torch.ones(3), torch.ones(3)], group=group),
-        lambda outs: dist.gather(torch.ones(3), outs if group.rank() == 0 else None, group_dst=0, group=group),
-    ):
-        try:
-            call([torch.empty(3), torch.empty(1).expand(3)])
-            told.append("nothing")
-        except (ConfigurationError, MismatchError) as error:
-            told.append(f"{type(error).__name__}: {error}")
-        tensor = torch.ones(1)
-        if len(told) < 3:
-            dist.all_reduce(tensor, group=group)
-            assert float(tensor) == 2
-    dist.destroy_process_group(group)
-    return told
-
-
-def test_outputs_that_share_memory_are_refused_before_anything_is_sent(ranks: RankPool) -> None:
-    first, second = ranks.run(expanded_outputs, 2)
-    for name, told in zip(("all_gather", "all_to_all", "gather"), first, strict=True):
-        assert told.startswith(f"ConfigurationError: {name} on rank 0: float32 [3] with strides [0] has elements that")
-    assert [each.replace("on rank 1", "on rank 0") for each in second[:2]] == first[:2]
-    assert second[2].startswith("MismatchError: ")
-    assert first[2].removeprefix("ConfigurationError: ") in second[2]
 
 
 def told_another_deadline() -> tuple[float, str]:

@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
-from evenstep.errors import MismatchError
 from tests.procs.transport.test_backend import all_gather_single, both_groups, reduce_scatter_single
 
 
@@ -89,56 +87,4 @@ def test_a_profile_shows_each_call_with_its_shapes_and_bytes(ranks, tmp_path):
         assert [each["count"] for each in events if each["name"] == "evenstep:all_reduce" and "count" in each] == [3]
 
 
-def events_of_torchs_ddp() -> list[str]:
-    with both_groups() as (_, group):
-        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4), process_group=group)
-        model(torch.ones(2, 4)).sum().backward()
-        with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            model(torch.ones(2, 4)).sum().backward()
-        del model
-        return [each.key for each in profiled.key_averages()]
-
-
-def test_so_are_the_calls_of_torchs_own_ddp(ranks):
-    for names in ranks.run(events_of_torchs_ddp, 2):
-        assert "evenstep:all_reduce" in names
-
-
 # ---------------------------------------------------------------------- torch's debug level
-
-
-def in_detail() -> list[tuple[list[str], dict[str, int], str]]:
-    """At the level at which torch wraps the groups that it makes itself."""
-    before = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    told = []
-    try:
-        with both_groups() as groups:
-            for group in groups:
-                with profile(activities=[ProfilerActivity.CPU]) as profiled:
-                    counts = counts_of(lambda group=group: [run() for run in calls_of(group).values()])
-                shown = {each.key for each in profiled.key_averages() if ":all_reduce" in each.key}
-                told.append((sorted(shown), counts, type(group).__name__))
-        with both_groups() as (_, ours):
-            # Over Gloo torch 2.13 ends here with a segmentation fault, at this level.
-            model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4), process_group=ours)
-            model(torch.ones(2, 4)).sum().backward()
-            del model
-            try:
-                dist.all_reduce(torch.ones(2 + ours.rank()), group=ours)
-            except MismatchError as error:
-                told.append(([str(error)], {}, ""))
-    except MismatchError:
-        pass  # the barrier at the end, of a group that has failed
-    finally:
-        dist.set_debug_level(before)
-    return told
-
-
-def test_at_torchs_debug_level_detail_calls_are_made_compared_and_shown(ranks):
-    for theirs, ours, mismatch in ranks.run(in_detail, 2):
-        assert theirs[1] == ours[1]
-        assert ours[0] == ["evenstep:all_reduce"]
-        assert ours[2] == "EvenstepGroup"
-        assert "[2]" in mismatch[0][0]
-        assert "[3]" in mismatch[0][0]

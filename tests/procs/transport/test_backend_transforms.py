@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 import warnings
 from typing import Any
 
@@ -15,50 +14,12 @@ from torch import Tensor
 from evenstep.testing import RankPool
 from evenstep.transport import fallback
 
-from .test_backend import both_groups, check_equal
-
-# Of a rank: through shared memory with the announcement, in pieces; [rows, columns] or a vector.
-SHAPES = ((8,), (4, 2), (200_000,), (1000, 200))
+from .test_backend import both_groups
 
 
 def renamed(functional: Any, name: str, old: str) -> Any:
     """A functional collective, by the name that this torch doesn't warn of."""
     return getattr(functional, name, None) or getattr(functional, old)
-
-
-def gradients(group: dist.ProcessGroup, shape: tuple[int, ...], pause_s: float) -> list[Tensor]:
-    """Results and gradients of functional collectives that are differentiated through."""
-    import torch.distributed._functional_collectives as functional
-
-    gather = renamed(functional, "all_gather_single_autograd", "all_gather_tensor_autograd")
-    scatter = renamed(functional, "reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd")
-    got = []
-    for call in (
-        lambda x: gather(x, 0, group),
-        lambda x: scatter(x, "sum", 0, group),
-        lambda x: functional.all_to_all_single_autograd(x, None, None, group),
-    ):
-        x = torch.full(shape, 1.0 + group.rank(), requires_grad=True)
-        y = call(x)
-        if group.rank() == 0:
-            time.sleep(pause_s)  # long enough for the thread that goes on with calls nobody waits for
-        (y * y).sum().backward()
-        got += [y.detach(), x.grad]
-    return got
-
-
-def differentiated() -> dict[str, int]:
-    with both_groups() as (gloo, ours):
-        for shape in SHAPES:
-            for pause_s in (0.0, 0.2):
-                expected = gradients(gloo, shape, 0.0)
-                check_equal(gradients(ours, shape, pause_s), expected, f"{shape} after {pause_s} s")
-        return fallback.counts()
-
-
-@pytest.mark.extended
-def test_functional_collectives_are_differentiated_as_on_gloo(ranks: RankPool) -> None:
-    assert ranks.run(differentiated, 2, timeout_s=120) == [{}] * 2
 
 
 def required_later() -> list[Any]:

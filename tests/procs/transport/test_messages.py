@@ -26,7 +26,6 @@ from evenstep.transport import fallback
 from evenstep.transport.shm import lanes, progress
 from evenstep.transport.shm.lanes import SHORT_BYTES
 from evenstep.transport.shm.segment import NUM_RECORDS
-from tests.sockets import listening
 
 SHORT, LONG = 3, 300_000
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int16, torch.uint8)
@@ -114,68 +113,6 @@ def later_tag_first() -> None:
 def test_a_later_tag_is_received_before_a_megabyte_of_an_earlier_one(ranks: RankPool) -> None:
     """Messages are matched by tag, and not by the order in which they were sent."""
     ranks.run(later_tag_first, 2)
-
-
-def from_any_rank() -> None:
-    group = make_group()
-    rank, size = group.rank(), group.size()
-    for numel in (SHORT, LONG):
-        if rank == 0:
-            found = []
-            for _ in range(2 * (size - 1)):
-                tensor = torch.zeros(numel)
-                source = dist.recv(tensor, group=group, tag=5)
-                found.append((source, tensor.unique().tolist()))
-            assert sorted(found) == [(each, [float(each)]) for each in range(1, size) for _ in range(2)]
-        else:
-            for _ in range(2):
-                dist.send(torch.full((numel,), float(rank)), group=group, group_dst=0, tag=5)
-        dist.barrier(group)
-    end_group(group)
-
-
-def test_a_message_is_received_from_whichever_rank_sends(ranks: RankPool) -> None:
-    """`recv` without a source says which rank it was."""
-    ranks.run(from_any_rank, 3)
-
-
-def around_a_ring() -> None:
-    """64 MiB from each to the next at once, batches, and lists of objects; no port is opened."""
-    evenstep.init(quiet=True)
-    before = listening()
-    group = make_group()
-    rank, size = group.rank(), group.size()
-    after, behind = (rank + 1) % size, (rank - 1) % size
-    numel = 16 << 20
-    sent = dist.isend(torch.full((numel,), float(rank)), group=group, group_dst=after)
-    dist.recv(tensor := torch.zeros(numel), group=group, group_src=behind)
-    assert sent is not None
-    sent.wait()
-    assert tensor.eq(behind).all()
-    outs = [torch.zeros(each) for each in (0, 2, 5_000)]
-    operations = [dist.P2POp(dist.irecv, out, group=group, group_peer=behind, tag=out.numel()) for out in outs]
-    operations += [
-        dist.P2POp(dist.isend, torch.full_like(out, rank), group=group, group_peer=after, tag=out.numel())
-        for out in reversed(outs)
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    for out in outs:
-        assert out.eq(behind).all()
-    objects: list[Any] = [None, None]
-    if rank == 0:
-        dist.send_object_list([{"a": "x" * 10_000}, 3], group=group, group_dst=1)
-    elif rank == 1:
-        dist.recv_object_list(objects, group=group, group_src=0)
-        assert objects == [{"a": "x" * 10_000}, 3]
-    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=30))
-    assert not listening() - before
-    end_group(group)
-
-
-def test_messages_of_all_sizes_go_around_a_ring_without_a_port(ranks: RankPool) -> None:
-    """Large ones in both directions at once, `batch_isend_irecv`, `send_object_list`."""
-    ranks.run(around_a_ring, 2)
 
 
 # ---------------------------------------------------------------------- random messages
@@ -420,38 +357,6 @@ def test_a_rank_that_has_left_is_noticed_at_once(ranks: RankPool, by_future: boo
     told, _ = ranks.run(departed, 2, SHORT, by_future)
     assert "lost rank 1" in told
     assert "closed its end" in told
-
-
-def in_a_forked_child() -> str:
-    """What a child of a rank is told that sends over the group of its parent, which goes on."""
-    group = make_group()
-    other = 1 - group.rank()
-    arriving = dist.irecv(tensor := torch.zeros(2), group=group, group_src=other)
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            dist.send(torch.ones(2), group=group, group_dst=other)
-        except BaseException as error:
-            os.write(writer, f"{type(error).__name__}: {error}".encode())
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-    os.close(writer)
-    told = os.read(reader, 1000).decode()
-    os.close(reader)
-    dist.send(torch.full((2,), 5.0), group=group, group_dst=other)
-    assert arriving is not None
-    arriving.wait()
-    assert tensor.eq(5).all()
-    end_group(group)
-    return told
-
-
-def test_a_forked_child_sends_nothing(ranks: RankPool) -> None:
-    """It is refused, and the messages of the rank arrive."""
-    for told in ranks.run(in_a_forked_child, 2):
-        assert told.startswith("UsageError: this process was forked from rank")
 
 
 KILLED = """
@@ -704,48 +609,6 @@ def test_a_loop_that_polls_ends_with_the_error(ranks: RankPool) -> None:
     told, _ = ranks.run(polled, 2, False)
     assert told.startswith("CollectiveTimeoutError: rank 0 waited")
     assert "Missing: rank 1" in told
-
-
-def beside_a_future(both: bool) -> None:
-    """A receive with a callback and an all-reduce are in flight: the thread sleeps, and ends both."""
-    group = make_group()
-    if group.rank() == 0:
-        num_slept, take = 0, lanes.take
-
-        def count(*arguments: Any) -> bool:
-            nonlocal num_slept
-            num_slept += 1
-            return take(*arguments)
-
-        lanes.take = count
-        try:
-            arriving = group.recv([tensor := torch.zeros(3)], 1, 0).get_future()
-            total = torch.ones(1)
-            work = dist.all_reduce(total, group=group, async_op=True)
-            assert work is not None
-            future = work.get_future() if both else None
-            num_slept, until = 0, time.monotonic() + 20
-            while num_slept < 3:
-                assert time.monotonic() < until, "the thread doesn't sleep"
-                time.sleep(0.005)
-        finally:
-            lanes.take = take
-        dist.barrier()
-        arriving.wait()
-        (future or work).wait()
-        assert tensor.eq(1).all()
-        assert total.item() == 2
-    else:
-        dist.barrier()
-        dist.all_reduce(torch.ones(1), group=group)
-        dist.send(torch.ones(3), group=group, group_dst=0)
-    end_group(group)
-
-
-@pytest.mark.parametrize("both", [False, True])
-def test_the_thread_sleeps_while_a_message_and_a_collective_are_in_flight(ranks: RankPool, both: bool) -> None:
-    """It looked at both without a pause, and took the core from the thread that computes."""
-    ranks.run(beside_a_future, 2, both)
 
 
 def to_one_that_has_left(numel: int) -> str:

@@ -24,10 +24,10 @@ from evenstep.testing import RankPool
 from evenstep.testing.transport import ops_of
 from evenstep.transport.base import Work
 from evenstep.transport.core.reduction import Scratch, plan_arithmetic, reduce_into
-from evenstep.transport.core.transport import Transport
 from evenstep.transport.process_group.gloo import open_gloo
 from evenstep.transport.shm.handshake import connect_shared_memory
 from evenstep.transport.shm.transport import SharedMemoryTransport
+from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
 SIZES = (0, 1, 5, 300, 20_000, 70_000, 300_000)
@@ -211,9 +211,9 @@ def test_random_collectives_while_ranks_are_stopped_and_go_on(fresh_seed: int) -
         assert stopped
 
 
-def helped() -> None:
+@on_ranks(2)
+def test_a_rank_that_waits_elsewhere_holds_nobody_up(world: evenstep.World) -> None:
     """Rank 0 launches, and waits for something else first, which rank 1 does only after the call."""
-    world = evenstep.init(quiet=True)
     transport = connect_shared_memory(world.control, timeout_s=30)
     assert not isinstance(transport, str)
     tensors = [torch.ones(size) for size in (10, 500_000)]
@@ -228,10 +228,6 @@ def helped() -> None:
     transport.close()
 
 
-def test_a_rank_that_waits_elsewhere_holds_nobody_up(ranks: RankPool) -> None:
-    ranks.run(helped, 2)
-
-
 def appear(path: Path) -> None:
     """Wait for a file, which no collective and no helper can make."""
     end = time.monotonic() + 20
@@ -240,63 +236,57 @@ def appear(path: Path) -> None:
         time.sleep(0.01)
 
 
-def helped_after_a_long_wait(folder: Path) -> None:
+@on_ranks(2)
+def test_the_helper_stays_awake_while_one_call_waits_and_another_is_in_flight(
+    world: evenstep.World, tmp_path: Path
+) -> None:
     """Rank 0 waits for one call while the next is in flight, longer than the helper stays awake for nothing.
 
     Then it waits for what rank 1 does only after that next call.
     """
-    world = evenstep.init(quiet=True)
     transport = connect_shared_memory(world.control, timeout_s=30)
     assert not isinstance(transport, str)
     first, second = torch.ones(10), torch.ones(500_000)
     if world.rank == 0:
         works = [transport.all_reduce(first), transport.all_reduce(second)]
         works[0].wait()
-        appear(folder / "second")
+        appear(tmp_path / "second")
         works[1].wait()
     else:
         time.sleep(1.5)
         transport.all_reduce(first).wait()
         time.sleep(0.2)  # rank 0 has returned from its wait
         transport.all_reduce(second).wait()
-        (folder / "second").touch()
+        (tmp_path / "second").touch()
     assert second.eq(2).all()
     transport.close()
 
 
-def test_the_helper_stays_awake_while_one_call_waits_and_another_is_in_flight(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(helped_after_a_long_wait, 2, tmp_path)
-
-
-def called_back_during_a_wait(folder: Path) -> None:
+@on_ranks(2)
+def test_callbacks_run_while_a_thread_waits_for_a_later_call(world: evenstep.World, tmp_path: Path) -> None:
     """Rank 0 waits for its second call, which rank 1 makes only after the callback of rank 0's first."""
-    world = evenstep.init(quiet=True)
     transport = connect_shared_memory(world.control, timeout_s=30)
     assert not isinstance(transport, str)
     first, second = torch.ones(10), torch.ones(500_000)
     if world.rank == 0:
         works = [transport.all_reduce(first), transport.all_reduce(second)]
-        works[0].add_done_callback(lambda error: (folder / "called").touch())
+        works[0].add_done_callback(lambda error: (tmp_path / "called").touch())
         works[1].wait()
     else:
         time.sleep(0.3)  # rank 0 waits
         transport.all_reduce(first).wait()
-        appear(folder / "called")
+        appear(tmp_path / "called")
         transport.all_reduce(second).wait()
     assert second.eq(2).all()
     transport.close()
 
 
-def test_callbacks_run_while_a_thread_waits_for_a_later_call(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(called_back_during_a_wait, 2, tmp_path)
-
-
-def launched_during_a_wait(folder: Path) -> None:
+@on_ranks(2)
+def test_a_launch_never_waits_for_a_thread_that_waits(world: evenstep.World, tmp_path: Path) -> None:
     """On rank 0 one thread waits for a call that rank 1 makes only after another thread has launched the next.
 
     That one is shown to rank 1 all the same: it allocates, asks for a callback, and returns at once.
     """
-    world = evenstep.init(quiet=True)
     transport = connect_shared_memory(world.control, timeout_s=30)
     assert not isinstance(transport, str)
     first, second = torch.ones(10), transport.allocate(500_000, dtype=torch.float32, device=CPU).fill_(1)
@@ -310,50 +300,19 @@ def launched_during_a_wait(folder: Path) -> None:
         works = [transport.all_reduce(second), transport.all_reduce(third)]
         works[0].add_done_callback(called.append)
         assert not any(each.is_completed() for each in [work, *works])
-        (folder / "launched").touch()
+        (tmp_path / "launched").touch()
         thread.join()
         works[1].wait()
-        appear(folder / "over")
+        appear(tmp_path / "over")
         assert called == [None]
     else:
         third = torch.ones(500_000)
-        appear(folder / "launched")
+        appear(tmp_path / "launched")
         for tensor in (first, second, third):
             transport.all_reduce(tensor).wait()
-        (folder / "over").touch()
+        (tmp_path / "over").touch()
     assert all(tensor.eq(2).all() for tensor in (first, second, third))
     transport.close()
-
-
-def test_a_launch_never_waits_for_a_thread_that_waits(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(launched_during_a_wait, 2, tmp_path)
-
-
-def from_threads() -> None:
-    world = evenstep.init(quiet=True)
-    first = connect_shared_memory(world.control, timeout_s=30)
-    assert not isinstance(first, str)
-    transports = [first, first.split(), first.split()]
-    sums: list[float] = []
-
-    def run(transport: Transport) -> None:
-        for _ in range(100):
-            tensor = torch.ones(1000)
-            transport.all_reduce(tensor).wait()
-            sums.append(float(tensor[0]))
-
-    threads = [threading.Thread(target=run, args=(transport,)) for transport in transports]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sums == [world.world_size] * 300
-    for transport in transports:
-        transport.close()
-
-
-def test_several_threads_with_a_transport_each(ranks: RankPool) -> None:
-    ranks.run(from_threads, 2)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
-import errno
 import gc
 import io
 import os
-import platform
 import random
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import evenstep
-from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
+from evenstep.errors import ConfigurationError, EvenstepError
 from evenstep.testing import RankPool
-from evenstep.testing.transport import UNSIGNED, Coverage, check_transport, ops_of
+from evenstep.testing.transport import UNSIGNED, Coverage, check_transport
 from evenstep.transport import factory
 from evenstep.transport.base import Collective, Op, Row
 from evenstep.transport.core.reduction import divisor_of
@@ -33,8 +29,7 @@ from evenstep.transport.process_group.gloo import connect_gloo, open_gloo
 from evenstep.transport.process_group.transport import ProcessGroupTransport
 from evenstep.transport.shm import handshake
 from evenstep.transport.shm.handshake import connect_shared_memory
-from evenstep.transport.shm.segment import CHUNK_BYTES, MAX_BESIDE_BYTES, plan_segment
-from evenstep.transport.shm.sync import Phase, WaitPolicy
+from evenstep.transport.shm.sync import WaitPolicy
 from evenstep.transport.shm.transport import SharedMemoryTransport
 
 TIMEOUT_S = 60.0
@@ -71,44 +66,6 @@ def check_gloo(seed: int) -> int:
 
 def test_local_conforms() -> None:
     assert check_transport(LocalTransport) > 1000
-
-
-def with_numbers_beside(seed: int) -> list[str]:
-    """Calls of every size and kind that take numbers along; and one rank that takes more of them than the others."""
-    world = evenstep.init(quiet=True)
-    transport = new_shared_memory()
-    size, rank = transport.world_size, transport.rank
-    generator = torch.Generator().manual_seed(seed)
-    for numel in (1, 5, 6_000, 12_000, 14_000, 20_000, 300_000):  # of float32; with 16 KiB beside 48 KiB are small
-        for num_beside in (1, 300, MAX_BESIDE_BYTES // 8, MAX_BESIDE_BYTES):  # the last in a call of their own
-            given = torch.randn(size, num_beside, dtype=torch.float64, generator=generator)
-            values = torch.randn(size, numel * size, generator=generator)
-            beside = given[rank].clone()
-            whole, out = values[rank].clone(), torch.empty(numel)
-            if numel % 2:
-                whole = transport.allocate(whole.numel(), dtype=whole.dtype, device=whole.device).copy_(whole)
-            if num_beside == 300:
-                transport.reduce_scatter(out, whole, beside=beside).wait()
-                torch.testing.assert_close(out, values.sum(0)[rank * numel : (rank + 1) * numel], rtol=1e-4, atol=1e-4)
-            else:
-                transport.all_reduce(whole, beside=beside).wait()
-                torch.testing.assert_close(whole, values.sum(0), rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(beside, given.sum(0), rtol=1e-12, atol=1e-12)
-            again = torch.ones(3)
-            transport.all_reduce(again).wait()  # which takes nothing along
-            assert again.tolist() == [size] * 3
-    with pytest.raises(MismatchError) as caught:
-        transport.all_reduce(torch.ones(3), beside=torch.zeros(2 + rank, dtype=torch.float64)).wait()
-    world.barrier()
-    transport.close()
-    return [str(caught.value)]
-
-
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_numbers_travel_beside_a_tensor(ranks: RankPool, nproc: int, fresh_seed: int) -> None:
-    for (message,) in ranks.run(with_numbers_beside, nproc, fresh_seed):
-        assert "rank 0: all_reduce(sum) of float32 [3], with 2 float64 numbers beside it; rank 1: " in message
-        assert "all_reduce(sum) of float32 [3], with 3 float64 numbers beside it" in message
 
 
 def with_rows_that_differ(case: str) -> str:
@@ -171,37 +128,6 @@ def test_a_sum_is_divided_once_and_never_multiplied_by_the_inverse(
     ranks: RankPool, nproc: int, fresh_seed: int
 ) -> None:
     assert ranks.run(divide_by_rows, nproc, fresh_seed) == [20] * nproc
-
-
-def around_the_size_that_is_summed_whole() -> list[int]:
-    """Sums of tensors in shared memory, elsewhere, and on some ranks so; how many sync points each took besides."""
-    world = evenstep.init(quiet=True)
-    transport = new_shared_memory()
-    limit = CHUNK_BYTES // transport.world_size // 4
-    sync_points = []
-    for numel in (limit, limit + 1):
-        for num_shared in range(transport.world_size):
-            begun = transport.counters.num_signals[Phase.REDUCED]
-            tensor = torch.empty(numel)
-            if world.rank < num_shared:
-                tensor = transport.allocate(numel, dtype=tensor.dtype, device=tensor.device)
-            for _ in range(4):
-                tensor.copy_(torch.arange(numel) * (world.rank + 1))
-                transport.all_reduce(tensor).wait()
-                factor = sum(range(transport.world_size + 1))
-                assert torch.equal(tensor, torch.arange(numel) * float(factor))
-            sync_points.append(transport.counters.num_signals[Phase.REDUCED] - begun)
-    world.barrier()
-    transport.close()
-    return sync_points
-
-
-def test_small_tensors_are_summed_whole(ranks: RankPool) -> None:
-    for small_elsewhere, small_mixed, large_elsewhere, large_mixed in ranks.run(
-        around_the_size_that_is_summed_whole, 2
-    ):
-        assert (small_elsewhere, small_mixed) == (0, 0)
-        assert (large_elsewhere, large_mixed) == (4, 8)
 
 
 @pytest.mark.extended(ranks=3)
@@ -267,25 +193,6 @@ def test_after_groups_of_some_ranks_all_of_them_make_one(ranks: RankPool, first:
     assert found == [[3.0 - first] * 2 * (rank >= first) + [3.0] for rank in range(3)]
 
 
-def names_of_one_rank() -> list[str]:
-    told = []
-    for transport in (None, "gloo", "shared memory"):
-        evenstep.init(quiet=True).close()
-        with evenstep.init(quiet=True, transport=transport, device="cpu") as world:
-            told.append(world.transport.name)
-    return told
-
-
-def test_whatever_is_asked_for_one_rank_has_nobody_to_talk_to(ranks: RankPool) -> None:
-    assert ranks.run(names_of_one_rank, 1) == [["local"] * 3]
-
-
-def test_every_dtype_has_ops() -> None:
-    assert ops_of(torch.bool) == ("sum", "product", "max", "min", "band", "bor", "bxor")
-    assert "mean" in ops_of(torch.int32)
-    assert "mean" not in ops_of(torch.uint32)
-
-
 def refusals() -> list[str]:
     """Whatever goes wrong on one rank, all ranks get the same reason."""
     world = evenstep.init(quiet=True)
@@ -319,57 +226,7 @@ def test_where_memory_cannot_be_shared_all_ranks_know_why(ranks: RankPool) -> No
     assert told[0][2] == "rank 1 could not join: [Errno 13] Permission denied"
 
 
-# By machine: how the kernel numbers what a segment is made with.
-SYSTEM_CALLS = {
-    "x86_64": {"memfd_create": 319, "fchmod": 91, "ftruncate": 77, "fallocate": 285},
-    "aarch64": {"memfd_create": 279, "fchmod": 52, "ftruncate": 46, "fallocate": 47},
-}
 NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER = 38, 22, 2  # of prctl
-
-
-def refuse_system_call(number: int) -> bool:
-    """As a sandbox does, for the rest of this process; whether that was possible."""
-    load_number, compare, give = 0x20, 0x15, 0x06
-    steps = (
-        (load_number, 0, 0, 0),
-        (compare, 0, 1, number),
-        (give, 0, 0, 0x50000 | errno.EPERM),
-        (give, 0, 0, 0x7FFF0000),
-    )
-    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-    prctl = ctypes.CDLL(None).prctl
-    if prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0:
-        return False
-    return prctl(SET_SECCOMP, FILTER, struct.pack("HxxxxxxP", len(steps), ctypes.addressof(program)), 0, 0) == 0
-
-
-def made_in_a_sandbox() -> dict[str, str]:
-    """By call that is refused: why rank 0 could not make the segment."""
-    told = {}
-    for name, number in SYSTEM_CALLS[platform.machine()].items():
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            said = "no seccomp"
-            try:
-                if refuse_system_call(number):
-                    said = str(handshake._create(plan_segment(2, memory_bytes=1 << 20), bytes(16))[1])
-            finally:
-                os.write(writer, said.encode())
-                os._exit(0)
-        os.waitpid(pid, 0)
-        os.close(writer)
-        told[name] = os.read(reader, 1000).decode()
-        os.close(reader)
-    return told
-
-
-@pytest.mark.skipif(platform.machine() not in SYSTEM_CALLS, reason="system calls have other numbers on this machine")
-def test_what_a_sandbox_refuses_is_named(ranks: RankPool) -> None:
-    (told,) = ranks.run(made_in_a_sandbox, 1)
-    if "no seccomp" in told.values():
-        pytest.skip("a process may not restrict itself here")
-    assert told == {name: f"[Errno 1] {name}: Operation not permitted" for name in told}
 
 
 def close_world() -> None:
@@ -460,38 +317,6 @@ def test_what_nobody_expected_is_never_taken_for_a_later_calls(ranks: RankPool) 
     unheard = ("lost a peer in all_to_all number", "waited too long in all_to_all number")
     assert all(any(words in each for words in unheard) for each in [*first[1:], *second])
     assert "in all_to_all number 1 (4 x float32) over gloo" in second[0]
-
-
-def shares_of_other_sizes() -> list[str]:
-    transport = new_gloo()
-    calls = (
-        lambda: transport.all_gather(torch.zeros(7), torch.zeros(4)),
-        lambda: transport.all_gather(torch.zeros(8), torch.zeros(4, dtype=torch.float64)),
-        lambda: transport.all_to_all(torch.zeros(4), torch.zeros(4), [1, 3], [1, 2]),
-        lambda: transport.all_to_all(torch.zeros(4), torch.zeros(4), [4], [4]),
-        lambda: transport.all_to_all(torch.zeros(3), torch.zeros(3)),
-    )
-    told = []
-    for call in calls:
-        with pytest.raises(ConfigurationError) as refused:
-            call()
-        told.append(str(refused.value))
-    everybodys = torch.zeros(2)
-    transport.all_gather(everybodys, torch.full((1,), float(transport.rank))).wait()  # nothing was sent
-    assert everybodys.tolist() == [0.0, 1.0]
-    transport.close()
-    return told
-
-
-def test_gloo_refuses_shares_that_do_not_add_up_before_anything_is_sent(ranks: RankPool) -> None:
-    for rank, told in enumerate(ranks.run(shares_of_other_sizes, 2)):
-        assert told[0] == (
-            f"all_gather on rank {rank}: out is float32 [7] and tensor float32 [4]; out must have 2 times the "
-            f"elements of tensor, and its dtype."
-        )
-        assert "tensor float64 [4]" in told[1]
-        assert "out_splits=[1, 3] and splits=[1, 2]" in told[2]
-        assert all(each.startswith(f"all_to_all on rank {rank}: out is float32") for each in told[2:])
 
 
 def with_and_without_inference_mode(modes: list[bool]) -> None:

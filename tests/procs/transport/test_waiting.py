@@ -222,24 +222,3 @@ def keep_descriptors() -> tuple[int, Any]:
 @pytest.mark.parametrize("nproc", [2, 4])
 def test_a_transport_keeps_one_descriptor_and_looks_before_it_uses_it(ranks: RankPool, nproc: int) -> None:
     assert ranks.run(keep_descriptors, nproc) == [(1, [float(nproc)])] * nproc
-
-
-def count_memory() -> tuple[int, int, int]:
-    """Bytes of a segment: new, after short calls, and after a long one."""
-    transport = connect()
-    sizes = []
-    for numel in (0, 16_000, 300_000):
-        transport.all_reduce(torch.ones(numel)).wait()
-        transport.barrier().wait()
-        sizes.append(os.fstat(transport._segment.fd).st_blocks * 512)
-        transport.barrier().wait()  # before any rank goes on
-    transport.close()
-    new, short, long = sizes
-    return new, short, long
-
-
-@pytest.mark.parametrize("nproc", [2, 4])
-def test_a_transport_takes_a_mebibyte_per_rank_until_a_long_tensor_needs_chunks(ranks: RankPool, nproc: int) -> None:
-    for new, short, long in ranks.run(count_memory, nproc):
-        assert new == short <= nproc * (1.1 * 2**20) + 2**17
-        assert long - new == nproc * (3 << 20)

@@ -70,22 +70,3 @@ def test_who_is_late_was_ready_late_and_who_was_not_waited(ranks: RankPool) -> N
     assert ready[1] > 0.2
     assert ready[0] < 0.1 > ready[2]
     assert waited[0] > 0.1 < waited[2]
-
-
-def record_in_a_group() -> int:
-    import torch.distributed as dist
-
-    world = evenstep.init(quiet=True)
-    group = dist.new_group(list(range(world.world_size)))
-    model = evenstep.DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group, world=world)
-    assert model.world is not world
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        model.backward(model(torch.ones(4, 3)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    return len(world.telemetry.steps(world.telemetry.recorders.index(model.engine.recorder)))
-
-
-def test_models_of_a_group_are_recorded_with_the_others(ranks: RankPool) -> None:
-    assert ranks.run(record_in_a_group, 2) == [3, 3]

@@ -15,6 +15,7 @@ from evenstep import randomness
 from evenstep import world as worlds
 from evenstep.checkpoint.format.random_streams import capture_streams, restore_streams
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, UsageError
+from tests.ranks import on_ranks
 from tests.sockets import listening
 
 SIZES = pytest.mark.parametrize("nproc", [1, 2, 3])
@@ -77,8 +78,10 @@ def test_a_mean_of_what_is_still_to_be_trained_on_is_warned_of(ranks, nproc):
     assert not any(ranks.run(means_of_losses, nproc))
 
 
-def gathered(dtype, uneven):
-    world = evenstep.init(quiet=True)
+@pytest.mark.parametrize("uneven", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+@on_ranks(1, 2, 3)
+def test_gather_concatenates_in_order_of_rank(world, dtype, uneven):
     rows = world.rank if uneven else 2
     mine = (torch.arange(rows * 3).reshape(rows, 3) + 10 * world.rank).to(dtype)
     everything = world.gather(mine.T.contiguous().T)  # a stride of its own
@@ -90,25 +93,14 @@ def gathered(dtype, uneven):
     assert world.gather(torch.tensor(world.rank)).tolist() == list(range(world.world_size))
 
 
-@SIZES
-@pytest.mark.parametrize("uneven", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64])
-def test_gather_concatenates_in_order_of_rank(ranks, nproc, dtype, uneven):
-    ranks.run(gathered, nproc, dtype, uneven)
-
-
-def gather_mismatch():
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_gather_of_different_dtypes_is_an_error_on_all_ranks(world):
     with pytest.raises(MismatchError, match=r"rank 1 has torch.float64 \[2, 3\]"):
         world.gather(torch.zeros(2, 3, dtype=torch.float64 if world.rank else torch.float32))
 
 
-def test_gather_of_different_dtypes_is_an_error_on_all_ranks(ranks):
-    ranks.run(gather_mismatch, 2)
-
-
-def objects():
-    world = evenstep.init(quiet=True)
+@on_ranks(1, 2, 3)
+def test_objects_travel_without_pickle_and_refusals_reach_all_ranks(world):
     sent = {"config": [1, 2.5, None, ("a", True)], "tensor": torch.arange(3)}
     for src in range(world.world_size):
         got = world.broadcast_object(sent if world.rank == src else None, src=src)
@@ -132,11 +124,6 @@ def objects():
     world.barrier()
 
 
-@SIZES
-def test_objects_travel_without_pickle_and_refusals_reach_all_ranks(ranks, nproc):
-    ranks.run(objects, nproc)
-
-
 def main_goes_first(path):
     world = evenstep.init(quiet=True)
     with world.main_first() as is_main:
@@ -147,22 +134,18 @@ def main_goes_first(path):
     assert is_main == world.is_main
 
 
-def main_fails():
-    world = evenstep.init(quiet=True)
-    expected = pytest.raises(OSError, match="disk") if world.is_main else pytest.raises(UsageError, match="disk")
-    with expected, world.main_first():
-        if not world.is_main:
-            raise AssertionError("the block must not run here")
-        raise OSError("disk full")
-
-
 @SIZES
 def test_main_prepares_while_the_others_wait(ranks, nproc, tmp_path):
     ranks.run(main_goes_first, nproc, tmp_path / "data")
 
 
-def test_a_failure_of_main_reaches_those_who_wait(ranks):
-    ranks.run(main_fails, 3)
+@on_ranks(3)
+def test_a_failure_of_main_reaches_those_who_wait(world):
+    expected = pytest.raises(OSError, match="disk") if world.is_main else pytest.raises(UsageError, match="disk")
+    with expected, world.main_first():
+        if not world.is_main:
+            raise AssertionError("the block must not run here")
+        raise OSError("disk full")
 
 
 def who_prints(capture_path):
@@ -178,8 +161,8 @@ def test_only_rank_0_prints(ranks, tmp_path):
     assert [(tmp_path / str(r)).read_text() for r in range(2)] == ["from-0\n", ""]
 
 
-def init_again():
-    world = evenstep.init(quiet=True)
+@on_ranks(2)
+def test_init_twice_is_the_same_world_or_an_error(world):
     assert evenstep.init() is world
     with pytest.raises(ConfigurationError, match=r"now seed=5 \(was None\)"):
         evenstep.init(seed=5)
@@ -193,10 +176,6 @@ def init_again():
             evenstep.init(quiet=True, **{name: value})
     assert not dist.is_initialized()
     evenstep.init(quiet=True)
-
-
-def test_init_twice_is_the_same_world_or_an_error(ranks):
-    ranks.run(init_again, 2)
 
 
 # ---------------------------------------------------------------------- random streams
@@ -310,12 +289,12 @@ def test_ranks_of_a_group_wait_for_their_own_first(ranks, tmp_path):
     ranks.run(main_first_of_pairs, 4, tmp_path / "data")
 
 
-def adopt_with_arguments(path):
+@on_ranks(2)
+def test_what_init_is_given_holds_in_adopted_groups_and_sub_groups(world, tmp_path):
     """A group of the script's own: adopted by a constructor, then by `init`, whose sub-groups are as it was told."""
-    world = evenstep.init(quiet=True)
     rank, world_size = world.rank, world.world_size
     world.close()
-    store = dist.FileStore(str(path / "store"), world_size)
+    store = dist.FileStore(str(tmp_path / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     model = evenstep.DistributedDataParallel(torch.nn.Linear(2, 1))
     for arguments in ({}, {"transport": "gloo"}, {"timeout_s": 1.5}):
@@ -333,10 +312,6 @@ def adopt_with_arguments(path):
     world.close()
     dist.destroy_process_group()
     evenstep.init(quiet=True)
-
-
-def test_what_init_is_given_holds_in_adopted_groups_and_sub_groups(ranks, tmp_path):
-    ranks.run(adopt_with_arguments, 2, tmp_path)
 
 
 def plain_run(directory, seed):
@@ -386,29 +361,3 @@ def plain_run(directory, seed):
 def test_nothing_listens_in_a_plain_run_on_one_host(ranks, tmp_path, fresh_seed):
     for found in ranks.run(plain_run, 3, str(tmp_path), fresh_seed):
         assert not any(found.values()), found
-
-
-def adopt(rank, world_size, path):
-    """A script that makes its own process group and never calls evenstep.init."""
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(path / "store"), world_size), rank=rank, world_size=world_size
-    )
-    world = evenstep.World.from_process_group()
-    model = evenstep.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
-    model(torch.full((1, 2), rank + 1.0)).sum().backward()
-    total = torch.ones(1)
-    dist.all_reduce(total)  # the script's group is still the script's
-    result = (world.rank, world.world_size, world.local_rank, world.num_nodes, model.module.weight.grad.tolist())
-    world.close()
-    dist.destroy_process_group()
-    return *result, float(total)
-
-
-@pytest.mark.extended
-def test_a_group_that_the_script_made_is_adopted(tmp_path):
-    context = torch.multiprocessing.get_context("spawn")
-    with context.Pool(2) as pool:
-        results = pool.starmap(adopt, [(rank, 2, tmp_path) for rank in range(2)])
-        pool.close()
-        pool.join()
-    assert results == [(r, 2, r, 1, [[1.5, 1.5]], 2.0) for r in range(2)]

@@ -41,16 +41,6 @@ def test_a_batch_that_cannot_be_divided_is_refused(batch):
         split(batch, 2)
 
 
-def test_a_batch_without_samples_is_told_what_one_is():
-    with pytest.raises(ConfigurationError) as refused:
-        split(torch.tensor(1.0), 2)
-    assert str(refused.value) == (
-        "A batch can't be divided: it has no tensor with a first dimension. It is divided along the first dimension, "
-        "whose length is the number of samples. Pass a tensor, or a list, tuple or dictionary of tensors with the same "
-        "length there. A 0-dim tensor goes into every part."
-    )
-
-
 def test_a_batch_is_empty_if_all_its_tensors_with_rows_are():
     assert is_empty_batch(("a", torch.tensor(1), {"x": torch.ones(0, 2)}, torch.ones(0)))
     assert not is_empty_batch((torch.ones(0, 2), {"ids": torch.ones(5)}))

@@ -5,18 +5,14 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import functools
 import gc
 import io
 import random
 import threading
-import warnings
-import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
@@ -119,17 +115,6 @@ def test_training_equals_the_bare_module(kind, seed):
             optimizer.zero_grad()
 
 
-def test_a_scripted_module():
-    plain = nn.Sequential(nn.Flatten(), nn.Linear(6, 4, bias=False), nn.BatchNorm1d(4).eval()).double()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        module = torch.jit.script(copy.deepcopy(plain))
-    model, x = on_cpus(module, 2), torch.randn(5, 2, 3, dtype=torch.float64)
-    for each in (plain, model):
-        each(x).sin().sum().backward()
-    assert_same_grads(module, plain)
-
-
 @dataclasses.dataclass(frozen=True)
 class Output:
     logits: torch.Tensor
@@ -175,15 +160,6 @@ def test_a_dataclass_goes_in_and_inputs_come_out():
     assert name == "net"
     (out.sum() + 2 * again.sum() + inputs.sum()).backward()
     torch.testing.assert_close(x.grad, 3 * net.weight.sum(0).expand(5, 3) + 1)
-
-
-def test_a_model_in_a_model():
-    net = nn.Linear(3, 2).double()
-    x = torch.randn(7, 3, dtype=torch.float64)
-    model = on_cpus(nn.Sequential(on_cpus(net, 2)), 2)
-    torch.testing.assert_close(model(x), net(x))
-    model(x).sum().backward()
-    torch.testing.assert_close(net.weight.grad, x.sum(0).expand(2, 3))
 
 
 def test_replicas_that_return_different_numbers_of_tensors():
@@ -295,26 +271,6 @@ def test_parameters_are_copied_only_when_they_have_changed(monkeypatch):
     check(0)
 
 
-def test_copies_of_a_pass_without_gradients_are_trained():
-    replica = Replica(1, CPU, CPU)
-    replica.shares_memory = False
-    net = nn.Linear(3, 3)
-    with torch.inference_mode():
-        replica.copy_of(net)[0](torch.ones(2, 3))
-    module, parameters = replica.copy_of(net)
-    module(torch.ones(2, 3, requires_grad=True)).sum().backward()
-    assert all(parameter.grad is not None for parameter in parameters)
-
-
-def test_replicas_on_one_device_share_the_parameters_memory():
-    model = on_cpus(nn.Linear(3, 3), 3)
-    model(torch.ones(3, 3))
-    for replica in model._replicas.members:
-        copy, _ = replica.copy_of(model.module)
-        assert copy.weight.data_ptr() == model.module.weight.data_ptr()
-        assert copy.weight is not model.module.weight
-
-
 def test_module_buffers_are_the_first_replicas():
     class Counting(nn.Module):
         def __init__(self):
@@ -336,24 +292,6 @@ def test_module_buffers_are_the_first_replicas():
             assert torch.equal(a, b), name
     second, _ = model._replicas.members[1].copy_of(net)
     assert all(torch.equal(a, b) for a, b in zip(second.buffers(), net.buffers(), strict=True))
-
-
-def test_what_travels_keeps_its_values_and_strides():
-    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    row = torch.sparse_coo_tensor([[1]], [[2.0, 3.0]], (4, 2), check_invariants=True)
-    tensors = [image, None, torch.randn(3).double(), row, torch.tensor(4.0), torch.arange(6.0).view(2, 3).t()]
-    for got, expected in zip(carried(tensors, CPU), tensors, strict=True):
-        assert (got is None) == (expected is None)
-        if expected is not None and not expected.is_sparse:
-            assert torch.equal(got, expected)
-            assert got.stride() == expected.stride()
-            assert got.data_ptr() != expected.data_ptr()
-    there = carried(tensors[:3], torch.device("meta"))
-    assert [None if each is None else (each.device.type, each.dtype) for each in there] == [
-        ("meta", torch.float32),
-        None,
-        ("meta", torch.float64),
-    ]
 
 
 @pytest.mark.parametrize("kind", [Recurrent, Parametrized, Embedded])
@@ -442,36 +380,6 @@ def test_the_threads_end_with_the_model():
         assert not thread.is_alive()
 
 
-class Activation:
-    """Something that lives as long as a graph."""
-
-
-class Remembering(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, kept):
-        ctx.activation = Activation()
-        kept.append(weakref.ref(ctx.activation))
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-def test_activations_are_gone_after_backward():
-    kept = []
-
-    class Layer(nn.Linear):
-        def forward(self, x):
-            return Remembering.apply(super().forward(x), kept)
-
-    model = on_cpus(Layer(3, 3), 2)
-    loss = model(torch.ones(4, 3)).sum()
-    assert [each() is None for each in kept] == [False, False]
-    loss.backward()
-    assert [each() is None for each in kept] == [True, True]
-
-
 class Odd(Exception):
     def __init__(self, first, second):
         super().__init__(first, second)
@@ -500,18 +408,6 @@ def test_an_error_in_a_replica_is_the_users_and_says_where():
     del caught  # its traceback holds this frame, and so the models and their threads
     with pytest.raises(RuntimeError, match=r"Odd: .*replica 1 of 2"):
         on_cpus(Failing(lambda: Odd(1, 2)), 2)(x)
-
-
-def test_an_error_in_a_backward_pass_says_where():
-    class Bad(nn.Linear):
-        def forward(self, x):
-            out = super().forward(x).exp()
-            saved = out * 1
-            out.mul_(2)  # exp needs its result
-            return saved
-
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*\(in the backward of replica 0 of 2"):
-        on_cpus(Bad(3, 3), 2)(torch.ones(4, 3)).sum().backward()
 
 
 # ---------------------------------------------------------------------- the caller's graph
@@ -547,20 +443,6 @@ def test_gradients_by_name_hooks_and_second_derivatives():
         grad.sum().backward()
 
 
-def test_outputs_that_are_not_used_have_no_part():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
-
-        def forward(self, x):
-            return self.layers[0](x), self.layers[1](x)
-
-    model = on_cpus(Two(), 2)
-    model(torch.ones(4, 3))[1].sum().backward()
-    assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
-
-
 # ---------------------------------------------------------------------- the loss where the outputs are
 
 
@@ -589,29 +471,6 @@ def test_the_loss_equals_that_of_the_whole_batch(rows, criterion):
     loss.sum().backward()
     expected.sum().backward()
     assert_same_grads(model, plain)
-
-
-@pytest.mark.parametrize(
-    "criterion",
-    [
-        F.cross_entropy,
-        functools.partial(F.cross_entropy, ignore_index=2),
-        functools.partial(F.cross_entropy, weight=torch.tensor([1.0, 2.0, 5.0])),
-        functools.partial(F.cross_entropy, reduction="sum"),
-        functools.partial(F.mse_loss, reduction="sum"),
-    ],
-)
-def test_torchs_functions_are_criteria_as_its_modules_are(criterion):
-    """Targets that don't count are divided unevenly among the replicas."""
-    torch.manual_seed(0)
-    module = nn.Linear(4, 3)
-    model = evenstep.DataParallel(module, ["cpu", "cpu"])
-    x, y = torch.randn(5, 4), torch.tensor([0, -100, -100, 1, 2])
-    if criterion.__class__ is functools.partial and criterion.func is F.mse_loss:
-        y = torch.randn(5, 3)
-    elif criterion.__class__ is functools.partial and "ignore_index" in criterion.keywords:
-        y = torch.tensor([0, 2, 2, 1, 2])
-    torch.testing.assert_close(model.loss(criterion, x, y), criterion(module(x), y))
 
 
 def test_a_part_in_which_no_target_counts():

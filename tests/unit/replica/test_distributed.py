@@ -310,27 +310,6 @@ def test_torchs_arguments_that_need_nothing_are_accepted(alone):
     )
 
 
-class Halves(nn.Module):
-    """Returns two outputs of one operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return self.inner(x).chunk(2, dim=1)
-
-
-def test_outputs_can_be_saved_without_a_warning_of_hooks(alone):
-    model = evenstep.DistributedDataParallel(Halves(), world=alone)
-    outputs = model(torch.ones(2, 3))
-    stream = io.BytesIO()
-    torch.save(outputs, stream)  # warnings are errors
-    stream.seek(0)
-    again = torch.load(stream)
-    assert all(map(torch.equal, outputs, again))
-
-
 def test_wrapping_in_inference_mode_is_refused() -> None:
     with torch.inference_mode(), pytest.raises(ConfigurationError, match=r"Wrap the model outside\.$"):
         evenstep.DistributedDataParallel(torch.nn.Linear(1, 1), world=evenstep.World.alone())

@@ -27,13 +27,6 @@ def test_every_bucket_is_launched_once_and_in_order(num_buckets, random, fractio
         order.reset()
 
 
-def test_a_bucket_that_fills_early_waits_for_its_turn():
-    order = LaunchOrder(2)
-    assert list(order.complete(1)) == []
-    assert order.num_launched == 0
-    assert list(order.complete(0)) == [0, 1]
-
-
 @given(st.integers(1, 10), st.randoms())
 def test_the_last_bucket_is_kept_for_the_end_of_the_pass(num_buckets, random):
     order = LaunchOrder(num_buckets, keeps_last=True)
@@ -55,10 +48,3 @@ def test_what_cannot_happen_is_an_error():
         order.complete(0)
     with pytest.raises(LaunchOrderError, match="ends for the second time"):
         order.finish()
-
-
-def test_its_text_shows_its_state():
-    order = LaunchOrder(3)
-    order.complete(0)
-    order.complete(2)
-    assert repr(order) == "<LaunchOrder 1/3 launched, complete: 2>"

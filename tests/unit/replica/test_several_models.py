@@ -119,15 +119,6 @@ def test_models_that_cannot_be_meant_are_refused(world: evenstep.World, which: s
         evenstep.backward(given, model(torch.ones(2, 4, dtype=torch.float64)).mean())
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
-def test_an_optimizer_that_is_gone_owns_nothing(world: evenstep.World, kind: type[torch.optim.Optimizer]) -> None:
-    model = wrap(world)
-    optimizer = evenstep.ShardedOptimizer(model, kind, lr=0.01)
-    assert optimizer.param_groups
-    del optimizer
-    evenstep.ShardedOptimizer(model, kind, lr=0.01)
-
-
 def test_a_pass_without_weights_in_the_midst_of_another_threads_weighted_one_is_an_error(world: evenstep.World) -> None:
     """Whose gradients come isn't known then."""
     first, other = wrap(world), wrap(world)

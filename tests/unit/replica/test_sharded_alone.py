@@ -95,18 +95,6 @@ def test_gradients_can_be_read_with_a_reduce_dtype(fresh_seed: int, world: evens
     optimizer.step()
 
 
-def test_values_kept_in_full_precision_are_taken_over(fresh_seed: int, world: evenstep.World) -> None:
-    """By an optimizer that keeps none: its parameters have their values, and its state dict has no stale ones."""
-    models = [evenstep.DistributedDataParallel(build(fresh_seed + i, torch.bfloat16), world=world) for i in range(2)]
-    first = evenstep.ShardedOptimizer(models[0], torch.optim.AdamW, lr=0.01, master_weights=True)
-    second = evenstep.ShardedOptimizer(models[1], torch.optim.AdamW, lr=0.01)
-    train(models[0], first, fresh_seed)
-    second.load_state_dict(first.state_dict())
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert all(state.keys() == {"step", "exp_avg", "exp_avg_sq"} for state in second.state_dict()["state"].values())
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
 def test_a_parameter_has_one_sharded_optimizer(world: evenstep.World, kind: type[torch.optim.Optimizer]) -> None:
     model = evenstep.DistributedDataParallel(build(0), world=world)
@@ -119,32 +107,6 @@ def test_a_parameter_has_one_sharded_optimizer(world: evenstep.World, kind: type
     del first, second
     gc.collect()
     evenstep.ShardedOptimizer(model, kind, lr=0.01)
-
-
-def test_momentum_that_begins_later_for_some(fresh_seed: int, world: evenstep.World) -> None:
-    """torch's fused SGD knows only parameters that all have a momentum, or none; and it is chosen here."""
-    bare = build(fresh_seed)
-    model = evenstep.DistributedDataParallel(copy.deepcopy(bare), world=world)
-    plain = torch.optim.SGD(bare.parameters(), lr=0.1, momentum=0.9)
-    sharded = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
-    x = torch.randn(4, 6, dtype=torch.float64)
-    for use in (1, 3, 3):
-        for layers, optimizer in ((bare[:use], plain), (model.module[:use], sharded)):
-            layers(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
-
-
-def test_a_state_of_another_shape_is_refused(world: evenstep.World) -> None:
-    model = evenstep.DistributedDataParallel(build(0), world=world)
-    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
-    train(model, optimizer, 0)
-    state = optimizer.state_dict()
-    state["state"][1]["exp_avg"] = torch.zeros(4)
-    with pytest.raises(ConfigurationError, match=r"'exp_avg' of parameter '0.bias' has the shape \[4\]"):
-        optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,40 +136,6 @@ class Holder(nn.Module):
 
     def forward(self) -> torch.Tensor:
         return sum((p * p.conj()).real.sum() for p in self.values)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
-def test_parameters_that_no_fused_step_takes_are_stepped_as_torchs(world: evenstep.World, kind: str) -> None:
-    """Complex ones, beside real ones in one group."""
-    torch.manual_seed(3)
-    values = [torch.randn(3, 4, dtype=torch.complex128), torch.randn(5, dtype=torch.float64)]
-    for order in (1, -1):
-        bare = Holder(values[::order])
-        model = evenstep.DistributedDataParallel(copy.deepcopy(bare), world=world)
-        plain = getattr(torch.optim, kind)(bare.parameters(), lr=0.1)
-        sharded = evenstep.ShardedOptimizer(model, getattr(torch.optim, kind), lr=0.1)
-        for _ in range(3):
-            for module, optimizer in ((bare, plain), (model, sharded)):
-                module().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
-def test_a_rate_that_is_a_tensor_is_rounded_as_torch_rounds_it(world: evenstep.World, kind: str) -> None:
-    """torch's fused steps read it as a number, and differ from the others by what float32 has of it."""
-    bare = build(4)
-    model = evenstep.DistributedDataParallel(copy.deepcopy(bare), world=world)
-    plain = getattr(torch.optim, kind)(bare.parameters(), lr=torch.tensor(0.01))
-    sharded = evenstep.ShardedOptimizer(model, getattr(torch.optim, kind), lr=torch.tensor(0.01))
-    for each in (plain, sharded):  # a group has a tensor of its own after that
-        torch.optim.lr_scheduler.ExponentialLR(each, 0.9)
-    train(bare, plain, 4)
-    train(model, sharded, 4)
-    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

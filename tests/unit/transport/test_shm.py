@@ -100,12 +100,6 @@ def make_segment(world_size: int = 2) -> Segment:
     return Segment.create(plan_segment(world_size, memory_bytes=host_memory_bytes()), b"n" * 16)
 
 
-def test_lanes_cost_nothing_before_the_first_message():
-    """Only what collectives use is allocated."""
-    segment = make_segment(4)
-    assert os.fstat(segment.fd).st_blocks * 512 == segment.layout.chunks
-
-
 def test_a_segment_is_private_anonymous_and_attached_by_another_descriptor():
     segment = make_segment()
     assert os.fstat(segment.fd).st_mode & 0o777 == 0o600
@@ -185,14 +179,6 @@ def test_memory_may_get_the_address_of_a_tensor_that_ends_meanwhile(monkeypatch)
     del second
     assert used_bytes(arena) == 0
     assert arena.locate(address, 4000) is None
-
-
-def test_views_of_many_buckets_on_many_ranks_are_made_once():
-    segment = make_segment(64)
-    views, made = Views(segment), []
-    for _ in range(3):
-        made.append([views.zone(r, 128 * b, torch.float32, 32) for b in range(65) for r in range(64)])
-    assert all(again is first for later in made[1:] for again, first in zip(later, made[0], strict=True))
 
 
 def test_the_view_used_least_recently_goes_first_and_memory_goes_without_a_collection():

@@ -157,10 +157,10 @@ class Readiness:
             lost = [
                 b for b, sentinel in enumerate(self._sentinels) if not (sentinel is None or self._will_come(sentinel))
             ]
+            self._absent.update(p for b in lost for p in self._buckets[b] if not self._will_come(p))
         except RuntimeError:
             return  # torch.autograd.grad with respect to a parameter: no gradient is accumulated
         for bucket in lost:
-            self._absent.update(p for p in self._buckets[bucket] if not self._will_come(p))
             # A module that was called several times has been here already.
             if not self._await(bucket) and bucket not in self._completed and bucket not in self._vacant:
                 self._vacant.append(bucket)  # complete, once the pass is known to accumulate gradients

@@ -26,7 +26,7 @@ from evenstep.errors import ConfigurationError, MismatchError, UsageError
 from evenstep.replica.batches import split
 from evenstep.replica.gradients.autograd_hooks import Readiness
 from evenstep.testing import RankPool
-from evenstep.testing.reference import ReferenceReplica
+from tests.reference_engine import ReferenceReplica
 
 SIZES = pytest.mark.parametrize("nproc", [2, 3, 4])
 

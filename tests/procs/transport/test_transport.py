@@ -24,7 +24,6 @@ import torch.distributed as dist
 import evenstep
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
 from evenstep.testing import RankPool
-from evenstep.testing.transport import UNSIGNED, Coverage, check_transport, ops_of
 from evenstep.transport import factory
 from evenstep.transport.base import Collective, Op, Row
 from evenstep.transport.core.reduction import divisor_of
@@ -36,6 +35,7 @@ from evenstep.transport.shm.handshake import connect_shared_memory
 from evenstep.transport.shm.segment import CHUNK_BYTES, MAX_BESIDE_BYTES, plan_segment
 from evenstep.transport.shm.sync import Phase, WaitPolicy
 from evenstep.transport.shm.transport import SharedMemoryTransport
+from tests.transport_cases import UNSIGNED, Coverage, check_transport, ops_of
 
 TIMEOUT_S = 60.0
 

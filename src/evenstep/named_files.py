@@ -115,12 +115,14 @@ def _is_same(path: Path, other: Path) -> bool:
     return False
 
 
-def write_report(file: str | Path, text: str) -> None:
-    """Write a report. A file that was there is replaced by all of it, or stays as it is.
+def write_report(file: str | Path | None, text: str) -> None:
+    """Write a report. A file that was there is replaced by all of it, or stays as it is. None: nothing is written.
 
     Raises:
         OSError: It can't be written; `filename` says which.
     """
+    if file is None:
+        return
     path = Path(file)
     try:
         if path.is_file() and not path.is_symlink():  # unlike /dev/stdout, or a pipe

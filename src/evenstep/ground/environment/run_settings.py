@@ -18,15 +18,13 @@ class Measurement:
 
     Attributes:
         directory: Where every rank leaves its record.
-        num_warmup: Optimizer steps that are made first and not counted.
-        num_steps: Optimizer steps that are counted; then the run ends, with status 0.
+        num_steps: Optimizer steps that are counted, after some that aren't; then the run ends, with status 0.
         global_batch_size: Samples of a step on all ranks together, instead of what the script says; None: as it says.
         growth: What is measured in other units than samples (`max_tokens`) is multiplied by this.
         watches_losses: Whether ranks record losses, and begin with a seed.
     """
 
     directory: str
-    num_warmup: int = 0
     num_steps: int = 1
     global_batch_size: int | None = None
     growth: int = 1

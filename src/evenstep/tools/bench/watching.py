@@ -109,31 +109,15 @@ class ModelWatch(Subscriber):
         self._marks += (REDUCED, perf_counter_ns(), END, perf_counter_ns())
 
 
-def facts_of(models: list[nn.Module]) -> dict[str, Any]:
-    """Sizes of what travels: the fields of `Facts` that depend on the model."""
-    named = [(name, p) for model in models for name, p in model.named_parameters() if p.requires_grad]
-    sizes = [(name.removeprefix("module."), p.numel() * p.element_size()) for name, p in named]
-    return {
-        "gradient_bytes": sum(size for _, size in sizes),
-        "largest": max(sizes, key=lambda each: each[1], default=("", 0)),
-    }
-
-
 class LossWatch(Subscriber):
-    """Keeps the losses of this rank. Nothing waits for a GPU before `by_step`.
-
-    Attributes:
-        dtype: Of the losses, such as "float32"; "" until one was seen.
-    """
+    """Keeps the losses of this rank. Nothing waits for a GPU before `by_step`."""
 
     def __init__(self) -> None:
-        self.dtype = ""
         self._seen: dict[int, list[tuple[Tensor, Any]]] = {}  # by step: the loss and its weight; None: a plain pass
 
     def backward(self, root: Any, weight: Any, scale: float) -> None:
         """See base class."""
         if isinstance(root, Tensor) and root.numel() == 1:
-            self.dtype = self.dtype or str(root.dtype).removeprefix("torch.")
             its_weight = weight.detach().clone() if isinstance(weight, Tensor) else weight
             self._seen.setdefault(self.recorder.num_steps, []).append((root.detach().clone(), its_weight))
 

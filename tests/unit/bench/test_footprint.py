@@ -404,6 +404,19 @@ def test_a_script_that_trains_when_it_is_imported(tmp_path: Path, capsys: pytest
     assert "put what trains under `if __name__ ==" in capsys.readouterr().err
 
 
+def test_a_file_with_a_data_class_whose_annotations_are_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nimport torch\n\n@dataclass\nclass C:\n"
+    )
+    (tmp_path / "model.py").write_text(
+        f"{text}    width: int = 8\n\ndef build():\n    return torch.nn.Linear(C().width, 2)\n"
+    )
+    assert main(["estimate", f"{tmp_path}/model.py:build"]) == 0
+    assert "18 trained parameters" in capsys.readouterr().out
+
+
 def test_a_model_that_cannot_run_on_meta() -> None:
     class Reads(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

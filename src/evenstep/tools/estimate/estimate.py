@@ -179,6 +179,7 @@ def _find(where: str, name: str, target: str) -> Callable[[], Any]:
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # where data classes look for the names of their fields' types
             spec.loader.exec_module(module)
         elif os.path.exists(where):
             raise ConfigurationError(f"{target}: {where} is no python file. Write FILE.py:FUNCTION.")

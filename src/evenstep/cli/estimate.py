@@ -43,7 +43,7 @@ def build_parser() -> Parser:
         "--batch",
         type=at_least_1,
         metavar="N",
-        help="samples of each rank (default: those of the function, or of the script)",
+        help="for a function: samples of each rank (default: those of its inputs); a script has its own",
     )
     parser.add_argument(
         "--optimizer",

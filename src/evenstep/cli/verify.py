@@ -87,7 +87,7 @@ def _compare_resumed(args: Namespace) -> int:
     if args.device is not None:
         raise ConfigurationError("--device doesn't go with --resume.")
     counts = args.nproc_per_node or (2,)
-    if len(counts) != 1 or counts[0] < 1:
+    if len(counts) != 1:
         received = ",".join(map(str, counts))
         raise ConfigurationError(f"--nproc-per-node {received}: with --resume one number of ranks, such as 2.")
     lines: list[str] = []

@@ -26,11 +26,12 @@ from evenstep import checks
 from evenstep.errors import ConfigurationError, EvenstepError, UsageError
 from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.ground.compat.torch_profiler import FakeTensorMode
+from evenstep.ground.environment import with_settings
 from evenstep.named_files import validate_script, write_report
 from evenstep.replica.gradients.buckets.layout import ParameterSpec
 from evenstep.temporary import private_directory
 from evenstep.tools.estimate.footprint import Sizes, footprint_table, footprints, verdict
-from evenstep.tools.estimate.probe import sizes_of
+from evenstep.tools.estimate.probe import sizes_of, with_batch
 from evenstep.tools.observing.launch import Observed, launched
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
@@ -75,7 +76,11 @@ def _estimate(args: Namespace) -> int:
         def build_optimizer(parameters: Sequence[nn.Parameter]) -> Optimizer:
             return kind(parameters, foreach=False, lr=1e-3, **settings)  # type: ignore[call-arg]
 
+        if args.batch is not None:
+            inputs = with_batch(inputs, args.batch)
         sizes = sizes_of(model, build_optimizer, inputs)
+    if args.batch not in (None, sizes.num_samples):
+        raise ConfigurationError(f"--batch {args.batch}: {args.script} returns no inputs with a batch.")
     if not sizes.num_samples:
         sys.stdout.write(
             f"Activations aren't counted: {args.script} returns no inputs. Return (model, inputs) to count them.\n"
@@ -86,8 +91,11 @@ def _estimate(args: Namespace) -> int:
 
 
 def _measure(args: Namespace) -> int:
-    if args.optimizer is not None:
-        raise ConfigurationError(f"--optimizer is for FILE.py:FUNCTION; {args.script} is a script, which has its own.")
+    for option in ("optimizer", "batch"):
+        if getattr(args, option) is not None:
+            raise ConfigurationError(
+                f"--{option} is for FILE.py:FUNCTION; {args.script} is a script, which has its own."
+            )
     validate_script(args.script)
     received = run_script(args.script, args.arguments)
     peak_bytes, gradient_bytes = received.pop("peak_bytes"), received.pop("gradient_bytes")
@@ -119,7 +127,7 @@ def run_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
         out = directory / "memory.json"
         # As a rank: a script for torch's wrapper asks the environment which one it is.
         observed = Observed("evenstep.tools.estimate.probe", script, arguments, 1)
-        with launched(observed, directory, os.environ, [str(out)]) as made:
+        with launched(observed, directory, with_settings(), [str(out)]) as made:
             status = made.process.wait()
         if out.exists():
             received: dict[str, Any] = json.loads(out.read_text())
@@ -129,10 +137,6 @@ def run_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _tell(sizes: Sizes, args: Namespace) -> int:
-    if args.batch is not None:
-        if sizes.num_samples == 0:
-            raise ConfigurationError(f"--batch {args.batch}: no batch was seen that could be made larger or smaller.")
-        sizes = sizes.at(args.batch)
     memory_bytes = args.memory or device_bytes()
     rows = footprints(sizes, args.ranks)
     verdicts = {count: verdict(sizes, count, memory_bytes) for count in args.ranks}

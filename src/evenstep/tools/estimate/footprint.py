@@ -49,8 +49,6 @@ class Sizes:
         stepping_bytes: What the optimizer's step needs for a moment.
         activation_bytes: What the passes hold at most beside gradients, for `num_samples`.
         num_samples: Of a rank's batch; 0 if unknown.
-        activation_lines: (bytes, bytes a sample) of straight lines, of which the highest tells what other batches take:
-            in a small batch gradients of weights are the most, in a large one activations. (): in proportion.
         largest_unit_bytes: Parameters of the largest part that FSDP2 gathers at once; 0: all of them.
     """
 
@@ -59,7 +57,6 @@ class Sizes:
     state_bytes: int
     activation_bytes: int = 0
     num_samples: int = 0
-    activation_lines: tuple[tuple[float, float], ...] = ()
     largest_unit_bytes: int = 0
     stepping_bytes: int = 0
 
@@ -67,14 +64,6 @@ class Sizes:
     def parameter_bytes(self) -> int:
         """Of the trained parameters."""
         return sum(map(_bytes_of, self.parameters))
-
-    def at(self, num_samples: int) -> Sizes:
-        """The same with another batch."""
-        if self.num_samples == 0 or num_samples == self.num_samples:
-            return self
-        lines = self.activation_lines or ((0.0, self.activation_bytes / self.num_samples),)
-        taken = max(fixed + per_sample * num_samples for fixed, per_sample in lines)
-        return replace(self, activation_bytes=math.ceil(taken), num_samples=num_samples, activation_lines=lines)
 
 
 @dataclass(frozen=True)
@@ -176,7 +165,7 @@ def footprint(sizes: Sizes, way: str, num_ranks: int, policy: BucketPolicy | Non
         passing,
         sizes.activation_bytes,
         math.ceil(sizes.stepping_bytes * part),
-        min(sizes.activation_bytes, math.ceil(max((fixed for fixed, _ in sizes.activation_lines), default=0))),
+        min(sizes.activation_bytes, max(map(_bytes_of, sizes.parameters), default=0)),
     )
 
 
@@ -225,9 +214,6 @@ def verdict(sizes: Sizes, num_ranks: int, memory_bytes: int) -> list[str]:
     for row in _ways(sizes, num_ranks):
         if row.total <= memory_bytes:
             lines.append(f"{row.way} is enough: it needs {_size(row.total)} of {_size(memory_bytes)} of memory{note}.")
-            more = largest_batch(sizes, row.way, num_ranks, memory_bytes) if len(lines) == 1 else None
-            if more is not None and more > sizes.num_samples:
-                lines.append(f"A batch of {more:,} samples a rank would fit, instead of {sizes.num_samples:,}.")
             return [*lines, *(f"    {line}" for line in row.lines)]
         lines.append(f"{row.way} needs {_size(row.total)} of {_size(memory_bytes)} of memory: it is not enough.")
     least = footprint(sizes, "FSDP2", num_ranks)
@@ -237,8 +223,6 @@ def verdict(sizes: Sizes, num_ranks: int, memory_bytes: int) -> list[str]:
             f"{least.activations / least.total:.0%} of {least.way} are activations, which none of these divides: "
             f"{smaller} torch.utils.checkpoint, which computes them twice."
         )
-        if less := largest_batch(sizes, least.way, num_ranks, memory_bytes):
-            lines.append(f"With {least.way} a batch of {less:,} samples a rank fits; accumulate over microbatches.")
         return lines
     while (num_ranks := 2 * num_ranks) <= _MOST_RANKS:
         for row in _ways(sizes, num_ranks):
@@ -249,18 +233,6 @@ def verdict(sizes: Sizes, num_ranks: int, memory_bytes: int) -> list[str]:
         "No number of ranks makes one of these enough: a unit that is gathered must fit. Divide the model into smaller "
         "blocks, or inside layers (tensor parallelism) or between them (torch.distributed.pipelining).",
     ]
-
-
-def largest_batch(sizes: Sizes, way: str, num_ranks: int, memory_bytes: int) -> int | None:
-    """Samples of a rank that fit; 0 if not even one does, None if activations weren't measured."""
-    if sizes.num_samples == 0 or sizes.at(1 << 40).activation_bytes <= sizes.activation_bytes:
-        return None
-    low, high = 0, 1 << 40
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = footprint(sizes.at(middle), way, num_ranks).total <= memory_bytes
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
 
 
 def _size(num_bytes: float) -> str:

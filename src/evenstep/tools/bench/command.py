@@ -50,7 +50,7 @@ def scaling(args: Namespace) -> int:
     print_report(report, on_stdout())
     if can_draw():
         draw_efficiency(report["curves"], args.out / "efficiency.png")
-    print(f"written: {args.out}/report.json, and beside it what it rests on", flush=True)  # noqa: T201
+    print(f"written: {args.out}/report.json and, beside it, traces for Perfetto", flush=True)  # noqa: T201
     return 0
 
 

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from evenstep.checks import counted
 from evenstep.tools.bench.decompose import Decomposition, Parts, in_ms
 from evenstep.tools.bench.records import Facts
 from evenstep.tools.observing.thresholds import (
@@ -178,7 +179,7 @@ def _slow_loader(case: Case) -> _Told:
     fitting = max(0, free // case.num_replicas)
     if needed <= fitting:
         return parts.data_s, what, f"with `num_workers={needed}` loading hides behind the rest"
-    room = f"{facts.num_cores} cores have room for {fitting} of the {needed} workers a rank that would hide it"
+    room = f"{counted(needed, 'worker')} a rank would hide it, and {facts.num_cores} cores have room for {fitting}"
     return parts.data_s, what, f"make `__getitem__` cheaper, or prepare data beforehand ({room})"
 
 

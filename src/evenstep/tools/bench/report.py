@@ -126,7 +126,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
         console.print(f"\nWhy not better, on {counted(report['findings_at'], 'replica')}", style="italic")
     lines = _told(report, console.width) if report["findings"] else [nothing_found(report)]
     for line in [*lines, *(f"note: {remark}" for remark in (*report["unexplained"], *report["remarks"]))]:
-        console.print(line, highlight=False, markup=False, soft_wrap=line.startswith("  "))
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def titled(title: str, *columns: str, **settings: Any) -> Table:

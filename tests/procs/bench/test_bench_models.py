@@ -176,7 +176,9 @@ def test_a_rank_leaves_what_it_has_seen(
     assert record.num_steps == 5
     assert record.rows_per_step == pytest.approx((1 + 4 + 4 + 1 + 4) / 5)
     assert record.most_often(record.rows) == 4
-    for step in steps_in_parts(record):
+    steps = steps_in_parts(record)
+    assert 5 * record.facts.starting_s == pytest.approx(steps[1]["data"] + steps[4]["data"]), "where epochs begin"
+    for step in steps:
         assert min(step[phase] for phase in ("data", "forward", "backward", "optimizer")) > 0
     assert record.facts.has_loader
     assert len(record.losses) == (10 if watches_losses else 0)

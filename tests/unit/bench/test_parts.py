@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -326,3 +328,15 @@ def test_a_script_that_never_steps_is_ended(tmp_path: Path, monkeypatch: pytest.
     wish = Wish(str(tmp_path / "train.py"), (), (1,), 20, 1, 1, "cpu")
     with pytest.raises(UsageError, match="not over after 1 s"):
         runs.run_once(Setting(1, None), wish, tmp_path / "run")
+
+
+def test_what_other_programs_use_is_what_the_ranks_have_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 30 seconds of the host's cores in 10 the ranks and their loaders have used 25."""
+    (record,) = make_run(Setting(1, 32), calm).records
+    made = SimpleNamespace(process=SimpleNamespace(wait=lambda limit_s: 0))
+    clocks = iter([(0.0, 100.0, 5.0), (10.0, 130.0, 30.0)])
+    monkeypatch.setattr(runs, "launched", lambda *_: nullcontext(made))
+    monkeypatch.setattr(runs, "read_record", lambda path: record)
+    monkeypatch.setattr(runs, "_clocks", lambda: next(clocks))
+    wish = Wish("train.py", (), (1,), 20, 1, 1, "cpu")
+    assert runs.run_once(Setting(1, None), wish, tmp_path / "run").cores_elsewhere == pytest.approx(0.5)

@@ -217,6 +217,8 @@ def test_formulas_by_hand() -> None:
     assert fsdp.parameters == 2 * 128 * 512 * 4 + 4 + 100
     assert fsdp.optimizer == pytest.approx(mib, rel=1e-3)
     assert fsdp.passing == 3 * (2 * mib + 4)
+    # At the end of the backward pass gradients are there, and one of weights that is on its way.
+    assert fsdp.total == fsdp.parameters + fsdp.optimizer + fsdp.passing + fsdp.gradients + 5000
     assert {row.activations for row in (one, ddp, sharded, second, fsdp)} == {5000}
 
 

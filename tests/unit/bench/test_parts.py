@@ -286,7 +286,7 @@ def test_rounds_go_up_and_down_and_have_each_setting_once(tmp_path: Path, monkey
     kept, others = (two, tmp_path), [(half, None), (one, None)]
     assert made[1:] == [kept, others[0], others[0], kept, others[1], others[1], kept, others[0]]
     assert said[:4] == [
-        "9 runs, one after the other. After the first the rest of the time is told.",
+        "9 runs, each of 15 minutes at most; after the first it is told about how long the rest takes",
         "run 1 of 9: first",
         "run 2 of 9: job 1; about 3 minutes left",
         "run 3 of 9: job 2; about 2 minutes left",

@@ -87,7 +87,8 @@ class Series:
     def __init__(self, num_runs: int, root: Path, say: Callable[[str], None]) -> None:
         self._num_runs, self._root, self._say = num_runs, root, say
         self._num_done, self._began_s = 0, time.monotonic()
-        say(f"{counted(num_runs, 'run')}, one after the other. After the first the rest of the time is told.")
+        each = f"each of {LONGEST_S / 60:.0f} minutes at most"
+        say(f"{counted(num_runs, 'run')}, {each}; after the first it is told about how long the rest takes")
 
     def run(self, words: str, setting: Setting, wish: Wish, traces: Path | None = None) -> Run:
         """One run, as `run_once`; `words` say which."""

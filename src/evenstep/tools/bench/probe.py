@@ -33,7 +33,7 @@ from evenstep.tools.bench.watching import LossWatch, ModelWatch
 from evenstep.tools.observing.changes import replace_batch_sizes
 from evenstep.tools.observing.devices import Waits
 from evenstep.tools.observing.launch import leave_together
-from evenstep.tools.observing.models import num_rows
+from evenstep.tools.observing.models import num_rows, uses_fsdp
 from evenstep.tools.observing.patching import Patches
 from evenstep.tools.observing.record import Loop, Recorder, Subscriber
 from evenstep.tools.observing.scratch import Scratch, idle_checkpointers
@@ -165,7 +165,7 @@ class Probe(Subscriber):
         facts = Facts(
             backend=self._backend,
             device="cuda" if self._is_on_gpu() else "cpu",
-            wrapper=models.wrapper,
+            wrapper="fsdp" if any(map(uses_fsdp, models.models)) else models.wrapper,
             num_threads=torch.get_num_threads(),
             num_cores=count_cpus(),
             num_workers=self._num_workers,

@@ -30,7 +30,7 @@ from evenstep.ground.compat.torch_autograd import at_end_of_backward
 from evenstep.ground.health.telemetry import BACKWARD, END, FORWARD, FORWARD_END, REDUCED, WAITING
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 from evenstep.tools.bench.records import COLLECTIVE, COLLECTIVE_END, SYNC
-from evenstep.tools.observing.models import find_models, num_rows, uses_fsdp
+from evenstep.tools.observing.models import find_models, num_rows
 from evenstep.tools.observing.record import Ended, Subscriber
 
 
@@ -43,7 +43,7 @@ class ModelWatch(Subscriber):
     Attributes:
         num_rows: Samples that the first model was given to train on.
         models: Found by `find`.
-        wrapper: "evenstep", "torch", "fsdp" or "": what averages.
+        wrapper: "evenstep", "torch" or "": whose model it is.
     """
 
     def __init__(self, marks: list[int]) -> None:
@@ -65,8 +65,6 @@ class ModelWatch(Subscriber):
                 model.register_forward_pre_hook(self._count_rows, with_kwargs=True)
             if self.wrapper != "evenstep":
                 self._attach(model)
-        if not self.wrapper and any(map(uses_fsdp, self.models)):
-            self.wrapper = "fsdp"
 
     def marks(self) -> list[int]:
         """What evenstep's models have recorded themselves."""

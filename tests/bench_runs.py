@@ -17,14 +17,14 @@ from evenstep.ground.health.telemetry import (
     WAITING,
 )
 from evenstep.tools.bench.plan import Setting
-from evenstep.tools.bench.records import DATA, DATA_END, SYNC, Facts, RankRecord, Usage
+from evenstep.tools.bench.records import DATA, DATA_END, SYNC, Facts, RankRecord
 from evenstep.tools.bench.runs import Measured, Wish, remarks
 from evenstep.tools.bench.scaling import Run
 
 WARMUP = 2
 MS = 1_000_000
 CALM = {"data": 0.5, "forward": 30.0, "script": 1.0, "backward": 60.0, "engine": 0.2, "optimizer": 3.0}
-FACTS = Facts(wrapper="evenstep", num_cores=8, gradient_bytes=8 << 20)
+FACTS = Facts(wrapper="evenstep", num_cores=8)
 Phases = Mapping[str, float]  # milliseconds
 
 
@@ -85,7 +85,6 @@ def make_run(
                 (rows,) * len(ends[rank]),
                 tuple(marks[rank]),
                 facts or FACTS,
-                Usage(wall_s=1.0, rank_s=0.9, host_s=0.9 * size),
                 batches=(rows,) * len(ends[rank]),
             )
             for rank in range(size)
@@ -101,9 +100,9 @@ def calm(rank: int, step: int) -> Phases:
 def measured(runs: Sequence[Mapping[Setting, Run]], **curves: tuple[Setting, ...]) -> Measured:
     """What `measure` would have returned."""
     replicas = tuple(setting.num_replicas for setting in next(iter(curves.values())))
-    wish = Wish("train.py", ("--lr", "<0.1>"), replicas, "weak", None, WARMUP, 20, len(runs), 1)
+    wish = Wish("train.py", ("--lr", "<0.1>"), replicas, 20, len(runs), 1)
     rounds = tuple(dict(each) for each in runs)
-    return Measured(wish, curves, rounds, remarks(curves, rounds, wish))
+    return Measured(wish, curves, rounds, tuple(remarks(rounds, wish)))
 
 
 def weak_pair(

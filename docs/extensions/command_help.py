@@ -10,7 +10,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from evenstep.cli.commands import find_parser
+from evenstep.cli.commands import whole_parser
 
 
 class CommandHelp(SphinxDirective):
@@ -21,7 +21,10 @@ class CommandHelp(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Build the node."""
-        text = help_text(find_parser(*self.arguments[0].split()) if self.arguments else find_parser())
+        parser: Any = whole_parser()
+        for name in self.arguments[0].split() if self.arguments else []:
+            parser = parser.sub_commands[name]
+        text = help_text(parser)
         return [nodes.literal_block(text, text, language="text")]
 
 

@@ -116,12 +116,14 @@ def _is_same(path: Path, other: Path) -> bool:
     return False
 
 
-def write_report(file: str | Path, text: str) -> None:
-    """Write a report. An old file is replaced by the whole report, or stays as it is.
+def write_report(file: str | Path | None, text: str) -> None:
+    """Write a report; None: write nothing. An old file is replaced by the whole report, or stays as it is.
 
     Raises:
         OSError: It can't be written; `filename` says which.
     """
+    if file is None:
+        return
     path = Path(file)
     try:
         if path.is_file() and not path.is_symlink():  # unlike /dev/stdout, or a pipe

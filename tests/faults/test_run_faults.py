@@ -85,6 +85,27 @@ def test_a_rank_whose_loop_is_shorter_is_named_and_the_others_shown_where_they_w
     assert "must not be inside an `if`" in verdict, "a call on rank 0 alone looks like this, too"
 
 
+@pytest.mark.extended
+def test_a_rank_that_left_a_loop_over_torchs_wrapper_is_named_and_not_the_one_that_waits(tmp_path: Path) -> None:
+    """Gloo tells the other rank of a closed connection, "typically caused by a remote worker crashing"."""
+    script = """
+        import torch, torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5 + dist.get_rank()):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        dist.destroy_process_group()
+    """
+    code, command = call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
+    assert code == 72
+    verdict = command.stderr.splitlines()[-1]
+    assert re.match(r"evenstep: rank 0 \(pid \d+\) had .* while rank 1 still waited: its loop was shorter", verdict)
+    assert " early, after 5 steps. Rank 1 waited at script.py, line 8. " in verdict
+
+
 def test_a_rank_that_raises_ends_the_others_within_seconds(tmp_path: Path) -> None:
     script = """
         import os, time

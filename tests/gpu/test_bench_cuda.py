@@ -36,7 +36,7 @@ with evenstep.init(seed=0) as world:
 def test_item_in_every_step(look: str, tmp_path: Path) -> None:
     """The host sleeps after it has waited, as one does that writes logs: nothing is queued meanwhile."""
     (tmp_path / "train.py").write_text(SCRIPT.format(look=look))
-    report = bench(tmp_path, "--replicas", "1", "--mode", "weak", "--repeats", "1", "--device", "cuda:0", "train.py")
+    report = bench(tmp_path, "--replicas", "1", "--rounds", "1", "--device", "cuda:0", "train.py")
     causes = [finding["cause"] for finding in report["findings"]]
     if look == "pass":
         assert causes == [], report["findings"]
@@ -69,7 +69,7 @@ with evenstep.init(seed=0) as world:
 def test_a_rank_that_sleeps_before_its_backward_pass_is_late_and_communication_is_as_before(tmp_path: Path) -> None:
     """The kernels of the other rank last 20 ms longer: that is no communication."""
     (tmp_path / "train.py").write_text(LATE)
-    usual = ["--replicas", "2", "--mode", "weak", "--repeats", "1", "--device", "cuda", "train.py"]
+    usual = ["--replicas", "2", "--rounds", "1", "--device", "cuda", "train.py"]
     on_time, late = (bench(tmp_path, *usual, seconds)["curves"]["weak"][0] for seconds in ("0", "0.02"))
     assert late["parts"]["imbalance"] > on_time["parts"]["imbalance"] + 0.012
     assert late["parts"]["exposed"] < on_time["parts"]["exposed"] + 0.005

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.testing.reference import ReferenceReplica
 from tests.gpu.sharing import never_waiting
+from tests.reference_engine import ReferenceReplica
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 

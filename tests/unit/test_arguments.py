@@ -354,4 +354,4 @@ def test_a_digit_that_is_no_number_is_said_in_words(capsys):
 
 def test_verify_wants_at_least_one_rank(capsys):
     assert main.main(["verify", "--resume", "--nproc-per-node", "0", "x.py"]) == 78
-    assert "--nproc-per-node 0: with --resume one number of ranks" in capsys.readouterr().err
+    assert "argument --nproc-per-node: '0' is less than 1" in capsys.readouterr().err

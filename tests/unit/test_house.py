@@ -243,7 +243,7 @@ ORDER: dict[str, list[str]] = {
     "replica.virtual_ranks": ["loop", "sums"],
     "replica.wrapper": ["distributed", "assembly", "model_check", "settings", "reducer"],
     "parallel": ["parallelize", "model", "exchange", "replicas", "layout", "blocks", "optimizers"],
-    "testing": ["pool", "faults", "reference", "storage", "transport"],
+    "testing": ["pool", "faults", "storage"],
     "transport": ["backend", "tree_order", "factory", "internode", "shm", "process_group", "local", "core", "base"],
     "transport.backend": ["backend", "calls", "observers", "work"],
     "transport.core": [

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any, NoReturn
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError
+from evenstep.named_files import validate_target
 
 
 class Parser(argparse.ArgumentParser):
     """A parser that reports a wrong call like every other mistake of a user: one line, exit status 78.
 
     It leaves line breaks of descriptions as they are, and doesn't take abbreviations: argparse would look for them
-    among the script's own arguments, too.
+    among the script's own arguments, too. Files that are to be written are looked at before anything runs.
     """
+
+    _reports: tuple[str, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -26,6 +30,20 @@ class Parser(argparse.ArgumentParser):
         added = super().add_subparsers(**settings)
         self.sub_commands: dict[str, argparse.ArgumentParser] = added.choices
         return added
+
+    def add_report(self, option: str, help: str) -> None:
+        """Add an option that names a file to write."""
+        self.add_argument(f"--{option}", metavar="FILE", help=help)
+        self._reports += (option,)
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """As argparse; refuses to write where a script lies, or nothing can be written."""
+        found, rest = super().parse_known_args(*args, **kwargs)
+        taken = [*getattr(found, "scripts", []), getattr(found, "script", None)]
+        for option in self._reports:
+            validate_target(f"--{option}", getattr(found, option), *taken)
+            taken.append(getattr(found, option))
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
         """Raise a `ConfigurationError`."""
@@ -48,13 +66,23 @@ def at_least_1(text: str) -> int:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers with commas, as in 1,2,4."""
-    return tuple(number(part.strip()) for part in text.split(","))
+    """Whole numbers of at least 1 with commas, as in 1,2,4."""
+    return tuple(at_least_1(part.strip()) for part in text.split(","))
 
 
 def names(text: str) -> tuple[str, ...]:
     """Words with commas, as in EV101,EV204."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def size(text: str) -> int:
+    """Bytes: 80G and 80GiB are 80 * 2**30, and 80GB are 80 * 10**9."""
+    parts = re.fullmatch(r"0*([1-9]\d*) *(?:([KMGT])(I?)(B?))?", text.upper(), re.ASCII)
+    if parts is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 80G, 500MB or 2GiB")
+    base = 1000 if parts[4] and not parts[3] else 1024
+    power = "KMGT".index(parts[2]) + 1 if parts[2] else 0
+    return int(parts[1]) * int(base**power)
 
 
 def add_script(parser: argparse.ArgumentParser, *, help: str, rest_help: str) -> None:

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from evenstep.cli.arguments import Parser, add_script, at_least_1, numbers
 from evenstep.launcher.options.ranks import add_nproc_per_node
-from evenstep.named_files import validate_target
 from evenstep.tools.bench.command import compare, scaling
-from evenstep.tools.bench.plan import MODES
 
 _DESCRIPTION = """\
 Measure how well training scales on this host, and say why not better; or which of several scripts is faster.
@@ -52,7 +50,6 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(given)
     if args.action == "compare":
         args.arguments = behind
-        validate_target("--json", args.json, *args.scripts)
     status: int = _SUBCOMMANDS[args.action][0](args)
     return status
 
@@ -80,64 +77,31 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
         metavar="DIR",
         help="where the report goes (default: %(default)s)",
     )
-    _add_steps(parser)
+    _add_common(parser, rounds=3)
     parser.add_argument(
-        "--mode",
-        choices=MODES,
-        default="both",
-        help="weak: the batch grows with the ranks; strong: it is divided (default: %(default)s)",
+        "--strong",
+        action="store_true",
+        help="also with one batch divided over the ranks; else the batch grows with the ranks, and no more is measured",
     )
-    parser.add_argument(
-        "--batch", type=at_least_1, metavar="N", help="samples of a step on the fewest ranks (default: the script's)"
-    )
-    parser.add_argument("--repeats", type=at_least_1, default=3, metavar="N", help="rounds (default: %(default)s)")
-    _add_host(parser)
     add_script(parser, help="the training script", rest_help="its own arguments")
 
 
-def _add_compare_arguments(parser: ArgumentParser) -> None:
+def _add_compare_arguments(parser: Parser) -> None:
     add_nproc_per_node(parser, type=at_least_1, help="ranks of every script (default: the GPUs, or the cores)")
-    parser.add_argument("--rounds", type=at_least_1, default=5, metavar="N", help="rounds (default: %(default)s)")
-    _add_steps(parser)
-    parser.add_argument(
-        "--batch", type=at_least_1, metavar="N", help="samples of a step on all ranks together (default: the script's)"
-    )
-    _add_host(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    _add_common(parser, rounds=5)
+    parser.add_report("json", "write the figures there")
     parser.add_argument(
         "scripts", nargs="+", metavar="script", help="two training scripts or more; the first is the base"
     )
 
 
-def _add_steps(parser: ArgumentParser) -> None:
+def _add_common(parser: ArgumentParser, *, rounds: int) -> None:
     parser.add_argument(
         "--steps", type=at_least_1, default=30, metavar="N", help="steps that count, of each run (default: %(default)s)"
     )
-    parser.add_argument(
-        "--warmup",
-        type=at_least_1,
-        default=5,
-        metavar="N",
-        help="steps before those that count, at least 2 (default: %(default)s)",
-    )
-
-
-def _add_host(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--threads-per-rank",
-        type=at_least_1,
-        metavar="N",
-        help="threads of every rank's CPU operations (default: cores divided by the most ranks)",
-    )
+    parser.add_argument("--rounds", type=at_least_1, default=rounds, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
         "--device", help="cpu, cuda (a GPU for each rank), or cuda:0 for all (default: GPUs if there are any)"
-    )
-    parser.add_argument(
-        "--limit",
-        type=at_least_1,
-        default=900,
-        metavar="S",
-        help="seconds that one run may take (default: %(default)s)",
     )
 
 

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from evenstep.checkpoint import exchange, tools
-from evenstep.cli.arguments import Parser, number
+from evenstep.cli.arguments import Parser, number, size
 from evenstep.errors import CheckpointError
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one action on checkpoints; returns the exit status.
-
-    Raises:
-        CheckpointError: A directory can't be read or written.
-    """
-    args = build_parser().parse_args(arguments)
-    try:
-        return _act(args)
-    except BrokenPipeError:
-        raise
-    except OSError as error:  # of a directory that can't be read, a disk that is full
-        remedy = " Run this as a user who may read and write there." if isinstance(error, PermissionError) else ""
-        raise CheckpointError(f"{error.filename or args.action}: {error.strerror or error}.{remedy}") from None
+    """Run one action on checkpoints; returns the exit status."""
+    return _act(build_parser().parse_args(arguments))
 
 
 def build_parser() -> Parser:
@@ -61,7 +50,7 @@ def build_parser() -> Parser:
     form = exported.add_mutually_exclusive_group()
     form.add_argument(
         "--max-shard-size",
-        type=num_bytes,
+        type=size,
         metavar="SIZE",
         help="make a directory with safetensors of at most this size, 5GB or 500MB, and their index for model hubs",
     )
@@ -114,19 +103,6 @@ def _act(args: Namespace) -> int:
     if args.action == "unlock":
         return _print([tools.unlock(args.directory)])
     return _print([exchange.import_file(args.file, args.directory, args.object, args.step)])
-
-
-def num_bytes(text: str) -> int:
-    """A size such as 5GB, 500MB or 2GiB, in bytes.
-
-    Raises:
-        ArgumentTypeError: It is none.
-    """
-    for unit, size in {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}.items():
-        digits = text.upper().removesuffix(unit).strip()
-        if digits.isdigit() and digits.isascii() and text.upper().endswith(unit) and int(digits):
-            return int(digits) * size
-    raise ArgumentTypeError(f"{text!r} is no size; write 5GB, 500MB or 2GiB")
 
 
 def _print_json(content: Any) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import importlib
-from typing import Any, cast
 
 import evenstep
 from evenstep.cli.arguments import Parser
@@ -71,11 +69,3 @@ def whole_parser() -> Parser:
     for name in COMMANDS:
         parser.sub_commands[name] = importlib.import_module(f"evenstep.cli.{name}").build_parser()
     return parser
-
-
-def find_parser(*path: str) -> argparse.ArgumentParser:
-    """The parser of a command or sub-command, such as "bench", "run"; of all of them without a name."""
-    found: Any = whole_parser()
-    for name in path:
-        found = found.sub_commands[name]
-    return cast(argparse.ArgumentParser, found)

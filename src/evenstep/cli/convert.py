@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from evenstep import checks, console
 from evenstep.cli.arguments import Parser
 from evenstep.errors import ConfigurationError
-from evenstep.named_files import validate_target, write_report
+from evenstep.named_files import write_report
 
 if TYPE_CHECKING:
     from evenstep.tools.convert.convert import Conversion
@@ -35,7 +35,6 @@ def main(arguments: Sequence[str]) -> int:
     # Unlike other commands, convert may have its own options behind the script: it doesn't run it, as a rule.
     args, rest = build_parser().parse_known_args(arguments)
     args.arguments = [each for each in rest if each != "--"]
-    validate_target("--json", args.json, args.script)
     try:
         from evenstep.tools.convert.convert import convert
     except ModuleNotFoundError as error:
@@ -48,8 +47,7 @@ def main(arguments: Sequence[str]) -> int:
             f"--verify only. See evenstep convert --help."
         )
     found = convert(args.script)
-    if args.json is not None:
-        write_report(args.json, json.dumps(found.as_json(), indent=2) + "\n")
+    write_report(args.json, json.dumps(found.as_json(), indent=2) + "\n")
     for remark in (*found.problems, *found.notes):
         console.say(f"{args.script}:{remark.line}: {remark.text}")
     if found.by is not None:
@@ -61,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     if found.problems:
         console.say(f"{args.script} can't be converted, and was left as it is.")
         return 1
-    _show(found.diff)
+    sys.stdout.write(found.diff)
     if args.verify and not _verify(args, found):
         return 1
     if args.write:
@@ -88,7 +86,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--verify", action="store_true", help="compare the result with the script, and with itself on three ranks"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the changes, problems and notes there, for programs")
+    parser.add_report("json", "write the changes, problems and notes there, for programs")
     parser.add_argument("script", help="for one process; what follows is the script's own, for --verify")
     return parser
 
@@ -107,12 +105,3 @@ def _verify(args: Namespace, found: Conversion) -> bool:
     else:
         console.say(f"{args.script}: converted, it doesn't compute the same on three ranks, so nothing was written")
     return report.is_fine
-
-
-def _show(diff: str) -> None:
-    if not sys.stdout.isatty():
-        sys.stdout.write(diff)
-        return
-    from rich.syntax import Syntax
-
-    console.on_stdout().print(Syntax(diff, "diff", theme="ansi_dark", background_color="default"))

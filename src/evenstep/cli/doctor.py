@@ -11,7 +11,7 @@ import evenstep
 from evenstep import console
 from evenstep.cli.arguments import Parser, add_script, at_least_1, names
 from evenstep.launcher.options.ranks import add_nproc_per_node
-from evenstep.named_files import validate_target, write_report
+from evenstep.named_files import write_report
 from evenstep.tools.doctor.examination import chosen_rules, examine
 from evenstep.tools.doctor.fixes import fix
 from evenstep.tools.doctor.report import explained
@@ -42,8 +42,6 @@ or the script isn't python."""
 def main(arguments: Sequence[str]) -> int:
     """Examine a script and print what is wrong with it; returns the exit status."""
     args = build_parser().parse_args(arguments)
-    validate_target("--json", args.json, args.script)
-    validate_target("--sarif", args.sarif, args.script, args.json)
     if args.fix:
         diff = fix(args.script, chosen_rules(args.select, args.ignore))
         print(diff or f"{args.script}: no mend that is certain, so nothing was changed.")
@@ -65,10 +63,8 @@ def main(arguments: Sequence[str]) -> int:
             f"evenstep: {misplaced[0]} stands behind the script, so it was given to the script. An option of doctor "
             f"stands before it: evenstep doctor {misplaced[0]} ... {args.script}"
         )
-    if args.json is not None:
-        write_report(args.json, report.as_json() + "\n")
-    if args.sarif is not None:
-        write_report(args.sarif, report.as_sarif(evenstep.__version__) + "\n")
+    write_report(args.json, report.as_json() + "\n")
+    write_report(args.sarif, report.as_sarif(evenstep.__version__) + "\n")
     return 0 if report.is_fine else 1
 
 
@@ -103,7 +99,7 @@ def build_parser() -> Parser:
         "--ignore", type=names, default=(), metavar="RULE,...", help="not these rules or groups (default: none)"
     )
     parser.add_argument("--explain", action=_Explain, metavar="RULE", help="print what a rule is about, and end")
-    parser.add_argument("--json", metavar="FILE", help="write the findings there, for programs")
-    parser.add_argument("--sarif", metavar="FILE", help="write them as SARIF 2.1.0, for code review tools")
+    parser.add_report("json", "write the findings there, for programs")
+    parser.add_report("sarif", "write them as SARIF 2.1.0, for code review tools")
     add_script(parser, help="a python file, or a notebook, which is only read", rest_help="of the script")
     return parser

@@ -91,10 +91,12 @@ def _main(arguments: list[str], *, owns_process: bool) -> int:
         # `run` ends with the status of its ranks; the others say so when the script that they were given fails.
         return EXIT_SCRIPT_FAILED if isinstance(error, UsageError) and arguments[0] != "run" else error.exit_code
     except OSError as error:
-        if error.errno not in OF_THE_DISK or arguments[0] == "run":
+        # A checkpoint lies on disks that others change, and in stores that fail in ways of their own.
+        if arguments[0] == "run" or (error.errno not in OF_THE_DISK and arguments[0] != "checkpoint"):
             raise
         if error.errno != errno.EPIPE:  # else the reader of our output has seen enough
-            console.say(f"evenstep: {error.filename or 'standard output'} can't be written: {error.strerror}.")
+            where, done = error.filename or "standard output", "written" if error.errno in OF_THE_DISK else "used"
+            console.say(f"evenstep: {where} can't be {done}: {error.strerror or error}.")
         if owns_process:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be written to it
         return EXIT_NOT_WRITTEN

@@ -2,8 +2,7 @@
 
 - `pool`: `RankPool`, rank processes that stay alive between tests.
 - `faults`: faults on request, at a rank, step and phase.
-- `transport`, `storage`: conformance suites for transports and storages, also for your own.
-- `reference`: the slow, obvious engine that the tests compare the fast one with.
+- `storage`: the conformance suite for storages, also for your own.
 """
 
 from evenstep.testing.pool import RankPool

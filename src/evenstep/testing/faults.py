@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -101,14 +100,6 @@ def parse_faults(text: str) -> list[Fault]:
     if not faults:
         raise ConfigurationError(f"--inject {text!r}: there is no fault in it; write one, as in kill:rank=1,step=7.")
     return faults
-
-
-def draw_fault(seed: int, *, num_ranks: int, num_steps: int, kinds: Sequence[str] = tuple(KINDS)) -> Fault:
-    """A random fault, the same for the same seed. Pure."""
-    draw = random.Random(seed)
-    kind = draw.choice(list(kinds))
-    phase = "forward" if kind in _SPOIL else draw.choice(PHASES)
-    return Fault(kind, draw.randrange(num_ranks), draw.randrange(num_steps), phase)
 
 
 def install(faults: str | Sequence[Fault], *, rank: int) -> Callable[[], None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -145,7 +146,7 @@ NUM_THREADS = 4 * len(os.sched_getaffinity(0))
 
 def found_in(directory: Path, **changed: object) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     (directory / "train.py").write_text(textwrap.dedent(SCRIPT).format(**{**CALM, **changed}))
-    usual = ["--replicas", "1,2", "--mode", "weak", "--steps", "12", "--repeats", "1", "--device", "cpu"]
+    usual = ["--replicas", "1,2", "--steps", "12", "--rounds", "1", "--device", "cpu"]
     report = bench(directory, *usual, "train.py")
     return report["findings"], report
 
@@ -164,7 +165,6 @@ def test_nothing_is_found_in_a_healthy_script(changed: dict[str, Any], tmp_path:
         ("slow loader", {"load_s": 0.04}),
         ("slow rank", {"late_s": 0.2}),
         ("small batch", {"work_s": 0.1, "batch": 1, "has_wire": True, "latency_s": 0.15}),
-        ("exposed communication", {"hidden": 512, "classes": 10_000, "batch": 2, **SLOW_WIRE}),
         ("contention", {"shares_cores": True, "prelude": f"torch.set_num_threads({NUM_THREADS})"}),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
@@ -175,8 +175,6 @@ def test_a_planted_cause_is_found_and_no_other(cause: str, changed: dict[str, An
     if cause == "slow rank":
         assert findings[0]["what"].startswith("rank 1 is the last one ready")
         assert "in the forward pass" in findings[0]["what"]
-    if cause == "exposed communication":
-        assert "head.weight has 19.5 MiB" in findings[0]["what"]
     if cause == "contention":
         assert f"2 ranks compute with {2 * NUM_THREADS} threads" in findings[0]["what"]
 
@@ -214,20 +212,15 @@ with evenstep.init(seed=0, mesh={"shard": -1}) as world:
 
 
 @pytest.mark.extended
-def test_a_divided_model_is_seen_block_by_block(tmp_path: Path) -> None:
+def test_a_model_that_fsdp2_divides_is_told_to_gather_once(tmp_path: Path) -> None:
     """Parameters of the second block travel for an eighth of a second, twice in a step."""
     (tmp_path / "train.py").write_text(DIVIDED)
-    usual = ["--replicas", "1,2", "--mode", "weak", "--steps", "8", "--repeats", "1", "--device", "cpu"]
+    usual = ["--replicas", "1,2", "--steps", "8", "--rounds", "1", "--device", "cpu"]
     report = bench(tmp_path, *usual, "train.py")
     one, two = report["curves"]["weak"]
-    assert one["blocks"] == [] or max(each["all_gather_s"] for each in one["blocks"]) < 0.1
-    by_name = {each["name"]: each for each in two["blocks"]}
-    assert by_name.keys() == {"(root)", "blocks.0", "blocks.1"}
-    assert by_name["blocks.1"]["all_gather_s"] > 0.25
-    assert by_name["blocks.0"]["all_gather_s"] < by_name["blocks.1"]["all_gather_s"] / 2
-    assert two["parts"]["exposed"] > 0.2
-    findings = {finding["cause"]: finding["what"] for finding in report["findings"]}
-    assert "most of its time goes to blocks.1" in findings["exposed communication"], report
+    assert two["parts"]["exposed"] > one["parts"]["exposed"] + 0.2
+    (found,) = [finding for finding in report["findings"] if finding["cause"] == "exposed communication"]
+    assert "reshard_after_forward=False" in found["advice"], report
 
 
 LATE = """
@@ -261,7 +254,7 @@ def test_a_rank_that_sleeps_before_its_backward_pass_is_late_and_communication_i
     backend: str, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(LATE)
-    usual = ["--replicas", "2", "--mode", "weak", "--steps", "15", "--repeats", "1", "--device", "cpu", "train.py"]
+    usual = ["--replicas", "2", "--steps", "15", "--rounds", "1", "--device", "cpu", "train.py"]
     on_time, late = (bench(tmp_path, *usual, seconds, backend)["curves"]["weak"][0] for seconds in ("0", "0.1"))
     assert late["parts"]["imbalance"] > on_time["parts"]["imbalance"] + 0.06
     assert late["parts"]["exposed"] < on_time["parts"]["exposed"] + 0.04
@@ -278,14 +271,12 @@ def test_a_rank_that_sleeps_before_its_backward_pass_is_late_and_communication_i
     [
         ("raise ValueError('no data here')", "ValueError: no data here"),
         ("print('done')", "the script made no step with a torch optimizer"),
-        ("import time; time.sleep(600)", "not over after 6 s. Does the script step a torch optimizer?"),
     ],
-    ids=["raises", "makes no steps", "never ends"],
+    ids=["raises", "makes no steps"],
 )
 def test_a_script_that_cannot_be_measured(script: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
-    limit = "6" if "sleep" in script else "100"
-    command = Command(tmp_path, ["bench", "--replicas", "1", "--limit", limit, "train.py"])
+    command = Command(tmp_path, ["bench", "--replicas", "1", "train.py"])
     assert wait(command) == 2
     assert says in command.stderr
     assert "Traceback" not in command.stderr.split("It said:")[0]
@@ -304,6 +295,38 @@ for step in range(60):
     optimizer.step()
     optimizer.zero_grad()
 """
+
+
+WORKERS = """
+import torch, evenstep
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+def start_slowly(number):
+    import time
+    time.sleep(0.3)
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
+    loader = torch.utils.data.DataLoader(data, batch_size=32, num_workers=1, worker_init_fn=start_slowly, **{more})
+    for epoch in range(100):
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("keeps", [False, True], ids=["new in each epoch", "kept"])
+def test_workers_that_start_anew_in_each_epoch_are_told_from_slow_data(keeps: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WORKERS.replace("{more}", repr({"persistent_workers": keeps})))
+    report = bench(tmp_path, "--replicas", "1", "--steps", "8", "--rounds", "1", "--device", "cpu", "train.py")
+    advice = [finding["advice"] for finding in report["findings"] if finding["cause"] == "slow loader"]
+    assert any("persistent_workers=True" in each for each in advice) is not keeps, report
 
 
 @pytest.mark.extended
@@ -337,21 +360,20 @@ def test_a_slower_script_is_slower_and_another_training_has_other_losses(tmp_pat
     write_script(tmp_path, "a.py", work_s=0.05)
     write_script(tmp_path, "slow.py", work_s=0.25)
     write_script(tmp_path, "other.py", work_s=0.05, lr=0.3)
-    flags = ["--nproc-per-node", "2", "--device", "cpu", "--rounds", "2", "--steps", "6", "--warmup", "2"]
+    flags = ["--nproc-per-node", "2", "--device", "cpu", "--rounds", "2", "--steps", "6"]
     data, command = compare(tmp_path, *flags, "a.py", "slow.py", "other.py")
     first, slow, other = data["scripts"]
     assert first["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert min(slow["ratios"]) > 1.5
     assert slow["ratio"]["low"] <= slow["ratio"]["median"] <= slow["ratio"]["high"]
     assert slow["step_s"]["median"] > 0.25 > 0.05 < first["step_s"]["median"]
-    assert slow["losses"]["are_same"] is True, slow
-    assert slow["losses"]["num_steps"] == 8, "those of the warm-up, too"
-    assert other["losses"]["are_same"] is False, other
+    assert slow["losses"]["difference"] < 1e-3, slow
+    assert slow["losses"]["num_steps"] == 11, "those of the warm-up, too"
+    assert other["losses"]["difference"] > 1e-3, other
     assert other["losses"]["step"] > 1, "before the first step nothing has been learned"
     assert "slow.py: slower than a.py in every round" in command.stdout
-    assert "losses: same losses (8 steps)" in command.stdout
-    assert "losses: DIFFER by " in command.stdout
-    order = [line.rpartition(": ")[2] for line in command.stderr.splitlines() if "round " in line]
+    assert "losses: apart by " in command.stdout
+    order = re.findall(r"^evenstep: run \d of 6: ([\w.]+)", command.stderr, re.MULTILINE)
     assert order == ["a.py", "slow.py", "other.py", "other.py", "slow.py", "a.py"]
 
 
@@ -365,8 +387,8 @@ def test_compare_of_the_page(tmp_path: Path) -> None:
     data, _ = compare(tmp_path, *words[3:])
     torchs, ours = data["scripts"]
     assert (torchs["name"], ours["name"]) == ("train_ddp.py", "train.py")
-    assert torchs["rows_per_step"] == ours["rows_per_step"] == 256
-    assert ours["losses"]["told"].startswith("DIFFER by")
+    assert (torchs["rows_per_step"], ours["rows_per_step"]) == (512, 256)
+    assert ours["losses"]["difference"] > 1e-3
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "model.pt").exists()
 
@@ -378,9 +400,9 @@ def test_a_script_without_a_loss_is_not_said_to_be_the_same(tmp_path: Path) -> N
     (tmp_path / "b.py").write_text(
         text.replace("model.backward(F.cross_entropy(model(x), y))", "out = model(x); out.backward(out.detach())")
     )
-    flags = ["--nproc-per-node", "1", "--device", "cpu", "--rounds", "1", "--steps", "3", "--warmup", "2"]
+    flags = ["--nproc-per-node", "1", "--device", "cpu", "--rounds", "1", "--steps", "3"]
     data, command = compare(tmp_path, *flags, "a.py", "b.py")
-    told = "not compared: b.py calls backward on nothing of one number, so no loss was seen"
+    told = "not compared, as no step has one of both: backward must begin with a single number"
     assert data["scripts"][1]["losses"]["told"] == told
     assert f"losses: {told}" in command.stdout
     assert any(remark.startswith("one round") for remark in data["remarks"])
@@ -390,7 +412,7 @@ def test_a_script_without_a_loss_is_not_said_to_be_the_same(tmp_path: Path) -> N
 def test_arguments_reach_every_script_and_one_that_fails_is_named(tmp_path: Path) -> None:
     write_script(tmp_path, "a.py", work_s=0.01)
     (tmp_path / "b.py").write_text("import sys\nraise ValueError(f'arguments {sys.argv[1:]}')")
-    flags = ["--nproc-per-node", "1", "--device", "cpu", "--rounds", "1", "--steps", "3", "--warmup", "2"]
+    flags = ["--nproc-per-node", "1", "--device", "cpu", "--rounds", "1", "--steps", "3"]
     command = Command(tmp_path, ["bench", "compare", *flags, "a.py", "b.py", "--", "--epochs", "7"])
     assert wait(command) == 2, f"{command.stdout}\n{command.stderr}"
     assert "1 replica: b.py failed with status 1" in command.stderr

@@ -19,10 +19,9 @@ import evenstep
 from evenstep.ground.environment import Measurement, Placement, changed_settings
 from evenstep.ground.health.telemetry import BACKWARD, FORWARD, OPTIMIZER_END, REDUCED, WAITING
 from evenstep.testing import RankPool
-from evenstep.tools.bench.probe import Probe, Profiling, is_of_the_script, record_file
-from evenstep.tools.bench.profile import NUM_STEPS
+from evenstep.tools.bench.probe import Probe, is_of_the_script, record_file
 from evenstep.tools.bench.records import COLLECTIVE, RankRecord, read_record, sorted_marks, steps_in_parts
-from evenstep.tools.bench.watching import ModelWatch, facts_of
+from evenstep.tools.bench.watching import ModelWatch
 from evenstep.tools.observing.models import num_rows, trained_by
 from evenstep.tools.observing.patching import Patches
 from evenstep.tools.observing.record import Recorder
@@ -95,7 +94,7 @@ def test_torchs_wrapper_is_seen_through_its_hooks(ranks: RankPool) -> None:
         assert step["forward"] < 0.3
 
 
-def watch_fsdp(naps: list[float], directory: str) -> tuple[list[tuple[str, float, float]], list[dict[str, float]]]:
+def watch_fsdp(naps: list[float]) -> list[dict[str, float]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -119,25 +118,12 @@ def watch_fsdp(naps: list[float], directory: str) -> tuple[list[tuple[str, float
         ends = train(model, marks, optimizer, 4)
         assert marks[::2].count(COLLECTIVE) > 0
     record = RankRecord(world.rank, 2, 1, tuple(ends), (3,) * 4, tuple(sorted_marks(marks)))
-    profiling = Profiling(Path(directory) / f"trace-{world.rank}.json.gz", is_on_gpu=False, is_wanted=True)
-    for _ in range(NUM_STEPS):
-        assert not profiling.is_over
-        train(model, marks, optimizer, 1)
-        profiling.step_ended()
-    assert profiling.is_over
-    assert profiling.profile is not None
-    return list(profiling.profile.blocks), steps_in_parts(record)
+    return steps_in_parts(record)
 
 
-def test_blocks_of_fsdp2_wait_for_parameters_and_gradients(ranks: RankPool, tmp_path: Path) -> None:
-    """Each by its name; and who waits for whom is told as for the wrappers."""
-    told = ranks.run(watch_fsdp, 2, [0.0, 0.2], str(tmp_path), timeout_s=120.0)
-    (fast_blocks, fast_steps), (slow_blocks, slow_steps) = told
-    assert [name for name, *_ in fast_blocks] == [name for name, *_ in slow_blocks] == ["(root)", "0", "2"]
-    assert all(gathering > 0 and scattering > 0 for _, gathering, scattering in fast_blocks), fast_blocks
-    waited = [sum(sum(times) for _, *times in blocks) for blocks in (fast_blocks, slow_blocks)]
-    assert waited[0] - waited[1] > 0.2, "in one step"
-    for fast, slow in zip(fast_steps, slow_steps, strict=True):
+def test_ranks_of_fsdp2_wait_for_each_other(ranks: RankPool) -> None:
+    """Who waits for whom is told as for the wrappers."""
+    for fast, slow in zip(*ranks.run(watch_fsdp, 2, [0.0, 0.2], timeout_s=120.0), strict=True):
         assert fast["wait"] - slow["wait"] > 0.2, "it waits where the other sleeps"
         assert slow["forward"] > 0.2
 
@@ -157,10 +143,6 @@ def test_a_plain_module_is_found_by_its_optimizer() -> None:
         train(model, marks, optimizer, 3)
     counts = Counter(marks[::2])
     assert {counts[what] for what in (FORWARD, BACKWARD, WAITING, REDUCED)} == {3}
-    assert facts_of([model]) == {
-        "gradient_bytes": 4 * (200 * 20 + 20 + 20 * 2 + 2),
-        "largest": ("0.weight", 4 * 200 * 20),
-    }
 
 
 # ---------------------------------------------------------------------- one rank of a run
@@ -172,7 +154,7 @@ def test_a_rank_leaves_what_it_has_seen(
 ) -> None:
     """Of a loop over three batches, the last one of a single sample, that is given other epochs until it has ended."""
     monkeypatch.setattr(Probe, "_leave", lambda self: sys.exit(0))  # else the next step ends this process
-    asked = Measurement(str(tmp_path), num_warmup=2, num_steps=5, watches_losses=watches_losses)
+    asked = Measurement(str(tmp_path), num_steps=5, watches_losses=watches_losses)
     probe = Probe(asked, Placement())
     model = torch.nn.Linear(4, 2)
     monkeypatch.setattr(probe._models, "find", lambda optimizer: find_only(probe._models, model))
@@ -189,19 +171,21 @@ def test_a_rank_leaves_what_it_has_seen(
     with pytest.raises(SystemExit):
         run()
     record = read_record(record_file(asked, 0))
-    assert record.rows == (4, 4, 1, 4, 4, 1, 4)
+    assert record.rows == (4, 4, 1, 4, 4, 1, 4, 4, 1, 4)
     assert record.batches == record.rows
     assert record.num_steps == 5
     assert record.rows_per_step == pytest.approx((1 + 4 + 4 + 1 + 4) / 5)
     assert record.most_often(record.rows) == 4
-    for step in steps_in_parts(record):
+    steps = steps_in_parts(record)
+    assert 5 * record.facts.starting_s == pytest.approx(steps[1]["data"] + steps[4]["data"]), "where epochs begin"
+    for step in steps:
         assert min(step[phase] for phase in ("data", "forward", "backward", "optimizer")) > 0
     assert record.facts.has_loader
-    assert len(record.losses) == (7 if watches_losses else 0)
+    assert len(record.losses) == (10 if watches_losses else 0)
     assert (record.profile is None) == watches_losses
     assert (tmp_path / "trace-0.json.gz").exists() != watches_losses
     if record.profile is not None:
-        assert record.profile.step_s > 0
+        assert record.profile.window[1] > record.profile.window[0]
         assert record.profile.collectives == ()
 
 

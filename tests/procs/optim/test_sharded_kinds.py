@@ -156,4 +156,4 @@ def test_a_rate_that_follows_all_parameters_is_exact_alone_and_refused_on_ranks(
     problems = [problem for problem, _ in ranks.run(adapts, 2, fresh_seed, module)]
     assert problems[0] == problems[1]
     assert "the ranks step with different options: d" in problems[0]
-    assert "it can't be divided: use it as it is" in problems[0]
+    assert "can't be divided: use it without ShardedOptimizer" in problems[0]

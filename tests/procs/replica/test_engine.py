@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import evenstep
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
 from evenstep.testing import RankPool
-from evenstep.testing.reference import ReferenceReplica
 from tests.ranks import on_ranks
+from tests.reference_engine import ReferenceReplica
 
 SIZES = pytest.mark.parametrize("nproc", [2, 3])
 

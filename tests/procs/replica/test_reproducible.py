@@ -18,12 +18,12 @@ from torch import nn
 import evenstep
 from evenstep import world as worlds
 from evenstep.testing import RankPool
-from evenstep.testing.transport import Coverage, check_transport
 from evenstep.transport.core.reduction import plan_tree
 from evenstep.transport.factory import open_between
 from evenstep.transport.tree_order import in_tree_order
 from tests import reproducible_runs as runs
 from tests.procs.transport.test_transport import gloo_carries
+from tests.transport_cases import Coverage, check_transport
 
 STEPS = 7  # of the digits, 5 of the language model: among them a short last batch, and a step behind it
 

@@ -16,12 +16,12 @@ import torch
 import evenstep
 from evenstep.errors import EvenstepError, MismatchError
 from evenstep.testing import RankPool
-from evenstep.testing.transport import DTYPES, Coverage, check_transport
 from evenstep.transport import factory
 from evenstep.transport.core.fallback import fallback
 from evenstep.transport.factory import open_transports
 from evenstep.transport.internode.transport import InternodeTransport
 from tests import namespaces
+from tests.transport_cases import DTYPES, Coverage, check_transport
 
 SHAPES = ((), (0,), (1,), (3, 5), (1021,), (16_385,))
 SOME_DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.bool)

@@ -21,13 +21,13 @@ import torch
 
 import evenstep
 from evenstep.testing import RankPool
-from evenstep.testing.transport import ops_of
 from evenstep.transport.base import Work
 from evenstep.transport.core.reduction import Scratch, plan_arithmetic, reduce_into
 from evenstep.transport.process_group.gloo import open_gloo
 from evenstep.transport.shm.handshake import connect_shared_memory
 from evenstep.transport.shm.transport import SharedMemoryTransport
 from tests.ranks import on_ranks
+from tests.transport_cases import ops_of
 
 CPU = torch.device("cpu")
 SIZES = (0, 1, 5, 300, 20_000, 70_000, 300_000)

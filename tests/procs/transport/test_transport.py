@@ -20,7 +20,6 @@ import torch.distributed as dist
 import evenstep
 from evenstep.errors import ConfigurationError, EvenstepError
 from evenstep.testing import RankPool
-from evenstep.testing.transport import UNSIGNED, Coverage, check_transport
 from evenstep.transport import factory
 from evenstep.transport.base import Collective, Op, Row
 from evenstep.transport.core.reduction import divisor_of
@@ -31,6 +30,7 @@ from evenstep.transport.shm import handshake
 from evenstep.transport.shm.handshake import connect_shared_memory
 from evenstep.transport.shm.sync import WaitPolicy
 from evenstep.transport.shm.transport import SharedMemoryTransport
+from tests.transport_cases import UNSIGNED, Coverage, check_transport
 
 TIMEOUT_S = 60.0
 

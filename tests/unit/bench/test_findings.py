@@ -17,7 +17,7 @@ from evenstep.tools.bench.report import case_of
 from evenstep.tools.bench.scaling import curve
 from tests.bench_runs import CALM, Phases, calm, weak_pair
 
-FACTS = Facts(wrapper="evenstep", num_cores=8, gradient_bytes=8 << 20, largest=("0.weight", 3 << 20))
+FACTS = Facts(wrapper="evenstep", num_cores=8)
 TINY = {"data": 0.05, "forward": 0.3, "script": 0.1, "backward": 0.6, "engine": 0.08, "optimizer": 0.15}
 
 
@@ -52,22 +52,36 @@ def test_a_slow_loader(size: int, fresh_seed: int) -> None:
     assert found.gain == pytest.approx((94.2 + 80 + 4) / (94.2 + 4), rel=0.02)
     assert "num_workers=0" in found.what
     if size < 8:
-        assert found.advice.startswith("with num_workers=1 loading hides behind the rest: 1")
+        assert found.advice.startswith("with `num_workers=1` loading hides behind the rest: 1")
     else:
-        assert found.advice.startswith("make __getitem__ cheaper, or prepare data beforehand (num_workers=1 would")
-        assert "8 cores have room for 0 a rank" in found.advice
+        assert found.advice.startswith("make `__getitem__` cheaper, or prepare data beforehand (1 worker a rank would")
     only(findings(1, with_(data=80.0), seed=fresh_seed), "slow loader")
 
 
 def test_a_loader_with_too_few_workers_is_told_how_many_it_takes(fresh_seed: int) -> None:
     """Two workers deliver a batch in 180 ms, 360 ms of work, and the rest of the step takes 98 ms: four of them."""
-    for num_cores, told in ((64, "with num_workers=4"), (10, "with num_workers=4"), (9, "make __getitem__ cheaper")):
+    for num_cores, told in (
+        (64, "with `num_workers=4`"),
+        (10, "with `num_workers=4`"),
+        (9, "make `__getitem__` cheaper"),
+    ):
         facts = replace(FACTS, num_workers=2, num_cores=num_cores)
         found = only(findings(2, with_(data=80.0), exchange_ms=4, seed=fresh_seed, facts=facts), "slow loader")
         assert found.advice.startswith(told), "no more loaders than there are cores for"
     on_gpu = replace(FACTS, num_workers=2, num_cores=10, device="cuda", num_threads=10)
     found = only(findings(2, with_(data=80.0), exchange_ms=4, seed=fresh_seed, facts=on_gpu), "slow loader")
-    assert found.advice.startswith("with num_workers=4"), "its threads have other things to do than to compute"
+    assert found.advice.startswith("with `num_workers=4`"), "its threads have other things to do than to compute"
+
+
+def test_workers_that_start_anew_in_each_epoch_are_kept_and_the_data_set_is_not_blamed(fresh_seed: int) -> None:
+    facts = replace(FACTS, num_workers=2, num_cores=9, starting_s=0.06)
+    given = {"exchange_ms": 4, "seed": fresh_seed}
+    found = only(findings(2, with_(data=80.0), **given, facts=facts), "slow loader")
+    assert "60 ms of it for the first batches of epochs, whose workers start anew" in found.what
+    assert found.advice.startswith("keep them with `persistent_workers=True`: 17")
+    for others in ({"keeps_workers": True}, {"starting_s": 0.03}, {"num_workers": 0}):
+        other = only(findings(2, with_(data=80.0), **given, facts=replace(facts, **others)), "slow loader")
+        assert "persistent_workers" not in str(other), others
 
 
 @SIZES
@@ -120,9 +134,7 @@ def test_uneven_work_is_nobodys_fault(fresh_seed: int) -> None:
     shown = case_of(curve(uneven.curves["weak"], uneven.rounds)[-1])
     assert find(shown) == []
     (line,) = unexplained(shown, [])
-    assert re.match(
-        r"imbalance is [\d.]+ ms of a step, \d\d%, and no finding: the ranks take turns in being last", line
-    )
+    assert re.match(r"imbalance is [\d.]+ ms of a step, \d\d%, and no cause of it is certain", line)
 
 
 @SIZES
@@ -140,24 +152,12 @@ def test_what_a_batch_twice_as_large_does_is_computed() -> None:
 
 
 @SIZES
-def test_an_enormous_last_layer(size: int, fresh_seed: int) -> None:
-    facts = replace(FACTS, gradient_bytes=110 << 20, largest=("head.weight", 100 << 20))
-    found = only(findings(size, calm, exchange_ms=70, seed=fresh_seed, facts=facts), "exposed communication")
-    assert "head.weight has 100 MiB of the 110 MiB that travel, 91%, and nothing is left to hide it" in found.what
-    assert "bf16_compress_hook" in found.advice
-    assert found.gain == pytest.approx(164.7 / (164.7 - 70 * 0.91 / 2), rel=0.05)
-    assert "head.weight" not in str(findings(size, calm, exchange_ms=4, seed=fresh_seed, facts=facts))
-    single = replace(facts, gradient_bytes=100 << 20)
-    only(findings(size, calm, exchange_ms=70, seed=fresh_seed, facts=single), "small batch")
-
-
-@SIZES
 def test_oversubscribed_threads(size: int, fresh_seed: int) -> None:
     facts = replace(FACTS, num_threads=8)
     slower = with_(forward=60, backward=120)
     found = only(findings(size, slower, alone=calm, seed=fresh_seed, facts=facts), "contention")
     assert f"{size} ranks compute with {8 * size} threads on 8 cores" in found.what
-    assert f"--threads-per-rank {8 // size}" in found.advice
+    assert "no `torch.set_num_threads` in the script" in found.advice
     assert findings(size, calm, seed=fresh_seed, facts=facts) == [], "too many threads that cost nothing"
 
 
@@ -231,7 +231,7 @@ def test_a_gpu_that_waits_for_its_host() -> None:
     assert find(replace(on_gpu(compute_s=0.09, exposed_s=0.002, idle_s=0.004), syncs=lines)) == [], "it is busy"
     assert find(replace(case, spread=0.45)) == []
     assert unexplained(replace(case, spread=0.45), []) == [
-        "an idle GPU is 40 ms of a step, 43%, and no finding: rounds differ by 45%"
+        "an idle GPU is 40 ms of a step, 43%, and no cause of it is certain"
     ]
 
 
@@ -276,56 +276,34 @@ def case(phases: Callable[[int, int], Phases], **given: Any) -> Case:
     return case_of(curve(found.curves["weak"], found.rounds)[-1])
 
 
-def test_gathered_parameters_are_named_with_the_block_that_costs_most() -> None:
-    shown = case(calm, exchange_ms=60, noise=0)
-    step_s = shown.parts.total_s
-    blocks = (
-        ("(root)", 0.01 * step_s, 0.0),
-        ("blocks.0", 0.05 * step_s, 0.02 * step_s),
-        ("blocks.1", 0.2 * step_s, 0.1 * step_s),
-    )
-    found = only(find(replace(shown, blocks=blocks)), "exposed communication")
-    assert (
-        "FSDP2 gathers parameters for 40.2 ms, and most of its time goes to blocks.1: 30.9 ms to gather" in found.what
-    )
-    assert "reshard_after_forward=False" in found.advice
-    assert found.gain == pytest.approx(1 / (1 - 0.13))
-    only(find(replace(shown, blocks=blocks[:2])), "small batch")
-    gloo = only(find(replace(shown, blocks=blocks, facts=replace(FACTS, wrapper="fsdp", backend="gloo"))), found.cause)
+def test_parameters_that_fsdp2_gathers_twice_are_gathered_once() -> None:
+    shown = case(calm, exchange_ms=60, noise=0, facts=replace(FACTS, wrapper="fsdp", backend="nccl"))
+    found = only(find(shown), "exposed communication")
+    assert "`fully_shard(..., reshard_after_forward=False)`" in found.advice
+    assert found.gain == pytest.approx(154.7 / 134.7, rel=1e-3)
+    gloo = only(find(replace(shown, facts=replace(shown.facts, backend="gloo"))), found.cause)
     assert "over Gloo" in gloo.what
-    assert "blocks.1" in gloo.what
 
 
-def test_a_loss_without_a_finding_is_named_with_the_reason(fresh_seed: int) -> None:
+def test_a_loss_without_a_finding_is_named(fresh_seed: int) -> None:
     contended = case(with_(forward=45, backward=90), alone=calm, seed=fresh_seed)
     assert unexplained(contended, find(contended)) == [], "it has a finding"
-    reasons = {
-        "a smaller batch computes less efficiently, too": {"divides_batch": True},
-        "other programs kept 1.5 cores busy, which makes everything longer": {"num_cores_elsewhere": 1.5},
-        "rounds differ by 45%": {"spread": 0.45},
-    }
-    for reason, changed in reasons.items():
-        changed_case = replace(contended, **changed)  # type: ignore[arg-type]
+    for changed in ({"divides_batch": True}, {"num_cores_elsewhere": 1.5}, {"spread": 0.45}):
+        changed_case = replace(contended, **changed)
         assert find(changed_case) == []
         (line,) = unexplained(changed_case, [])
-        assert re.match(r"contention is [0-9.]+ ms of a step, 3\d%, and no finding: ", line), line
-        assert line.endswith(reason)
-    slightly = case(with_(forward=34, backward=68), alone=calm, seed=fresh_seed, noise=0)
-    assert find(slightly) == []
-    assert unexplained(slightly, []) == [
-        "contention is 12 ms of a step, 11%, and no finding: below 15% no single cause can be told from the others"
-    ]
+        assert re.match(r"contention is [0-9.]+ ms of a step, 3\d%, and no cause of it is certain", line), line
     healthy = case(calm, exchange_ms=4, seed=fresh_seed)
     assert unexplained(healthy, find(healthy)) == []
 
 
 def test_exchanges_over_gloo_on_cpus_have_a_faster_backend() -> None:
-    facts = Facts(wrapper="torch", backend="gloo", num_cores=4, gradient_bytes=8 << 20)
+    facts = Facts(wrapper="torch", backend="gloo", num_cores=4)
     parts = Parts(compute_s=0.05, exposed_s=0.02, engine_s=0.01, optimizer_s=0.04)
     case = Case(2, 16, Decomposition(parts, None, (0.05, 0.05), 20), facts, num_threads=4)
     found = only(find(case), "exposed communication")
     assert found.gain == pytest.approx(120 / 90)
-    assert 'init_process_group("evenstep")' in found.advice
+    assert '`init_process_group("evenstep")`' in found.advice
     for other in ({"backend": "evenstep"}, {"wrapper": "evenstep"}, {"device": "cuda"}):
         only(find(replace(case, facts=replace(facts, **other))), "small batch")  # type: ignore[arg-type]
     assert find(replace(case, num_replicas=1)) == []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,13 +24,7 @@ from evenstep.ground.health.telemetry import (
 )
 from evenstep.tools.bench import runs
 from evenstep.tools.bench.decompose import Decomposition, decompose
-from evenstep.tools.bench.plan import (
-    Setting,
-    default_replicas,
-    plan_settings,
-    too_small,
-    validate_replicas,
-)
+from evenstep.tools.bench.plan import Setting, default_replicas, plan_settings, validate_replicas
 from evenstep.tools.bench.profile import Profile
 from evenstep.tools.bench.records import (
     COLLECTIVE,
@@ -45,7 +41,7 @@ from evenstep.tools.bench.records import (
 )
 from evenstep.tools.bench.runs import Wish, remarks
 from evenstep.tools.bench.scaling import Run, Spread, curve, median_run
-from tests.bench_runs import CALM, MS, WARMUP, calm, make_run, weak_pair
+from tests.bench_runs import CALM, MS, calm, make_run, weak_pair
 
 # ---------------------------------------------------------------------- marks
 
@@ -106,7 +102,7 @@ def test_any_marks_give_steps_whose_phases_add_up(fresh_seed: int) -> None:
 
 def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
     (record,) = make_run(Setting(1, 32), calm).records
-    seen = Profile((0.5, 2.0), ((0.6, 0.7),), (("0: all 0", 0.8, 0.9),), (("0", 0.1, 0.2),), (("train.py:3", 1.0),))
+    seen = Profile((0.5, 2.0), ((0.6, 0.7),), (("0: all 0", 0.8, 0.9),), (("train.py:3", 1.0),))
     record = replace(record, losses=((1.0, 2.0),), profile=seen)
     write_record(record, tmp_path / "rank-0.json")
     assert read_record(tmp_path / "rank-0.json") == record
@@ -261,31 +257,41 @@ def test_parts_add_up_to_the_step_that_is_told_however_many_rounds(num_rounds: i
 
 
 def test_settings_of_both_curves_begin_with_the_same_one() -> None:
-    curves = plan_settings((1, 2, 4), "both", 32)
+    curves = plan_settings((1, 2, 4), 32, has_strong=True)
     assert curves["weak"] == (Setting(1, 32, 1), Setting(2, 64, 2), Setting(4, 128, 4))
     assert curves["strong"] == (Setting(1, 32, 1), Setting(2, 32, 1), Setting(4, 32, 1))
-    assert plan_settings((2, 4), "weak", None) == {"weak": (Setting(2, None, 1), Setting(4, None, 2))}
+    assert plan_settings((2, 4), None, has_strong=False) == {"weak": (Setting(2, None, 1), Setting(4, None, 2))}
 
 
 def test_rounds_go_up_and_down_and_have_each_setting_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was run before isn't run again, and traces are kept of the job that they are asked for."""
+    """What was run before isn't run again, traces are kept of the job that they are asked for, and the rest is told."""
     made: list[tuple[Setting, Path | None]] = []
+    now = [100.0]
 
     def run_once(setting: Setting, wish: Wish, place: Path, traces: Path | None = None) -> Run:
         place.mkdir()
         made.append((setting, traces))
+        now[0] += 20.0
         return Run(setting, ())
 
     monkeypatch.setattr(runs, "run_once", run_once)
+    monkeypatch.setattr(runs.time, "monotonic", lambda: now[0])
     one, two, half = Setting(1, 32, 1), Setting(2, 64, 2), Setting(2, 32, 1)
-    wish = Wish("train.py", (), (1, 2), "both", None, 2, 20, 3, 1)
-    jobs = {each: (str(each.num_replicas), each, wish) for each in (one, two, half)}
+    wish = Wish("train.py", (), (1, 2), 20, 3, 1)
+    jobs = {each: (f"job {number}", each, wish) for number, each in enumerate((one, two, half))}
     said: list[str] = []
-    done = {one: Run(one, ())}
-    rounds = runs.run_rounds(jobs, 3, said.append, tmp_path, done=done, traces={two: tmp_path})
+    series = runs.Series(9, tmp_path, said.append)
+    done = {one: series.run("first", one, wish)}
+    rounds = series.rounds(jobs, 3, done=done, traces={two: tmp_path})
     kept, others = (two, tmp_path), [(half, None), (one, None)]
-    assert made == [kept, others[0], others[0], kept, others[1], others[1], kept, others[0]]
-    assert said[:3] == ["round 1 of 3: 2", "round 1 of 3: 2", "round 2 of 3: 2"]
+    assert made[1:] == [kept, others[0], others[0], kept, others[1], others[1], kept, others[0]]
+    assert said[:4] == [
+        "9 runs, each of 15 minutes at most; after the first it is told about how long the rest takes",
+        "run 1 of 9: first",
+        "run 2 of 9: job 1; about 3 minutes left",
+        "run 3 of 9: job 2; about 2 minutes left",
+    ]
+    assert said[-1] == "run 9 of 9: job 2; about 20 s left"
     assert [set(each) for each in rounds] == [set(jobs)] * 3
     assert rounds[0][one] is done[one]
 
@@ -297,26 +303,40 @@ def test_numbers_of_replicas() -> None:
     assert validate_replicas([4, 1, 2, 2]) == (1, 2, 4)
     with pytest.raises(ConfigurationError, match="--nproc-per-node 2,3: 3 is no multiple of 2, the fewest"):
         validate_replicas([2, 3])
-    with pytest.raises(ConfigurationError, match="--nproc-per-node 0,2: numbers of at least 1"):
-        validate_replicas([0, 2])
 
 
 def test_a_batch_that_cannot_be_divided() -> None:
-    assert too_small(plan_settings((1, 2, 4), "both", 3)) == (
-        "a batch of 3 can't be divided over 4 replicas; choose a larger --batch, or --mode weak"
-    )
-    assert too_small(plan_settings((1, 2, 4), "weak", 1)) is None
-    assert WARMUP >= 1
+    with pytest.raises(ConfigurationError, match="--strong: 3 samples are too few to divide over 4 replicas"):
+        plan_settings((1, 2, 4), 3, has_strong=True)
+    with pytest.raises(ConfigurationError, match="--strong: no loader was seen"):
+        plan_settings((1, 2), None, has_strong=True)
+    assert plan_settings((1, 2, 4), 1, has_strong=False)["weak"][-1] == Setting(4, 4, 4)
 
 
 def test_a_reader_is_told_what_the_figures_are_worth() -> None:
     """Only what is true of these runs."""
     found = weak_pair(2, calm)
     assert found.remarks == ()
-    blind = {
-        setting: replace(run, records=tuple(replace(r, usage=replace(r.usage, host_s=None)) for r in run.records))
-        for setting, run in found.rounds[0].items()
-    }
-    assert remarks(found.curves, [blind] * 3, found.wish) == (
-        "noticing other programs that keep cores busy needs psutil: pip install 'evenstep[bench]'",
-    )
+    busy = {setting: replace(run, cores_elsewhere=1.5) for setting, run in found.rounds[0].items()}
+    (line,) = remarks([busy] * 3, found.wish)
+    assert line.startswith("other programs kept 1.5 cores of this host busy")
+
+
+def test_a_script_that_never_steps_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "LONGEST_S", 1.0)
+    (tmp_path / "train.py").write_text("import time; time.sleep(600)")
+    wish = Wish(str(tmp_path / "train.py"), (), (1,), 20, 1, 1, "cpu")
+    with pytest.raises(UsageError, match="not over after 1 s"):
+        runs.run_once(Setting(1, None), wish, tmp_path / "run")
+
+
+def test_what_other_programs_use_is_what_the_ranks_have_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 30 seconds of the host's cores in 10 the ranks and their loaders have used 25."""
+    (record,) = make_run(Setting(1, 32), calm).records
+    made = SimpleNamespace(process=SimpleNamespace(wait=lambda limit_s: 0))
+    clocks = iter([(0.0, 100.0, 5.0), (10.0, 130.0, 30.0)])
+    monkeypatch.setattr(runs, "launched", lambda *_: nullcontext(made))
+    monkeypatch.setattr(runs, "read_record", lambda path: record)
+    monkeypatch.setattr(runs, "_clocks", lambda: next(clocks))
+    wish = Wish("train.py", (), (1,), 20, 1, 1, "cpu")
+    assert runs.run_once(Setting(1, None), wish, tmp_path / "run").cores_elsewhere == pytest.approx(0.5)

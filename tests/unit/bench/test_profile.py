@@ -194,21 +194,12 @@ def test_intervals_that_overlap_are_one() -> None:
     assert union([]) == []
 
 
-def test_blocks_of_fsdp2_are_told_by_their_names(tmp_path: Path) -> None:
-    """Not what copies out of a gathered block, nor the range around both."""
-    trace = Trace(0.0)
-    for step in range(NUM_STEPS):
-        at = 100.0 * step
-        trace.add("user_annotation", "FSDP::all_gather", at, at + 3)
-        for since in (10, 50):
-            trace.add("user_annotation", "FSDP::pre_forward (blocks.1)", at + since - 1, at + since + 8)
-            trace.add("user_annotation", "FSDP::all_gather (blocks.1)", at + since, at + since + 2)
-            trace.add("user_annotation", "FSDP::all_gather_copy_out (blocks.1)", at + since + 2, at + since + 4)
-        trace.add("user_annotation", "FSDP::post_backward_reduce (blocks.1)", at + 70, at + 75)
-    trace.add("user_annotation", WINDOW, 0, 100 * NUM_STEPS)
-    profile = trace.profile(tmp_path / "trace.json.gz")
-    assert [(name, *map(pytest.approx, times)) for name, *times in profile.blocks] == [
-        ("(root)", 0.003, 0.0),
-        ("blocks.1", 0.004, 0.005),
-    ]
-    assert profile.step_s == pytest.approx(0.1)
+def test_steps_with_other_numbers_of_collectives_are_one(tmp_path: Path) -> None:
+    """A kernel more in one of the steps: no kernel tells where another step ends."""
+    (profile,) = traces(tmp_path, [0.0], [0.0])
+    assert len(device_steps([profile])[0]) == NUM_STEPS - 1
+    since, until = profile.window
+    more = replace(profile, collectives=(*profile.collectives, ("0: broadcast 0", until - 0.001, until)))
+    (whole,) = device_steps([more])
+    assert len(whole) == 1
+    assert sum(whole[0].values()) == pytest.approx(until - since)

@@ -187,7 +187,7 @@ def test_a_directory_that_may_not_be_listed(
     first = [str(tmp_path / "states.pt")] if action == "import" else []
     assert main(["checkpoint", action, *first, str(tmp_path), *more]) == 74
     err = capsys.readouterr().err
-    assert err == f"evenstep: {tmp_path}: Permission denied. Run this as a user who may read and write there.\n"
+    assert err == f"evenstep: {tmp_path} can't be used: Permission denied.\n"
 
 
 @pytest.mark.parametrize("command", ["bench", "verify"])

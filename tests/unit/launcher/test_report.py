@@ -127,6 +127,24 @@ def test_a_rank_that_ended_early_with_status_0_is_named_and_there_is_advice() ->
     assert "DataLoader(global_batch_size=" in verdict
 
 
+def test_a_rank_that_left_its_group_and_ran_on_is_named_and_not_the_one_that_waits() -> None:
+    """Torch's ranks: the one that waits sees only that a connection was closed."""
+    lost = CrashReport(
+        1, 101, 4, True, 1, "RuntimeError: Connection closed by peer", '  File "ddp.py", line 13, in f\n'
+    )
+    failure = failure_of([Exit(0, 100, -15, stopped_by_launcher=True), Exit(1, 101, 1)], [lost], attempt=0)
+    assert failure is not None
+    pages = {0: Heartbeat(100, Phase.ENDED, 9, 0, False, 1), 1: Heartbeat(101, Phase.BETWEEN_STEPS, 9, 0, False, 1)}
+    (verdict,) = describe_failure(replace(failure, pages=pages)).splitlines()
+    assert verdict.startswith(
+        "evenstep: rank 0 (pid 100) had left its process group while rank 1 still waited: its loop was shorter, or it "
+        "left early, after 9 steps. Rank 1 waited at ddp.py, line 13. "
+    )
+    assert status_of(replace(failure, pages=pages)) == 72
+    mistaken = replace(failure, reports=(lost, replace(GENUINE, rank=0)), pages=pages)
+    assert not mistaken.left, "it has reported an error"
+
+
 def test_what_cannot_be_known_is_not_said() -> None:
     """Rank 1 closed its world and ran on: nobody told why."""
     *before, silent, verdict = told([Exit(0, 100, 76), STOPPED], [WITNESS])

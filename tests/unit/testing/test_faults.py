@@ -17,7 +17,7 @@ import torch
 
 from evenstep.cli.main import main
 from evenstep.errors import ConfigurationError
-from evenstep.testing.faults import KINDS, Fault, draw_fault, install, parse_faults
+from evenstep.testing.faults import KINDS, Fault, install, parse_faults
 from tests import modules
 
 
@@ -52,14 +52,6 @@ def test_texts_that_are_none(text: str, message: str, capsys: pytest.CaptureFixt
         parse_faults(text)
     assert main(["run", "--nproc-per-node", "1", f"--inject={text}", __file__]) == 78
     assert message in capsys.readouterr().err
-
-
-def test_a_drawn_fault_is_the_same_for_the_same_seed(fresh_seed: int) -> None:
-    one, again = (draw_fault(fresh_seed, num_ranks=4, num_steps=9) for _ in range(2))
-    assert one == again
-    assert 0 <= one.rank < 4
-    assert 0 <= one.step < 9
-    assert len({draw_fault(seed, num_ranks=4, num_steps=9).kind for seed in range(200)}) == len(KINDS)
 
 
 def train(num_steps: int) -> list[float]:

@@ -18,15 +18,13 @@ class Measurement:
 
     Attributes:
         directory: Where every rank writes its record.
-        num_warmup: Optimizer steps at the start that aren't counted.
-        num_steps: Optimizer steps that are counted; then the run ends, with status 0.
+        num_steps: Optimizer steps that are counted, after warm-up steps that aren't; then the run ends, with status 0.
         global_batch_size: Samples of a step on all ranks together, instead of the script's value; None: the script's.
         growth: A factor for sizes in other units than samples (`max_tokens`).
         watches_losses: Whether ranks record losses, and begin with a seed.
     """
 
     directory: str
-    num_warmup: int = 0
     num_steps: int = 1
     global_batch_size: int | None = None
     growth: int = 1

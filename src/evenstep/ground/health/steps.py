@@ -6,6 +6,7 @@ optimizer steps, and would fail if the garbage collector removed a hook meanwhil
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import sys
@@ -15,6 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -51,6 +54,24 @@ def count_optimizer_steps(listener: Listener | None = None) -> None:
         _is_watching = True
         register_optimizer_step_pre_hook(_optimizer_begins)
         register_optimizer_step_post_hook(_optimizer_ended)
+
+
+def mark_end_of_group() -> None:
+    """From now on the page says when the script destroys its process group: it has left then, as it should.
+
+    Others that still wait for this rank see their connections closed, as after a crash.
+    """
+    if not dist.is_available():
+        return
+    destroy = distributed_c10d.destroy_process_group
+
+    @functools.wraps(destroy)
+    def leave(group: Any = None) -> None:
+        if group is None or group is dist.group.WORLD:
+            mark(Phase.ENDED)
+        destroy(group)
+
+    dist.destroy_process_group = distributed_c10d.destroy_process_group = leave
 
 
 def _optimizer_begins(optimizer: Optimizer, *_: object) -> None:

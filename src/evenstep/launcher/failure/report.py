@@ -12,7 +12,7 @@ from evenstep.checks import counted
 from evenstep.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 from evenstep.ground.environment import NODE_TIMEOUT_S
 from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause
-from evenstep.ground.health.heartbeat import Heartbeat
+from evenstep.ground.health.heartbeat import Heartbeat, Phase
 from evenstep.ground.health.users_code import is_users
 from evenstep.launcher.failure.detection import Hang
 from evenstep.launcher.failure.hangs import DEFAULT_AFTER_S, UNDER_NO_IF
@@ -88,8 +88,12 @@ class Failure:
 
     @property
     def left(self) -> list[Exit]:
-        """The ranks that have ended without an error but early, if the other ranks only lost a peer."""
-        ended = [each for each in self.exits if each.exit_code == 0 and not each.stopped_by_launcher]
+        """The ranks that have ended, or left their process group, without an error but early, if others only lost a peer."""
+        reporting = {each.rank for each in self.reports}
+        gone = {rank for rank, seen in self.pages.items() if seen.phase is Phase.ENDED} - reporting
+        ended = [
+            each for each in self.exits if (each.rank in gone if each.stopped_by_launcher else each.exit_code == 0)
+        ]
         return ended if self.only_secondary else []
 
     @property
@@ -204,7 +208,8 @@ def _name_the_missing(failure: Failure) -> list[str]:
     if left := failure.left:
         waiting = _listed(f"rank {rank}" for rank in sorted(missing_of)) or "ranks of other nodes"
         loops = "its loop was shorter, or it left" if len(left) == 1 else "their loops were shorter, or they left"
-        ended = f"{_named(left)} had ended with status 0 while {waiting} still waited: {loops} early"
+        how = "left its process group" if any(each.stopped_by_launcher for each in left) else "ended with status 0"
+        ended = f"{_named(left)} had {how} while {waiting} still waited: {loops} early"
         return [f"{ended}{_steps(failure, left)}. {_waited(failure)}{_UNEVEN}"]
     patient = sorted(rank for rank, missing in missing_of.items() if missing)
     waiting = _listed(f"rank {rank}" for rank in patient)

@@ -32,7 +32,7 @@ from evenstep.ground.environment import current_placement, is_set, settings
 from evenstep.ground.health import excepthook, heartbeat
 from evenstep.ground.health.heartbeat import Note
 from evenstep.ground.health.peer_heartbeats import own_page, write_page
-from evenstep.ground.health.steps import count_optimizer_steps
+from evenstep.ground.health.steps import count_optimizer_steps, mark_end_of_group
 from evenstep.launcher.spawn.log_lines import stamp_lines
 from evenstep.launcher.spawn.own_ranks import refuse_own_ranks
 from evenstep.processes import has_gpu_driver
@@ -70,6 +70,7 @@ def main(arguments: list[str]) -> None:
         importlib.import_module("evenstep.testing.faults").install(given.inject, rank=placement.rank)
     if kind != "function" and placement.world_size > 1:
         refuse_own_ranks()
+        mark_end_of_group()
     excepthook.install(placement)
     # Modules imported so far are never freed, so collections needn't scan them.
     atexit.register(end_quickly, os.getpid(), has_frozen_types=_reports_leaks())

@@ -13,7 +13,7 @@ One rank of such a run:
 
 From records to causes:
 
-    profile     a trace of torch's profiler in; kernels, collectives and blocks of FSDP2 out      pure
+    profile     a trace of torch's profiler in; kernels and collectives out     pure
     records     what a rank leaves: marks in, steps in parts out                  pure
     decompose   steps of all ranks in, where the time went out                    pure
     scaling     runs in, efficiency with its spread out                           pure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import sys
 from argparse import Namespace
@@ -12,10 +11,11 @@ from evenstep.console import on_stdout, say
 from evenstep.errors import ConfigurationError
 from evenstep.ground.health.telemetry import NUM_STEPS_KEPT
 from evenstep.named_files import write_report
-from evenstep.tools.bench.plan import default_replicas, validate_replicas
+from evenstep.tools.bench.plan import NUM_WARMUP, default_replicas, validate_replicas
 
 if TYPE_CHECKING:
     from evenstep.launcher.options.resources import Host
+    from evenstep.tools.bench.runs import Wish
 
 
 def scaling(args: Namespace) -> int:
@@ -30,33 +30,27 @@ def scaling(args: Namespace) -> int:
     """
     from evenstep.launcher.options.resources import look_at_host
     from evenstep.tools.bench.report import MISSING, build_report, can_draw, draw_efficiency, print_report
-    from evenstep.tools.bench.runs import Wish, measure
+    from evenstep.tools.bench.runs import measure
 
-    _validate_steps(args)
     host = look_at_host()
     replicas = validate_replicas(args.nproc_per_node or default_replicas(_count_places(host, args.device)))
     # The same for every number of replicas: else one would have the whole host, and all of them a part each.
-    threads = args.threads_per_rank or max(1, host.num_cores // replicas[-1])
+    wish = _wish(args, replicas, host.num_cores, has_strong=args.strong)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"--out {args.out}: {error.strerror}.") from None
     if not can_draw():
         say(f"evenstep: {MISSING}")
-    wish = Wish(
-        args.script, tuple(args.arguments), replicas, args.mode, args.batch, args.warmup, args.steps, args.repeats,
-        threads, args.device, float(args.limit),
-    )  # fmt: skip
-    began_at = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     for trace in args.out.glob("trace-*"):
         trace.unlink()
     measured = measure(wish, _say, args.out)
-    report = build_report(measured, version=sys.modules["evenstep"].__version__, began_at=began_at)
+    report = build_report(measured, sys.modules["evenstep"].__version__)
     write_report(args.out / "report.json", json.dumps(report, indent=1))
     print_report(report, on_stdout())
     if can_draw():
         draw_efficiency(report["curves"], args.out / "efficiency.png")
-    print(f"{args.out}/report.json", flush=True)  # noqa: T201
+    print(f"written: {args.out}/report.json and, beside it, traces for Perfetto", flush=True)  # noqa: T201
     return 0
 
 
@@ -72,24 +66,15 @@ def compare(args: Namespace) -> int:
     """
     from evenstep.launcher.options.resources import look_at_host
     from evenstep.tools.bench.compare import as_data, remarks, run_all, summarise, table, validate_scripts, verdicts
-    from evenstep.tools.bench.runs import Wish
 
-    _validate_steps(args)
     names = validate_scripts(args.scripts)
     host = look_at_host()
     num_ranks = args.nproc_per_node or _count_places(host, args.device)
-    if args.batch is not None and args.batch < num_ranks:
-        raise ConfigurationError(f"--batch {args.batch}: at least a sample for each of {num_ranks} ranks.")
-    threads = args.threads_per_rank or max(1, host.num_cores // num_ranks)
-    wish = Wish(
-        args.scripts[0], tuple(args.arguments), (num_ranks,), "weak", args.batch, args.warmup, args.steps, args.rounds,
-        threads, args.device, float(args.limit), watches_losses=True,
-    )  # fmt: skip
+    wish = _wish(args, (num_ranks,), host.num_cores, watches_losses=True)
     rounds = run_all(wish, args.scripts, names, _say)
     sides = summarise(names, rounds)
     told = remarks(wish, sides, rounds)
-    if args.json is not None:
-        write_report(args.json, json.dumps(as_data(sides, told, wish), indent=1))
+    write_report(args.json, json.dumps(as_data(sides, told, wish), indent=1))
     console = on_stdout()
     console.print(table(sides, wish))
     for line in [*verdicts(sides), *(f"note: {remark}" for remark in told)]:
@@ -97,13 +82,14 @@ def compare(args: Namespace) -> int:
     return 0
 
 
-def _validate_steps(args: Namespace) -> None:
-    if args.warmup < 2:
-        raise ConfigurationError(f"--warmup {args.warmup}: at least 2; in the first step the models are looked for.")
-    if args.warmup + args.steps > NUM_STEPS_KEPT:
-        raise ConfigurationError(
-            f"--warmup {args.warmup} and --steps {args.steps}: at most {NUM_STEPS_KEPT} together are remembered."
-        )
+def _wish(args: Namespace, replicas: tuple[int, ...], num_cores: int, **more: bool) -> Wish:
+    from evenstep.tools.bench.runs import Wish
+
+    if NUM_WARMUP + args.steps > NUM_STEPS_KEPT:
+        raise ConfigurationError(f"--steps {args.steps}: at most {NUM_STEPS_KEPT - NUM_WARMUP} are remembered.")
+    script = args.script if "script" in args else args.scripts[0]
+    threads = max(1, num_cores // replicas[-1])
+    return Wish(script, tuple(args.arguments), replicas, args.steps, args.rounds, threads, args.device, **more)
 
 
 def _count_places(host: Host, device: str | None) -> int:

@@ -26,54 +26,40 @@ from evenstep.named_files import validate_script
 from evenstep.temporary import private_directory
 from evenstep.tools.bench.plan import Setting
 from evenstep.tools.bench.report import titled
-from evenstep.tools.bench.runs import Wish, ended_early, not_written, others_busy, run_rounds
+from evenstep.tools.bench.runs import Series, Wish, common_remarks
 from evenstep.tools.bench.scaling import Run, Spread
 
-VERSION = 1
-
-# Relative differences of losses that rounding explains: sums have other orders, and steps carry it on.
-_TOLERANCES = {"float64": 1e-8, "float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
+VERSION = 2
 
 Losses = Sequence[float | None]  # by step; None where no loss was seen
 
 
 @dataclass(frozen=True)
 class LossComparison:
-    """Losses of a script beside those of the first one, step by step.
+    """Losses of a script beside those of the first one, step by step, relative to the largest of the first script.
 
     Attributes:
-        num_steps: Steps in which both have a loss, of the round with the fewest.
-        difference: The largest, relative to the largest loss of the first script; None if there is no such step.
+        num_steps: Steps in which both have a loss, of the round with the fewest; 0: nothing was compared.
+        difference: The largest.
         step: Where that was, from 1 on; 0 if nowhere.
-        tolerance: The difference that rounding explains.
         own: The largest difference between rounds of the first script itself.
-        reason: Why nothing was compared; "" if something was.
     """
 
-    num_steps: int = 0
-    difference: float | None = None
-    step: int = 0
-    tolerance: float = 0.0
-    own: float = 0.0
-    reason: str = ""
-
-    @property
-    def are_same(self) -> bool | None:
-        """Whether rounding explains all differences; None if nothing was compared."""
-        return None if self.difference is None else self.difference <= self.tolerance
+    num_steps: int
+    difference: float
+    step: int
+    own: float
 
     def __str__(self) -> str:
-        if self.difference is None:
-            return f"not compared: {self.reason}"
+        if self.num_steps == 0:
+            return "not compared, as no step has one of both: backward must begin with a single number"
         steps = counted(self.num_steps, "step")
         if self.difference == 0:
-            return f"same losses ({steps})"
-        if self.are_same:
-            return f"same losses ({steps}), but for rounding: {self.difference:.1g}"
-        apart = f"{self.difference:.2g} of the largest loss in step {self.step}"
-        if self.difference <= 2 * self.own:
-            return f"differ by {apart}; the first script's own rounds differ by {self.own:.2g}"
-        return f"DIFFER by {apart}"
+            return f"the same in {steps}"
+        return (
+            f"apart by {self.difference:.2g} of the largest in step {self.step} of {steps}; rounds of the first script "
+            f"by {self.own:.2g}"
+        )
 
 
 @dataclass(frozen=True)
@@ -85,9 +71,8 @@ class Side:
         step_s: The average step.
         samples_per_s: Throughput of all ranks.
         rows_per_step: Samples of most steps on all ranks together; 0 if none were seen.
-        ratios: By round: its step over that of the first script.
+        ratios: By round: its time over that of the first script, of a sample; of a step where samples aren't known.
         ratio: The same with its quartiles.
-        ratio_by_sample: The same of the time of a sample.
         losses: Beside those of the first script; None of the first one itself.
     """
 
@@ -97,7 +82,6 @@ class Side:
     rows_per_step: int
     ratios: tuple[float, ...]
     ratio: Spread
-    ratio_by_sample: Spread
     losses: LossComparison | None
 
 
@@ -132,10 +116,10 @@ def run_all(
     Raises:
         UsageError: A script failed, made no steps, or took too long.
     """
-    setting = Setting(wish.replicas[0], wish.batch)
+    setting = Setting(wish.replicas[0], None)
     jobs = {name: (name, setting, replace(wish, script=script)) for name, script in zip(names, scripts, strict=True)}
     with private_directory("bench") as root:
-        rounds = run_rounds(jobs, wish.num_rounds, say, root)
+        rounds = Series(len(jobs) * wish.num_rounds, root, say).rounds(jobs, wish.num_rounds)
     return [tuple(runs[name] for name in names) for runs in rounds]
 
 
@@ -153,17 +137,9 @@ def summarise(names: Sequence[str], rounds: Sequence[Sequence[Run]]) -> list[Sid
     firsts = [runs[0] for runs in rounds]
     for number, name in enumerate(names):
         runs = [each[number] for each in rounds]
-        ratios = tuple(run.step_s / first.step_s for run, first in zip(runs, firsts, strict=True))
-        by_sample = [first.samples_per_s / run.samples_per_s for run, first in zip(runs, firsts, strict=True)]
-        dtypes = {run.records[0].facts.loss_dtype for run in (runs[0], firsts[0])}
-        losses = None
-        if number > 0:
-            losses = compare_losses(
-                [losses_of(run) for run in firsts],
-                [losses_of(run) for run in runs],
-                max(_TOLERANCES.get(dtype, _TOLERANCES["float32"]) for dtype in dtypes),
-                names=(names[0], name),
-            )
+        are_known = all(run.usual_batch for run in (*runs, *firsts))
+        paces = [[1 / run.samples_per_s if are_known else run.step_s for run in each] for each in (runs, firsts)]
+        ratios = tuple(pace / first for pace, first in zip(*paces, strict=True))
         sides.append(
             Side(
                 name,
@@ -172,8 +148,7 @@ def summarise(names: Sequence[str], rounds: Sequence[Sequence[Run]]) -> list[Sid
                 runs[0].usual_batch,
                 ratios,
                 Spread.of(ratios),
-                Spread.of(by_sample),
-                losses,
+                compare_losses([*map(losses_of, firsts)], [*map(losses_of, runs)]) if number else None,
             )
         )
     return sides
@@ -188,27 +163,12 @@ def losses_of(run: Run) -> list[float | None]:
     return found
 
 
-def compare_losses(
-    first: Sequence[Losses], others: Sequence[Losses], tolerance: float, *, names: tuple[str, str]
-) -> LossComparison:
-    """Compare losses round by round. Pure.
-
-    Args:
-        first: Of the first script, by round.
-        others: Of another one, by round.
-        tolerance: The relative difference that rounding explains.
-        names: What both are called.
-    """
-    for name, rounds in zip(names, (first, others), strict=True):
-        if not any(loss is not None for losses in rounds for loss in losses):
-            return LossComparison(reason=f"{name} calls backward on nothing of one number, so no loss was seen")
+def compare_losses(first: Sequence[Losses], others: Sequence[Losses]) -> LossComparison:
+    """Compare losses of the first script and of another one, round by round. Pure."""
     found = [_difference(a, b) for a, b in zip(first, others, strict=True)]
-    num_steps = min(count for count, _, _ in found)
-    if num_steps == 0:
-        return LossComparison(reason="no step has a loss in both scripts")
     _, difference, step = max(found, key=lambda each: each[1])
-    own = max((difference for _, difference, _ in (_difference(first[0], each) for each in first[1:])), default=0.0)
-    return LossComparison(num_steps, difference, step, tolerance, own)
+    own = max(_difference(first[0], each)[1] for each in first)
+    return LossComparison(min(count for count, _, _ in found), difference, step, own)
 
 
 def _difference(some: Losses, others: Losses) -> tuple[int, float, int]:
@@ -233,20 +193,13 @@ def _difference(some: Losses, others: Losses) -> tuple[int, float, int]:
 
 def remarks(wish: Wish, sides: Sequence[Side], rounds: Sequence[Sequence[Run]]) -> list[str]:
     """What a reader of the figures should know. Pure."""
-    found = []
-    if len(rounds) == 1:
-        found.append("one round: how much rounds differ is unknown; --rounds 5 measures it")
-    for number, side in enumerate(sides):
-        found += ended_early(side.name, [record for runs in rounds for record in runs[number].records], wish.num_steps)
-        if not side.rows_per_step:
-            found.append(f"no tensor went into a model of {side.name}, so its samples aren't known")
-        elif sides[0].rows_per_step not in (0, side.rows_per_step):
-            found.append(
-                f"{side.name} takes {counted(side.rows_per_step, 'sample')} a step, and {sides[0].name} "
-                f"{sides[0].rows_per_step}: by the sample it takes {_with_spread(side.ratio_by_sample)} times as long"
-            )
-    found += others_busy([run for runs in rounds for run in runs])
-    return found + not_written([record for runs in rounds for run in runs for record in run.records])
+    found = common_remarks({side.name: [runs[n] for runs in rounds] for n, side in enumerate(sides)}, wish)
+    return found + [
+        f"{side.name} takes {counted(side.rows_per_step, 'sample')} a step, and {sides[0].name} "
+        f"{sides[0].rows_per_step}: they are compared by the sample"
+        for side in sides
+        if side.rows_per_step and sides[0].rows_per_step not in (0, side.rows_per_step)
+    ]
 
 
 # ---------------------------------------------------------------------- for people, and for programs
@@ -254,20 +207,16 @@ def remarks(wish: Wish, sides: Sequence[Side], rounds: Sequence[Sequence[Run]]) 
 
 def as_data(sides: Sequence[Side], told: Sequence[str], wish: Wish) -> dict[str, Any]:
     """What `--json` writes."""
-    of_one_script = ("script", "mode", "replicas", "watches_losses")
-    kept = {name: value for name, value in asdict(wish).items() if name not in of_one_script}
-    return {
-        "kind": "compare",
-        "version": VERSION,
-        "command": {**kept, "num_ranks": wish.replicas[0]},
-        "scripts": [{**asdict(side), "losses": side.losses and _losses_as_data(side.losses)} for side in sides],
-        "remarks": list(told),
-    }
-
-
-def _losses_as_data(losses: LossComparison) -> dict[str, Any]:
-    data = {**asdict(losses), "are_same": losses.are_same, "told": str(losses)}
-    return {name: "inf" if value == math.inf else value for name, value in data.items()}  # JSON has no infinity
+    scripts = [
+        {**asdict(side), "losses": side.losses and {**asdict(side.losses), "told": str(side.losses)}} for side in sides
+    ]
+    for each in scripts:
+        if each["losses"] and each["losses"]["difference"] == math.inf:
+            each["losses"]["difference"] = "inf"  # JSON has no infinity
+    of_one_script = ("script", "replicas", "has_strong", "watches_losses")
+    command = {name: value for name, value in asdict(wish).items() if name not in of_one_script}
+    command["num_ranks"] = wish.replicas[0]
+    return {"kind": "compare", "version": VERSION, "command": command, "scripts": scripts, "remarks": list(told)}
 
 
 def table(sides: Sequence[Side], wish: Wish) -> Table:
@@ -292,7 +241,7 @@ def _told(side: Side, first: str) -> str:
     if min(side.ratios) <= 1 <= max(side.ratios):
         return f"neither faster nor slower than {first} in every round"
     word = "slower" if side.ratio.median > 1 else "faster"
-    return f"{word} than {first} in every round, {side.ratio.median:.2f} times as long a step"
+    return f"{word} than {first} in every round, {side.ratio.median:.2f} times as long"
 
 
 def _with_spread(spread: Spread) -> str:

@@ -162,3 +162,8 @@ def decompose(steps: Steps, *, compute_alone_s: float | None = None) -> Decompos
         tuple(value / num_steps for value in own_sums),
         num_steps,
     )
+
+
+def in_ms(seconds: float) -> str:
+    """For people: "12.5 ms", "1.2 s"."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

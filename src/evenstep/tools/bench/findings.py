@@ -6,13 +6,12 @@ step has one cause at most, so a slow loader isn't called a slow rank as well:
 
     waiting for data          slow loader
     imbalance                 slow rank
-    exposed communication     exposed communication, where the profile shows what could be done about it; else small
-                              batch, with all else that an exchange costs
+    exposed communication     exposed communication, where another way to exchange is known; else small batch, with all
+                              else that an exchange costs
     contention                contention: too many threads, or memory bandwidth
     idle (of a GPU)           host-bound
 
-A part of a tenth of the step or more that no finding covers is a note that says why. On a healthy script nothing is
-reported.
+A part of a tenth of the step or more that no finding covers is a note. On a healthy script nothing is reported.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from evenstep.tools.bench.decompose import Decomposition, Parts
+from evenstep.checks import counted
+from evenstep.tools.bench.decompose import Decomposition, Parts, in_ms
 from evenstep.tools.bench.records import Facts
 from evenstep.tools.observing.thresholds import (
     DEVIATIONS,
-    DOMINATES,
-    LARGE_BYTES,
     MANY_ELSEWHERE,
     MOST_SPREAD,
     MOSTLY,
@@ -65,7 +63,7 @@ class Finding:
     Attributes:
         cause: Its name: "slow loader", "slow rank", "exposed communication", "small batch", "contention", "host-bound".
         what: What was measured.
-        advice: What to do, and what is to be expected of it.
+        advice: What to do, and what is to be expected of it. Code stands in backquotes.
         gain: Throughput then, over throughput now: at most.
     """
 
@@ -89,7 +87,6 @@ class Case:
         syncs: On a GPU: lines that made the host wait, and how often in a step.
         divides_batch: Of strong scaling: what computes more slowly than alone may be the smaller batch.
         num_cores_elsewhere: Cores of the machine that other programs kept busy.
-        blocks: Of FSDP2's blocks (name, seconds of a step in all-gathers, in reduce-scatters).
     """
 
     num_replicas: int
@@ -101,7 +98,6 @@ class Case:
     syncs: tuple[tuple[str, float], ...] = ()
     divides_batch: bool = False
     num_cores_elsewhere: float = 0.0
-    blocks: tuple[tuple[str, float, float], ...] = ()
 
     @property
     def parts(self) -> Parts:
@@ -149,35 +145,20 @@ def find(case: Case) -> list[Finding]:
             lost_s, what, advice = told
             total_s = case.parts.total_s
             gain = total_s / (total_s - lost_s)
-            found.append(Finding(cause, what, f"{advice}: {_ms(total_s)} to {_ms(total_s - lost_s)} a step", gain))
+            found.append(Finding(cause, what, f"{advice}: {in_ms(total_s)} to {in_ms(total_s - lost_s)} a step", gain))
     return sorted(found, key=lambda finding: -finding.gain)
 
 
 def unexplained(case: Case, findings: Sequence[Finding]) -> list[str]:
-    """Losses of a tenth of the step or more that no finding covers, each with the reason why there is none."""
+    """Losses of a tenth of the step or more that no finding covers."""
     causes = {finding.cause for finding in findings}
     covered = {part for cause, parts in _RULES if cause in causes for part in parts}
     return [
-        f"{words} is {_ms(getattr(case.parts, f'{part}_s'))} of a step, {case.parts.share(part):.0%}, and no finding: "
-        f"{_why_not(case, part)}"
+        f"{words} is {in_ms(getattr(case.parts, f'{part}_s'))} of a step, {case.parts.share(part):.0%}, and no cause "
+        f"of it is certain"
         for part, words in _LOSSES.items()
         if part not in covered and case.parts.share(part) >= WORTH
     ]
-
-
-def _why_not(case: Case, part: str) -> str:
-    share = case.parts.share(part)
-    if case.is_disturbed:
-        return f"other programs kept {case.num_cores_elsewhere:.1f} cores busy, which makes everything longer"
-    if share < case.limit:
-        return f"rounds differ by {case.spread:.0%}"
-    if part == "contention" and case.divides_batch:
-        return "a smaller batch computes less efficiently, too"
-    if part == "imbalance" and not case.held_up_by_one:
-        return "the ranks take turns in being last. Samples of different lengths do that (max_tokens= evens them out)"
-    if share < WORTH_UNSURE:
-        return f"below {WORTH_UNSURE:.0%} no single cause can be told from the others"
-    return "no rule fits what was measured"
 
 
 def _slow_loader(case: Case) -> _Told:
@@ -186,24 +167,20 @@ def _slow_loader(case: Case) -> _Told:
     if share < case.limit:
         return None
     rest_s, has = parts.total_s - parts.data_s, f"num_workers={facts.num_workers}"
+    what = f"every rank waits {in_ms(parts.data_s)} of its {in_ms(parts.total_s)} for data, {share:.0%} ({has})"
+    if facts.num_workers and not facts.keeps_workers and facts.starting_s >= parts.data_s / 2:
+        saved_s = min(parts.data_s, facts.starting_s)
+        what += f"; {in_ms(saved_s)} of it for the first batches of epochs, whose workers start anew"
+        return saved_s, what, "keep them with `persistent_workers=True`"
     loading_s = parts.data_s if facts.num_workers == 0 else facts.num_workers * parts.total_s  # of one process
     needed = max(math.ceil(loading_s / rest_s), facts.num_workers + 1)
     # Ranks that compute on the CPU leave fewer cores to loaders than ranks that launch kernels.
     free = facts.num_cores - (case.num_threads if facts.device == "cpu" else case.num_replicas)
     fitting = max(0, free // case.num_replicas)
-    what = (
-        f"every rank waits {_ms(parts.data_s)} of its {_ms(parts.total_s)} for data, {share:.0%} ({has}"
-        f"{', so the rank itself loads' if facts.num_workers == 0 else ''})"
-    )
     if needed <= fitting:
-        return parts.data_s, what, f"with num_workers={needed} loading hides behind the rest"
-    room = f"num_workers={needed} would hide it, and {facts.num_cores} cores have room for {fitting} a rank"
-    return (
-        parts.data_s,
-        what,
-        f"make __getitem__ cheaper, or prepare data beforehand ({room}; more help only if loading waits for a disk or "
-        f"a network)",
-    )
+        return parts.data_s, what, f"with `num_workers={needed}` loading hides behind the rest"
+    room = f"{counted(needed, 'worker')} a rank would hide it, and {facts.num_cores} cores have room for {fitting}"
+    return parts.data_s, what, f"make `__getitem__` cheaper, or prepare data beforehand ({room})"
 
 
 def _slow_rank(case: Case) -> _Told:
@@ -212,54 +189,35 @@ def _slow_rank(case: Case) -> _Told:
         return None
     return (
         parts.imbalance_s,
-        f"rank {late.rank} is the last one ready in {late.share_of_steps:.0%} of the steps, {_ms(late.excess_s)} after "
-        f"a typical rank, and loses it in {_PHASE_WORDS[late.phase]}",
+        f"rank {late.rank} is the last one ready in {late.share_of_steps:.0%} of the steps, {in_ms(late.excess_s)} "
+        f"after a typical rank, and loses it in {_PHASE_WORDS[late.phase]}",
         f"look at what rank {late.rank} does there that others don't; without it",
     )
 
 
 def _exposed(case: Case) -> _Told:
-    """Communication that no computing hides, where the profile shows which, and there is something else to be done
-    about it than a larger batch."""
+    """Communication that no computing hides, where there is something else to be done about it than a larger batch."""
     parts, facts = case.parts, case.facts
     exchange_s = parts.exposed_s + parts.engine_s
     if case.num_replicas == 1 or exchange_s < case.limit * parts.total_s:
         return None
-    what = (
-        f"{_ms(exchange_s)} of {_ms(parts.total_s)} a step are exchanges that no computing hides, "
-        f"{exchange_s / parts.total_s:.0%}"
-    )
-    gathering_s = sum(gathered_s for _, gathered_s, _ in case.blocks)
-    if case.blocks:
-        name, gathered_s, scattered_s = max(case.blocks, key=lambda block: block[1] + block[2])
-        what += (
-            f"; FSDP2 gathers parameters for {_ms(gathering_s)}, and most of its time goes to {name}: {_ms(gathered_s)}"
-            f" to gather it, {_ms(scattered_s)} to scatter its gradients"
-        )
+    share = f"{exchange_s / parts.total_s:.0%}"
+    what = f"{in_ms(exchange_s)} of {in_ms(parts.total_s)} a step are exchanges that no computing hides, {share}"
     if facts.wrapper in ("torch", "fsdp") and facts.device == "cpu" and facts.backend == "gloo":
         return (
             exchange_s,
             f"{what}; over Gloo",
-            'ranks of one node exchange faster through shared memory (`import evenstep`, init_process_group("evenstep")'
-            "); at best",
+            'ranks of one node exchange faster through shared memory: `import evenstep` and `init_process_group("evenst'
+            'ep")`; at best',
         )
-    if gathering_s >= case.limit * parts.total_s:
+    if facts.wrapper == "fsdp":
         return (
-            min(gathering_s / 2, parts.exposed_s),
-            what,
-            "where memory allows it (`evenstep estimate` says), keep parameters after the forward pass (fully_shard("
-            "..., reshard_after_forward=False)), or gather them once a step (evenstep.ShardedOptimizer); at best",
+            parts.exposed_s / 3,  # of three exchanges that are about as large
+            f"{what}; FSDP2 gathers parameters twice, and scatters gradients",
+            "where memory allows it (`evenstep estimate` says), gather once: `fully_shard(..., "
+            "reshard_after_forward=False)`, or `evenstep.ShardedOptimizer`; at best",
         )
-    name, num_bytes = facts.largest
-    share = num_bytes / max(1, facts.gradient_bytes)
-    if num_bytes < LARGE_BYTES or not DOMINATES <= share < 1:
-        return None
-    return (
-        parts.exposed_s * share / 2,
-        f"{what}; {name} has {_mib(num_bytes)} of the {_mib(facts.gradient_bytes)} that travel, {share:.0%}, and "
-        f"nothing is left to hide it behind",
-        "make it smaller, or its gradient sparse, or send it in 16 bits (torch's bf16_compress_hook)",
-    )
+    return None
 
 
 def _small_batch(case: Case) -> _Told:
@@ -276,31 +234,30 @@ def _small_batch(case: Case) -> _Told:
         return None  # then exchanges are slow, and ranks late, for that reason
     if jitter_s > max(SCHEDULING_S, exchange_s, WORTH_UNSURE * parts.total_s):
         return None  # it is not the exchange that costs
-    waits = f", and {_ms(jitter_s)} are waiting for whichever rank is last" if jitter_s > 0 else ""
+    waits = f", and {in_ms(jitter_s)} are waiting for whichever rank is last" if jitter_s > 0 else ""
     twice_s = parts.total_s + parts.data_s + parts.contention_s + parts.compute_s + late_s  # with twice the batch
     rows = case.rows_per_replica
     return (
         parts.total_s - twice_s / 2,
-        f"of {_ms(parts.total_s)} a step {_ms(exchange_s)} are the exchange of gradients{waits}: "
+        f"of {in_ms(parts.total_s)} a step {in_ms(exchange_s)} are the exchange of gradients{waits}: "
         f"{fixed_s / parts.total_s:.0%}, whatever the size of the batch",
         f"batch {rows:g} to {2 * rows:g} a replica: exposed communication falls from {parts.share('exposed'):.0%} to "
         f"{parts.exposed_s / twice_s:.0%}, all of this from {fixed_s / parts.total_s:.0%} to "
-        f"{fixed_s / twice_s:.0%}; or accumulate (model.microbatches). For {rows:g} samples",
+        f"{fixed_s / twice_s:.0%}; or accumulate (`model.microbatches`). For {rows:g} samples",
     )
 
 
 def _contention(case: Case) -> _Told:
     parts, facts = case.parts, case.facts
     share = parts.share("contention")
-    longer = f"computing takes {_ms(parts.contention_s)} longer than on one replica, {share:.0%} of the step"
+    longer = f"computing takes {in_ms(parts.contention_s)} longer than on one replica, {share:.0%} of the step"
     if case.has_too_many_threads and share >= case.limit:
-        fitting = f"--threads-per-rank {max(1, facts.num_cores // case.num_replicas)}, and no torch.set_num_threads"
         return (
             parts.contention_s,
             f"{case.num_replicas} ranks compute with {case.num_threads} threads on {facts.num_cores} cores; {longer}",
             f"at most {facts.num_cores} replicas, of one thread each; at best"
             if case.num_replicas > facts.num_cores
-            else f"{fitting} in the script; at best",
+            else "no `torch.set_num_threads` in the script; at best",
         )
     if case.divides_batch or case.is_disturbed or share < max(case.limit, WORTH_UNSURE) or case.has_too_many_threads:
         return None
@@ -324,10 +281,11 @@ def _host_bound(case: Case) -> _Told:
         advice = "look at values every hundredth step, or keep them on the GPU"
     else:
         why = "the host launches kernels more slowly than the GPU computes them"
-        advice = "a larger batch, torch.compile, or a fused optimizer (fused=True): fewer or longer kernels"
+        advice = "a larger batch, `torch.compile`, or a fused optimizer (`fused=True`): fewer or longer kernels"
     return (
         parts.idle_s,
-        f"the GPU has nothing to do for {_ms(parts.idle_s)} of {_ms(parts.total_s)}, {parts.share('idle'):.0%}: {why}",
+        f"the GPU has nothing to do for {in_ms(parts.idle_s)} of {in_ms(parts.total_s)}, {parts.share('idle'):.0%}: "
+        f"{why}",
         f"{advice}; at best",
     )
 
@@ -341,11 +299,3 @@ _RULES: dict[tuple[str, tuple[str, ...]], Callable[[Case], _Told]] = {
     ("contention", ("contention",)): _contention,
     ("host-bound", ("idle",)): _host_bound,
 }
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 20):.3g} MiB"

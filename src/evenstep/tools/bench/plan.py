@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from evenstep.errors import ConfigurationError
 
-MODES = ("weak", "strong", "both")
+NUM_WARMUP = 5
+"""Steps that are made first and not counted. In the first one the models are looked for."""
 
 
 @dataclass(frozen=True, order=True)
@@ -57,31 +58,22 @@ def validate_replicas(replicas: Sequence[int]) -> tuple[int, ...]:
     return chosen
 
 
-def plan_settings(replicas: Sequence[int], mode: str, batch: int | None) -> dict[str, tuple[Setting, ...]]:
-    """The settings of each curve, "weak" and "strong"; both begin with the same one.
+def plan_settings(replicas: Sequence[int], batch: int | None, *, has_strong: bool) -> dict[str, tuple[Setting, ...]]:
+    """The settings of each curve, "weak" and perhaps "strong"; both begin with the same one.
 
     Args:
         replicas: In order, multiples of the first.
-        mode: "weak": a batch that grows with the replicas; "strong": one batch divided over them; "both".
         batch: Samples of a step on the fewest replicas; None: it is unknown, and stays as it is.
+        has_strong: Whether one batch is also divided over the replicas.
+
+    Raises:
+        ConfigurationError: The batch has no sample for every replica, or is unknown, and is to be divided.
     """
-    fewest = replicas[0]
-    curves: dict[str, tuple[Setting, ...]] = {}
-    if mode in ("weak", "both"):
-        grown = [(number, number // fewest) for number in replicas]
-        curves["weak"] = tuple(Setting(n, None if batch is None else batch * by, by) for n, by in grown)
-    if mode in ("strong", "both"):
+    grown = [(number, number // replicas[0]) for number in replicas]
+    curves = {"weak": tuple(Setting(n, None if batch is None else batch * by, by) for n, by in grown)}
+    if has_strong:
+        if batch is None or batch < replicas[-1]:
+            what = "no loader was seen, so there is no batch" if batch is None else f"{batch} samples are too few"
+            raise ConfigurationError(f"--strong: {what} to divide over {replicas[-1]} replicas.")
         curves["strong"] = tuple(Setting(number, batch) for number in replicas)
     return curves
-
-
-def too_small(curves: dict[str, tuple[Setting, ...]]) -> str | None:
-    """What can't be run, in words: a global batch that has no sample for every replica."""
-    for curve in curves.values():
-        for setting in curve:
-            if setting.global_batch_size is not None and setting.global_batch_size < setting.num_replicas:
-                return (
-                    f"a batch of {setting.global_batch_size} can't be divided over {setting.num_replicas} replicas; "
-                    f"choose a larger --batch, or --mode weak"
-                )
-    return None

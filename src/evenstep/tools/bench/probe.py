@@ -7,12 +7,9 @@ the probe looks for them then.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import random
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +26,14 @@ from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_profiler import is_profiled, profile_all_threads
 from evenstep.ground.environment import Measurement, Placement, current_placement, settings
 from evenstep.ground.health.telemetry import OPTIMIZER, OPTIMIZER_END
+from evenstep.tools.bench.plan import NUM_WARMUP
 from evenstep.tools.bench.profile import NUM_STEPS, WINDOW, Profile, read_trace
-from evenstep.tools.bench.records import DATA, DATA_END, Facts, RankRecord, Usage, sorted_marks, write_record
-from evenstep.tools.bench.watching import LossWatch, ModelWatch, facts_of
+from evenstep.tools.bench.records import DATA, DATA_END, Facts, RankRecord, sorted_marks, write_record
+from evenstep.tools.bench.watching import LossWatch, ModelWatch
 from evenstep.tools.observing.changes import replace_batch_sizes
 from evenstep.tools.observing.devices import Waits
 from evenstep.tools.observing.launch import leave_together
-from evenstep.tools.observing.models import num_rows
+from evenstep.tools.observing.models import num_rows, uses_fsdp
 from evenstep.tools.observing.patching import Patches
 from evenstep.tools.observing.record import Loop, Recorder, Subscriber
 from evenstep.tools.observing.scratch import Scratch, idle_checkpointers
@@ -48,7 +46,7 @@ class Probe(Subscriber):
     """Watches this process.
 
     Args:
-        asked: The request: warm-up and measured steps, batch size.
+        asked: The request: measured steps, batch size.
         placement: Which rank this is.
     """
 
@@ -61,11 +59,11 @@ class Probe(Subscriber):
         self._rows_before = 0
         self._num_read = self._last_read = 0  # samples of all batches, and of the newest
         self._num_workers = 0
+        self._keeps_workers = self._is_epochs_first = False
+        self._starting_ns = 0  # in counted steps, for first batches of epochs
         self._models = ModelWatch(self._marks)
         self._losses = LossWatch()
         self._scratch = Scratch(Path(asked.directory))
-        self._began: _Clock | None = None
-        self._usage = Usage()
         self._is_written = self._has_loader = False
         self._backend = ""
         self._profiling: Profiling | None = None
@@ -88,20 +86,30 @@ class Probe(Subscriber):
 
     # ------------------------------------------------------------------ hooks
 
+    def loop_begins(self, loop: Loop) -> None:
+        """See base class."""
+        self._is_epochs_first = True
+
     def waited(self, began_ns: int, ended_ns: int) -> None:
         """See base class."""
         self._marks += (DATA, began_ns, DATA_END, ended_ns)
+        if self._is_epochs_first and NUM_WARMUP <= len(self._steps_ns) < NUM_WARMUP + self._asked.num_steps:
+            self._starting_ns += ended_ns - began_ns
 
     def batch(self, loop: Loop, batch: Any) -> None:
         """See base class."""
+        self._is_epochs_first = False
         self._num_workers = loop.loader.num_workers
+        of_torch = getattr(loop.loader, "_torch_loader", loop.loader)  # evenstep's has one that keeps its workers
+        self._keeps_workers = of_torch.persistent_workers
         self._last_read = num_rows(batch)
         self._num_read += self._last_read
         self._has_loader = True
 
     def repeats(self, loop: Loop) -> bool:
         """A loop that trains gets another epoch, until the run is over."""
-        return not self._is_written and self.recorder.num_steps != loop.steps_before
+        self._is_epochs_first = not self._is_written and self.recorder.num_steps != loop.steps_before
+        return self._is_epochs_first
 
     def step_begins(self, optimizer: Any) -> None:
         """See base class."""
@@ -116,8 +124,8 @@ class Probe(Subscriber):
 
     def _step_ended(self, optimizer: Any, now: int) -> None:
         asked = self._asked
-        enough = asked.num_warmup + asked.num_steps
-        if len(self._steps_ns) + 1 in (asked.num_warmup, enough) and self._is_on_gpu():
+        enough = NUM_WARMUP + asked.num_steps
+        if len(self._steps_ns) + 1 in (NUM_WARMUP, enough) and self._is_on_gpu():
             torch.cuda.synchronize()  # the host runs ahead; between these two moments it may not have
             now = perf_counter_ns()
         if len(self._steps_ns) < enough:
@@ -132,12 +140,9 @@ class Probe(Subscriber):
         if number == 1 and not self._models.models:
             self._models.find(optimizer)
             self._rows_before = 0 if self._models.models else self._rows_before
-        if number == asked.num_warmup and self._began is None:
-            self._began = _Clock()
         if number < enough:
             return
         if self._profiling is None:
-            self._usage = Usage() if self._began is None else self._began.until_now()
             trace = Path(asked.directory) / f"trace-{self._placement.rank}.json.gz"
             self._profiling = Profiling(trace, self._is_on_gpu(), is_wanted=not asked.watches_losses)
         elif not self._profiling.is_over:
@@ -156,30 +161,27 @@ class Probe(Subscriber):
         if self._is_written or not self._steps_ns:
             return
         self._is_written = True
-        if self._profiling is None and self._began is not None:
-            self._usage = self._began.until_now()
         models = self._models
         facts = Facts(
             backend=self._backend,
             device="cuda" if self._is_on_gpu() else "cpu",
-            wrapper=models.wrapper,
+            wrapper="fsdp" if any(map(uses_fsdp, models.models)) else models.wrapper,
             num_threads=torch.get_num_threads(),
             num_cores=count_cpus(),
             num_workers=self._num_workers,
             has_loader=self._has_loader,
-            loss_dtype=self._losses.dtype,
-            **facts_of(models.models),
+            keeps_workers=self._keeps_workers,
+            starting_s=self._starting_ns / 1e9 / max(1, len(self._steps_ns) - NUM_WARMUP),
         )
         record = RankRecord(
             rank=self._placement.rank,
             world_size=self._placement.world_size,
-            num_warmup=self._asked.num_warmup,
+            num_warmup=NUM_WARMUP,
             steps_ns=tuple(self._steps_ns),
             rows=tuple(self._rows),
             batches=tuple(self._batches),
             marks=tuple(sorted_marks([*self._marks, *_of_passes(models.marks())])),
             facts=facts,
-            usage=self._usage,
             profile=None if self._profiling is None else self._profiling.profile,
             saved=tuple(self._scratch.saved),
             losses=tuple(self._losses.by_step(len(self._steps_ns))) if self._asked.watches_losses else (),
@@ -249,37 +251,6 @@ class Profiling:
 def is_of_the_script(filename: str) -> bool:
     """Whether a file is the user's own: neither torch's nor ours."""
     return not any(Path(filename).is_relative_to(Path(str(each.__file__)).parent) for each in (torch, errors))
-
-
-class _Clock:
-    """Time and processor time from here on."""
-
-    def __init__(self) -> None:
-        self._began = self._now()
-
-    def until_now(self) -> Usage:
-        """What was used."""
-        wall_s, rank_s, host_s = (now - before for now, before in zip(self._now(), self._began, strict=True))
-        return Usage(wall_s, rank_s, host_s if _psutil() is not None else None)
-
-    def _now(self) -> tuple[float, float, float]:
-        """Seconds: of time, of this process and those that it has started, and of all cores of the host."""
-        psutil, now = _psutil(), time.perf_counter()
-        if psutil is None:
-            return now, time.process_time(), 0.0
-        rank_s, host = time.process_time(), psutil.cpu_times()
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # it has just ended
-                rank_s += child.cpu_times().user + child.cpu_times().system
-        return now, rank_s, sum(host) - host.idle - getattr(host, "iowait", 0.0)
-
-
-def _psutil() -> Any:
-    """An extra; None where it isn't installed."""
-    try:
-        return importlib.import_module("psutil")
-    except ImportError:
-        return None
 
 
 def _of_passes(marks: list[int]) -> list[int]:

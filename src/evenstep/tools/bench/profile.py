@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ WINDOW = "evenstep:profiled steps"
 Interval = tuple[float, float]  # seconds, on the clock of one rank's trace
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_OF_BLOCKS = re.compile(r"FSDP::(all_gather|post_backward_reduce)(?: \((.+)\))?")
 
 
 @dataclass(frozen=True)
@@ -45,20 +43,13 @@ class Profile:
         window: From the first step to the end of the last one.
         computing: When the GPU computed; empty without one.
         collectives: (group, kind and number, from, to) of each kernel of NCCL, in order of time.
-        blocks: Of FSDP2's blocks (name, seconds of a step in all-gathers, in reduce-scatters), on the host.
         syncs: Lines of the script that made the host wait for the GPU, and how often in a step.
     """
 
     window: Interval
     computing: tuple[Interval, ...] = ()
     collectives: tuple[tuple[str, float, float], ...] = ()
-    blocks: tuple[tuple[str, float, float], ...] = ()
     syncs: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def step_s(self) -> float:
-        """Of the average step, under the profiler."""
-        return (self.window[1] - self.window[0]) / NUM_STEPS
 
 
 def read_trace(path: Path) -> Profile:
@@ -68,7 +59,6 @@ def read_trace(path: Path) -> Profile:
     window, counts = (0.0, 0.0), Counter[str]()
     computing: list[Interval] = []
     collectives = []
-    blocks: dict[str, list[float]] = {}
     for event in sorted(events, key=lambda event: event["ts"]):
         name, category, args = event["name"], event.get("cat"), event.get("args", {})
         since, until = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
@@ -81,11 +71,7 @@ def read_trace(path: Path) -> Profile:
             computing.append((since, until))
         elif name == WINDOW and category == "user_annotation":
             window = since, until
-        elif found := _OF_BLOCKS.fullmatch(name):
-            seconds = blocks.setdefault(found[2] or "(root)", [0.0, 0.0])
-            seconds[found[1] != "all_gather"] += (until - since) / NUM_STEPS
-    of_blocks = ((block, gathering, scattering) for block, (gathering, scattering) in sorted(blocks.items()))
-    return Profile(window, tuple(union(computing)), tuple(collectives), tuple(of_blocks))
+    return Profile(window, tuple(union(computing)), tuple(collectives))
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -62,21 +62,6 @@ _INTERRUPTS = {DATA: "data", COLLECTIVE: "wait"}
 
 
 @dataclass(frozen=True)
-class Usage:
-    """What the processors did while steps were counted.
-
-    Attributes:
-        wall_s: How long that was.
-        rank_s: Seconds of all threads of the rank, and of its loader's processes where psutil sees them.
-        host_s: Seconds of all programs of the host; None without psutil.
-    """
-
-    wall_s: float = 0.0
-    rank_s: float = 0.0
-    host_s: float | None = None
-
-
-@dataclass(frozen=True)
 class Facts:
     """What doesn't change from step to step.
 
@@ -89,9 +74,8 @@ class Facts:
         num_cores: That the rank may use; all ranks of a host share them.
         num_workers: Of the loader that training reads from.
         has_loader: Whether a loader was seen at all.
-        gradient_bytes: Of all gradients.
-        largest: Name and bytes of the largest of them.
-        loss_dtype: Such as "float32"; "" where losses aren't recorded, or none was seen.
+        keeps_workers: Whether its workers live on from one epoch to the next.
+        starting_s: Of the waits for data in the average counted step, those for the first batch of an epoch.
     """
 
     device: str = "cpu"
@@ -100,10 +84,9 @@ class Facts:
     num_cores: int = 1
     num_workers: int = 0
     has_loader: bool = True
-    gradient_bytes: int = 0
-    largest: tuple[str, int] = ("", 0)
     backend: str = ""
-    loss_dtype: str = ""
+    keeps_workers: bool = False
+    starting_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -118,7 +101,6 @@ class RankRecord:
         rows: Samples that the model was given, by step.
         marks: [what, when in ns, ...], in order of time.
         facts: See there.
-        usage: See there.
         saved: Files that the script wanted to write and that were kept out of its way.
         batches: By step, samples of the newest batch of a loader: fewer than `rows` where a step takes several, or
             where a model is called twice with the same.
@@ -134,7 +116,6 @@ class RankRecord:
     rows: tuple[int, ...]
     marks: tuple[int, ...]
     facts: Facts = field(default_factory=Facts)
-    usage: Usage = field(default_factory=Usage)
     saved: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()
     losses: tuple[tuple[float, float], ...] = ()
@@ -181,9 +162,7 @@ def read_record(path: Path) -> RankRecord:
         )
     found = json.loads(path.read_text(), object_hook=lambda each: {key: _tuples(value) for key, value in each.items()})
     profile = found["profile"] and Profile(**found["profile"])
-    return RankRecord(
-        **{**found, "facts": Facts(**found["facts"]), "usage": Usage(**found["usage"]), "profile": profile}
-    )
+    return RankRecord(**{**found, "facts": Facts(**found["facts"]), "profile": profile})
 
 
 def _tuples(value: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -11,16 +13,16 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from evenstep import checks
 from evenstep.checks import counted
+from evenstep.tools.bench.decompose import in_ms
 from evenstep.tools.bench.findings import Case, find, unexplained
 from evenstep.tools.bench.runs import Measured
 from evenstep.tools.bench.scaling import Point, Spread, curve
 from evenstep.tools.observing.thresholds import WELL
 
-VERSION = 2
+VERSION = 3
 MISSING = checks.needs("a picture", "matplotlib", "bench")
 
 # In the order of a step; what is lost stands above what is used.
@@ -38,16 +40,16 @@ CURVE_TITLES = {
     "weak": "Weak scaling: each replica has as many samples as alone",
     "strong": "Strong scaling: the replicas share one batch",
 }
+_CODE, _KEPT = re.compile("`[^`]+`"), "\0"  # code in a text, and a space in it, at which no line ends
 _CURVE_COLOURS = {"weak": "#2f6db3", "strong": "#e5794a"}
 
 
-def build_report(measured: Measured, *, version: str, began_at: str) -> dict[str, Any]:
+def build_report(measured: Measured, version: str) -> dict[str, Any]:
     """The report as plain data. Pure.
 
     Args:
         measured: What came of the runs.
         version: Of evenstep.
-        began_at: When, for people.
     """
     curves = {name: curve(settings, measured.rounds) for name, settings in measured.curves.items()}
     findings: dict[str, dict[str, Any]] = {}
@@ -62,7 +64,6 @@ def build_report(measured: Measured, *, version: str, began_at: str) -> dict[str
     return {
         "version": VERSION,
         "evenstep": version,
-        "began_at": began_at,
         "command": asdict(measured.wish),
         "facts": asdict(last.run.records[0].facts),
         "curves": {name: [_point(point) for point in points] for name, points in curves.items()},
@@ -87,7 +88,6 @@ def case_of(point: Point, *, divides_batch: bool = False) -> Case:
         syncs=() if profile is None else profile.syncs,
         divides_batch=divides_batch,
         num_cores_elsewhere=point.run.cores_elsewhere,
-        blocks=tuple(point.run.blocks()),
     )
 
 
@@ -104,12 +104,7 @@ def _point(point: Point) -> dict[str, Any]:
         "parts": {name: getattr(decomposition.parts, f"{name}_s") for name in PART_NAMES},
         "late": decomposition.late and asdict(decomposition.late),
         "ready_s": list(decomposition.ready_s),
-        "blocks": [
-            {"name": name, "all_gather_s": gathering, "reduce_scatter_s": scattering}
-            for name, gathering, scattering in point.run.blocks()
-        ],
         "num_steps": decomposition.num_steps,
-        "cores_busy": point.run.cores_busy,
     }
 
 
@@ -121,17 +116,17 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     for name, points in report["curves"].items():
         console.print(_scaling_table(CURVE_TITLES[name], points, report["command"]["num_rounds"]))
         console.print(_parts_table(points))
-        if points[-1]["blocks"]:
-            console.print(_blocks_table(points[-1]))
     for name, points in report["curves"].items():
         if late := points[-1]["late"]:
-            ready = ", ".join(f"rank {rank} {_ms(seconds)}" for rank, seconds in enumerate(points[-1]["ready_s"]))
+            ready = ", ".join(f"rank {rank} {in_ms(seconds)}" for rank, seconds in enumerate(points[-1]["ready_s"]))
             last = f"rank {late['rank']} was the last one in {late['share_of_steps']:.0%} of the steps"
             line = f"{_where(name, points[-1]['num_replicas'])}: ready after {ready}; {last}, mostly in {late['phase']}"
             console.print(line, highlight=False, markup=False)
-    console.print(_findings_table(report) if report["findings"] else nothing_found(report), highlight=False)
-    for remark in [*report["unexplained"], *report["remarks"]]:
-        console.print(f"note: {remark}", highlight=False, markup=False)
+    if report["findings"]:
+        console.print(f"\nWhy not better, on {counted(report['findings_at'], 'replica')}", style="italic")
+    lines = _told(report, console.width) if report["findings"] else [nothing_found(report)]
+    for line in [*lines, *(f"note: {remark}" for remark in (*report["unexplained"], *report["remarks"]))]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def titled(title: str, *columns: str, **settings: Any) -> Table:
@@ -143,8 +138,8 @@ def titled(title: str, *columns: str, **settings: Any) -> Table:
 
 
 def _scaling_table(title: str, points: Sequence[Mapping[str, Any]], num_rounds: int) -> Table:
-    """Throughput, speed-up, efficiency with its quartiles over rounds, and how many cores the ranks kept busy."""
-    columns = ("replicas", "batch", "step", "samples/s", "speed-up", "efficiency", "cores")
+    """Throughput, speed-up, and efficiency with its quartiles over rounds."""
+    columns = ("replicas", "batch", "step", "samples/s", "speed-up", "efficiency")
     table = titled(title, *columns, no_wrap=True)
     for point in points:
         efficiency = Spread(**point["efficiency"])
@@ -152,11 +147,10 @@ def _scaling_table(title: str, points: Sequence[Mapping[str, Any]], num_rounds: 
         table.add_row(
             f"{point['num_replicas']}",
             f"{point['rows_per_replica']:g}",
-            _ms(point["step_s"]["median"]),
+            in_ms(point["step_s"]["median"]),
             f"{point['samples_per_s']['median']:,.0f}",
             f"{point['speedup']['median']:.2f}",
             f"{efficiency.median:.0%}{quartiles}",
-            f"{point['cores_busy']:.1f}",
         )
     return table
 
@@ -168,33 +162,23 @@ def _parts_table(points: Sequence[Mapping[str, Any]]) -> Table:
     for name, words in PART_NAMES.items():
         seconds = [point["parts"][name] for point in points]
         if any(seconds):
-            cells = (f"{_ms(each)} {each / total:>4.0%}" for each, total in zip(seconds, totals, strict=True))
+            cells = (f"{in_ms(each)} {each / total:>4.0%}" for each, total in zip(seconds, totals, strict=True))
             table.add_row(words, *cells)
     table.add_section()
-    table.add_row("step", *map(_ms, totals))
+    table.add_row("step", *map(in_ms, totals))
     return table
 
 
-def _blocks_table(point: Mapping[str, Any]) -> Table:
-    """What FSDP2's blocks wait for, of a curve's last point."""
-    title = f"Blocks of FSDP2 on {counted(point['num_replicas'], 'replica')}: time in their collectives"
-    table = titled(title, "block", "all-gather", "reduce-scatter")
-    for block in point["blocks"]:
-        table.add_row(Text(block["name"]), _ms(block["all_gather_s"]), _ms(block["reduce_scatter_s"]))
-    return table
-
-
-def _findings_table(report: Mapping[str, Any]) -> Table:
-    """Causes, with what to do and what is to be expected of it."""
-    title = f"Why not better, on {counted(report['findings_at'], 'replica')}"
-    table = Table(title=title, title_justify="left", show_lines=True)
-    table.add_column("cause", style="bold", no_wrap=True)
-    table.add_column("measured")
-    table.add_column("what to do, and to expect")
+def _told(report: Mapping[str, Any], width: int) -> list[str]:
+    """Causes, with what to do and what is to be expected of it: lines that cut no code in backquotes."""
+    found = []
     for finding in report["findings"]:
-        gain = f"{finding['cause']}\n{finding['curve']} scaling\nup to {finding['gain']:.2f}x"
-        table.add_row(*map(Text, (gain, finding["what"], finding["advice"])))  # as they are: no markup
-    return table
+        found += ["", f"{finding['cause']} ({finding['curve']} scaling): up to {finding['gain']:.2f} times as fast"]
+        for text in (finding["what"], finding["advice"]):
+            whole = _CODE.sub(lambda code: code[0].replace(" ", _KEPT), text)
+            lines = textwrap.wrap(whole, max(20, width - 2), break_long_words=False, break_on_hyphens=False)
+            found += [f"  {line.replace(_KEPT, ' ')}" for line in lines]
+    return found
 
 
 def nothing_found(report: Mapping[str, Any]) -> str:
@@ -245,9 +229,3 @@ def draw_efficiency(curves: Mapping[str, Sequence[Mapping[str, Any]]], path: Pat
 
 def _where(curve_name: str, num_replicas: int) -> str:
     return f"{curve_name} scaling on {counted(num_replicas, 'replica')}"
-
-
-def _ms(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"

@@ -42,10 +42,17 @@ class Spread:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one setting: the records of its ranks, in order."""
+    """One run of one setting.
+
+    Attributes:
+        setting: Which.
+        records: Of its ranks, in order.
+        cores_elsewhere: Cores of the host that other programs kept busy meanwhile; 0.0 where that isn't known.
+    """
 
     setting: Setting
     records: tuple[RankRecord, ...]
+    cores_elsewhere: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -103,31 +110,6 @@ class Run:
     def decompose(self, *, compute_alone_s: float | None = None, on_device: bool = True) -> Decomposition:
         """The average step in parts."""
         return decompose(self.steps(on_device=on_device), compute_alone_s=compute_alone_s)
-
-    def blocks(self) -> list[tuple[str, float, float]]:
-        """Of FSDP2's blocks (name, all-gathers, reduce-scatters): seconds of a step that the rank waits which waits
-        least. Others wait longer, for ranks that come late."""
-        profiles = [record.profile for record in self.records if record.profile]
-        seen: dict[str, list[tuple[float, float]]] = {}
-        for profile in profiles:
-            for name, gathering, scattering in profile.blocks:
-                seen.setdefault(name, []).append((gathering / profile.step_s, scattering / profile.step_s))
-        return [
-            (name, self.step_s * min(each[0] for each in shares), self.step_s * min(each[1] for each in shares))
-            for name, shares in seen.items()
-            if len(shares) == len(self.records)
-        ]
-
-    @property
-    def cores_busy(self) -> float:
-        """Cores that the ranks and their loaders kept busy."""
-        return sum(record.usage.rank_s / record.usage.wall_s for record in self.records if record.usage.wall_s)
-
-    @property
-    def cores_elsewhere(self) -> float:
-        """Cores of the host that other programs kept busy; 0.0 where that isn't known."""
-        usage = self.records[0].usage
-        return max(0.0, (usage.host_s or 0.0) / usage.wall_s - self.cores_busy) if usage.wall_s else 0.0
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from evenstep.ground.compat.torch_autograd import at_end_of_backward
 from evenstep.ground.health.telemetry import BACKWARD, END, FORWARD, FORWARD_END, REDUCED, WAITING
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 from evenstep.tools.bench.records import COLLECTIVE, COLLECTIVE_END, SYNC
-from evenstep.tools.observing.models import find_models, num_rows, uses_fsdp
+from evenstep.tools.observing.models import find_models, num_rows
 from evenstep.tools.observing.record import Ended, Subscriber
 
 
@@ -43,7 +43,7 @@ class ModelWatch(Subscriber):
     Attributes:
         num_rows: Samples that the first model was given to train on.
         models: Found by `find`.
-        wrapper: "evenstep", "torch", "fsdp" or "": what averages.
+        wrapper: "evenstep", "torch" or "": whose model it is.
     """
 
     def __init__(self, marks: list[int]) -> None:
@@ -65,8 +65,6 @@ class ModelWatch(Subscriber):
                 model.register_forward_pre_hook(self._count_rows, with_kwargs=True)
             if self.wrapper != "evenstep":
                 self._attach(model)
-        if not self.wrapper and any(map(uses_fsdp, self.models)):
-            self.wrapper = "fsdp"
 
     def marks(self) -> list[int]:
         """What evenstep's models have recorded themselves."""
@@ -109,31 +107,15 @@ class ModelWatch(Subscriber):
         self._marks += (REDUCED, perf_counter_ns(), END, perf_counter_ns())
 
 
-def facts_of(models: list[nn.Module]) -> dict[str, Any]:
-    """Sizes of what travels: the fields of `Facts` that depend on the model."""
-    named = [(name, p) for model in models for name, p in model.named_parameters() if p.requires_grad]
-    sizes = [(name.removeprefix("module."), p.numel() * p.element_size()) for name, p in named]
-    return {
-        "gradient_bytes": sum(size for _, size in sizes),
-        "largest": max(sizes, key=lambda each: each[1], default=("", 0)),
-    }
-
-
 class LossWatch(Subscriber):
-    """Keeps the losses of this rank. Nothing waits for a GPU before `by_step`.
-
-    Attributes:
-        dtype: Of the losses, such as "float32"; "" until one was seen.
-    """
+    """Keeps the losses of this rank. Nothing waits for a GPU before `by_step`."""
 
     def __init__(self) -> None:
-        self.dtype = ""
         self._seen: dict[int, list[tuple[Tensor, Any]]] = {}  # by step: the loss and its weight; None: a plain pass
 
     def backward(self, root: Any, weight: Any, scale: float) -> None:
         """See base class."""
         if isinstance(root, Tensor) and root.numel() == 1:
-            self.dtype = self.dtype or str(root.dtype).removeprefix("torch.")
             its_weight = weight.detach().clone() if isinstance(weight, Tensor) else weight
             self._seen.setdefault(self.recorder.num_steps, []).append((root.detach().clone(), its_weight))
 

@@ -147,20 +147,12 @@ def sizes_of(
         raise UsageError(f"the optimizer can't step tensors that have no values: {error}") from error
     optimizer.zero_grad()
     batch = num_rows(list(inputs))
-    # Small and large batches, neither of one sample, on which batch normalisation refuses to train.
-    pairs = [(max(2, batch // 2), max(4, batch)), (max(8, 4 * batch), max(16, 8 * batch))] if batch else []
-    lines = []
-    for few, many in pairs:
-        held = [_held_by(model, _resized(inputs, batch, size)) for size in (few, many)]
-        per_sample = (held[1] - held[0]) / (many - few)
-        lines.append((held[0] - per_sample * few, per_sample))
     return Sizes(
         parameters=specs_of(named),
         fixed_bytes=storage_bytes([*frozen, *model.buffers()]),
         state_bytes=storage_bytes(state_tensors(optimizer)),
         activation_bytes=_held_by(model, inputs) if batch else 0,
         num_samples=batch,
-        activation_lines=tuple(lines),
         largest_unit_bytes=largest_unit_bytes(model),
         stepping_bytes=made.peak,
     )
@@ -178,13 +170,15 @@ def largest_unit_bytes(model: nn.Module) -> int:
     return max([*sizes, storage_bytes(model.parameters()) - sum(sizes)])
 
 
-def _resized(inputs: Sequence[Any], batch: int, size: int) -> Any:
+def with_batch(inputs: Sequence[Any], size: int) -> list[Any]:
     """The arguments of a batch of another size."""
+    batch = num_rows(list(inputs))
 
     def resized(leaf: Tensor) -> Tensor:
         return leaf.new_empty((size, *leaf.shape[1:])) if leaf.dim() > 0 and leaf.shape[0] == batch else leaf
 
-    return pytree.tree_map_only(Tensor, resized, list(inputs))
+    found: list[Any] = pytree.tree_map_only(Tensor, resized, list(inputs))
+    return found
 
 
 def _held_by(model: nn.Module, inputs: Sequence[Any]) -> int:

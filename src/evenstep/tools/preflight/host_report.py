@@ -10,7 +10,6 @@ import resource
 import shutil
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,14 +30,12 @@ _PACKAGES = ("evenstep", "torch", "safetensors", "rich", "mpi4py")
 _LIMITS = {"open files": "NOFILE", "processes": "NPROC", "locked memory": "MEMLOCK", "core files": "CORE"}
 
 
-def collect_torchs() -> tuple[str, dict[str, Any]]:
-    """What torch's own `collect_env` says, as its text and by name; why not, if it fails."""
+def torchs_report() -> str:
+    """What torch's own `collect_env` says; why not, if it fails."""
     try:
-        found = collect_env.get_env_info()  # type: ignore[no-untyped-call]
+        return str(collect_env.get_pretty_env_info())  # type: ignore[no-untyped-call]
     except (OSError, RuntimeError) as error:  # such as a torch that wants pip, where there is none
-        reason = f"torch.utils.collect_env fails: {error}"
-        return reason, {"error": reason}
-    return collect_env.pretty_str(found), found._asdict()  # type: ignore[no-untyped-call]
+        return f"torch.utils.collect_env fails: {error}"
 
 
 def collect() -> Report:

@@ -28,7 +28,7 @@ class Transport(abc.ABC):
 
     A transport connects the ranks of one group for one purpose (gradients, control, …). Its calls are matched between
     ranks by their order, so two purposes that may interleave differently on two ranks each get a transport of their own
-    (`split`). `evenstep.testing.transport` has the cases that every transport passes.
+    (`split`). `tests/transport_cases.py` has the cases that every transport passes.
 
     Every collective is called by all ranks, in the same order, with equal shapes and dtypes. It returns at once;
     its tensors may not be touched before `Work.wait()` returns. All collectives take the same path:

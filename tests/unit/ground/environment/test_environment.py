@@ -90,7 +90,7 @@ def test_openmp_threads(monkeypatch: pytest.MonkeyPatch, text: str, expected: in
 
 
 def test_settings_travel_in_one_variable() -> None:
-    measured = Measurement("/place", 2, 5, global_batch_size=16, growth=2, watches_losses=True)
+    measured = Measurement("/place", 5, global_batch_size=16, growth=2, watches_losses=True)
     given = Settings(
         "run",
         "/proc/7/fd/3",

@@ -9,6 +9,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from evenstep.ground.health import steps
 from evenstep.ground.health.heartbeat import Heartbeat, Page, Phase
@@ -93,3 +95,18 @@ def test_the_busiest_optimizer_that_is_left_counts(monkeypatch: pytest.MonkeyPat
     seen = page.read()
     assert seen is not None
     assert seen.step == 2
+
+
+def test_destroying_the_default_group_is_leaving_and_destroying_another_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    destroyed: list[object] = []
+    marked: list[Phase] = []
+    for module in (dist, distributed_c10d):  # restored at the end
+        monkeypatch.setattr(module, "destroy_process_group", lambda group=None: destroyed.append(group))
+    monkeypatch.setattr(steps, "mark", marked.append)
+    steps.mark_end_of_group()
+    other = object()
+    dist.destroy_process_group(other)  # type: ignore[arg-type]
+    assert marked == []
+    distributed_c10d.destroy_process_group()
+    assert marked == [Phase.ENDED]
+    assert destroyed == [other, None]

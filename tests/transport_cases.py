@@ -1,4 +1,4 @@
-"""A conformance suite for implementations of `transport.core.transport.Transport`.
+"""The cases that a transport passes: what every implementation of `transport.core.transport.Transport` does.
 
     def on_a_rank():
         return check_transport(lambda: MyTransport(...))     # called by every rank

@@ -125,15 +125,6 @@ FOUND: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "clean": (CLEAN, []),
     "clean_accumulation": (_changed(_accumulated()), []),
     "clean_stream": (_changed((_LOADER, "DataLoader(Stream(train_set, rank, size), batch_size=16)")), []),
-    "clean_print": (
-        _changed(
-            (
-                "            loss.backward()\n",
-                "            loss.backward()\n            print(f'[rank {rank}] {loss}')\n",
-            )
-        ),
-        [],
-    ),
     "clean_look": (
         _changed(("    for epoch in range(4):", "    shown = next(iter(loader))\n    for epoch in range(4):")),
         [],
@@ -186,32 +177,6 @@ FOUND: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "lengths": (
         _changed((_LOADER, "DataLoader(train_set, batch_size=16, sampler=range(rank * 100, 160 + rank * 36))")),
         [("EV109", "loader = Data")],
-    ),
-    "prints": (
-        _changed(
-            ("            loss.backward()\n", "            loss.backward()\n            print('loss', loss.item())\n")
-        ),
-        [("EV201", "print('loss'")],
-    ),
-    "logs": (
-        _changed(
-            (
-                "            loss.backward()\n",
-                "            loss.backward()\n            log.info('loss %f', loss.item())\n",
-            ),
-            (
-                "def main():\n",
-                "import logging\nlog = logging.getLogger()\nlogging.basicConfig(level='INFO')\n\n\ndef main():\n",
-            ),
-        ),
-        [("EV201", "log.info(")],
-    ),
-    "bars": (
-        _changed(
-            ("in enumerate(loader)", "in track(enumerate(loader))"),
-            ("def train(rank, size):", "from rich.progress import track\n\n\ndef train(rank, size):"),
-        ),
-        [("EV202", "track(enum")],
     ),
     "saves": (_changed(("            torch.save(", "        torch.save(")), [("EV204", "torch.save(")]),
     "writes": (
@@ -300,7 +265,7 @@ FOUND: dict[str, tuple[str, list[tuple[str, str]]]] = {
     ),
     "around": (
         _changed(("F.cross_entropy(model(x), y)", "F.cross_entropy(model.module(x), y)")),
-        [("EV510", "F.cross_entropy(model.module(x), y)")],
+        [("EV606", "F.cross_entropy(model.module(x), y)")],
     ),
     "drifts": (
         _changed(

@@ -80,7 +80,6 @@ _CALLS: dict[str, Sequence[tuple[Any, str]]] = {
     "schedule": [(kind, "step") for kind in _SCHEDULERS],
     "join": [(Join, "__enter__")],
     "part": [(module, name) for module in (dist, distributed_c10d) for name in _APART],
-    "device": [(torch.cuda, "set_device")],
     "save": [(torch, "save")],
     "spawn": [(torch.multiprocessing, "spawn")],
     "fetch": [(MapDatasetFetcher, "fetch")],
@@ -162,9 +161,6 @@ class Subscriber:
 
     def part(self, *args: Any, **kwargs: Any) -> Ended:
         """Ranks form a group, or send to each other: they may hold other parts of a model."""
-
-    def device(self, device: Any) -> Ended:
-        """`torch.cuda.set_device` is called."""
 
     def spawn(self, fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **named: Any) -> Ended:
         """The script starts processes with `torch.multiprocessing.spawn`."""

@@ -75,8 +75,8 @@ def read(script: Script) -> Found:
                 clip, f"{clip.text} clips gradients that are multiplied by the loss scale", mend=mend, edits=edits
             )
         elif not scalers and not unscales and in_half:
-            arguments = ", ".join(text_of(each) for each in clip.node.args)
-            mend = by_library(script, clip, accelerate=f"accelerator.{clip.last}({arguments})")
+            arguments = text_of(clip.node).removeprefix(text_of(clip.node.func))
+            mend = by_library(script, clip, accelerate=f"accelerator.{clip.last}{arguments}")
             evidence = f"{clip.text} clips gradients that accelerate has multiplied by its loss scale"
             yield found(clip, evidence, mend=mend)
 

@@ -28,7 +28,7 @@ class Accelerator:
         if isinstance(thing, nn.Module):
             return DistributedDataParallel(thing)
         if isinstance(thing, DataLoader):
-            sampler: DistributedSampler[Any] = DistributedSampler(thing.dataset)  # type: ignore[arg-type]
+            sampler: DistributedSampler[Any] = DistributedSampler(thing.dataset, shuffle=False)  # type: ignore[arg-type]
             return DataLoader(thing.dataset, thing.batch_size, sampler=sampler)
         return _Optimizer(thing, self)
 

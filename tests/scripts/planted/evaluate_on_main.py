@@ -1,4 +1,4 @@
-# planted: EV404, line 14
+# planted: EV404, line 14, seen by running only
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -126,10 +126,10 @@ def _causes(base: Run, run: Run, step: int, rounding: float) -> Iterator[Cause]:
     if is_no_sum and len(seen) > 1:
         yield _cause(
             "batch statistics",
-            "a loss that is no sum over samples: no weighting of the ranks' gradients gives that of the whole batch. The "
-            "loss takes a mean or a spread over the batch, or compares samples with each other, but each rank has only "
-            "its own share. Gather the samples of all ranks, with their gradients (torch.distributed.nn.functional), or "
-            "keep to one process's batch.",
+            "a loss that is no sum over samples: no weighting of the ranks' gradients gives that of the whole batch. "
+            "The loss takes a mean or a spread over the batch, or compares samples with each other, but each rank has "
+            "only its own share. Gather the samples of all ranks, with their gradients "
+            "(torch.distributed.nn.functional), or keep to one process's batch.",
             seen[0],
         )
 

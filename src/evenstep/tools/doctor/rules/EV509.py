@@ -50,7 +50,6 @@ from evenstep.tools.doctor.asking import (
     text_of,
     walk,
 )
-from evenstep.tools.doctor.scene import Scene, Seen
 
 _LENGTHS = ("total_steps", "T_max", "num_training_steps", "steps_per_epoch", "T_0", "total_iters")
 _DATA = re.compile(r"(?:\w+\.)*\w*(?:data_?set|_set|_ds|_data)")
@@ -74,18 +73,6 @@ def read(script: Script) -> Found:
                     evidence = f"{keyword}={shortened(text_of(each), 60)} counts the batches of all ranks together"
                     yield found(call, evidence, mend=f"{keyword}={text_of(each).replace(part, own)}")
                     return
-
-
-def seen(run: Scene) -> Seen:
-    """Learning rates that differ between ranks in a step."""
-    ranks = [{each.step: each["lr"] for each in events} for events in run.evidence.of("stepped")]
-    for rank, rates in enumerate(ranks[1:], 1):
-        step = min((each for each in rates if ranks[0].get(each, rates[each]) != rates[each]), default=None)
-        if step is not None:
-            place = next((each.place for each in run.evidence.all("schedule")), ("", 1))
-            rate = f"{ranks[0][step][0]:g} on rank 0 and {rates[step][0]:g} on rank {rank}"
-            yield run.finding(place, f"in step {step + 1} the learning rate was {rate}")
-            return
 
 
 def _is_stepped(script: Script, scheduler: Call) -> bool:

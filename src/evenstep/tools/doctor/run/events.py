@@ -16,9 +16,7 @@ Kinds of events, and their facts beside time, step and place:
     backward   a backward pass: `synced`, `factor`, `is_mean`, `is_sum`, `weighted`
     loss       a loss over labels: `valid`, `labels`, `rows`, `reduction`
     norm       a batch normalisation in training: `rows`
-    scale, unscale, clip       of gradients
-    schedule   a learning-rate scheduler has stepped: `scheduler`
-    stepped    an optimizer has stepped: `lr`, `stale`, `untrained`
+    stepped    an optimizer has stepped: `stale`, `untrained`
     parameters what a model trains: `model` (its number), `when` (0: before step 1, 1: after step 2), `digests` by name
     apart      ranks may hold other parts of a model from here: `what`
     write      a file is written: `path`

@@ -121,29 +121,11 @@ class Notes(Subscriber):
     def step_ended(self, optimizer: Any, *, is_counted: bool) -> None:
         """See base class."""
         self._counts[id(optimizer)] += 1
-        facts: dict[str, Any] = {"lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]}
-        facts["optimizer"] = list(self._counts).index(id(optimizer))
-        if self._counts[id(optimizer)] <= _MOST_LOOKS:
-            facts |= replaced(optimizer)
+        facts = replaced(optimizer) if self._counts[id(optimizer)] <= _MOST_LOOKS else {}
         self._writer.note("stepped" if is_counted else "stepped again", **facts)
         if is_counted:
             self._writer.num_steps = self.recorder.num_steps
             self._stepped()
-
-    def scaled(self, scaler: Any) -> None:
-        """See base class."""
-        self._writer.note("scale")
-
-    def unscale(self, scaler: Any, optimizer: Any) -> None:
-        """See base class."""
-        self._writer.note("unscale")
-
-    def schedule(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        """See base class."""
-        # The first step is the constructor's own.
-        if not getattr(scheduler, "_is_initial", False) and getattr(scheduler, "_step_count", True):
-            total = getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", None)
-            self._writer.note("schedule", scheduler=type(scheduler).__name__, total=total)
 
     def loss(self, input: Any, target: Any, *args: Any, **kwargs: Any) -> None:
         """See base class."""
@@ -157,10 +139,6 @@ class Notes(Subscriber):
         """See base class."""
         if kwargs.get("training", args[2] if len(args) > 2 else False) and torch.is_grad_enabled():
             self._writer.note("norm", rows=int(input.shape[0]))
-
-    def clip(self, *args: Any, **kwargs: Any) -> None:
-        """See base class."""
-        self._writer.note("clip")
 
     # ------------------------------------------------------------------ what all ranks do together
 

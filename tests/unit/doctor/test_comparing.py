@@ -65,6 +65,16 @@ def test_lost_or_repeated_work_is_a_finding(kind: str, rule: str, monkeypatch: p
     assert not report.is_fine
 
 
+def test_a_cause_in_another_file_of_the_script_is_found_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    other = SimpleNamespace(kind="drift", text="drifts.", path=str(tmp_path / "parts" / "model.py"), line=3)
+    (finding,) = examined(monkeypatch, causes=[other], difference="step 1 differs").findings
+    assert (finding.path, finding.line) == ("parts/model.py", 3)
+    unknown = SimpleNamespace(kind="drift", text="drifts.", path="", line=0)
+    (finding,) = examined(monkeypatch, causes=[unknown], difference="step 1 differs").findings
+    assert (finding.path, finding.line) == (str(SCRIPT), 1)
+
+
 @pytest.mark.parametrize(
     "kind", ["batch norm", "batch statistics", "random", "not seeded", "samples", "settings", "skipped", "no gradient"]
 )

@@ -297,6 +297,10 @@ def test_a_loss_that_is_no_sum_over_samples_is_named_where_no_weights_explain_th
     for each in run.at(0):
         each.virtual_ranks = [{"w": "1"}]
     assert kinds(base, run) == ["batch statistics"]
+    base, run = of_passes([0.5, 0.5], [0.5, 0.5])
+    for each in run.at(0):
+        each.virtual_ranks = [{"w": "1"}]
+    assert kinds(base, run) == [], "each pass counts as it should"
     base, run = of_passes([0.7, 0.3], [0.5, 0.5])
     assert kinds(base, run) == ["average"]
     base, run = of_passes([0.5, 0.5], [0.5, 0.5], foreign=0.1)

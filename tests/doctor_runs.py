@@ -125,15 +125,6 @@ FOUND: dict[str, tuple[str, list[tuple[str, str]]]] = {
     "clean": (CLEAN, []),
     "clean_accumulation": (_changed(_accumulated()), []),
     "clean_stream": (_changed((_LOADER, "DataLoader(Stream(train_set, rank, size), batch_size=16)")), []),
-    "clean_print": (
-        _changed(
-            (
-                "            loss.backward()\n",
-                "            loss.backward()\n            print(f'[rank {rank}] {loss}')\n",
-            )
-        ),
-        [],
-    ),
     "clean_look": (
         _changed(("    for epoch in range(4):", "    shown = next(iter(loader))\n    for epoch in range(4):")),
         [],
@@ -187,32 +178,6 @@ FOUND: dict[str, tuple[str, list[tuple[str, str]]]] = {
         _changed((_LOADER, "DataLoader(train_set, batch_size=16, sampler=range(rank * 100, 160 + rank * 36))")),
         [("EV109", "loader = Data")],
     ),
-    "prints": (
-        _changed(
-            ("            loss.backward()\n", "            loss.backward()\n            print('loss', loss.item())\n")
-        ),
-        [("EV201", "print('loss'")],
-    ),
-    "logs": (
-        _changed(
-            (
-                "            loss.backward()\n",
-                "            loss.backward()\n            log.info('loss %f', loss.item())\n",
-            ),
-            (
-                "def main():\n",
-                "import logging\nlog = logging.getLogger()\nlogging.basicConfig(level='INFO')\n\n\ndef main():\n",
-            ),
-        ),
-        [("EV201", "log.info(")],
-    ),
-    "bars": (
-        _changed(
-            ("in enumerate(loader)", "in track(enumerate(loader))"),
-            ("def train(rank, size):", "from rich.progress import track\n\n\ndef train(rank, size):"),
-        ),
-        [("EV202", "track(enum")],
-    ),
     "saves": (_changed(("            torch.save(", "        torch.save(")), [("EV204", "torch.save(")]),
     "writes": (
         _changed(
@@ -224,40 +189,12 @@ FOUND: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [("EV205", "open('log.txt'")],
     ),
     "prefix": (_changed(("model.module.state_dict()", "model.state_dict()")), [("EV206", "torch.save(")]),
-    "barrier": (
-        _changed(("            loss.backward()\n", "            loss.backward()\n            dist.barrier()\n")),
-        [("EV403", "dist.barrier()")],
-    ),
     "no_sync": (_changed(_accumulated(sync="if True:")), [("EV501", "loss.backward()")]),
     "divisor": (_changed(_accumulated(divided=" / 4")), [("EV502", "loss.backward()")]),
     "no_divisor": (_changed(_accumulated(divided="")), [("EV502", "loss.backward()")]),
     "divided_by_ranks": (
         _changed(("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y) / size")),
         [("EV502", "loss.backward()")],
-    ),
-    "clips_scaled": (
-        _changed(
-            (
-                "            loss.backward()\n            optimizer.step()\n",
-                "            scaler.scale(loss).backward()\n"
-                "            nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-                "            scaler.step(optimizer)\n            scaler.update()\n",
-            ),
-            ("    for epoch in", "    scaler = torch.amp.GradScaler('cpu')\n    for epoch in"),
-        ),
-        [("EV503", "clip_grad_norm_(")],
-    ),
-    "clean_clips": (
-        _changed(
-            (
-                "            loss.backward()\n            optimizer.step()\n",
-                "            scaler.scale(loss).backward()\n            scaler.unscale_(optimizer)\n"
-                "            nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-                "            scaler.step(optimizer)\n            scaler.update()\n",
-            ),
-            ("    for epoch in", "    scaler = torch.amp.GradScaler('cpu')\n    for epoch in"),
-        ),
-        [],
     ),
     "replaced": (
         _changed(
@@ -285,22 +222,13 @@ FOUND: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [],
     ),
     "few_rows": (_changed((_LOADER, _LOADER.replace("16", "4"))), [("EV507", "model(x), y")]),
-    "rates": (
-        _changed(
-            (
-                "            scheduler.step()\n",
-                "            if rank == 0 or number % 2:\n                scheduler.step()\n",
-            )
-        ),
-        [("EV509", "scheduler.step()")],
-    ),
     "no_wrapper": (
         _changed(("    model = DDP(net)\n", "    model = net\n"), ("model.module.state_dict()", "model.state_dict()")),
         [("EV606", "loss.backward()")],
     ),
     "around": (
         _changed(("F.cross_entropy(model(x), y)", "F.cross_entropy(model.module(x), y)")),
-        [("EV510", "F.cross_entropy(model.module(x), y)")],
+        [("EV606", "F.cross_entropy(model.module(x), y)")],
     ),
     "drifts": (
         _changed(

@@ -387,7 +387,7 @@ for x, _ in DataLoader(train_set, batch_size=8, sampler=DistributedSampler(train
         ),
     ),
     "pairs": (
-        "pairs",
+        "batch statistics",
         _PLAIN.replace("F.cross_entropy(model(x), y)", "F.cross_entropy(out @ out.t(), torch.arange(len(x)))").replace(
             "        loss = ", "        out = model(x)\n        loss = "
         ),

@@ -160,7 +160,7 @@ ORDER: dict[str, list[str]] = {
         "run",
     ],
     "tools.reading": ["contexts", "values", "program", "tree", "source", "looked"],
-    "tools.doctor.run": ["runs", "probe", "notes", "output", "samples", "writer", "hangs", "events"],
+    "tools.doctor.run": ["runs", "probe", "notes", "samples", "writer", "hangs", "events"],
     "ground.environment": ["detect", "inheritance", "placement", "launchers", "hosts", "values", "run_settings"],
     "ground.health": [
         "telemetry",

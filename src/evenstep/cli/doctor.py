@@ -35,8 +35,8 @@ examples:
 
 A comment in a line switches rules off there: # evenstep: ignore[EV305], or all: # evenstep: ignore
 
-exit status: 0 without findings (notes may be there), 1 with findings, 78 if the command is wrong,
-or the script isn't python."""
+exit status: 0 without findings (notes may be there), 1 with findings, 2 if the script itself fails
+before its first step and nothing was found, 78 if the command is wrong, or the script isn't python."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     write_report(args.json, report.as_json() + "\n")
     write_report(args.sarif, report.as_sarif(evenstep.__version__) + "\n")
-    return 0 if report.is_fine else 1
+    return report.status
 
 
 class _Explain(argparse.Action):

@@ -164,7 +164,6 @@ LINES = {
     "drift": "model.module(x)",
     "no gradient": "optimizer.step()",
     "not seeded": "DataLoader(",
-    "pairs": ".backward()",
     "random": "model(",
     "repeated": "DataLoader(",
     "settings": "optimizer.step()",

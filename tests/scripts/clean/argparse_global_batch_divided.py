@@ -14,7 +14,7 @@ args = parser.parse_args()
 
 dist.init_process_group(backend="gloo")
 world_size = dist.get_world_size()
-dataset = TensorDataset(torch.randn(4096, 10), torch.randn(4096, 2))
+dataset = TensorDataset(torch.randn(4096, 10, generator=torch.Generator().manual_seed(9)), torch.randn(4096, 2, generator=torch.Generator().manual_seed(10)))
 sampler = DistributedSampler(dataset)
 loader = DataLoader(dataset, batch_size=args.global_batch_size // world_size, sampler=sampler)
 model = DistributedDataParallel(nn.Linear(10, 2))

@@ -30,7 +30,7 @@ def main():
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    dataset = TensorDataset(torch.randn(128, 8), torch.randn(128, 1))
+    dataset = TensorDataset(torch.randn(128, 8, generator=torch.Generator().manual_seed(9)), torch.randn(128, 1, generator=torch.Generator().manual_seed(10)))
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=16, sampler=sampler)
     model = DDP(torch.nn.Linear(8, 1))

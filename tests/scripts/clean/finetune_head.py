@@ -26,7 +26,7 @@ model.head = nn.Linear(20, 5)
 model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if torch.cuda.is_available() else model
 ddp_model = DDP(model, find_unused_parameters=True)
 optimizer = torch.optim.AdamW(ddp_model.parameters(), lr=1e-3)
-dataset = TensorDataset(torch.randn(64, 10), torch.randint(5, (64,)))
+dataset = TensorDataset(torch.randn(64, 10, generator=torch.Generator().manual_seed(9)), torch.randint(5, (64,), generator=torch.Generator().manual_seed(10)))
 sampler = DistributedSampler(dataset)
 loader = DataLoader(dataset, batch_size=4, sampler=sampler)
 for epoch in range(2):

@@ -19,7 +19,7 @@ def compute_loss(model, ids, lengths):
 
 def main():
     dist.init_process_group("gloo")
-    data = TensorDataset(torch.randint(VOCAB, (128, 12)), torch.randint(3, 12, (128,)))
+    data = TensorDataset(torch.randint(VOCAB, (128, 12), generator=torch.Generator().manual_seed(9)), torch.randint(3, 12, (128,), generator=torch.Generator().manual_seed(10)))
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=16, sampler=sampler)
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)))

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 BASE_LR, BATCH = 0.1, 256
 dist.init_process_group("gloo")
-dataset = TensorDataset(torch.randn(4096, 6), torch.randn(4096, 1))
+dataset = TensorDataset(torch.randn(4096, 6, generator=torch.Generator().manual_seed(9)), torch.randn(4096, 1, generator=torch.Generator().manual_seed(10)))
 sampler = DistributedSampler(dataset)
 loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
 model = DDP(torch.nn.Linear(6, 1))

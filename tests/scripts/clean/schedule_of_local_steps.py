@@ -12,7 +12,7 @@ def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     prefix = f"[{rank}]"
-    train_data = TensorDataset(torch.randn(512, 8), torch.randint(0, 2, (512,)))
+    train_data = TensorDataset(torch.randn(512, 8, generator=torch.Generator().manual_seed(9)), torch.randint(0, 2, (512,), generator=torch.Generator().manual_seed(10)))
     sampler = DistributedSampler(train_data)
     train_dataloader = DataLoader(train_data, batch_size=16, sampler=sampler)
     model = DDP(nn.Linear(8, 2))

@@ -52,5 +52,5 @@ class Trainer:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     logging.basicConfig(level=logging.INFO if dist.get_rank() == 0 else logging.WARNING)
-    Trainer(TensorDataset(torch.randn(128, 7)), [SaveBest()]).fit(2)
+    Trainer(TensorDataset(torch.randn(128, 7, generator=torch.Generator().manual_seed(9))), [SaveBest()]).fit(2)
     dist.destroy_process_group()

@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 # One pass over the data: there is no second order to be shuffled.
 dist.init_process_group("gloo")
-data = TensorDataset(torch.randn(1000, 4))
+data = TensorDataset(torch.randn(1000, 4, generator=torch.Generator().manual_seed(9)))
 loader = DataLoader(data, batch_size=25, sampler=DistributedSampler(data), drop_last=True)
 model = DDP(torch.nn.Linear(4, 4))
 optimizer = torch.optim.Adam(model.parameters())

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 dist.init_process_group("gloo")
 master_process = int(os.environ["RANK"]) == 0
-x = torch.randn(300, 12)
+x = torch.randn(300, 12, generator=torch.Generator().manual_seed(9))
 train_ds = TensorDataset(x, x.sum(1, keepdim=True))
 train_dl = DataLoader(train_ds, batch_size=10, sampler=DistributedSampler(train_ds, seed=3))
 net = torch.nn.Linear(12, 1)

@@ -1,4 +1,4 @@
-# planted: EV510, line 23
+# planted: EV606, line 23, seen by running only
 import os
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, rand
 
 def main():
     dist.init_process_group("gloo")
-    data = TensorDataset(torch.randn(512, 8), torch.randint(0, 2, (512,)))
+    data = TensorDataset(torch.randn(512, 8, generator=torch.Generator().manual_seed(9)), torch.randint(0, 2, (512,), generator=torch.Generator().manual_seed(10)))
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=16, sampler=sampler)
     model = DDP(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)))

@@ -1,4 +1,4 @@
-# planted: EV502, line 25
+# planted: EV502, line 25, seen by running only
 import argparse
 import contextlib
 

@@ -1,4 +1,4 @@
-# planted: EV108, line 28
+# planted: EV108, line 33, seen by running only
 import argparse
 import random
 

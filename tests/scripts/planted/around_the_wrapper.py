@@ -1,4 +1,4 @@
-# planted: EV510, line 33
+# planted: EV606, line 18, seen by running only
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +20,7 @@ class Autoencoder(nn.Module):
 
 def main():
     dist.init_process_group("gloo")
-    data = TensorDataset(torch.randn(400, 20))
+    data = TensorDataset(torch.randn(400, 20, generator=torch.Generator().manual_seed(9)))
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=20, sampler=sampler)
     model = DDP(Autoencoder())

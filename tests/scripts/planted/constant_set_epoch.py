@@ -5,7 +5,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 dist.init_process_group("gloo")
-x = torch.randn(300, 12)
+x = torch.randn(300, 12, generator=torch.Generator().manual_seed(9))
 train_ds = TensorDataset(x, x.sum(1, keepdim=True))
 train_sampler = DistributedSampler(train_ds, shuffle=True, seed=7)
 train_dl = DataLoader(train_ds, batch_size=10, sampler=train_sampler)

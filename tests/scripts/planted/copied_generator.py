@@ -1,4 +1,4 @@
-# planted: EV108, line 12
+# planted: EV108, line 26, seen by running only
 import numpy as np
 import torch
 import torch.distributed as dist

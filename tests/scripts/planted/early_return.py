@@ -21,7 +21,7 @@ def report(value):
 
 def main(args):
     dist.init_process_group("gloo")
-    dataset = TensorDataset(torch.randn(64, 3))
+    dataset = TensorDataset(torch.randn(64, 3, generator=torch.Generator().manual_seed(9)))
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=args.batch_size, sampler=sampler)
     model = DDP(torch.nn.Linear(3, 3))

@@ -1,4 +1,4 @@
-# planted: EV404, line 14
+# planted: EV404, line 14, seen by running only
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -19,8 +19,8 @@ def evaluate(model, loader):
 def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    train_set = TensorDataset(torch.randn(256, 8), torch.randint(0, 2, (256,)))
-    test_set = TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
+    train_set = TensorDataset(torch.randn(256, 8, generator=torch.Generator().manual_seed(9)), torch.randint(0, 2, (256,), generator=torch.Generator().manual_seed(10)))
+    test_set = TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(11)), torch.randint(0, 2, (64,), generator=torch.Generator().manual_seed(12)))
     sampler = DistributedSampler(train_set)
     train_loader = DataLoader(train_set, batch_size=32, sampler=sampler)
     test_loader = DataLoader(test_set, batch_size=32)

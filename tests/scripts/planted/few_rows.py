@@ -1,4 +1,4 @@
-# planted: EV507, line 26
+# planted: EV507, line 18, seen by running only
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -20,7 +20,7 @@ class ConvNet(nn.Module):
 
 def main():
     dist.init_process_group("gloo")
-    dataset = TensorDataset(torch.randn(64, 3, 8, 8), torch.randint(10, (64,)))
+    dataset = TensorDataset(torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(9)), torch.randint(10, (64,), generator=torch.Generator().manual_seed(10)))
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=BATCH_SIZE, sampler=sampler)
     model = DDP(ConvNet())

@@ -1,4 +1,4 @@
-# planted: EV501, line 43
+# planted: EV501, line 43, seen by running only
 import math
 import os
 

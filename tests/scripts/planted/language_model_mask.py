@@ -1,4 +1,4 @@
-# planted: EV505, line 25
+# planted: EV505, line 34, seen by running only
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,4 +1,4 @@
-# planted: EV505, line 53
+# planted: EV505, line 53, seen by running only
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -47,8 +47,8 @@ def evaluate(model, loader):
 
 def main():
     dist.init_process_group("gloo")
-    data = TensorDataset(torch.randn(512, 8), torch.randint(0, 2, (512,)))
-    val_set = TensorDataset(torch.randn(65, 8), torch.randint(0, 2, (65,)))
+    data = TensorDataset(torch.randn(512, 8, generator=torch.Generator().manual_seed(9)), torch.randint(0, 2, (512,), generator=torch.Generator().manual_seed(10)))
+    val_set = TensorDataset(torch.randn(65, 8, generator=torch.Generator().manual_seed(11)), torch.randint(0, 2, (65,), generator=torch.Generator().manual_seed(12)))
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=16, sampler=sampler)
     val_sampler = DistributedSampler(val_set, shuffle=False)

@@ -10,7 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    dataset = TensorDataset(torch.randn(80, 3), torch.randn(80, 1))
+    dataset = TensorDataset(torch.randn(80, 3, generator=torch.Generator().manual_seed(9)), torch.randn(80, 1, generator=torch.Generator().manual_seed(10)))
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=10, sampler=sampler)
     model = DDP(nn.Linear(3, 1))

@@ -1,4 +1,4 @@
-# planted: EV504, line 23
+# planted: EV504, line 33, seen by running only
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 num_epochs, batch_size = 2, 16
 dist.init_process_group("gloo")
-train_dataset = TensorDataset(torch.randn(256, 3), torch.randn(256, 1))
+train_dataset = TensorDataset(torch.randn(256, 3, generator=torch.Generator().manual_seed(9)), torch.randn(256, 1, generator=torch.Generator().manual_seed(10)))
 sampler = DistributedSampler(train_dataset)
 loader = DataLoader(train_dataset, batch_size=batch_size, sampler=sampler)
 model = DDP(torch.nn.Linear(3, 1))

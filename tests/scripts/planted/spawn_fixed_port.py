@@ -1,4 +1,4 @@
-# planted: EV601, line 13
+# planted: EV601, line 14, seen by running only
 import os
 
 import torch
@@ -36,7 +36,7 @@ class Trainer:
 
 def main(rank, world_size):
     ddp_setup(rank, world_size)
-    dataset = TensorDataset(torch.randn(256, 20), torch.randn(256, 1))
+    dataset = TensorDataset(torch.randn(256, 20, generator=torch.Generator().manual_seed(9)), torch.randn(256, 1, generator=torch.Generator().manual_seed(10)))
     train_data = DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset))
     model = torch.nn.Linear(20, 1)
     Trainer(model, train_data, torch.optim.Adam(model.parameters(), lr=1e-3), rank).train(2)

@@ -27,5 +27,5 @@ class Trainer:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    Trainer(TensorDataset(torch.randn(256, 12), torch.randn(256, 1))).run()
+    Trainer(TensorDataset(torch.randn(256, 12, generator=torch.Generator().manual_seed(9)), torch.randn(256, 1, generator=torch.Generator().manual_seed(10)))).run()
     dist.destroy_process_group()

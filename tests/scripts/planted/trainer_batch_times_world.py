@@ -16,7 +16,7 @@ class Trainer:
         self.world_size = dist.get_world_size()
         self.model = DDP(torch.nn.Linear(4, 4))
         self.opt = torch.optim.Adam(self.model.parameters())
-        self.dataset = TensorDataset(torch.randn(320, 4))
+        self.dataset = TensorDataset(torch.randn(320, 4, generator=torch.Generator().manual_seed(9)))
         self.sampler = DistributedSampler(self.dataset)
         self.loader = DataLoader(self.dataset, cfg.batch_size * self.world_size, sampler=self.sampler)
 

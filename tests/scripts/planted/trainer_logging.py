@@ -35,5 +35,5 @@ class Trainer:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    Trainer(torch.nn.Linear(7, 3), TensorDataset(torch.randn(128, 7))).fit(2)
+    Trainer(torch.nn.Linear(7, 3), TensorDataset(torch.randn(128, 7, generator=torch.Generator().manual_seed(9)))).fit(2)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-# planted: EV502, line 28
+# planted: EV502, line 28, seen by running only
 import os
 
 import torch
@@ -31,7 +31,7 @@ class Trainer:
 
 def main():
     dist.init_process_group("gloo")
-    train_set = TensorDataset(torch.randn(512, 8), torch.randint(0, 2, (512,)))
+    train_set = TensorDataset(torch.randn(512, 8, generator=torch.Generator().manual_seed(9)), torch.randint(0, 2, (512,), generator=torch.Generator().manual_seed(10)))
     sampler = DistributedSampler(train_set)
     loader = DataLoader(train_set, batch_size=16, sampler=sampler)
     Trainer(DDP(nn.Linear(8, 2)), loader, sampler).train()

@@ -33,7 +33,7 @@ class Trainer:
 
 def main():
     dist.init_process_group("gloo")
-    Trainer(torch.nn.Linear(2, 2), TensorDataset(torch.randn(256, 2), torch.randn(256, 2)), save_every=1).train(2)
+    Trainer(torch.nn.Linear(2, 2), TensorDataset(torch.randn(256, 2, generator=torch.Generator().manual_seed(9)), torch.randn(256, 2, generator=torch.Generator().manual_seed(10))), save_every=1).train(2)
     dist.destroy_process_group()
 
 

@@ -39,8 +39,8 @@ class Trainer:
 
 def main():
     dist.init_process_group("gloo")
-    train_set = TensorDataset(torch.randn(512, 8), torch.randint(0, 2, (512,)))
-    val_set = TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
+    train_set = TensorDataset(torch.randn(512, 8, generator=torch.Generator().manual_seed(9)), torch.randint(0, 2, (512,), generator=torch.Generator().manual_seed(10)))
+    val_set = TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(11)), torch.randint(0, 2, (64,), generator=torch.Generator().manual_seed(12)))
     sampler = DistributedSampler(train_set)
     loader = DataLoader(train_set, batch_size=16, sampler=sampler)
     val_loader = DataLoader(val_set, batch_size=16, sampler=DistributedSampler(val_set, shuffle=False))

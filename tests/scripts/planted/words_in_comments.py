@@ -1,4 +1,4 @@
-# planted: EV501, line 24
+# planted: EV501, line 24, seen by running only
 import os
 
 import torch

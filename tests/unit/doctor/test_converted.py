@@ -11,8 +11,8 @@ pytest.importorskip("libcst")
 from evenstep.tools.convert.convert import convert
 from evenstep.tools.doctor.examination import read
 
-# A mistake of the script itself; and each part of an accumulation communicates, as convert's page says.
-LEFT = {"save_resume": ["EV207"], "gpt": ["EV501"], "accumulation": ["EV501"]}
+# A mistake of the script itself.
+LEFT = {"save_resume": ["EV207"]}
 SINGLE = sorted((Path(__file__).parents[2] / "scripts" / "single").glob("*.py"))
 
 

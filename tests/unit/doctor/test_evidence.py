@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("libcst")
 
 from evenstep.tools.doctor.calls import how_it_hangs
 from evenstep.tools.doctor.findings import Watched
 from evenstep.tools.doctor.rules.EV502 import wrong_factor
-from evenstep.tools.doctor.run.events import Event, EventFile, Evidence, Hang, Plan
+from evenstep.tools.doctor.run.events import Event, EventFile, Evidence, Hang
 from evenstep.tools.doctor.run.hangs import find_hang, first_apart, open_call
-from evenstep.tools.doctor.run.probe import Probe
-from evenstep.tools.doctor.scene import Scene, name_ranks, share_of_equal
+from evenstep.tools.doctor.scene import Scene, share_of_equal
 from evenstep.tools.doctor.verdict import watched
 from evenstep.tools.reading.looked import Facts
 
@@ -124,23 +121,6 @@ def test_samples_of_two_ranks(fresh_seed: int):
     assert share_of_equal([], ["a"], in_any_order=True) == 0.0
 
 
-def test_lines_that_name_their_rank():
-    for text in (
-        "[rank {}] loss 2",
-        "Rank: {}",
-        "worker {} is ready",
-        "[{}] hi",
-        "on cuda:{}",
-        "{}: loss",
-        "R{} 7",
-        "{}/{}",
-    ):
-        assert name_ranks([[text.format(rank, rank), text.format(rank, rank)] for rank in (0, 1)]), text
-    for text in ("epoch 1", "rank 0 of 2", "1 epoch", ""):
-        assert not name_ranks([[text], [text]]), text
-    assert not name_ranks([["loss 0.53"], ["loss 1.20"]])
-
-
 def backward(factor: float, *, is_mean: bool = True) -> Event:
     return event("backward", factor=factor, is_mean=is_mean, weighted=False)
 
@@ -181,24 +161,34 @@ def test_an_error_is_told_once_and_no_call_is_blamed_for_it():
     seen = judged(*ranks, hang=Hang({0: ranks[0][0]}, {1: ranks[1][1]}))
     assert seen.findings == []
     assert seen.notes == [
-        "The script raised ValueError at train.py:5 before its first step, so what follows was only read: no data"
+        "The script failed at train.py:5, before its first step: ValueError: no data. The rest of the script was only "
+        "read."
     ]
+    assert seen.failed
+    made = [event("wrapped", wrapper="torch", num_bytes=4), event("stepped", line=3)]
+    later = judged(*([*made, *events] for events in ranks))
+    assert later.notes[0].startswith("The script failed at train.py:5, after 1 step: ValueError")
+    assert not later.failed
 
 
 def test_a_script_that_wants_arguments():
     usage = "usage: train.py [-h] --data DATA\ntrain.py: error: the following arguments are required: --data"
     ended = [event("raised", 1.0, line=5, type="SystemExit", message="2"), event("end", 1.0, status="2")]
     seen = watched(Evidence([ended, ended], status=2, said=usage), script="train.py", directory="/home/a")
-    assert seen.notes[0].startswith("The script ended at train.py:5 with status 2 before its first step")
-    assert "give them behind the script's name" in seen.notes[0]
+    assert seen.notes[0].startswith("The script ended at train.py:5 with status 2, before its first step")
+    assert seen.failed
+    assert "give them behind its name" in seen.notes[0]
     assert "--data" in seen.notes[0]
 
 
 def test_a_script_without_a_step():
     ended = [event("start"), event("end", 1.0, status="0")]
     assert "without a step" in judged(ended, ended).notes[0]
+    assert not judged(ended, ended).failed
     late = watched(Evidence([[event("idle", line=9)]] * 2, is_late=True), script="train.py", directory="/home/a")
-    assert late.notes == ["No step was made in time (rank 0 was at train.py:9): it was ended, and only read."]
+    assert late.notes == [
+        "doctor ended the script after 0 steps, when the time of the run was over (rank 0 was at train.py:9)."
+    ]
 
 
 def test_a_guarded_call_after_which_the_others_went_on():
@@ -208,26 +198,6 @@ def test_a_guarded_call_after_which_the_others_went_on():
     assert [(each.rule, each.line, each.path) for each in seen.findings] == [("EV401", 20, "train.py")]
     # The other is still before it: that is no mistake of this line.
     assert "EV401" not in rules(judged([*ours[:1] * 2, ours[1]], theirs[:1], hang=None))
-
-
-def test_lines_where_the_host_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What torch says while it listens: played here by a warning of the same words."""
-    modes: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    shown = warnings.showwarning
-    probe = Probe(Plan(str(tmp_path), 12, 1), 0, __file__)
-    for probe.writer.num_steps in range(8):
-        probe.stepped()
-        if modes == ["warn"]:
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-    assert modes == ["warn", "default"]
-    assert shown is warnings.showwarning
-    events = EventFile(Plan(str(tmp_path), 12, 1).file_of(0)).read()
-    seen = watched(Evidence([events]), script=__file__, directory="/")
-    assert [(each.rule, each.evidence) for each in seen.findings] == [
-        ("EV305", "the host waited for the device here 4 times in 4 steps")
-    ]
 
 
 def looped(iteration: int, samples: Sequence[str], *, epoch: int, num_steps: int, ends: bool = True) -> list[Event]:
@@ -259,7 +229,7 @@ def test_a_run_that_came_to_its_end_did_not_hang():
     seen = judged([call(1, line=20), done(1), ended], [call(1, "gradients of the model", line=4), done(1), ended])
     (finding,) = [each for each in seen.findings if each.rule == "EV401"]
     assert "hang" not in finding.cost
-    assert "came to its end" in finding.cost
+    assert "The run ended, but" in finding.cost
 
 
 def test_a_pass_of_one_rank_that_sends_nothing_is_no_finding():
@@ -286,7 +256,8 @@ def test_an_exit_for_want_of_gpus(message: str, said: str):
     ended = [event("start"), event("end", 1.0, status="0")]
     for events, text in ((raised, said), (ended, f"{said}\n{message}")):
         seen = watched(Evidence([events, events], said=text), script="t.py", directory="/", facts=Facts(uses_gpus=True))
-        assert seen.notes[0].startswith("It needs GPUs, and this machine has none"), seen.notes
+        assert seen.notes[0].startswith("The script needs a GPU that this machine lacks"), seen.notes
+        assert not seen.failed
         assert "arguments" not in seen.notes[0]
 
 

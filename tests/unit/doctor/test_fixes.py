@@ -180,7 +180,6 @@ def test_a_condition_has_the_scripts_own_names(condition: str, changes: tuple[st
         ("EV302", (RANK, f"{LOCAL}\nx.to('cuda:0')"), 'torch.device("cuda", gpu)'),
         ("EV306", (RANK, f"{RANK}\n{LOCAL}\nx.cuda(my_rank)"), "torch.cuda.set_device(gpu)"),
         ("EV110", (RANK, f"{RANK}\na, b = torch.utils.data.random_split(data, [1, 2])"), "(data, [1, 2], generator="),
-        ("EV404", ("    print(", "    if my_rank == 0:\n        model(x).sum()\n    print("), "model.module(x)"),
         ("EV206", ("model.module.state_dict()", "model.state_dict()"), "model.module.state_dict()"),
         ("EV503", ("        optimizer.step()", CLIPPED), "grad_scaler.unscale_(optimizer)"),
     ],

@@ -56,8 +56,7 @@ SAMPLER = "sampler = DistributedSampler(data)"
 NODE = "LOCAL_WORLD = torch.cuda.device_count()\nsampler = DistributedSampler(data, {}rank=local_rank)"
 INIT, MAIN, PT = 'dist.init_process_group("gloo")\n', "if rank == 0:\n    ", "'a.pt'"
 PASS, NAN = "        model(x).sum().backward()\n", "        if torch.isnan(x).any():\n"
-AGAIN = "optimizer = torch.optim.Adam(model.parameters())\n"
-HEAD, EPOCH = "model.head = nn.Linear(2, 3)\n", "    sampler.set_epoch(epoch)\n"
+EPOCH = "    sampler.set_epoch(epoch)\n"
 EVALUATION = """\
 val_loader = DataLoader(val, batch_size=8, sampler=DistributedSampler(val, shuffle=False{}))
 correct = torch.zeros(())
@@ -66,7 +65,6 @@ for x, y in val_loader:
 dist.all_reduce(correct)
 """
 SPLIT = "dist.init_process_group('gloo')\na, b = random_split(data, [3, 4]{})\n"
-NORM = ("nn.Dropout()", "nn.BatchNorm1d(2)")
 
 
 @pytest.mark.parametrize(
@@ -75,28 +73,14 @@ NORM = ("nn.Dropout()", "nn.BatchNorm1d(2)")
         ("EV101", [(SAMPLER, NODE.format(""))], [(SAMPLER, NODE.format("num_replicas=LOCAL_WORLD, "))]),
         ("EV110", [(INIT, SPLIT.format(""))], [(INIT, SPLIT.format(", generator=own_generator"))]),
         ("EV302", [(END, f"a.to('cuda:1')\n{END}")], [(END, f"a.to('cuda:1')\nb.to('cuda:0')\n{END}")]),
-        ("EV507", [NORM, ("batch_size=16", "batch_size=8")], [NORM, ("batch_size=16", "batch_size=9")]),
-        ("EV507", [NORM, ("batch_size=16", "batch_size=2")], [NORM, ("batch_size=16", "batch_size=1")]),
         ("EV401", [(END, f"{MAIN}dist.barrier()\n{END}")], [(END, f"{MAIN}dist.barrier(mine)\n{END}")]),
         ("EV401", [(END, f"{MAIN}dist.reduce(x, 0)\n{END}")], [(END, f"{MAIN}dist.reduce(x, 0, op, group)\n{END}")]),
-        ("EV504", [(END, f"{HEAD}{END}")], [("optimizer = ", f"{HEAD}optimizer = ")]),
-        ("EV504", [(END, f"{AGAIN}{HEAD}{END}")], [(END, f"{HEAD}{AGAIN}{END}")]),
-        (
-            "EV504",
-            [(END, f"model.body.head = nn.Linear(2, 3)\n{END}")],
-            [(END, f"models.head = nn.Linear(2, 3)\n{END}")],
-        ),
         ("EV402", [(PASS, f"{NAN}            continue\n{PASS}")], [(PASS, f"{NAN}            print(x)\n{PASS}")]),
         ("EV204", [(END, SAVE.format("'a.pt'") + END)], [(END, SAVE.format("f'{rank}.pt'") + END)]),
         (
             "EV204",
             [(END, f"if local_rank == 0:\n    {SAVE.format(PT)}{END}")],
             [(END, f"if local_rank == 0 and rank == 0:\n    {SAVE.format(PT)}{END}")],
-        ),
-        (
-            "EV501",
-            [(STEP, f"        if x.step % 4 == 0:\n    {STEP}")],
-            [(STEP, f"        other_optimizer.step()\n        if x.step % 4 == 0:\n    {STEP}")],
         ),
         (
             "EV512",
@@ -147,10 +131,7 @@ for x_{0} in DataLoader(data):
 """
 
 
-@pytest.mark.parametrize(("rule", "finds"), [("EV402", 1), ("EV504", 0)])
-def test_a_rule_takes_twice_as_long_for_twice_the_text(
-    rule: str, finds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_rule_takes_twice_as_long_for_twice_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Counted in what it asks: which frames a frame is in, and what an expression stands for."""
     asked: list[str] = []
 
@@ -168,8 +149,8 @@ def test_a_rule_takes_twice_as_long_for_twice_the_text(
         with monkeypatch.context() as patched:
             patched.setattr(Frame, "outwards", counted(Frame.outwards))
             patched.setattr(Script, "values", counted(Script.values))
-            found = list(all_rules()[rule].read(script))  # type: ignore[misc]
-        assert len(found) == number * finds
+            found = list(all_rules()["EV402"].read(script))  # type: ignore[misc]
+        assert len(found) == number
         counts.append(len(asked))
         asked.clear()
     assert counts[1] < 2.5 * counts[0]
@@ -256,10 +237,10 @@ def trained(first: str, second: str, *, wrapped: bool = False, apart: str = "") 
 
 def test_parameters_that_differ_between_ranks():
     same = trained("a", "b")
-    assert not seen(same, same) & {"EV510", "EV606"}
-    assert "EV510" in seen(same, trained("a", "c")), "there is a wrapper, and passes go around it"
+    assert not seen(same, same) & {"EV606"}
+    assert "EV606" in seen(same, trained("a", "c")), "there is a wrapper, and passes go around it"
     through = trained("a", "b", wrapped=True)
     assert "EV606" in seen(through, trained("a", "c", wrapped=True)), "weights are changed behind it"
-    assert not seen(trained("a", "a"), trained("c", "c")) & {"EV510", "EV606"}, "nothing is trained"
+    assert not seen(trained("a", "a"), trained("c", "c")) & {"EV606"}, "nothing is trained"
     of_groups = [trained("a", each, apart="new_group") for each in "bc"]
-    assert not seen(*of_groups) & {"EV510", "EV606"}
+    assert not seen(*of_groups) & {"EV606"}

@@ -13,11 +13,13 @@ pytest.importorskip("libcst")
 from evenstep.cli.main import main
 from evenstep.tools.doctor.examination import chosen_rules, examine
 from evenstep.tools.doctor.rules import all_rules
+from evenstep.tools.doctor.run import runs
+from evenstep.tools.doctor.run.events import Event, Evidence
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PRINTS = SCRIPTS / "planted" / "tutorial_print.py"
 CLEAN = SCRIPTS / "clean" / "tutorial.py"
-NOTE = SCRIPTS / "planted" / "argparse_learning_rate.py"
+NOTE = SCRIPTS / "planted" / "no_destroy.py"
 
 
 @pytest.mark.parametrize(("script", "status"), [(PRINTS, 1), (CLEAN, 0), (NOTE, 0)])
@@ -37,7 +39,7 @@ def test_a_finding_says_what_where_cost_and_mend(capsys: pytest.CaptureFixture[s
         "runs on every rank.",
         "Cost: ",
         "if dist.get_rank() == 0:",
-        "doctor/output.md#ev201",
+        "More: evenstep doctor --explain EV201",
         "1 finding (read: 1 loader, 1 wrapped model).",
     ):
         assert part in text
@@ -70,6 +72,26 @@ def test_a_wrong_call_ends_with_78_and_one_line(arguments: list[str], message: s
     assert len(captured.err.splitlines()) == 1
 
 
+def test_a_script_that_fails_ends_with_2_and_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """With findings of reading it is 1: they are there whether or not the script runs."""
+    facts = {"type": "RuntimeError", "message": "no data\nmuch more"}
+    failed = [
+        Event("start", facts={"pid": 1}),
+        Event("raised", 1.0, places=[(str(CLEAN), 12)], facts=facts),
+        Event("end", 1.0, facts={"status": "1"}),
+    ]
+    monkeypatch.setattr(runs, "watch", lambda *args, **kwargs: Evidence([failed, failed], status=1, said="much"))
+    assert main(["doctor", "--json", str(tmp_path / "a.json"), str(CLEAN)]) == 2
+    output = capsys.readouterr().out
+    assert f"The script failed at {CLEAN}:12, before its first step: RuntimeError: no data." in output
+    assert f"{CLEAN}: the script failed; nothing found (read, and run for 0 steps:" in output
+    result = json.loads((tmp_path / "a.json").read_text())
+    assert (result["fine"], result["failed"]) == (False, True)
+    assert main(["doctor", str(PRINTS)]) == 1
+
+
 def test_a_missing_libcst_is_a_wrong_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setitem(sys.modules, "libcst", None)
     assert main(["doctor", "--no-run", str(CLEAN)]) == 78
@@ -94,7 +116,7 @@ def test_json_has_every_finding(tmp_path: Path, capsys: pytest.CaptureFixture[st
     target = tmp_path / "doctor.json"
     assert main(["doctor", "--no-run", "--json", str(target), str(PRINTS)]) == 1
     result = json.loads(target.read_text())
-    assert (result["version"], result["fine"], result["steps"], result["notes"]) == (1, False, None, [])
+    assert (result["version"], result["fine"], result["steps"], result["notes"]) == (2, False, None, [])
     (finding,) = result["findings"]
     assert (finding["rule"], finding["path"], finding["line"], finding["column"]) == ("EV201", str(PRINTS), 20, 9)
     assert finding["confirmed"] is False

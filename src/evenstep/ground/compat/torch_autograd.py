@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -29,24 +28,6 @@ def outside_inference_mode() -> AbstractContextManager[None]:
     been switched on by then.
     """
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-
-
-def shape_of(node: Any) -> tuple[int, ...]:
-    """Of the tensor that a node of a graph has made; () where torch doesn't say. No saved tensor is unpacked."""
-    return _shape(node, 0)
-
-
-def shapes_before(node: Any) -> list[tuple[int, ...]]:
-    """Of the tensors with a gradient that a node was given; () where torch doesn't say."""
-    return [_shape(each, number) for each, number in node.next_functions] or [()]
-
-
-def _shape(node: Any, number: int) -> tuple[int, ...]:
-    metadata = getattr(node, "_input_metadata", None)
-    try:
-        return tuple(int(size) for size in metadata[number].shape) if metadata else ()
-    except (IndexError, TypeError, RuntimeError):  # a nested tensor has no such shape
-        return ()
 
 
 def enclosing_node() -> Node | None:

@@ -88,7 +88,7 @@ class Failure:
 
     @property
     def left(self) -> list[Exit]:
-        """The ranks that have ended, or left their process group, without an error but early, if others only lost a peer."""
+        """The ranks that ended, or left their process group, early and without an error, if others only lost a peer."""
         reporting = {each.rank for each in self.reports}
         gone = {rank for rank, seen in self.pages.items() if seen.phase is Phase.ENDED} - reporting
         ended = [

@@ -196,30 +196,6 @@ def divides_by_hand(script: Script) -> bool:
     return any(is_of_rank(script, node, frame) for node, frame in slices)
 
 
-def number(script: Script, node: cst.CSTNode | None, frame: Frame, depth: int = 4) -> int | None:
-    """The whole number that an expression is, if it is one: a literal, a constant, the default of an option."""
-    if isinstance(node, cst.Integer):
-        return int(text_of(node).replace("_", ""), 0)
-    name = dotted(node)
-    if not name or isinstance(node, cst.Subscript):
-        return None
-    values = assignments_to(script, name, frame)
-    if len(values) == 1 and isinstance(values[0].value, cst.Integer):
-        return int(text_of(values[0].value).replace("_", ""), 0)
-    if name.startswith(("args.", "opt.", "opts.", "cfg.", "self.args.")):
-        option = name.rpartition(".")[2]
-        for call in script.named(".add_argument"):
-            flags = [text_of(each).strip("\"'").lstrip("-").replace("-", "_") for each in call.arguments[:2]]
-            default = call.argument("default")
-            if option in flags and isinstance(default, cst.Integer):
-                return int(text_of(default).replace("_", ""), 0)
-    if depth and frame.function is not None and name in frame.function.parameters:
-        sites = script.called_from.get(frame.function, [])
-        given = {number(script, argument_for(site, frame.function, name), site.frame, depth - 1) for site in sites[:4]}
-        return given.pop() if len(given) == 1 else None
-    return None
-
-
 def is_true(node: cst.CSTNode | None) -> bool:
     """True of the literal True."""
     return text_of(node) == "True"
@@ -350,13 +326,6 @@ def wrappers_at(script: Script, node: cst.CSTNode | None, frame: Frame, line: in
         if given and all(wrappers_at(script, each, site.frame, site.line, depth - 1) for each, site in given):
             return wrapped
     return []
-
-
-def models_of(optimizer: Call) -> set[str]:
-    """The names of the models whose parameters an optimizer is given."""
-    calls = [each for each in walk(optimizer.argument("params", 0)) if isinstance(each, cst.Call)]
-    methods = [each.func for each in calls if isinstance(each.func, cst.Attribute)]
-    return {dotted(each.value) for each in methods if each.attr.value in ("parameters", "named_parameters")} - {""}
 
 
 def has_wrapped(script: Script) -> bool:
@@ -505,59 +474,6 @@ def where(script: Script, call: Call) -> str:
 # ---------------------------------------------------------------------- the step
 
 
-def accumulating(script: Script) -> list[tuple[Call, str]]:
-    """(backward call, number of micro-batches) where several passes make a step."""
-    found: dict[Call, str] = {}
-    for step in script.step_calls:
-        around = script.loops_around(step.frame)
-        if not around:
-            continue
-        loop = around[0]
-        if any(script.in_every_round(each.frame, loop) for each in script.step_calls if each is not step):
-            continue  # of a critic, say, whose passes are its own
-        conditions = script.conditions_until(step.frame, loop) or []
-        counts = [count for each in conditions if (count := _every(script, each.test, each, each.holds))]
-        for backward in script.backward_calls:
-            inner = script.loops_around(backward.frame)
-            if counts and inner and inner[0] is loop and script.in_every_round(backward.frame, loop):
-                found.setdefault(backward, counts[0])
-            elif len(inner) > 1 and inner[1] is loop and inner[0].iterates is not None and not counts:
-                count = _round_count(inner[0])
-                if count and script.in_every_round(backward.frame, inner[0]):
-                    found.setdefault(backward, count)
-    return list(found.items())
-
-
-def _every(script: Script, test: cst.CSTNode | None, frame: Frame, holds: bool, depth: int = 2) -> str:
-    """The `n` of a condition that has the value `holds` in every n-th round: of `(i + 1) % n == 0`, or its name."""
-    match test:
-        case cst.UnaryOperation() if isinstance(test.operator, cst.Not):
-            return _every(script, test.expression, frame, not holds, depth)
-        case cst.BooleanOperation():
-            return _every(script, test.left, frame, holds, depth) or _every(script, test.right, frame, holds, depth)
-        case cst.BinaryOperation() if isinstance(test.operator, cst.Modulo) and not holds:
-            return text_of(test.right)
-        case cst.Comparison(left=cst.BinaryOperation() as left) if isinstance(left.operator, cst.Modulo):
-            is_equal = isinstance(test.comparisons[0].operator, cst.Equal)
-            is_other = isinstance(test.comparisons[0].operator, cst.NotEqual)
-            return text_of(left.right) if (is_equal and holds) or (is_other and not holds) else ""
-        case cst.Name() | cst.Attribute() if depth:
-            values = [each for each in assignments_to(script, dotted(test), frame) if each.operator == "="]
-            if len(values) == 1:  # one that is set in several places may mean anything
-                return _every(script, values[0].value, values[0].frame, holds, depth - 1)
-    return ""
-
-
-def _round_count(loop: Loop) -> str:
-    """The `n` of `for _ in range(n)`, unless it is a loop over epochs or steps."""
-    node = loop.iterates
-    if isinstance(node, cst.Call) and dotted(node.func) == "range" and len(node.args) == 1:
-        text = text_of(node.args[0].value)
-        if re.search(r"(?i)accum|micro", text):
-            return text
-    return ""
-
-
 def is_scaling(node: cst.CSTNode | None) -> bool:
     """True of `scaler.scale(loss)`."""
     return isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "scale"
@@ -586,6 +502,16 @@ def own_name(script: Script, kind: str, at: Call) -> str:
     return next((name for name in known if script.kinds(_expression(name), at.frame) == {kind}), "")
 
 
+def local_rank(script: Script, at: Call) -> str:
+    """The rank within the node, as the script itself would write it there."""
+    return own_name(script, "local rank", at) or 'int(os.environ["LOCAL_RANK"])'
+
+
+def distributed(file: File) -> str:
+    """The name that a file has for `torch.distributed`."""
+    return next((local for local, whole in file.imports.items() if whole == "torch.distributed"), "torch.distributed")
+
+
 def target_of(call: Call) -> str:
     """The name that the result of a call is given; "" without one."""
     return next((dotted(each.target) for each in call.frame.file.assignments if each.value is call.node), "")
@@ -603,9 +529,9 @@ def on_main(script: Script, at: Call) -> str:
         name = own_name(script, kind, at)
         if name:
             return condition.format(name)
-    imports = at.frame.file.imports.items()
-    name = next((local for local, whole in imports if whole == "torch.distributed"), "")
-    return f"{name}.get_rank() == 0" if name and not (script.uses_accelerate or script.uses_fabric) else ""
+    name = distributed(at.frame.file)
+    is_known = name in at.frame.file.imports and not (script.uses_accelerate or script.uses_fabric)
+    return f"{name}.get_rank() == 0" if is_known else ""
 
 
 def statement_of(call: Call) -> list[str]:
@@ -620,7 +546,7 @@ def statement_of(call: Call) -> list[str]:
 def guarded(script: Script, call: Call) -> tuple[str, tuple[Edit, ...]]:
     """(mend, edits): the call behind a condition that holds on one rank. Its arguments must need no other rank."""
     condition, lines = on_main(script, call), statement_of(call)
-    mend = f"if {condition or 'rank == 0'}:\n    {call.text}"
+    mend = f"if {condition or f'{distributed(call.frame.file)}.get_rank() == 0'}:\n    {text_of(call.node)}"
     inner = [each for argument in call.arguments for each in walk(argument) if isinstance(each, cst.Call)]
     is_certain = not script.uses_evenstep and not script.uses(*_SHARDS) and not script.uses_fabric
     if not (condition and lines and is_certain and all(last_of(each) in _HARMLESS for each in inner)):

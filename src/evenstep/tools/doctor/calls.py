@@ -9,7 +9,7 @@ from evenstep.tools.doctor.scene import Scene, by_place
 # Rules need no other import for these.
 __all__ = ["calls_of", "first_apart"]
 
-ENDED = "The run came to its end, with calls that don't belong together: a rank may get what is meant for another call."
+ENDED = "The run ended, but ranks made different calls: a rank may get data that are meant for another call."
 # What torch's wrapper calls by itself.
 _IMPLICIT = ("gradients of the model", "forward of the model", "DistributedDataParallel", "init_process_group")
 

@@ -58,8 +58,8 @@ def examine(
         notes.append("A notebook is read, not run.")
     elif runs and not reading.looked.communicates:
         notes.append(
-            f"It has no call that makes it distributed, so it was not run: `evenstep convert {script}` makes a "
-            f"data-parallel script of it."
+            f"{script} has no call that makes it distributed, so it was not run: `evenstep convert {script}` makes it "
+            f"data-parallel."
         )
     elif runs:
         from evenstep.tools.doctor.run.runs import watch
@@ -73,12 +73,15 @@ def examine(
     is_fine = all(rules[each.rule].severity is Severity.NOTE for each in kept())
     compared: str | None = None
     if compares and is_fine and seen.num_steps and num_ranks > 1 and not seen.notes:
-        from evenstep.tools.doctor.comparing import compare
+        if evidence.all("spawns"):
+            notes.append("The script starts its own ranks, so it was not compared with one process.")
+        else:
+            from evenstep.tools.doctor.comparing import compare
 
-        found, note, is_done = compare(script, arguments, evidence, num_ranks=num_ranks, took_s=took_s, say=say)
-        compared = note if is_done else None
-        seen = replace(seen, findings=[*seen.findings, *found], notes=[] if is_done else [note])
-    return Report(script, kept(), [*notes, *seen.notes], seen.num_steps, reading.looked, compared)
+            found, note, is_done = compare(script, arguments, num_ranks=num_ranks, took_s=took_s, say=say)
+            compared = note if is_done else None
+            seen = replace(seen, findings=[*seen.findings, *found], notes=[] if is_done else [note])
+    return Report(script, kept(), [*notes, *seen.notes], seen.num_steps, reading.looked, compared, seen.failed)
 
 
 def read(path: Path) -> Reading:

@@ -37,12 +37,14 @@ class Watched:
         refuted: What reading may have found and the run didn't.
         notes: One sentence each, for the person: why a run ended early, what it couldn't look at.
         num_steps: Optimizer steps that all ranks made; 0 if the script doesn't run; None if it wasn't run.
+        failed: Whether the script itself failed before its first step.
     """
 
     findings: Sequence[Finding] = ()
     refuted: Sequence[Refuted] = ()
     notes: Sequence[str] = ()
     num_steps: int | None = None
+    failed: bool = False
 
 
 def merge(read: Iterable[Finding], watched: Watched) -> list[Finding]:

@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.text import Text
 
 from evenstep.checks import counted
+from evenstep.errors import EXIT_SCRIPT_FAILED
 from evenstep.tools.doctor.rule import Finding, Rule, Severity
 from evenstep.tools.doctor.rules import all_rules
 from evenstep.tools.reading.looked import Looked
 
-JSON_VERSION = 1
+JSON_VERSION = 2
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 
 
@@ -33,6 +34,7 @@ class Report:
         num_steps: Steps that were watched; None if the script was only read.
         looked: What was looked at.
         compared: What comparing it with one process has shown; None if it wasn't compared.
+        failed: Whether the script itself failed before its first step.
     """
 
     script: str
@@ -41,11 +43,17 @@ class Report:
     num_steps: int | None = None
     looked: Looked = field(default_factory=Looked)
     compared: str | None = None
+    failed: bool = False
 
     @property
     def is_fine(self) -> bool:
-        """True if there is no finding but notes."""
-        return not self._real()
+        """True if the script ran, and there is no finding but notes."""
+        return not self._real() and not self.failed
+
+    @property
+    def status(self) -> int:
+        """For the command line: 1 with findings, else that of a script that fails, else 0."""
+        return 1 if self._real() else EXIT_SCRIPT_FAILED if self.failed else 0
 
     def show(self, console: Console) -> None:
         """Print findings, each with its evidence, its cost and how to mend it."""
@@ -62,8 +70,9 @@ class Report:
         if not self.findings and not self.num_steps and not self.looked.is_distributed:
             is_unknown = "no call that makes it distributed is known" if self.looked.communicates else "not distributed"
             return f"{self.script}: {is_unknown}: not examined."
+        failed = "the script failed; " if self.failed else ""
         if not self.findings:
-            return f"{self.script}: nothing found ({looked})."
+            return f"{self.script}: {failed}nothing found ({looked})."
         real = self._real()
         parts = [counted(len(real), "finding")]
         confirmed = sum(each.confirmed for each in real)
@@ -72,7 +81,7 @@ class Report:
             parts.append(f"{'' if confirmed == len(real) else count + ' '}confirmed by the run")
         if len(real) < len(self.findings):
             parts.append(counted(len(self.findings) - len(real), "note"))
-        return f"{self.script}: {', '.join(parts)} ({looked})."
+        return f"{self.script}: {failed}{', '.join(parts)} ({looked})."
 
     def _real(self) -> list[Finding]:
         """The findings but notes."""
@@ -94,7 +103,7 @@ class Report:
                 "evidence": each.evidence,
                 "cost": each.cost or rule.why,
                 "mend": each.mend or rule.mend,
-                "page": rule.page,
+                "explain": rule.explain,
             }
             for each in self.findings
             for rule in [all_rules()[each.rule]]
@@ -104,6 +113,7 @@ class Report:
             "script": self.script,
             "fine": self.is_fine,
             "steps": self.num_steps,
+            "failed": self.failed,
             "distributed": self.looked.is_distributed,
             "loaders": self.looked.num_loaders,
             "wrapped_models": self.looked.num_wrapped,
@@ -138,7 +148,7 @@ class Report:
 
 def explained(rule: Rule) -> str:
     """A rule's page, for `--explain`."""
-    return f"{rule.id} {rule.name}\n\n{rule.text}\nFound by {rule.found_by}. {rule.page}\n"
+    return f"{rule.id} {rule.name}\n\n{rule.text}\nFound by {rule.found_by}.\n"
 
 
 def _show_finding(console: Console, finding: Finding) -> None:
@@ -156,7 +166,7 @@ def _show_finding(console: Console, finding: Finding) -> None:
     code = finding.mend or rule.mend
     for line in code.splitlines():
         console.print(Text(f"        {line}", style="cyan"))
-    console.print(Text(f"    {rule.page}\n", style="dim"))
+    console.print(Text(f"    More: {rule.explain}\n", style="dim"))
 
 
 def _sarif_rule(rule: Rule) -> dict[str, Any]:
@@ -166,8 +176,8 @@ def _sarif_rule(rule: Rule) -> dict[str, Any]:
         "shortDescription": {"text": rule.name},
         "fullDescription": {"text": f"{rule.what} {rule.why}"},
         "help": {
-            "text": f"{rule.what} {rule.why}\n\n{rule.mend}\n\nSee {rule.page}",
-            "markdown": f"{rule.what} {rule.why}\n\n```python\n{rule.mend}\n```\n\nSee `{rule.page}`",
+            "text": f"{rule.what} {rule.why}\n\n{rule.mend}\n\nMore: {rule.explain}",
+            "markdown": f"{rule.what} {rule.why}\n\n```python\n{rule.mend}\n```\n\nMore: `{rule.explain}`",
         },
         "defaultConfiguration": {"level": rule.severity.value},
         "properties": {"tags": [rule.group], "foundBy": rule.found_by},

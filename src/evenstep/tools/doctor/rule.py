@@ -157,9 +157,9 @@ class Rule:
         return textwrap.dedent("\n".join(lines))
 
     @property
-    def page(self) -> str:
-        """Where the documentation describes it."""
-        return f"docs/reference/doctor/{self.group}.md#{self.id.lower()}"
+    def explain(self) -> str:
+        """The command that prints its page, on any machine that has evenstep."""
+        return f"evenstep doctor --explain {self.id}"
 
     @property
     def section(self) -> str:

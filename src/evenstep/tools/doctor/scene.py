@@ -214,7 +214,7 @@ def is_enough(count: int) -> bool:
 def same_samples(scene: Scene, *, of_streams: bool) -> Seen:
     """Loops of the training in which ranks read what others read, too; of streams, or of data sets with a length."""
     loops, shares, told = scene.training_loops(), [0.0], set()
-    work = f"{scene.world_size} ranks do the work of one: {scene.world_size - 1} of {scene.world_size} samples again"
+    work = f"{scene.world_size} ranks do the work of one: each sample is read {scene.world_size} times"
     for rank, mine, other in pairs(loops):
         begin, count = mine.begin, min(len(mine.samples), len(other.samples))
         goes_over_all = bool(begin["is_whole"] and begin["is_plain"])
@@ -223,14 +223,14 @@ def same_samples(scene: Scene, *, of_streams: bool) -> Seen:
         if begin["loader"] in told or begin["loader"] is None:
             continue
         if share >= _SAME and is_enough(count):
-            read = (
-                f"{round(share * 100)} % of the {count} samples that rank {rank} read in loop {begin['iteration'] + 1}"
+            loop, percent = begin["iteration"] + 1, round(share * 100)
+            evidence = (
+                f"in loop {loop} over this loader rank 0 also read {percent} % of the {count} samples of rank {rank}"
             )
-            evidence = f"{read} over this loader rank 0 read, too"
         elif goes_over_all and begin["looks"] and all(begin[key] == other.begin[key] for key in _OF_ALL):
             evidence = (
-                f"ranks 0 and {rank} have the same data set of {begin['num_samples']} samples, and the "
-                f"{begin['sampler']} of each goes over all of it"
+                f"ranks 0 and {rank} have the same data set of {begin['num_samples']} samples, and each rank has a "
+                f"{begin['sampler']} that goes over all of it"
             )
         else:
             continue
@@ -314,7 +314,7 @@ def _shorter(scene: Scene, one: tuple[int, Loop], other: tuple[int, Loop]) -> st
     if _ended(short) is not None and long.end is None and len(long.rows) > len(short.rows):
         call = open_or_last_call(scene.evidence.ranks[still])
         if call is not None and call["op"] in ("gradients of the model", "forward of the model"):
-            return f"rank {who} had no more after {_ended(short)} batches, rank {still} read {len(long.rows)}"
+            return f"rank {who} had {_ended(short)} batches, and rank {still} has read {len(long.rows)} so far"
     return ""
 
 
@@ -359,19 +359,12 @@ def replicas_differ(scene: Scene) -> str:
             trained = [name for name in mine if name in first and mine[name] != first[name]]
             differing = [name for name in trained if mine[name] != other[name]]
             if differing:
-                counts = f"{len(differing)} of {len(trained)} trained parameters, {differing[0]} among them"
-                return f"after two steps {counts}, are other ones on rank {rank} than on rank 0"
+                counts = f"{len(differing)} of {len(trained)} trained parameters ({differing[0]}, for one)"
+                return f"after two steps rank 0 and rank {rank} differ in {counts}"
     return ""
 
 
 # ---------------------------------------------------------------------- output
-
-
-def on_all(ranks: Sequence[Iterable[Event]]) -> dict[Place, list[list[Event]]]:
-    """By place where every rank has been, the events of each there."""
-    places = [by_place(events) for events in ranks]
-    everywhere = set.intersection(*map(set, places)) if len(places) > 1 else set()
-    return {place: [each[place] for each in places] for place in sorted(everywhere)}
 
 
 def same_paths(scene: Scene, kind: str) -> dict[str, list[Place]]:
@@ -384,26 +377,4 @@ def same_paths(scene: Scene, kind: str) -> dict[str, list[Place]]:
     return {path: list(places.values()) for path, places in found.items() if len(places) > 1}
 
 
-def name_ranks(lines: Sequence[Sequence[str]]) -> bool:
-    """Whether lines of one place say which rank has written them: each has its rank at the same word. Pure.
-
-    Args:
-        lines: By rank.
-    """
-    words = [[re.findall(r"\d+(?:\.\d+)*|[^\W\d]+", line) for line in of_rank] for of_rank in lines]
-    length = min(len(line) for of_rank in words for line in of_rank)
-    return any(
-        all(line[at] == str(rank) for rank, of_rank in enumerate(words) for line in of_rank) for at in range(length)
-    )
-
-
 # ---------------------------------------------------------------------- devices
-
-
-def one_device(scene: Scene) -> Seen:
-    """The models of all ranks on one GPU."""
-    wrapped = [events[0] for events in scene.evidence.of("wrapped") if events]
-    devices = {str(each["device"]) for each in wrapped}
-    if len(wrapped) > 1 and len(devices) == 1 and devices.pop().startswith("cuda"):
-        evidence = f"the models of {len(wrapped)} ranks are on {wrapped[0]['device']}"
-        yield scene.finding(wrapped[0].place, evidence)

@@ -6,12 +6,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from evenstep.checks import counted
 from evenstep.tools.doctor.calls import how_it_hangs
 from evenstep.tools.doctor.findings import Watched
 from evenstep.tools.doctor.rule import Finding, Refuted
 from evenstep.tools.doctor.rules import all_rules
 from evenstep.tools.doctor.run.events import Event, Evidence
-from evenstep.tools.doctor.run.hangs import last_progress_s
+from evenstep.tools.doctor.run.hangs import idle_place
 from evenstep.tools.doctor.scene import Scene
 from evenstep.tools.reading.looked import Facts
 
@@ -38,19 +39,17 @@ def watched(
     evidence = replace(evidence, ranks=[_of_the_rank(events) for events in evidence.ranks])
     scene = Scene(evidence, script, directory, facts)
     if evidence.num_steps and not any(evidence.all(kind) for kind in ("init", "wrapped", "enter")):
-        return Watched(
-            notes=[
-                f"Its {scene.world_size} processes never joined: each trained alone, so it was only read. Does it need "
-                f"a launcher of its own, or a GPU?"
-            ],
-            num_steps=0,
+        note = (
+            f"The {scene.world_size} processes made no process group: each trained alone, so the script was only read."
         )
+        return Watched(notes=[note], num_steps=0)
     rules = [each for each in all_rules().values() if each.seen is not None]
     seen = [replace(found, rule=each.id) for each in rules if each.seen for found in each.seen(scene)]
     # One finding of a rule at a line, however often it happened there.
     findings = {(each.rule, each.path, each.line): each for each in reversed(seen) if isinstance(each, Finding)}
     refuted = [each for each in seen if isinstance(each, Refuted)]
-    return Watched(list(reversed(findings.values())), refuted, _notes(scene), evidence.num_steps)
+    note, failed = _ending(scene)
+    return Watched(list(reversed(findings.values())), refuted, [note] if note else [], evidence.num_steps, failed)
 
 
 def _of_the_rank(events: Sequence[Event]) -> list[Event]:
@@ -59,72 +58,57 @@ def _of_the_rank(events: Sequence[Event]) -> list[Event]:
     return list(events[began:])
 
 
-def _notes(scene: Scene) -> list[str]:
-    """Why the run ended before it had shown all."""
-    evidence = scene.evidence
-    raised = scene.error
-    steps = f"after {evidence.num_steps} steps" if evidence.num_steps else "before its first step"
+def _ending(scene: Scene) -> tuple[str, bool]:
+    """(why the run ended before it had shown all; "" if it has, whether the script failed before its first step)."""
+    evidence, raised = scene.evidence, scene.error
+    steps = f"after {counted(evidence.num_steps, 'step')}" if evidence.num_steps else "before its first step"
     spawned = next(iter(evidence.all("spawns")), None)
     if spawned is not None and not evidence.all("stepped") and raised is None and evidence.hang is None:
-        count = spawned["num_ranks"]
         where = scene.told(spawned.place)
-        return [f"It starts {count} ranks of its own ({where}), which can't be watched: it was only read."]
+        return f"The script starts {spawned['num_ranks']} ranks of its own ({where}), so it was only read.", False
     # A script that leaves before its first step has said why, perhaps as an exit with a text, or none.
     message = str(raised["message"]).strip() if raised is not None else ""
     left = not evidence.num_steps and evidence.hang is None and (raised is None or raised["type"] == "SystemExit")
-    last = evidence.said if left else ""
-    # The last words of a script that has ended by itself: that it needs a GPU.
-    words = "\n".join(f"{last}\n{message}".splitlines()[-4:]) if left else message
+    words = "\n".join(f"{evidence.said}\n{message}".splitlines()[-4:]) if left else message
     if scene.facts.uses_gpus and (_IN_WANT_OF_GPUS.search(words) or (left and _ABOUT_GPUS.search(words))):
-        first = message if message and not message.isdecimal() else last.strip().rpartition("\n")[2]
-        first = first.partition("\n")[0]
-        return [f"It needs GPUs, and this machine has none that it could use, so it was only read: {first}"]
+        own = message if message and not message.isdecimal() else evidence.said.strip().rpartition("\n")[2]
+        return (
+            f"The script needs a GPU that this machine lacks, so it was only read: {own.partition(chr(10))[0]}",
+            False,
+        )
     if raised is not None:
-        return [_told_error(scene, raised, steps, evidence.said)]
+        return _told_error(scene, raised, steps), not evidence.num_steps
     if evidence.hang is not None:
         text = how_it_hangs(scene)
-        return [f"{text[0].upper()}{text[1:]}. It was ended there; what follows was only read."]
-    if evidence.is_late and not evidence.num_steps:
-        return [f"No step was made in time{_last_seen(scene)}: it was ended, and only read."]
+        return f"{text[0].upper()}{text[1:]}. doctor ended the run there; the rest of the script was only read.", False
     if evidence.is_late:
-        return [f"The run was ended {steps}, when its time was over{_last_seen(scene)}."]
+        made, place = counted(evidence.num_steps, "step"), idle_place(evidence.ranks)
+        where = f" (rank 0 was at {scene.told(place)})" if place else ""
+        return f"doctor ended the script after {made}, when the time of the run was over{where}.", False
     broken = next((each for each in evidence.all("raised") if each["type"] != "KeyboardInterrupt"), None)
     if broken is not None:
-        return [
-            f"The ranks' calls no longer fitted {steps}, and the connection between them broke at "
-            f"{scene.told(broken.place)}: what follows was only read."
-        ]
-    if not evidence.num_steps:
-        if evidence.status:
-            return [
-                f"It ended with status {evidence.status} {steps}, so it was only read. It said:\n{_tail(evidence.said)}"
-            ]
-        return [
-            "It ended without a step of a torch optimizer, so it was only read. Does it need arguments, or data? Give "
-            "them behind the script's name."
-        ]
-    return []
+        where = scene.told(broken.place)
+        return f"A rank lost its connection to another rank at {where}, {steps}: the rest was only read.", False
+    if evidence.num_steps:
+        return "", False
+    if evidence.status:
+        return f"The script ended with status {evidence.status} {steps}. It printed:\n{_tail(evidence.said)}", True
+    return (
+        "The script ended without a step of a torch optimizer, so it was only read. If it needs arguments, give them "
+        "behind its name.",
+        False,
+    )
 
 
-def _told_error(scene: Scene, raised: Event, steps: str, said: str) -> str:
+def _told_error(scene: Scene, raised: Event, steps: str) -> str:
     place = f" at {scene.told(raised.place)}" if raised.places else ""
-    if raised["type"] == "SystemExit":
-        usage = "\n" + _tail(said) if "usage:" in said else ""
-        needs = " It needs other arguments: give them behind the script's name." if usage else ""
-        return (
-            f"The script ended{place} with status {raised['message']} {steps}, so that it was only read.{needs}{usage}"
-        )
-    message = str(raised["message"]).strip().partition("\n")[0]
-    first = f": {message}" if message else ""
-    return f"The script raised {raised['type']}{place} {steps}, so what follows was only read{first}"
-
-
-def _last_seen(scene: Scene) -> str:
-    events = scene.evidence.ranks[0] if scene.evidence.ranks else []
-    idle = next((each for each in reversed(events) if each.kind == "idle" and each.places), None)
-    if idle is None or last_progress_s(events) > idle.time_s:
-        return ""
-    return f" (rank 0 was at {scene.told(idle.place)})"
+    if raised["type"] != "SystemExit":
+        error = f"{raised['type']}: {raised['message']}".strip().partition("\n")[0].rstrip(".:")
+        return f"The script failed{place}, {steps}: {error}. The rest of the script was only read."
+    ended = f"The script ended{place} with status {raised['message']}, {steps}, so it was only read."
+    if "usage:" not in scene.evidence.said:
+        return ended
+    return f"{ended} It needs other arguments: give them behind its name.\n{_tail(scene.evidence.said)}"
 
 
 def _tail(said: str) -> str:

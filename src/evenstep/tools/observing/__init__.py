@@ -11,6 +11,6 @@ Read `patching` first: every change to a class or function of torch's, or of our
     devices      lines where the host waits for a GPU
     changes      dropout off, other batch sizes, keyed samples: so that runs can be compared
     scratch      what the script saves goes into a directory of the run
-    thresholds   from when on `bench` and `verify` report something
+    thresholds   from when on `bench` reports something
 
 """

@@ -30,7 +30,6 @@ from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import Join
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader as TorchDataLoader
 
@@ -67,20 +66,14 @@ _COLLECTIVES = (
 _APART = ("new_group", "send", "recv", "isend", "irecv", "batch_isend_irecv")
 WRAPPERS = (TorchDistributedDataParallel, DistributedDataParallel)
 LOADERS = (TorchDataLoader, DataLoader)
-_SCHEDULERS = {each for each in vars(lr_scheduler).values() if isinstance(each, type) and "step" in vars(each)}
-_CLIPS = [(module, f"clip_grad_{kind}_") for module in (nn.utils, nn.utils.clip_grad) for kind in ("norm", "value")]
 
 # Of each moment that is the call of a function and no more, the functions: (where, name).
 _CALLS: dict[str, Sequence[tuple[Any, str]]] = {
     "loss": [(functional, "cross_entropy"), (functional, "nll_loss")],
     "batch_norm": [(functional, "batch_norm")],
-    "clip": _CLIPS,
-    "unscale": [(torch.amp.GradScaler, "unscale_")],
     "scaler_step": [(torch.amp.GradScaler, "step")],
-    "schedule": [(kind, "step") for kind in _SCHEDULERS],
     "join": [(Join, "__enter__")],
     "part": [(module, name) for module in (dist, distributed_c10d) for name in _APART],
-    "device": [(torch.cuda, "set_device")],
     "save": [(torch, "save")],
     "spawn": [(torch.multiprocessing, "spawn")],
     "fetch": [(MapDatasetFetcher, "fetch")],
@@ -122,26 +115,14 @@ class Subscriber:
     def step_ended(self, optimizer: Any, *, is_counted: bool) -> None:
         """An optimizer has stepped; of several ones the steps of the busiest are counted."""
 
-    def scaled(self, scaler: torch.amp.GradScaler) -> None:
-        """A GradScaler that isn't disabled has multiplied a loss."""
-
-    def unscale(self, scaler: Any, optimizer: Any) -> Ended:
-        """A GradScaler divides gradients."""
-
     def scaler_step(self, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Ended:
         """A GradScaler is asked for a step."""
-
-    def schedule(self, scheduler: Any, *args: Any, **kwargs: Any) -> Ended:
-        """A scheduler steps, also that first time in its constructor."""
 
     def loss(self, input: Any, target: Any, *args: Any, **kwargs: Any) -> Ended:
         """A loss over labels is computed."""
 
     def batch_norm(self, input: Any, mean: Any = None, var: Any = None, *args: Any, **kwargs: Any) -> Ended:
         """A batch is normalised."""
-
-    def clip(self, *args: Any, **kwargs: Any) -> Ended:
-        """Gradients are clipped by a function of torch's."""
 
     # ------------------------------------------------------------------ what all ranks do together
 
@@ -162,9 +143,6 @@ class Subscriber:
 
     def part(self, *args: Any, **kwargs: Any) -> Ended:
         """Ranks form a group, or send to each other: they may hold other parts of a model."""
-
-    def device(self, device: Any) -> Ended:
-        """`torch.cuda.set_device` is called."""
 
     def spawn(self, fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **named: Any) -> Ended:
         """The script starts processes with `torch.multiprocessing.spawn`."""
@@ -234,7 +212,7 @@ class Recorder:
             self._around(patches, [moment], functions, functools.partial(self._call, moment))
         self._around(patches, ["module"], [(nn.Module, "__call__")], self._module)
         self._around(patches, ["backward"], [(torch.autograd, "backward")], self._backward)
-        self._around(patches, ["backward", "scaled"], [(torch.amp.GradScaler, "scale")], self._scaling)
+        self._around(patches, ["backward"], [(torch.amp.GradScaler, "scale")], self._scaling)
         if self.listeners["step_begins"] or self.listeners["step_ended"]:
             for handle in (
                 register_optimizer_step_pre_hook(self._before_step),
@@ -315,8 +293,6 @@ class Recorder:
         scaled = original(scaler, outputs)
         if scaler.is_enabled():
             self._scale = float(scaler.get_scale())
-            for tell in self.listeners["scaled"]:
-                tell(scaler)
         return scaled
 
     def _before_step(self, optimizer: Any, *_: object) -> None:

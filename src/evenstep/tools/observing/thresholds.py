@@ -1,4 +1,4 @@
-"""The thresholds of `bench` and `verify`: from when on something is reported. Pure.
+"""The thresholds of `bench`: from when on something is a finding. Pure.
 
 Every number that decides what a user is shown stands here; docs/reference/thresholds.md shows this file.
 """
@@ -17,10 +17,3 @@ DEVIATIONS = 2.5  # standard deviations by which it must also be last more often
 SCHEDULING_S = 0.002  # seconds of a step that a rank may lose because the system ran something else
 OFTEN = 0.5  # times a step that a line makes the host wait for the GPU
 WELL = 0.9  # efficiency: a lower one should have a cause
-
-# ---------------------------------------------------------------------- verify: what is a difference
-
-ROUNDING_FACTOR = 16.0  # times the base run's distance from float64 that other runs may lie from it
-SHRINKS_TO = 1e-4  # of a difference that may be left in float64, if it was rounding
-COARSE = 1e-4  # relative rounding above which float32 hides too much, so that float64 is compared in any case
-SAME_WEIGHT = 1e-3  # relative difference of two weights in an average that are taken as equal

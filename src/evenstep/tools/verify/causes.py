@@ -10,8 +10,7 @@ Nothing here is a guess at the script's text. Each cause has evidence of its own
     divisor, average    the reference's gradient is a weighted sum of what the ranks' backward passes added, with other
                         weights than those that were applied: each was right, and only counted wrong
     batch norm          it is no such sum, and layers have normalised over one rank's share
-    batch statistics    it is no such sum, and a loss takes a mean, or a spread, over that share
-    pairs               it is no such sum, and a loss compares each sample of that share with each
+    batch statistics    it is no such sum, and nothing else explains that: something else is computed over that share
     skipped             calls of a GradScaler's step that made none
     random              the random stream: ranks that share it, or that draw what a single process draws once; inputs
                         that repeat where the samples of the loaders don't
@@ -29,8 +28,7 @@ import torch
 from torch import Tensor
 
 from evenstep.checks import counted
-from evenstep.tools.observing.graphs import OF_PAIRS, OVER_BATCH
-from evenstep.tools.observing.thresholds import SAME_WEIGHT
+from evenstep.tools.verify.compare import SAME_WEIGHT
 from evenstep.tools.verify.evidence import Run, Seen, data_ranks
 
 _MOST_PASSES = 64  # backward passes of all ranks in a step, above which their weights are not computed
@@ -85,8 +83,8 @@ def others_skipped(run: Run) -> Cause:
     return _cause(
         "skipped",
         "a GradScaler skipped other steps: gradients overflow in float16 on one number of ranks, and not on the other. "
-        "The scale is nearly too large, or the loss has another size. What steps compute can be compared when none is "
-        "skipped: give the scaler a smaller init_scale for that.",
+        "The scale is nearly too large, or the loss has another size. To compare the steps, give the scaler a smaller "
+        "init_scale, so that none is skipped.",
         run.ranks[0][0],
     )
 
@@ -111,17 +109,27 @@ def _causes(base: Run, run: Run, step: int, rounding: float) -> Iterator[Cause]:
     yield from _drift(run, step)
     yield from _branch(seen)
     weights = find_weights(base, run, step)
-    if weights is not None and weights.unexplained <= max(1e3 * rounding, 1e-9):
+    is_sum = weights is not None and weights.unexplained <= max(1e3 * rounding, 1e-9)
+    is_no_sum = weights is not None and not is_sum and any(passes for each in seen for passes in each.virtual_ranks)
+    if weights is not None and is_sum:
         yield from _counted_wrong(weights, base.num_ranks, known, seen)
-    else:
-        has_passes = any(passes for each in seen for passes in each.virtual_ranks)
-        yield from _own_statistics(seen, is_sure=weights is not None and has_passes)
+    elif len(seen) > 1 and seen[0].unsynced:
+        yield _unsynchronised(seen[0], is_sure=is_no_sum)
     yield from _settings(known, seen)
     if any(each.draws for each in seen):
         yield _cause(
             "random",
-            "random numbers in the forward pass, besides dropout: no two numbers of ranks draw the same. (verify "
-            "switches dropout off for the comparison, and can't do that with other draws.)",
+            "random numbers in the forward pass, besides dropout, are others on another number of ranks. For the "
+            "comparison verify switches dropout off, but it can't switch off other draws.",
+            seen[0],
+        )
+    if is_no_sum and len(seen) > 1:
+        yield _cause(
+            "batch statistics",
+            "a loss that is no sum over samples: no weighting of the ranks' gradients gives that of the whole batch. "
+            "The loss takes a mean or a spread over the batch, or compares samples with each other, but each rank has "
+            "only its own share. Gather the samples of all ranks, with their gradients "
+            "(torch.distributed.nn.functional), or keep to one process's batch.",
             seen[0],
         )
 
@@ -171,7 +179,7 @@ def _no_gradient(run: Run) -> Iterator[Cause]:
         yield _cause(
             "no gradient",
             f"every gradient of {len(steps)} steps is zero, or none arrives at the optimizer: nothing is trained, and "
-            f"that bits are equal says nothing. Look for zero_grad between backward and step, a loss that was "
+            f"equal bits prove nothing. Look for zero_grad between backward and step, a loss that was "
             f"multiplied by 0, or one that doesn't depend on the parameters.",
             run.ranks[0][0],
         )
@@ -202,15 +210,15 @@ def _data(base: Run, run: Run, step: int) -> Iterator[Cause]:
         yield _cause(
             "samples",
             f"the global batch depends on the number of ranks: {expected} samples on {base.num_ranks}, {total} on "
-            f"{run.num_ranks}. verify sees to the batch sizes of torch's DataLoader alone; divide others by the "
+            f"{run.num_ranks}. verify adapts only the batch sizes of torch's DataLoader; divide others by the "
             f"number of ranks, or use evenstep.DataLoader(global_batch_size=).",
             seen[0],
         )
     else:
         yield _cause(
             "samples",
-            f"other samples: {sum(more.values())} of the {total} of step {step + 1} are not those that "
-            f"{counted(base.num_ranks, 'rank')} saw, and none comes twice. The order of the data depends on the number "
+            f"other samples: in step {step + 1}, {sum(more.values())} of {total} samples are not among those of "
+            f"{counted(base.num_ranks, 'rank')}, and none comes twice. The order of the data depends on the number "
             f"of ranks (each reads a part of its own, or a seed differs), or random numbers are added to them in the "
             f"loop.",
             seen[0],
@@ -237,7 +245,7 @@ def _repetition(which: str, seen: Sequence[Seen]) -> Cause:
     if not any(loaded):
         return _cause(
             "repeated",
-            f"the same inputs on several ranks: {which}, and no loader has given them. Let each rank take a part of "
+            f"the same inputs on several ranks: {which}, and they come from no loader. Let each rank take a part of "
             f"its own of the data, or seed the ranks differently if the script draws its inputs, once the model is "
             f"made: torch.manual_seed(seed + rank).",
             seen[0],
@@ -293,8 +301,8 @@ def _settings(known: Sequence[Seen], seen: Sequence[Seen]) -> Iterator[Cause]:
                 yield _cause(
                     "settings",
                     f"the optimizer steps with another {name}: {a[name]:g} on {counted(len(known), 'rank')}, "
-                    f"{b[name]:g} on rank {rank} of {len(seen)} (group {group}). It depends on the rank or on "
-                    f"their number.",
+                    f"{b[name]:g} on rank {rank} of {len(seen)} (group {group}). The value depends on the rank "
+                    f"or on the number of ranks.",
                     each,
                 )
 
@@ -303,27 +311,19 @@ def _branch(seen: Sequence[Seen]) -> Iterator[Cause]:
     """Ranks that have samples run the same modules and build the same graphs, unless they look at their rank."""
     working = [(rank, each) for rank, each in enumerate(seen) if each.graphs and each.num_rows]
     for (first, a), (second, b) in itertools.pairwise(working):
-        ours, theirs = _kinds(a), _kinds(b)
+        ours, theirs = Counter(a.graphs[0]), Counter(b.graphs[0])
         evidence = ""
         if a.modules != b.modules:
             evidence = _module_evidence(first, a.modules, second, b.modules)
         elif ours != theirs:
             kind = next(each for each in sorted(ours | theirs) if ours[each] != theirs[each])
             evidence = (
-                f"the graph of rank {first}'s loss has {ours[kind]} nodes {kind}, and that of rank {second} "
-                f"{theirs[kind]}"
+                f"the graph of the loss has {counted(ours[kind], 'node')} {kind} on rank {first}, and {theirs[kind]} "
+                f"on rank {second}"
             )
         if evidence:
             text = f"a rank-dependent branch: {evidence}. What is computed for the gradient may not depend on the rank."
             yield _cause("branch", text, b)
-
-
-def _kinds(seen: Seen) -> Counter[str]:
-    """Nodes of the first graph by kind. What is behind a kind's name depends on the size of a rank's batch."""
-    counts: Counter[str] = Counter()
-    for name, count in seen.graphs[0].items():
-        counts[name.removesuffix(OVER_BATCH).removesuffix(OF_PAIRS)] += count
-    return counts
 
 
 def _module_evidence(first: int, ours: list[str], second: int, theirs: list[str]) -> str:
@@ -408,32 +408,15 @@ def _counted_wrong(weights: Weights, num_base: int, known: Sequence[Seen], seen:
             )
 
 
-def _own_statistics(seen: Sequence[Seen], *, is_sure: bool) -> Iterator[Cause]:
-    if len(seen) < 2:
-        return
-    names = seen[0].unsynced
-    if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        proof = ", and no weighting of the ranks' gradients gives that of the whole batch" if is_sure else ""
-        yield _cause(
-            "batch norm",
-            f"batch norm without synchronisation: {names[0]!r}{more} normalised by the statistics of each rank's own "
-            f"share{proof}. evenstep.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping it.",
-            seen[0],
-        )
-    for mark, kind, what, mend in (
-        (OVER_BATCH, "batch statistics", "a mean or a spread over the batch inside the loss", "Average it"),
-        (OF_PAIRS, "pairs", "a loss that compares each sample with each", "Gather the samples"),
-    ):
-        nodes = [name for graph in seen[0].graphs for name in graph if name.endswith(mark)]
-        if nodes:
-            yield _cause(
-                kind,
-                f"{what} ({nodes[0]}): each rank takes its own share alone, and no weighting of the ranks' gradients "
-                f"gives that of the whole batch. {mend} over the ranks, with the gradient "
-                f"(torch.distributed.nn.functional), or keep to one process's batch.",
-                seen[0],
-            )
+def _unsynchronised(seen: Seen, *, is_sure: bool) -> Cause:
+    more = f" and {len(seen.unsynced) - 1} more" if len(seen.unsynced) > 1 else ""
+    proof = ", and no weighting of the ranks' gradients gives that of the whole batch" if is_sure else ""
+    return _cause(
+        "batch norm",
+        f"batch norm without synchronisation: {seen.unsynced[0]!r}{more} normalised by the statistics of each rank's "
+        f"own share{proof}. evenstep.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping it.",
+        seen,
+    )
 
 
 @dataclass(frozen=True)

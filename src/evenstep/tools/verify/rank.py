@@ -182,7 +182,7 @@ class Steps(Subscriber):
             seen.losses.append((float("nan"), 0.0))
         else:
             seen.losses.append((float(root.detach()) / scale, None if weight is None else float(weight)))
-            seen.graphs.append(node_counts(root, {len(rows) for rows in seen.rows}))
+            seen.graphs.append(node_counts(root))
             seen.means += weight is None and is_mean(root.grad_fn)
             seen.held_back |= any(not wrapper.require_backward_grad_sync for wrapper in self._wrappers)
         self._is_back = True

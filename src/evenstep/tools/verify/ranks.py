@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from evenstep.launcher.options.resources import count_cores
 from evenstep.named_files import validate_script
 from evenstep.temporary import private_directory
 from evenstep.tools.observing.launch import Observed, launched
-from evenstep.tools.observing.thresholds import COARSE
 from evenstep.tools.verify import causes, compare
 from evenstep.tools.verify.evidence import Plan, Run, read_run
 from evenstep.tools.verify.rehearsal import RehearsalPlan
@@ -82,15 +82,18 @@ class _Runs:
         self._batch_sizes: list[int] | None = None  # of the run on the most ranks, which is as the script says
         self._is_sharded = False  # by FSDP2, in one of the runs so far
         self._num_data_ranks = 0  # of that run, of which one sees other samples than another; 0: not known yet
+        self._began_s = time.monotonic()
 
     def make(self) -> None:
         """All of them in float32 (or whatever the script computes in), the most ranks first."""
+        count = len(self.numbers)
+        self._say(f"{count} runs, and up to {count} more in float64 where results differ")
         for number in reversed(self.numbers):
             self.of(number)
         lengths = {number: self.of(number).num_steps for number in self.numbers}
         if len(set(lengths.values())) > 1:
             received = ", ".join(f"{steps} on {number}" for number, steps in lengths.items())
-            self._say(f"the script makes {received} ranks; the first {min(lengths.values())} steps are compared")
+            self._say(f"the script makes {received} ranks: only the first {min(lengths.values())} steps are compared")
 
     def of(self, number: int, *, in_double: bool = False) -> Run:
         """The run on so many ranks."""
@@ -101,14 +104,16 @@ class _Runs:
 
     def _make(self, number: int, in_double: bool) -> Run:
         name = counted(number, "rank") + (", in float64" if in_double else "")
-        self._say(f"{self._script} on {name}")
+        at, most = len(self._made) + 1, 2 * len(self.numbers)
+        left_s = (time.monotonic() - self._began_s) / max(1, at - 1) * (most - at + 1)
+        about = f" (at most about {left_s:.0f} s left)" if at > 1 else ""
+        self._say(f"run {at} of at most {most}: {self._script} on {name}{about}")
         directory = self._root / f"{number}-{in_double}"
         directory.mkdir()
         # Ranks that divide layers have the same samples: they count as one.
-        most, data = self.numbers[-1], self._num_data_ranks
-        sizes = sizes_for(
-            self._batch_sizes or [], seen_on=data or most, num_ranks=max(1, number * data // most) if data else number
-        )
+        largest, data = self.numbers[-1], self._num_data_ranks
+        num_ranks = max(1, number * data // largest) if data else number
+        sizes = sizes_for(self._batch_sizes or [], seen_on=data or largest, num_ranks=num_ranks)
         if sizes is None:
             received = ", ".join(map(str, self._batch_sizes or []))
             raise ConfigurationError(
@@ -161,7 +166,7 @@ def _verdict(runs: _Runs, number: int) -> Verdict:
         return Verdict(number, compare.closeness(base, run), skipped, (causes.others_skipped(run), *faults))
     difference = compare.first_difference(base, reference, run)
     rounding = compare.coarsest_rounding(base, reference)
-    if difference is None and rounding <= COARSE:
+    if difference is None and rounding <= compare.COARSE:
         return Verdict(number, compare.closeness(base, run), None, faults, rounding)
     double = runs.of(number, in_double=True)
     difference = compare.first_difference(base, reference, run, double)

@@ -47,6 +47,7 @@ from evenstep.tools.doctor.asking import (
     Script,
     by_library,
     depends_on_ranks,
+    distributed,
     divides_by_hand,
     dotted,
     found,
@@ -103,7 +104,14 @@ def _of_the_node(script: Script, loader: Call) -> Found:
         rank, num_replicas = site.argument("rank", 2), site.argument("num_replicas", 1)
         if script.kinds(rank, site.frame) == {"local rank"} and "local" not in text_of(num_replicas).lower():
             evidence = f"rank={text_of(rank)} is the rank within a node: with several nodes their ranks read the same"
-            yield found(site, evidence, mend="sampler = DistributedSampler(train_set)  # asks the process group")
+            yield found(site, evidence, mend=_asking(site))
+
+
+def _asking(sampler: Call) -> str:
+    """The sampler without a rank: then it asks the process group."""
+    plain = [text_of(each).rstrip(", ") for each in sampler.node.args]
+    kept = [each for each in plain[:1] + plain[1:] if not re.match(r"(?:rank|num_replicas)\s*=", each)]
+    return f"{target_of(sampler) or 'sampler'} = {text_of(sampler.node.func)}({', '.join(kept)})"
 
 
 def _same_draws(script: Script) -> Found:
@@ -118,7 +126,8 @@ def _same_draws(script: Script) -> Found:
         draws = call.last in _DRAWS and call.name and call.argument("generator") is None
         if draws and set(script.step_loops) & set(script.loops_around(call.frame)):
             evidence = f"{call.text} draws the same on every rank, as {seeds[0].text} seeds all of them alike"
-            yield found(call, evidence, mend=f"{dotted(seeds[0].node.func)}(seed + rank)")
+            seed, rank = text_of(seeds[0].node)[:-1], f"{distributed(seeds[0].frame.file)}.get_rank()"
+            yield found(call, evidence, mend=f"{seed} + {rank})")
             return
 
 

@@ -40,9 +40,11 @@ from evenstep.tools.doctor.asking import (
     Call,
     Found,
     Script,
+    distributed,
     found,
     on_ranks,
     origins,
+    own_name,
     text_of,
     training_loaders,
 )
@@ -50,7 +52,6 @@ from evenstep.tools.doctor.asking import (
 _GLOBAL = re.compile(r"(?i)global|total_batch|effective|overall|full_batch")
 _LOCAL = re.compile(r"(?i)per_?(?:gpu|device|rank|replica|process|worker)|local_batch|micro_?batch")
 _DIVIDED = re.compile(rf"(?i)//\s*[\w.()]*(?:{WORLD.pattern[4:]})")
-_MEND = "loader = DataLoader(train_set, batch_size=batch_per_rank, sampler=sampler)"
 
 
 def read(script: Script) -> Found:
@@ -66,26 +67,29 @@ def read(script: Script) -> Found:
         if ours:
             local = any(_LOCAL.search(each) for each in texts) and not WORLD.search(joined)
             if local or _DIVIDED.search(joined):
-                mend = "loader = evenstep.DataLoader(train_set, global_batch_size=batch_per_rank * world.world_size)"
+                mend = f"global_batch_size={text_of(size)} * {own_name(script, 'world', loader) or 'world'}.world_size"
                 yield found(loader, f"global_batch_size={text_of(size)} is the batch of one rank", mend=mend)
         elif loader not in trained:
             continue
         elif _GLOBAL.search(joined) and not WORLD.search(joined) and "/" not in joined:
             what = next(each for each in texts if _GLOBAL.search(each))
-            yield found(loader, f"batch_size={text_of(size)} is {what}, and each rank loads as many")
+            mend = f"batch_size={text_of(size)} // {distributed(loader.frame.file)}.get_world_size()"
+            yield found(loader, f"batch_size={text_of(size)} is {what}, and each rank loads as many", mend=mend)
         elif (product := _times_world(script, size, loader)) is not None:
-            evidence = f"batch_size={product} multiplies by the number of ranks, and each rank loads as many"
-            yield found(loader, evidence, mend=_MEND)
+            evidence = f"batch_size={text_of(product)} multiplies by the number of ranks, and each rank loads as many"
+            sides = (product.left, product.right)
+            own = next((each for each in sides if "world size" not in script.kinds(each, loader.frame)), product.left)
+            yield found(loader, evidence, mend=f"batch_size={text_of(own)}")
         elif what := next((each for each in texts if _LOCAL.search(each) and _DIVIDED.search(each)), ""):
             evidence = f"batch_size={what} divides the batch of one rank by the number of ranks"
-            yield found(loader, evidence, mend=_MEND)
+            yield found(loader, evidence, mend=f"batch_size={what.partition('//')[0].strip()}")
 
 
-def _times_world(script: Script, size: cst.CSTNode, loader: Call) -> str | None:
+def _times_world(script: Script, size: cst.CSTNode, loader: Call) -> cst.BinaryOperation | None:
     """A product with the number of ranks among what a batch size is made of."""
     for each, where in origins(script, size, loader.frame):
-        sides = (each.left, each.right) if isinstance(each, cst.BinaryOperation) else ()
-        is_product = isinstance(each, cst.BinaryOperation) and isinstance(each.operator, cst.Multiply)
-        if is_product and any("world size" in script.kinds(side, where) for side in sides):
-            return text_of(each)
+        if not isinstance(each, cst.BinaryOperation) or not isinstance(each.operator, cst.Multiply):
+            continue
+        if any("world size" in script.kinds(side, where) for side in (each.left, each.right)):
+            return each
     return None

@@ -42,6 +42,7 @@ from evenstep.tools.doctor.asking import (
     Found,
     Script,
     assignments_to,
+    distributed,
     dotted,
     found,
     own_name,
@@ -81,8 +82,10 @@ def read(script: Script) -> Found:
             for site in samplers(script, loader):
                 drops = text_of(site.argument("drop_last", 5)) not in ("", "None", "False")
                 if not drops and not site.name.startswith("evenstep."):
-                    evidence = f"{site.text} repeats samples, and the metric counts them twice"
-                    yield found(site, evidence)
+                    data, dist = text_of(site.argument("dataset", 0)), distributed(site.frame.file)
+                    mine = f"range({dist}.get_rank(), len({data}), {dist}.get_world_size())"
+                    mend = f"torch.utils.data.Subset({data}, {mine})  # for the loader, in the place of the sampler"
+                    yield found(site, f"{site.text} repeats samples, and the metric counts them twice", mend=mend)
 
 
 def seen(run: Scene) -> Seen:

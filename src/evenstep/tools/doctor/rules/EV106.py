@@ -41,6 +41,7 @@ from evenstep.tools.doctor.asking import (
     Found,
     Script,
     depends_on_ranks,
+    distributed,
     divides_by_hand,
     found,
     streams,
@@ -48,8 +49,6 @@ from evenstep.tools.doctor.asking import (
     training_loaders,
 )
 from evenstep.tools.doctor.scene import Scene, Seen, same_samples
-
-_MEND = "dataset = split_dataset_by_node(dataset, rank=rank, world_size=world_size)"
 
 
 def read(script: Script) -> Found:
@@ -63,7 +62,10 @@ def read(script: Script) -> Found:
         if names[0] != text_of(dataset):
             yield found(loader, f"{names[0]} is an IterableDataset that never looks at the rank")
         else:
-            yield found(loader, f"{names[0]} is a stream that isn't divided among ranks", mend=_MEND)
+            dist = distributed(loader.frame.file)
+            given = f"{names[0]}, rank={dist}.get_rank(), world_size={dist}.get_world_size()"
+            mend = f"{names[0]} = datasets.distributed.split_dataset_by_node({given})"
+            yield found(loader, f"{names[0]} is a stream that isn't divided among ranks", mend=mend)
 
 
 def seen(run: Scene) -> Seen:

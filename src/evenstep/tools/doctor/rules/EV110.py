@@ -2,8 +2,8 @@
 
 A random split, or the data set itself, is made without a seed, so each rank has one of its own.
 
-Samples that one rank validates on are trained on by others: the validation says too much good. Of data that differ,
-each rank trains on other samples than the sampler meant.
+Samples that one rank validates on are trained on by others: the validation looks better than it is. If the data
+themselves differ, each rank trains on other samples than the sampler has chosen.
 
 A split is read. Data that differ are shown by a run: three samples are compared where a DistributedSampler divides
 them.
@@ -26,8 +26,12 @@ Ignore it if the seed is set in a file that isn't the script's own, or each rank
 
 from collections.abc import Sequence
 
-from evenstep.tools.doctor.asking import Found, Script, found, on_all_ranks
+from evenstep.tools.doctor.asking import Found, Script, found, on_all_ranks, text_of
 from evenstep.tools.doctor.scene import Scene, Seen, made_at, pairs
+
+_MEND = """\
+torch.manual_seed(0)  # before the data are made
+torch.manual_seed(torch.distributed.get_rank())  # after it, so that ranks draw noise of their own"""
 
 
 def read(script: Script) -> Found:
@@ -36,7 +40,7 @@ def read(script: Script) -> Found:
         return
     for call in script.named("torch.utils.data.random_split"):
         if call.argument("generator", 2) is None and on_all_ranks(script, call):
-            mend = f"{call.text[:-1]}, generator=torch.Generator().manual_seed(0))"
+            mend = f"{text_of(call.node)[:-1].rstrip(', ')}, generator=torch.Generator().manual_seed(0))"
             yield found(call, f"{call.text} has no generator, and no seed is set", mend=mend)
 
 
@@ -46,8 +50,8 @@ def seen(run: Scene) -> Seen:
         ours, theirs = mine.begin["looks"], other.begin["looks"]
         are_other = bool(ours and theirs) and _are_other(ours, theirs)
         if are_other and mine.begin["is_distributed"]:
-            evidence = f"the samples of ranks 0 and {rank} with the same numbers are other ones"
-            yield run.finding(made_at(mine), evidence, mend="torch.manual_seed(0)  # before the data are made")
+            evidence = f"sample 0 and others have other contents on rank {rank} than on rank 0"
+            yield run.finding(made_at(mine), evidence, mend=_MEND)
 
 
 def _are_other(ours: Sequence[str], theirs: Sequence[str]) -> bool:

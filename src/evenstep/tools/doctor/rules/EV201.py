@@ -26,7 +26,6 @@ A line that says which rank prints it is no finding. Ignore the rule if the laun
 
 import re
 
-from evenstep.checks import counted
 from evenstep.tools.doctor.asking import (
     BARS,
     Call,
@@ -40,7 +39,6 @@ from evenstep.tools.doctor.asking import (
     on_all_ranks,
     text_of,
 )
-from evenstep.tools.doctor.scene import Scene, Seen, name_ranks, on_all
 
 _PRINTS = ("print", "builtins.print", "__builtin__.print", "__builtins__.print", "sys.stdout")
 _LOUD = ("INFO", "DEBUG", "'INFO'", '"INFO"')
@@ -59,18 +57,6 @@ def read(script: Script) -> Found:
         if on_all_ranks(script, call) and in_training_or_evaluation(script, call):
             mend, edits = guarded(script, call)
             yield found(call, f"{call.text} runs on every rank", mend=mend, edits=edits)
-
-
-def seen(run: Scene) -> Seen:
-    """Lines of a place where every rank has been, that don't name the rank."""
-    for place, ranks in on_all(run.evidence.of("output")).items():
-        first, count, num_steps = ranks[0][0], len(ranks[0]), max(1, run.evidence.num_steps)
-        if first["via"] == "bar" or name_ranks([[str(each["text"]) for each in events] for events in ranks]):
-            continue
-        text, verb = str(first["text"]).splitlines()[0][:60], "logged" if first["via"] == "log" else "printed"
-        lines = f"{count * run.world_size / num_steps:.1f} lines per step instead of {count / num_steps:.1f}"
-        evidence = f"{run.world_size} ranks {verb} {text!r}, {counted(count, 'time')} each"
-        yield run.finding(place, evidence, cost=lines if count >= num_steps else "")
 
 
 def _prints_otherwise(script: Script) -> bool:

@@ -28,14 +28,14 @@ from evenstep.tools.doctor.asking import (
     Call,
     Found,
     Script,
-    dotted,
+    distributed,
     found,
     has_argument_of_rank,
     in_training_or_evaluation,
     on_all_ranks,
     on_main,
+    text_of,
 )
-from evenstep.tools.doctor.scene import Scene, Seen, on_all
 
 
 def read(script: Script) -> Found:
@@ -44,18 +44,11 @@ def read(script: Script) -> Found:
         if not BARS.fullmatch(call.name) or call.has_star or call.argument("disable") is not None:
             continue
         if not has_argument_of_rank(script, call) and on_all_ranks(script, call) and _is_in_training(script, call):
-            condition = on_main(script, call) or "rank == 0"
+            condition = on_main(script, call) or f"{distributed(call.frame.file)}.get_rank() == 0"
             is_equal = condition.endswith(" == 0")
             disabled = condition.replace(" == 0", " != 0") if is_equal else f"not {condition}"
-            mend = f"{dotted(call.node.func)}(..., disable={disabled})"
+            mend = f"{text_of(call.node)[:-1].rstrip().rstrip(',')}, disable={disabled})"
             yield found(call, f"{call.text} runs on every rank", mend=mend)
-
-
-def seen(run: Scene) -> Seen:
-    """Bars that all ranks drew."""
-    for place, ranks in on_all(run.evidence.of("output")).items():
-        if any(each["via"] == "bar" for each in ranks[0]):
-            yield run.finding(place, f"{run.world_size} ranks drew it")
 
 
 def _is_in_training(script: Script, call: Call) -> bool:

@@ -20,8 +20,17 @@ A run per rank on purpose, with the rank in its name or with `group=`, is no fin
 such runs by itself.
 """
 
-from evenstep.tools.doctor.asking import Found, Script, behind, found, on_all_ranks, on_main, statement_of
-from evenstep.tools.doctor.scene import Scene, Seen, on_all
+from evenstep.tools.doctor.asking import (
+    Found,
+    Script,
+    behind,
+    found,
+    on_all_ranks,
+    on_main,
+    statement_of,
+    target_of,
+    text_of,
+)
 
 _TRACKERS: tuple[str, ...] = ("wandb.init", "mlflow.start_run", "neptune.init_run", "tensorboardX.SummaryWriter")
 _TRACKERS += ("torch.utils.tensorboard.SummaryWriter", "comet_ml.Experiment", "comet_ml.start", "clearml.Task.init")
@@ -36,13 +45,7 @@ def read(script: Script) -> Found:
             behind(script, each, call.frame, r"(?i)rank|is_main|is_master|process_index", 2) for each in call.arguments
         )
         if not chosen and not any(names) and on_all_ranks(script, call):
-            condition = on_main(script, call) or "rank == 0"
-            is_alone = bool(statement_of(call))
-            mend = f"if {condition}:\n    {call.text}" if is_alone else f"{call.text} if {condition} else None"
+            condition, text = on_main(script, call) or "rank == 0", text_of(call.node)
+            own = f"{target_of(call) or 'tracker'} = {text} if {condition} else None"
+            mend = f"if {condition}:\n    {text}" if statement_of(call) else own
             yield found(call, f"{call.text} runs on every rank", mend=mend)
-
-
-def seen(run: Scene) -> Seen:
-    """Trackers that all ranks opened."""
-    for place, ranks in on_all(run.evidence.of("tracker", hurried=True)).items():
-        yield run.finding(place, f"{run.world_size} ranks opened {ranks[0][0]['tracker']}")

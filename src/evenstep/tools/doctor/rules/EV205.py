@@ -34,13 +34,12 @@ from evenstep.tools.doctor.asking import (
     Found,
     Script,
     behind,
-    dotted,
+    distributed,
     found,
     guarded,
     is_of_a_rank,
     is_true,
     on_all_ranks,
-    on_main,
     text_of,
 )
 from evenstep.tools.doctor.scene import Scene, Seen, same_paths
@@ -56,9 +55,9 @@ def read(script: Script) -> Found:
     for call in script.calls:
         if call.name.startswith("torchvision.datasets.") and is_true(call.argument("download")):
             if on_all_ranks(script, call) and not _is_done_before(script, call):
-                guard = f"if {on_main(script, call) or 'rank == 0'}:\n    {dotted(call.node.func)}(root, download=True)"
-                evidence = f"{call.text} downloads on every rank at the same time"
-                yield found(call, evidence, mend=f"{guard}\ndist.barrier()")
+                mend, _ = guarded(script, call)
+                mend += f"\n{distributed(call.frame.file)}.barrier()  # then every rank opens what is there"
+                yield found(call, f"{call.text} downloads on every rank at the same time", mend=mend)
             continue
         path = _path(call)
         # Written beside and renamed, a file is whole whichever rank comes last.
@@ -69,9 +68,8 @@ def read(script: Script) -> Found:
         is_known = call.frame.file is script.files[0] or behind(script, path, call.frame, _WRITTEN_OUT, 2)
         if is_known and on_all_ranks(script, call) and not is_of_a_rank(script, path, call):
             mend, edits = guarded(script, call)
-            mend = (
-                mend.replace(f"    {call.text}", f"    with {call.text} as file: ...") if call.last == "open" else mend
-            )
+            text = text_of(call.node)
+            mend = mend.replace(f"    {text}", f"    with {text} as file: ...") if call.last == "open" else mend
             yield found(call, f"{call.text} writes the same file on every rank", mend=mend, edits=edits)
 
 

@@ -42,6 +42,7 @@ from evenstep.tools.doctor.asking import (
     found,
     names_in,
     origins,
+    target_of,
     text_of,
     with_what,
 )
@@ -55,9 +56,10 @@ def read(script: Script) -> Found:
         return
     schedules = [call for call in script.calls if "." in call.name and "scheduler" in script.kinds_made(call)]
     scalers = script.named(".GradScaler") if script.named(".scale") else []  # made, and used
-    parts = [("the scheduler", r"(?i)sched")] if schedules else []
-    parts += [("the gradient scaler", r"(?i)scaler")] if scalers else []
-    parts += [("the epoch or step", r"(?i)epoch|step|iter|position|progress")]
+    parts = [("the epoch or step", r"(?i)epoch|step|iter|position|progress", '"epoch": epoch')]
+    for what, made_by in (("scaler", scalers), ("scheduler", schedules)):
+        entry = f'"{what}": {target_of(made_by[0]) or what}.state_dict()' if made_by else ""
+        parts = [(f"the {what}", rf"(?i){what[:5]}", entry), *parts] if made_by else parts
     told: set[int] = set()  # one state may be saved in two places
     for save in with_what(script, script.named("torch.save")):
         state = save.argument("obj", 0)
@@ -65,10 +67,11 @@ def read(script: Script) -> Found:
         text = " ".join([*map(text_of, made), *_added(script, state, save)])
         if not made or not re.search(_OPTIMIZER, text) or "**" in text or told & set(map(id, made)):
             continue
-        missing = [name for name, words in parts if not re.search(words, text)]
+        missing = [(name, entry) for name, words, entry in parts if not re.search(words, text)]
         told |= set(map(id, made)) if missing else set()
         if missing:
-            yield found(save, f"the checkpoint has the optimizer, and lacks {' and '.join(missing)}")
+            evidence = f"the checkpoint has the optimizer, and lacks {' and '.join(name for name, _ in missing)}"
+            yield found(save, evidence, mend=f"{text_of(state)} | {{{', '.join(entry for _, entry in missing)}}}")
 
 
 def _added(script: Script, state: cst.CSTNode | None, save: Call) -> list[str]:

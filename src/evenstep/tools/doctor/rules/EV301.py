@@ -24,8 +24,7 @@ Ignore it if the job's starter gives every rank one visible GPU.
 
 import re
 
-from evenstep.tools.doctor.asking import Found, Script, found, on_ranks, own_name, text_of
-from evenstep.tools.doctor.scene import Scene, Seen, one_device
+from evenstep.tools.doctor.asking import Found, Script, found, local_rank, on_ranks, text_of
 
 
 def read(script: Script) -> Found:
@@ -46,13 +45,6 @@ def read(script: Script) -> Found:
         has_number = call.last == "device" and call.argument("index", 1) is not None
         is_bare = call.last == "cuda" and call.receiver is not None and not call.node.args and call.name != "torch.cuda"
         if (is_bare or (call.last in ("device", "to") and names_cuda and not has_number)) and on_ranks(script, call):
-            local = own_name(script, "local rank", call)
-            mend = f"torch.cuda.set_device({local})  # before it" if local else ""
+            mend = f"torch.cuda.set_device({local_rank(script, call)})  # before it"
             yield found(call, f"{call.text} is GPU 0 on every rank: there is no torch.cuda.set_device", mend=mend)
             return
-
-
-def seen(run: Scene) -> Seen:
-    """All models on one GPU, and no rank has chosen one."""
-    if not run.evidence.all("device"):
-        yield from one_device(run)

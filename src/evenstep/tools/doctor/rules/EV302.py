@@ -21,8 +21,7 @@ Ignore it if every rank sees one GPU only, which is then number 0.
 
 import re
 
-from evenstep.tools.doctor.asking import Call, Found, Script, found, on_all_ranks, own_name, text_of, walk
-from evenstep.tools.doctor.scene import Scene, Seen, one_device
+from evenstep.tools.doctor.asking import Call, Found, Script, found, local_rank, on_all_ranks, text_of, walk
 
 _NUMBERED = re.compile(r"[\"']cuda:\d+[\"']")
 
@@ -36,15 +35,8 @@ def read(script: Script) -> Found:
         inside = {id(each) for each in walk(call.node)}
         if _is_fixed(call) and on_all_ranks(script, call) and not inside & told:
             told |= inside
-            local = own_name(script, "local rank", call)
-            mend = f'torch.device("cuda", {local})' if local and not call.argument("map_location") else ""
+            mend = "" if call.argument("map_location") else f'torch.device("cuda", {local_rank(script, call)})'
             yield found(call, f"{call.text} is the same GPU on every rank", mend=mend)
-
-
-def seen(run: Scene) -> Seen:
-    """All models on one GPU, which ranks have chosen."""
-    if run.evidence.all("device"):
-        yield from one_device(run)
 
 
 def _is_fixed(call: Call) -> bool:

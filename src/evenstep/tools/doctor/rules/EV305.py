@@ -4,7 +4,7 @@ A value is read from the GPU in every step: .item(), .cpu(), float(loss), print(
 
 The host can't run ahead of the device, so the device idles while the next step is prepared.
 
-On a GPU a run counts the waits; on a CPU this is only read.
+`evenstep bench` counts the waits on a GPU, with their lines.
 
 Wrong:
 
@@ -32,7 +32,6 @@ What happens every hundredth step is no finding. Ignore it if the value decides 
 import re
 
 from evenstep.tools.doctor.asking import Call, Found, Script, found, names_in, per_step, text_of
-from evenstep.tools.doctor.scene import Scene, Seen, by_place
 
 _OF_TRAINING = re.compile(
     r"(?i)loss|acc|correct|norm|output|pred|logit|grad|\.sum\(|\.mean\(|argmax|\.eq\(|score|metric|perplexity"
@@ -43,17 +42,9 @@ def read(script: Script) -> Found:
     """The first such call of each line."""
     for call in script.calls:
         if _waits(script, call) and per_step(script, call):
-            yield found(call, f"{call.text} in every step")
-
-
-def seen(run: Scene) -> Seen:
-    """Lines that made the host wait for its GPU in every other step at least, of those that were listened to."""
-    waits = run.evidence.of("sync")[0] if run.evidence.ranks else []
-    num_steps = len({each.step for each in waits})
-    for place, events in by_place(waits).items():
-        if len(events) >= max(2, num_steps / 2):
-            evidence = f"the host waited for the device here {len(events)} times in {num_steps} steps"
-            yield run.finding(place, evidence)
+            value = text_of(call.receiver).removesuffix(".detach()")
+            mend = f"{value}.detach()  # a tensor, which is read when it is shown" if value else ""
+            yield found(call, f"{call.text} in every step", mend="" if call.name == "torch.cuda.synchronize" else mend)
 
 
 def _waits(script: Script, call: Call) -> bool:

@@ -21,7 +21,7 @@ Ignore it if the script never runs on more than one node.
 
 import libcst as cst
 
-from evenstep.tools.doctor.asking import Found, Script, behind, found, own_name, walk
+from evenstep.tools.doctor.asking import Found, Script, behind, found, local_rank, walk
 
 _SAYS_SO = r"\bget_rank\(\)|[\"'](?:RANK|SLURM_PROCID|OMPI_COMM_WORLD_RANK)[\"']"
 
@@ -38,7 +38,6 @@ def read(script: Script) -> Found:
         is_rank = any(script.kinds(each, call.frame) == {"rank"} for each in names)
         # The process group, or a launcher's variable, must have said so.
         if is_rank and any(behind(script, each, call.frame, _SAYS_SO) for each in names):
-            local = own_name(script, "local rank", call)
-            mend = f"torch.cuda.set_device({local})" if local else ""
+            mend = f"torch.cuda.set_device({local_rank(script, call)})"
             yield found(call, f"{call.text} takes the global rank as the number of a GPU", mend=mend)
             return

@@ -23,7 +23,7 @@ if rank == 0:
 A barrier in both branches, by which rank 0 goes first, is no finding. Ignore the rule if the others call it elsewhere.
 """
 
-from evenstep.tools.doctor.asking import Found, Script, collectives, found, is_called_elsewhere, where
+from evenstep.tools.doctor.asking import Found, Script, collectives, found, is_called_elsewhere, text_of, where
 from evenstep.tools.doctor.calls import calls_on_some, is_guarded
 from evenstep.tools.doctor.scene import Scene, Seen
 
@@ -34,7 +34,8 @@ def read(script: Script) -> Found:
     for call in guarded:
         alike = [each for each in guarded if each.last == call.last]
         if script.some_ranks_only(call.frame) and not is_called_elsewhere(script, call, alike):
-            yield found(call, f"{call.text} is called {where(script, call)}")
+            mend = f"{text_of(call.node)}  # outside of the condition: every rank calls it"
+            yield found(call, f"{call.text} is called {where(script, call)}", mend=mend)
 
 
 def seen(run: Scene) -> Seen:

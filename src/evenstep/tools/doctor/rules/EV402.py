@@ -47,6 +47,7 @@ from evenstep.tools.doctor.asking import (
     Script,
     assignments_to,
     collectives,
+    distributed,
     found,
     has_wrapped,
     last_of,
@@ -54,6 +55,7 @@ from evenstep.tools.doctor.asking import (
     names_in,
     runs,
     shortened,
+    target_of,
     text_of,
     walk,
 )
@@ -121,10 +123,13 @@ def _steps_left_out(script: Script, shared: list[Call], leaving: _Leaving) -> Fo
             tested = {last_of(inner) for inner in walk(each.test) if isinstance(inner, cst.Call)}
             is_before = any(one.frame.function is each.function and one.line > each.line for one in passes)
             if tested & {"isnan", "isinf", "isfinite"} and is_before and not _is_shared(script, each, shared):
+                test, dist = text_of(each.test), distributed(each.file)
+                evidence = (
+                    f"a rank where `{shortened(test, 60)}` holds skips the backward pass; other ranks wait in theirs"
+                )
+                lines = f"is_bad = torch.tensor(float({test}){_device(script)})\n{dist}.all_reduce(is_bad)\n"
                 yield found(
-                    (each.file, each.line),
-                    f"a rank where `{shortened(text_of(each.test), 60)}` holds leaves the backward pass out, and the "
-                    f"others wait in theirs",
+                    (each.file, each.line), evidence, mend=f"{lines}if is_bad > 0:\n    continue  # on every rank"
                 )
 
 
@@ -140,15 +145,22 @@ def _stops_alone(script: Script, shared: list[Call], leaving: _Leaving) -> Found
     }
     for loop in script.training_loops:
         for each, body in leaving.get(loop.frame, ()) if loop not in script.step_loops else ():
-            targets = {target for call in _calls_behind(script, each) for target in script.functions_of(call)}
-            if "continue" not in body and targets & measures and not _is_shared(script, each, shared):
-                yield found(
-                    (each.file, each.line),
-                    f"`{shortened(text_of(each.test), 60)}` rests on this rank's part of the validation data, so that "
-                    f"one rank may stop while others go on",
-                    mend="dist.all_reduce(val_loss)  # before it is compared: ranks then decide alike",
+            measured = [call for call in _calls_behind(script, each) if measures & {*script.functions_of(call)}]
+            if "continue" not in body and measured and not _is_shared(script, each, shared):
+                evidence = (
+                    f"`{shortened(text_of(each.test), 60)}` depends on this rank's part of the validation data: one "
+                    f"rank may stop while others go on"
                 )
+                own, dist = target_of(measured[0]) or "val_loss", distributed(each.file)
+                lines = f"mean = torch.tensor(float({own}){_device(script)})  # before {own} is compared\n"
+                lines += f"{dist}.all_reduce(mean)\n{own} = mean.item() / {dist}.get_world_size()"
+                yield found((each.file, each.line), evidence, mend=lines)
                 return
+
+
+def _device(script: Script) -> str:
+    """Where a number must lie that ranks exchange."""
+    return ', device="cuda"' if script.uses_gpus else ""
 
 
 def _is_divided(script: Script, loader: Call) -> bool:

@@ -4,6 +4,8 @@ Gradients are accumulated over several backward passes, and each of them average
 
 The exchange runs as often as there are micro-batches, where once per step is enough.
 
+Only a run shows it: `doctor` counts the exchanges of a step.
+
 Wrong:
 
 ```python
@@ -30,23 +32,7 @@ With accelerate: `accelerator.accumulate(model)`. With Fabric: `fabric.no_backwa
 whole).
 """
 
-from evenstep.tools.doctor.asking import Found, Script, accumulating, by_library, found, has_wrapped, shortened
 from evenstep.tools.doctor.scene import MIB, Scene, Seen, passes_of_steps
-
-_SAVES_EXCHANGE: tuple[str, ...] = ("no_sync", "accumulate", "no_backward_sync", "require_backward_grad_sync")
-_SAVES_EXCHANGE += ("set_requires_gradient_sync", "microbatches")
-
-
-def read(script: Script) -> Found:
-    """Backward passes of which several make a step, in a script without a word that saves their exchange."""
-    for backward, count in accumulating(script) if has_wrapped(script) and not script.uses(*_SAVES_EXCHANGE) else ():
-        mend = by_library(
-            script,
-            backward,
-            accelerate=f"Accelerator(gradient_accumulation_steps={count})\nwith accelerator.accumulate(model): ...",
-            fabric="with fabric.no_backward_sync(model, enabled=not last_microbatch): ...",
-        )
-        yield found(backward, f"{backward.text} averages over ranks {shortened(count, 30)} times a step", mend=mend)
 
 
 def seen(run: Scene) -> Seen:

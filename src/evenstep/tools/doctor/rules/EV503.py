@@ -43,7 +43,6 @@ from evenstep.tools.doctor.asking import (
     statement_of,
     text_of,
 )
-from evenstep.tools.doctor.scene import Scene, Seen
 
 
 def read(script: Script) -> Found:
@@ -75,21 +74,10 @@ def read(script: Script) -> Found:
                 clip, f"{clip.text} clips gradients that are multiplied by the loss scale", mend=mend, edits=edits
             )
         elif not scalers and not unscales and in_half:
-            arguments = ", ".join(text_of(each) for each in clip.node.args)
-            mend = by_library(script, clip, accelerate=f"accelerator.{clip.last}({arguments})")
+            arguments = text_of(clip.node).removeprefix(text_of(clip.node.func))
+            mend = by_library(script, clip, accelerate=f"accelerator.{clip.last}{arguments}")
             evidence = f"{clip.text} clips gradients that accelerate has multiplied by its loss scale"
             yield found(clip, evidence, mend=mend)
-
-
-def seen(run: Scene) -> Seen:
-    """Clipping after `scaler.scale` and before any `unscale_`."""
-    for events in run.evidence.ranks:
-        is_scaled = False
-        for event in events:
-            if event.kind in ("scale", "unscale"):
-                is_scaled = event.kind == "scale"
-            elif event.kind == "clip" and is_scaled and event.places:
-                yield run.finding(event.place, "gradients were clipped after scaler.scale and before any unscale_")
 
 
 def _unscaled(script: Script, clip: Call) -> tuple[str, tuple[Edit, ...]]:

@@ -26,7 +26,7 @@ for x, y in loader:
     scheduler.step()
 ```
 
-With accelerate: a scheduler that `accelerator.prepare` was given steps once for each rank. Ignore it if the schedule is
+Ignore it if the schedule is
 meant to end early.
 """
 
@@ -41,16 +41,15 @@ from evenstep.tools.doctor.asking import (
     Frame,
     Script,
     behind,
-    by_library,
     dotted,
     found,
     is_nothing,
     origins,
+    own_name,
     shortened,
     text_of,
     walk,
 )
-from evenstep.tools.doctor.scene import Scene, Seen
 
 _LENGTHS = ("total_steps", "T_max", "num_training_steps", "steps_per_epoch", "T_0", "total_iters")
 _DATA = re.compile(r"(?:\w+\.)*\w*(?:data_?set|_set|_ds|_data)")
@@ -67,29 +66,13 @@ def read(script: Script) -> Found:
             length = call.argument(keyword)
             if length is None or behind(script, length, call.frame, WORLD):
                 continue
-            made = origins(script, length, call.frame)
-            whole = next((text_of(each) for each, where in made if _divides_all(script, each, where)), "")
-            early = _counted_before_prepare(script, call, length)
-            if whole and _divides_loaders(script):
-                yield found(call, f"{keyword}={shortened(whole, 60)} counts the batches of all ranks together")
-                break
-            if early:
-                prepared = "loader, optimizer, scheduler = accelerator.prepare(loader, optimizer, scheduler)"
-                evidence = f"{keyword} uses {early} of before accelerator.prepare, and the scheduler isn't prepared"
-                yield found(call, evidence, mend=by_library(script, call, accelerate=prepared))
-                break
-
-
-def seen(run: Scene) -> Seen:
-    """Learning rates that differ between ranks in a step."""
-    ranks = [{each.step: each["lr"] for each in events} for events in run.evidence.of("stepped")]
-    for rank, rates in enumerate(ranks[1:], 1):
-        step = min((each for each in rates if ranks[0].get(each, rates[each]) != rates[each]), default=None)
-        if step is not None:
-            place = next((each.place for each in run.evidence.all("schedule")), ("", 1))
-            rate = f"{ranks[0][step][0]:g} on rank 0 and {rates[step][0]:g} on rank {rank}"
-            yield run.finding(place, f"in step {step + 1} the learning rate was {rate}")
-            return
+            for each, where in origins(script, length, call.frame) if _divides_loaders(script) else ():
+                part = _whole_batches(script, each, where)
+                if part:
+                    own = f"len({own_name(script, 'loader', call) or 'loader'})"
+                    evidence = f"{keyword}={shortened(text_of(each), 60)} counts the batches of all ranks together"
+                    yield found(call, evidence, mend=f"{keyword}={text_of(each).replace(part, own)}")
+                    return
 
 
 def _is_stepped(script: Script, scheduler: Call) -> bool:
@@ -101,16 +84,16 @@ def _is_stepped(script: Script, scheduler: Call) -> bool:
     return any(set(script.step_loops) & set(script.loops_around(each.frame)) for each in steps)
 
 
-def _divides_all(script: Script, node: cst.CSTNode, frame: Frame) -> bool:
-    """True if `len(dataset)` is divided in it; the length of a loader is that of one rank's batches."""
+def _whole_batches(script: Script, node: cst.CSTNode, frame: Frame) -> str:
+    """Where `len(dataset)` is divided in it; the length of a loader is that of one rank's batches."""
     for each in walk(node):
         if isinstance(each, cst.BinaryOperation) and isinstance(each.operator, cst.Divide | cst.FloorDivide):
             counted = _counted(each.left)
             kinds = script.kinds(counted, frame)
             is_data = bool(kinds & {"dataset", "subset"}) or bool(_DATA.fullmatch(dotted(counted)))
             if "loader" not in kinds and is_data:
-                return True
-    return False
+                return text_of(each)
+    return ""
 
 
 def _counted(node: cst.CSTNode) -> cst.CSTNode | None:
@@ -123,20 +106,3 @@ def _divides_loaders(script: Script) -> bool:
     sites = script.makers(script.training_loaders)
     ours = [each for each in sites if not each.name.startswith("evenstep.")]
     return any(each in script.prepared or not is_nothing(each.argument("sampler", 3)) for each in ours)
-
-
-def _counted_before_prepare(script: Script, scheduler: Call, length: cst.CSTNode) -> str:
-    """`len(loader)` where it was read before the loader was divided, of a scheduler that accelerate doesn't step."""
-    prepares = [call for call in script.named(".prepare") if "accelerator" in script.receiver_kinds(call)]
-    given = [one for call in prepares for each in call.arguments for one in script.values(each, call.frame)]
-    is_given = scheduler in script.makers(given)
-    for inner in (inner for each, _ in origins(script, length, scheduler.frame) for inner in walk(each)):
-        counted = _counted(inner)
-        record = script.record(inner) if isinstance(inner, cst.Call) and counted is not None else None
-        if record is None or is_given:
-            continue
-        divided = script.makers(script.values(counted, record.frame), "loader")
-        before = [call for call in prepares if call.frame.function is record.frame.function and record.line < call.line]
-        if divided and before and script.prepared.issuperset(divided):
-            return text_of(inner)
-    return ""

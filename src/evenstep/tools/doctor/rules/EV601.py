@@ -16,31 +16,11 @@ Right:
 os.environ.setdefault("MASTER_ADDR", "localhost")
 ```
 
-Launchers set `MASTER_ADDR` and `MASTER_PORT`. Ignore it if a firewall lets one port through only.
+Launchers set `MASTER_ADDR` and `MASTER_PORT`. Only a run shows a fixed port. Ignore it if a firewall lets one
+port through only.
 """
 
-import re
-
-import libcst as cst
-
-from evenstep.tools.doctor.asking import Found, Script, behind, dotted, found, text_of
 from evenstep.tools.doctor.scene import Scene, Seen
-
-
-def read(script: Script) -> Found:
-    """`MASTER_PORT` with a number, and addresses with one."""
-    for file in script.files:
-        for each in file.assignments:
-            is_port = isinstance(each.target, cst.Subscript) and "MASTER_PORT" in text_of(each.target)
-            if not is_port or file.resolve(dotted(each.target)) != "os.environ":
-                continue
-            is_asked = any("MASTER_" in text_of(around.test) for around in each.frame.outwards())
-            if not is_asked and behind(script, each.value, each.frame, r"^(?:str\()?[\"']?\d{2,5}[\"']?\)?$", 2):
-                yield found((file, each.line), f"{text_of(each.target)} = {text_of(each.value)}")
-    for call in script.named("torch.distributed.init_process_group"):
-        method = text_of(call.argument("init_method", 1))
-        if re.fullmatch(r"[\"']tcp://[^\"'{}]*:\d+[\"']", method):
-            yield found(call, f"init_method={method}")
 
 
 def seen(run: Scene) -> Seen:

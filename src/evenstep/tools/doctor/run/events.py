@@ -5,7 +5,7 @@ Kinds of events, and their facts beside time, step and place:
     start      a rank begins: `pid`
     init       the process group is made: `port` (a fixed one, or None), `by_script`
     destroy    it is destroyed
-    wrapped    a wrapper is made: `wrapper`, `device`, `num_bytes` of gradients
+    wrapped    a wrapper is made: `wrapper`, `num_bytes` of gradients
     enter      a call that other ranks must make, too, begins: `op`, `call` (its number on this rank), `group`
     leave      it has ended: `call`
     iterate    a loop over a loader begins: `loader`, `iteration`, and facts of the loader
@@ -16,20 +16,14 @@ Kinds of events, and their facts beside time, step and place:
     backward   a backward pass: `synced`, `factor`, `is_mean`, `is_sum`, `weighted`
     loss       a loss over labels: `valid`, `labels`, `rows`, `reduction`
     norm       a batch normalisation in training: `rows`
-    scale, unscale, clip       of gradients
-    schedule   a learning-rate scheduler has stepped: `scheduler`
-    stepped    an optimizer has stepped: `lr`, `stale`, `untrained`
+    stepped    an optimizer has stepped: `stale`, `untrained`
     parameters what a model trains: `model` (its number), `when` (0: before step 1, 1: after step 2), `digests` by name
     apart      ranks may hold other parts of a model from here: `what`
-    output     a line for the screen: `via` ("print", "log", "bar"), `text`
-    tracker    a tracker was opened: `tracker`
     write      a file is written: `path`
     save       a checkpoint is saved: `path`, `has_prefix`
-    sync       the host has waited for the GPU
     idle       nothing has happened for a while: the place is where the script is
     over       enough steps were made; what follows is the end of the script, hurried
     join       torch's Join is entered, for ranks with different numbers of batches
-    device     torch.cuda.set_device was called: `device`
     left       more steps were made than are looked at, and the script was ended
     raised     the script has raised: `type`, `message`
     spawns     the script would start ranks of its own: `num_ranks`

@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 
-from evenstep.tools.doctor.run.events import Event, Hang
+from evenstep.tools.doctor.run.events import Event, Hang, Place
 
 _SETTLED_S = 3.0  # in a call, before it is asked whether the others will come
 _LATE_S = 15.0  # a rank that computes, or sleeps, while others wait for it
@@ -66,6 +66,13 @@ def last_progress_s(events: Sequence[Event]) -> float:
             time_s = event.time_s
         place = event.place if event.kind == "idle" else None
     return time_s
+
+
+def idle_place(ranks: Sequence[Sequence[Event]]) -> Place | None:
+    """Where rank 0 stands while it does nothing new; None if that isn't known."""
+    events = ranks[0] if ranks else []
+    idle = next((each for each in reversed(events) if each.kind == "idle" and each.places), None)
+    return None if idle is None or last_progress_s(events) > idle.time_s else idle.place
 
 
 def median_step_s(ranks: Sequence[Sequence[Event]]) -> float:

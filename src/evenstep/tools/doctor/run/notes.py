@@ -1,14 +1,15 @@
-"""What a rank under watch does, as events: passes, steps, calls that all ranks make, and what it reads."""
+"""What a rank under watch does, as events: passes, steps, calls that all ranks make, what it reads and saves."""
 
 from __future__ import annotations
 
 import dis
 import gc
 import itertools
+import os
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,11 +40,10 @@ class Notes(Subscriber):
     Args:
         writer: Where to.
         stepped: Called after every step that counts.
-        group_made: Called when the process group is there.
     """
 
-    def __init__(self, writer: Writer, stepped: Callable[[], object], group_made: Callable[[], object]) -> None:
-        self._writer, self._stepped, self._group_made = writer, stepped, group_made
+    def __init__(self, writer: Writer, stepped: Callable[[], object]) -> None:
+        self._writer, self._stepped = writer, stepped
         self._used: set[nn.Module] = set()  # wrappers whose forward has run since the last backward pass
         self._counts: Counter[int] = Counter()  # steps of each optimizer
         self._looked: set[tuple[int, int]] = set()
@@ -121,29 +121,11 @@ class Notes(Subscriber):
     def step_ended(self, optimizer: Any, *, is_counted: bool) -> None:
         """See base class."""
         self._counts[id(optimizer)] += 1
-        facts: dict[str, Any] = {"lr": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]}
-        facts["optimizer"] = list(self._counts).index(id(optimizer))
-        if self._counts[id(optimizer)] <= _MOST_LOOKS:
-            facts |= replaced(optimizer)
+        facts = replaced(optimizer) if self._counts[id(optimizer)] <= _MOST_LOOKS else {}
         self._writer.note("stepped" if is_counted else "stepped again", **facts)
         if is_counted:
             self._writer.num_steps = self.recorder.num_steps
             self._stepped()
-
-    def scaled(self, scaler: Any) -> None:
-        """See base class."""
-        self._writer.note("scale")
-
-    def unscale(self, scaler: Any, optimizer: Any) -> None:
-        """See base class."""
-        self._writer.note("unscale")
-
-    def schedule(self, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-        """See base class."""
-        # The first step is the constructor's own.
-        if not getattr(scheduler, "_is_initial", False) and getattr(scheduler, "_step_count", True):
-            total = getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", None)
-            self._writer.note("schedule", scheduler=type(scheduler).__name__, total=total)
 
     def loss(self, input: Any, target: Any, *args: Any, **kwargs: Any) -> None:
         """See base class."""
@@ -157,10 +139,6 @@ class Notes(Subscriber):
         """See base class."""
         if kwargs.get("training", args[2] if len(args) > 2 else False) and torch.is_grad_enabled():
             self._writer.note("norm", rows=int(input.shape[0]))
-
-    def clip(self, *args: Any, **kwargs: Any) -> None:
-        """See base class."""
-        self._writer.note("clip")
 
     # ------------------------------------------------------------------ what all ranks do together
 
@@ -182,13 +160,7 @@ class Notes(Subscriber):
                 arguments.pop(name, None)
             export(self._launched)
         self._writer.note("init", port=port, by_script=by_script)
-        leave = self._writer.enter("init_process_group")
-
-        def made() -> None:
-            leave()
-            self._group_made()
-
-        return made
+        return self._writer.enter("init_process_group")
 
     def _fixed_port(self, init_method: Any) -> str | None:
         """The port that the script has written into itself."""
@@ -211,7 +183,6 @@ class Notes(Subscriber):
             self._writer.note(
                 "wrapped",
                 wrapper="evenstep" if isinstance(wrapper, DistributedDataParallel) else "torch",
-                device=str(trained[0].device) if trained else "cpu",
                 num_bytes=sum(p.numel() * p.element_size() for p in trained),
             )
 
@@ -221,10 +192,6 @@ class Notes(Subscriber):
         """See base class."""
         self._writer.note("join")
 
-    def device(self, device: Any) -> None:
-        """See base class."""
-        self._writer.note("device", device=str(device))
-
     def spawn(self, fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **named: Any) -> Ended:
         """A script that starts its own ranks is started once a rank here: each goes on as the rank that it is."""
         self._writer.note("spawns", num_ranks=nprocs)
@@ -233,7 +200,12 @@ class Notes(Subscriber):
             raise SystemExit(0)
         return Instead(lambda *_, **__: fn(self._writer.rank, *args))
 
-    # ------------------------------------------------------------------ data
+    # ------------------------------------------------------------------ data and files
+
+    def save(self, obj: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
+        """See base class."""
+        path = os.path.abspath(f) if isinstance(f, str | os.PathLike) else ""
+        self._writer.note("save", path=path, has_prefix=has_prefix(obj))
 
     def loader(self, loader: Any, *args: Any, **kwargs: Any) -> None:
         """See base class."""
@@ -312,3 +284,13 @@ def replaced(optimizer: Any) -> dict[str, int]:
         "stale": sum(id(p) not in trained and p.grad is None for p in stepped),
         "untrained": sum(key not in owned and p.requires_grad and p.grad is not None for key, p in trained.items()),
     }
+
+
+def has_prefix(saved: Any, depth: int = 2) -> bool:
+    """Whether a checkpoint has the state of a wrapper: names of tensors that all begin with `module.`. Pure."""
+    if not isinstance(saved, Mapping):
+        return False
+    names = [name for name, value in saved.items() if isinstance(value, Tensor)]
+    if names and all(isinstance(name, str) and name.startswith("module.") for name in names):
+        return True
+    return depth > 0 and any(has_prefix(value, depth - 1) for value in saved.values())

@@ -12,22 +12,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from evenstep.ground.environment import current_placement
 from evenstep.tools.doctor.run.events import Plan
 from evenstep.tools.doctor.run.notes import Notes
-from evenstep.tools.doctor.run.output import Output
 from evenstep.tools.doctor.run.writer import Writer
-from evenstep.tools.observing.devices import Waits
 from evenstep.tools.observing.launch import leave_together
 from evenstep.tools.observing.patching import Patches
 from evenstep.tools.observing.record import Recorder
 from evenstep.tools.observing.scratch import Scratch, idle_checkpointers
 from evenstep.tools.observing.script import run_observed
 
-FIRST_LISTENED, LAST_LISTENED = 2, 6  # steps in which waits for a GPU are heard: in the first ones much is made
 _MOST_HURRIED = 24  # steps after those that are looked at; a script without a loader is ended then
 _LONGEST_FAREWELL_S = 8.0
 
@@ -37,25 +33,18 @@ class Probe:
 
     def __init__(self, plan: Plan, rank: int, script: str) -> None:
         self.writer = Writer(plan, rank, script)
-        self._waits = Waits(lambda file, line: self.writer.note("sync"))
 
     def install(self, patches: Patches) -> None:
         """Watch until the patches are undone."""
         writer = self.writer
         Scratch(Path(writer.plan.directory), lambda path: writer.note("write", path=path)).install(patches)
         idle_checkpointers(patches)
-        output = Output(writer, patches)
-        Recorder(Notes(writer, self.stepped, output.look_for_trackers), output).install(patches)
+        Recorder(Notes(writer, self.stepped)).install(patches)
         writer.watch_idleness(patches)
-        patches.later(self._waits.stop)
 
     def stepped(self) -> None:
         """The busiest optimizer has stepped."""
         made, enough = self.writer.num_steps, self.writer.plan.num_steps
-        if torch.cuda.is_available() and made == FIRST_LISTENED:
-            self._waits.listen()
-        elif made == LAST_LISTENED:
-            self._waits.stop()
         if made == enough:
             self.writer.note("over")
             self.writer.is_over = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +13,14 @@ from evenstep.launcher.options.resources import look_at_host
 from evenstep.processes import is_running
 from evenstep.temporary import private_directory
 from evenstep.tools.doctor.run.events import Event, EventFile, Evidence, Hang, Plan
-from evenstep.tools.doctor.run.hangs import find_hang
+from evenstep.tools.doctor.run.hangs import find_hang, idle_place
 from evenstep.tools.observing.launch import Observed, launched
 
 _POLL_S = 0.2
 _CLOSED_S = 5.0
 _HURRIED_S = 15.0  # from enough steps to the end of the script
 _MOST_RANKS = 8
+_SAID_EVERY_S = 20.0  # while no step is made
 
 
 def watch(
@@ -66,13 +68,16 @@ def _run(
         env = under_watch(root, on_cpu=device == "cpu" or look_at_host().num_gpus == 0)
         observed = Observed("evenstep.tools.doctor.run.probe", script, arguments, ranks, device)
         with launched(observed, root, env, [str(root / "plan.json")]) as run:
-            evidence = _follow(run.process, [EventFile(plan.file_of(rank)) for rank in range(ranks)], limit_s)
+            files = [EventFile(plan.file_of(rank)) for rank in range(ranks)]
+            evidence = _follow(run.process, files, limit_s, say)
         return replace(evidence, said=run.said())
 
 
-def _follow(process: subprocess.Popen[bytes], files: Sequence[EventFile], limit_s: float) -> Evidence:
-    """Read along until the run has ended, or will never."""
-    began_s = time.monotonic()
+def _follow(
+    process: subprocess.Popen[bytes], files: Sequence[EventFile], limit_s: float, say: Callable[[str], None]
+) -> Evidence:
+    """Read along until the run has ended, or will never; say what it waits for while no step is made."""
+    began_s = said_s = time.monotonic()
     hang: Hang | None = None
     is_late = False
     ranks: list[Sequence[Event]] = [[] for _ in files]
@@ -83,6 +88,14 @@ def _follow(process: subprocess.Popen[bytes], files: Sequence[EventFile], limit_
         is_late = now_s - began_s > limit_s
         if hang is not None or is_late or _is_hurried_enough(ranks, now_s) or _is_closed(ranks, now_s):
             break
+        if now_s - said_s > _SAID_EVERY_S and not Evidence(ranks).num_steps:
+            said_s = now_s
+            file, line = idle_place(ranks) or ("", 0)
+            where = f" (rank 0 is at {os.path.relpath(file)}:{line})" if file else ""
+            say(
+                f"no step of a torch optimizer after {now_s - began_s:.0f} s{where}: doctor waits for the first one or "
+                f"for the end of the script, up to {limit_s:.0f} s"
+            )
         time.sleep(_POLL_S)
     status = process.poll()
     if status is None:

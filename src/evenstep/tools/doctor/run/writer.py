@@ -17,7 +17,7 @@ from evenstep.tools.observing.script import Script
 
 _QUIET_S = 1.5  # without an event, before the place of the script is noted
 _MOST_OF_A_PLACE = 300  # events of a kind at one line; a script may print in every sample
-_FREQUENT = ("output", "write", "fetch", "norm", "sync")
+_FREQUENT = ("write", "fetch", "norm")
 
 
 class Writer:

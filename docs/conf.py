@@ -16,6 +16,7 @@ release = version = evenstep.__version__
 
 extensions = [
     "command_help",
+    "doctor_rules",
     "myst_nb",  # and with it myst_parser
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",

@@ -50,10 +50,6 @@ RUN_BY = {
     "reference/doctor.md": "tests/unit/doctor/test_pages.py",
     "reference/api.md": "tests/unit/test_api_page.py",
     **dict.fromkeys((*TUTORIALS, *HOW_TO), "tests/procs/docs/test_tutorials.py"),
-    **{
-        f"reference/doctor/{group}.md": "tests/unit/doctor/test_pages.py"
-        for group in ("collectives", "data", "devices", "output", "starting", "step")
-    },
 }
 
 
@@ -65,7 +61,7 @@ def test_pages_that_are_played_exist() -> None:
 def test_every_program_of_a_page_is_run(name: str) -> None:
     elsewhere = [block for block in BLOCKS[name] if not block.startswith("import")]
     assert not elsewhere or name in RUN_BY, f"a program of {name} begins neither with import nor with its name"
-    if name in RUN_BY and name not in (*TUTORIALS, *HOW_TO) and not name.startswith("reference/doctor/"):
+    if name in RUN_BY and name not in (*TUTORIALS, *HOW_TO):
         assert name in (ROOT / RUN_BY[name]).read_text(), f"{RUN_BY[name]} doesn't name {name}"
 
 

@@ -1,4 +1,4 @@
-"""docs/reference/doctor: a section for each rule, whose wrong example is found and whose right one isn't."""
+"""The pages of the rules: each rule's wrong example is found, and its right one isn't."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ pytest.importorskip("libcst")
 
 from evenstep.tools.doctor import rules
 from evenstep.tools.doctor.examination import read
-from evenstep.tools.doctor.rule import GROUPS, Rule, Severity
+from evenstep.tools.doctor.rule import Rule, Severity
 from evenstep.tools.doctor.rules import all_rules
 from tests import pages
-from tests.doctor_pages import page
 
 
 def common_lines() -> str:
@@ -23,13 +22,6 @@ def common_lines() -> str:
     text = pages.text("reference/doctor.md")
     section = text[text.index("## Examples") :]
     return re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]  # type: ignore[index]
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_a_page_is_made_of_its_rules(group: str):
-    """One text: that of the rules' files. `python -m tests.doctor_pages` writes it."""
-    name = f"reference/doctor/{group}.md"
-    assert pages.text(name) == page(group, pages.text(name))
 
 
 @pytest.mark.parametrize("rule", all_rules().values(), ids=lambda rule: rule.id)

@@ -19,7 +19,7 @@ from typing import Any
 
 from evenstep.tools.reading.tree import Call, File
 
-# The digit after EV, and the page in docs/reference/doctor.
+# The digit after EV.
 GROUPS = {"data": "1", "output": "2", "devices": "3", "collectives": "4", "step": "5", "starting": "6"}
 _PAGE = re.compile(r"(.+) \((error|warning|note)\)\.\n\n(.+?)\n\n(.+?)\n\n", re.DOTALL)
 _EXAMPLES = re.compile(r"(?:Wrong|Right):\n\n```python\n(.*?)```", re.DOTALL)

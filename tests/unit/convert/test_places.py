@@ -13,26 +13,13 @@ from tests.unit.convert.test_rightness import WEIGHTED, notes
 # ---------------------------------------------------------------------- loaders
 
 
-def test_a_loader_without_a_name_gets_one_where_it_stays_the_same(tmp_path: Path):
+def test_a_loader_without_a_name_is_refused(tmp_path: Path):
     loop = LOOP.partition("\n")[2].replace("in loader:", "in DataLoader(data, batch_size=16, shuffle=True):")
-    text = after(tmp_path, HEAD + loop)
-    made = "loader = evenstep.DataLoader(data, global_batch_size=16, shuffle=True)\n"
-    assert f"{made}for epoch in range(2):\n    for x, y in loader:\n" in text
-    assert WEIGHTED in text
-    changes = loop.replace("    for x", "    part = [data, data][epoch]\n    for x").replace(
-        "DataLoader(data", "DataLoader(part"
-    )
-    text = after(tmp_path, HEAD + changes)
-    assert f"    {made.replace('(data', '(part')}    for x, y in loader:\n" in text
+    assert "loop over one DataLoader that has a name" in why_not(tmp_path, HEAD + loop)
 
 
-def test_a_name_that_the_script_has_is_not_taken(tmp_path: Path):
-    loop = LOOP.replace("in loader:", "in enumerate(DataLoader(data, batch_size=8)):").replace(
-        "x, y in", "i, (x, y) in"
-    )
-    text = after(tmp_path, HEAD + loop)
-    assert "for i, (x, y) in enumerate(loader_2):" in text
-    assert "weight=loader_2.num_samples" in text
+def test_a_batch_of_one_sample_is_refused(tmp_path: Path):
+    assert "a batch of one sample" in why_not(tmp_path, HEAD + LOOP.replace("batch_size=16", "batch_size=1"))
 
 
 @pytest.mark.parametrize(
@@ -55,51 +42,30 @@ def test_arguments_of_a_loader(loader: str, becomes: str, tmp_path: Path):
     )
 
 
-def test_a_batch_of_one_sample(tmp_path: Path):
-    """Refused where it is written down; an option that is 1 unless something else is given is named."""
-    assert "a batch of one sample" in why_not(tmp_path, HEAD + LOOP.replace("batch_size=16", "batch_size=1"))
-    head = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--batch-size', {}type=int)\n"
-    head += "args = parser.parse_args()\n"
-    text = HEAD + head + LOOP.replace("batch_size=16", "batch_size=args.batch_size")
-    expected = "args.batch_size is 1 unless something else is given, and a batch of one sample can't be divided"
-    assert expected in notes(tmp_path, text.format("default=1, "))
-    assert not notes(tmp_path, text.format("default=16, "))
-    function = "def run(batch_size=1):\n    return DataLoader(data, batch_size=batch_size)\n"
-    text = HEAD + function + LOOP.replace("DataLoader(data, batch_size=16, shuffle=True)", "run()")
-    assert any("batch_size is 1 unless" in note for note in notes(tmp_path, text))
-
-
 def test_a_hint_names_what_is_not_given_yet(tmp_path: Path):
     given = LOOP.replace("shuffle=True", "shuffle=True, **options")
-    assert why_not(tmp_path, HEAD + given).endswith("convert doesn't see: write them out there")
+    assert why_not(tmp_path, HEAD + given).endswith("convert doesn't see: write them out in the call")
 
 
 # ---------------------------------------------------------------------- models
 
 
 @pytest.mark.parametrize(
-    "setup",
+    ("setup", "becomes"),
     [
-        "model[1] = nn.Linear(4, 1)",
-        "model.head = nn.Linear(4, 1)",
-        "for p in model.parameters(): p.requires_grad = True",
-        "print(model)",
-        "with torch.no_grad():\n    model[0].weight.zero_()",
+        ("model[1] = nn.Linear(4, 1)", "model.module[1] = nn.Linear(4, 1)"),
+        ("size = model[1].in_features\nmodel.head = nn.Linear(size, 1)", "model.module.head = nn.Linear(size, 1)"),
+        ("for p in model.parameters(): p.requires_grad = True", "for p in model.parameters(): p.requires_grad = True"),
+        ("with torch.no_grad():\n    model[0].weight.zero_()", "    model.module[0].weight.zero_()"),
+        ("model = model.to('cuda:0')", "model = model.to(world.device)"),
+        ("show(model.head, model)", "show(model.module.head, model.module)"),
     ],
 )
-def test_a_model_is_wrapped_when_it_is_set_up(setup: str, tmp_path: Path):
+def test_a_model_is_set_up_through_its_wrapper(setup: str, becomes: str, tmp_path: Path):
     made = f"nn.Sequential(nn.ReLU(), nn.Linear(4, 1))\n{setup}\n"
-    text = after(tmp_path, HEAD + LOOP.replace("nn.Linear(4, 1)\n", made))
-    assert text.index(setup.splitlines()[-1].strip().replace("print", "world.print")) < text.index(
-        "DistributedDataParallel(model)"
-    )
-
-
-@pytest.mark.parametrize("use", ["models = [model]", "whole = nn.Sequential(model, nn.ReLU())", "alias = model"])
-def test_a_model_is_wrapped_before_it_is_kept(use: str, tmp_path: Path):
-    """What keeps the model itself would train it without its wrapper."""
-    text = after(tmp_path, HEAD + LOOP.replace("optimizer =", f"{use}\noptimizer =", 1))
-    assert text.index("DistributedDataParallel(model)") < text.index(use.split(" =")[0] + " =")
+    text = after(tmp_path, "from show import show\n" + HEAD + LOOP.replace("nn.Linear(4, 1)\n", made))
+    assert "model = evenstep.DistributedDataParallel(evenstep.SyncBatchNorm" in text
+    assert f"{becomes}\n" in text
 
 
 # ---------------------------------------------------------------------- files
@@ -138,15 +104,6 @@ def test_what_traces_a_model_gets_the_module(tmp_path: Path):
     head = "from torch.utils.tensorboard import SummaryWriter\nwriter = SummaryWriter()\n"
     text = after(tmp_path, head + HEAD + LOOP + "writer.add_graph(model, torch.zeros(1, 4))\n")
     assert "writer.add_graph(model.module, torch.zeros(1, 4))\n" in text
-
-
-def test_what_is_moved_out_of_a_guard_keeps_its_changes(tmp_path: Path):
-    """All ranks call what needs them, with the numbers of all ranks."""
-    body = "def run(best):\n" + "".join(f"    {line}\n" for line in LOOP.splitlines()) + "    return best\n\n"
-    show = "import sys\nprint('best', run(\n    torch.load('a.pt')\n), file=sys.stderr)\n"
-    text = after(tmp_path, HEAD + body + show)
-    assert "result = run(\n    torch.load('a.pt', map_location=world.device)\n)\n" in text
-    assert "if world.is_main:\n    print('best', result, file=sys.stderr)\n" in text
 
 
 def test_a_writer_that_is_read_is_refused_with_what_reads_it(tmp_path: Path):
@@ -194,55 +151,26 @@ def test_what_rank_0_does_alone_stands_under_one_condition(tmp_path: Path):
     assert after(tmp_path, HEAD + LOOP + save + "\n" + save).count("if world.is_main:") == 2
 
 
-def test_a_model_is_wrapped_before_a_function_that_reaches_for_it(tmp_path: Path):
-    """The function is called before the training and behind it, and asks the wrapper for the model both times."""
-    show = "def show():\n    print(model.bias)\ndef report():\n    show()\n"
-    text = after(tmp_path, HEAD + show + LOOP.replace("optimizer =", "report()\noptimizer =") + "report()\n")
+def test_a_function_that_reaches_for_a_model_finds_its_wrapper(tmp_path: Path):
+    """The function is called before the training and behind it."""
+    show = "def show():\n    print(model.bias)\n"
+    text = after(tmp_path, HEAD + show + LOOP.replace("optimizer =", "show()\noptimizer =") + "show()\n")
     assert "world.print(model.module.bias)" in text
-    assert "\nmodel = evenstep.DistributedDataParallel(model)\nreport()\noptimizer" in text
-
-
-@pytest.mark.parametrize(
-    ("settings", "loader"),
-    [
-        (
-            "kwargs = {'num_workers': 1, 'pin_memory': True} if torch.cuda.is_available() else {}",
-            "evenstep.DataLoader(data, global_batch_size=16, shuffle=True, **kwargs)",
-        ),
-        (
-            "kwargs = dict(batch_size=16, num_workers=1)",
-            "evenstep.DataLoader(data, shuffle=True, global_batch_size=kwargs['batch_size'], "
-            "num_workers=kwargs['num_workers'])",
-        ),
-    ],
-)
-def test_a_dictionary_of_settings_is_read(settings: str, loader: str, tmp_path: Path):
-    size = "" if "batch_size" in settings else "batch_size=16, "
-    call = f"DataLoader(data, {size}shuffle=True, **kwargs)"
-    text = f"{HEAD}{settings}\n" + LOOP.replace("DataLoader(data, batch_size=16, shuffle=True)", call)
-    assert f"loader = {loader}\n" in after(tmp_path, text)
+    assert "\nmodel = evenstep.DistributedDataParallel(nn.Linear(4, 1))\nshow()\n" in text
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        "kwargs = {'batch_size': 16} if torch.cuda.is_available() else {}",  # each with arguments of its own to change
-        "kwargs = {'num_workers': 1}\nkwargs.update(other)",
-        "kwargs = {'num_workers': 1}\nkwargs['batch_size'] = 16",
-        "kwargs = {'num_workers': 1, **other}",
-        "kwargs = {name: 1}",
+        "kwargs = {'num_workers': 1, 'pin_memory': True} if torch.cuda.is_available() else {}",
+        "kwargs = dict(batch_size=16, num_workers=1)",
         "from settings import kwargs",
     ],
 )
-def test_a_dictionary_whose_keys_are_not_seen_is_refused(settings: str, tmp_path: Path):
+def test_a_dictionary_of_arguments_is_refused(settings: str, tmp_path: Path):
     loader = "DataLoader(data, shuffle=True, **kwargs)"
     text = f"{HEAD}{settings}\n" + LOOP.replace("DataLoader(data, batch_size=16, shuffle=True)", loader)
-    assert "convert doesn't see: write them out there (batch_size=...)" in why_not(tmp_path, text)
-
-
-def test_rank_0_alone_writes_to_what_a_star_import_gave(tmp_path: Path):
-    text = after(tmp_path, "from helpers import *\n" + HEAD + LOOP + "sys.stdout.write('done')\n")
-    assert "if world.is_main:\n    sys.stdout.write('done')\n" in text
+    assert "convert doesn't see: write them out in the call (batch_size=...)" in why_not(tmp_path, text)
 
 
 def test_a_model_that_divides_over_devices_itself_is_marked(tmp_path: Path):

@@ -108,7 +108,7 @@ def test_a_plain_loop_becomes_the_loop_of_the_readme(tmp_path: Path):
     text = after(tmp_path, HEAD + LOOP)
     assert "world = evenstep.init(seed=0)\n" in text
     assert "\nloader = evenstep.DataLoader(data, global_batch_size=16, shuffle=True)" in text
-    assert "\nmodel = evenstep.DistributedDataParallel(nn.Linear(4, 1))\noptimizer" in text
+    assert "\nmodel = evenstep.DistributedDataParallel(model)\noptimizer" in text
     assert "model.backward(loss, weight=loader.num_samples)" in text
     assert text.index("evenstep.init") < text.index("torch.randn(64, 4)")  # all ranks make the same data
 
@@ -255,7 +255,7 @@ def test_attributes_and_files_are_those_of_the_module(tmp_path: Path):
         + LOOP.replace("nn.Linear(4, 1)\n", "nn.Linear(4, 1)\nmodel.load_state_dict(torch.load('a.pt'))\n", 1)
         + "print(model.in_features, sum(p.numel() for p in model.parameters()))\n",
     )
-    assert "model.module.load_state_dict(torch.load('a.pt', map_location=world.device))" in text
+    assert "model.load_state_dict(torch.load('a.pt', map_location=world.device))" in text  # before it is wrapped
     assert "world.print(model.module.in_features, sum(p.numel() for p in model.parameters()))" in text
 
 
@@ -304,12 +304,10 @@ def test_the_weight_of_a_loss_in_a_function_is_said_in_the_callers_words(tmp_pat
     assert "model.backward(loss, weight=(y.view(-1) != -1).sum())" in after(tmp_path, HEAD + masked + loss)
 
 
-def test_a_model_is_wrapped_where_it_is_made(tmp_path: Path):
-    """Whatever has it has its wrapper, whether it is an argument, is given away, or is made parallel in one branch."""
+def test_a_model_is_wrapped_in_all_branches_and_where_a_function_trains_it(tmp_path: Path):
     branches = "if torch.cuda.is_available():\n    model = nn.DataParallel(model).cuda()\nelse:\n    print('slow')\n"
     text = after(tmp_path, HEAD + LOOP.replace("optimizer = ", f"{branches}optimizer = ", 1))
-    assert "model = evenstep.DistributedDataParallel(nn.Linear(4, 1))\nif torch.cuda.is_available():\n" in text
-    assert "    model = model.to(world.device)\nelse:\n" in text
+    assert "    world.print('slow')\nmodel = evenstep.DistributedDataParallel(model)\n" in text
     fit = textwrap.indent(LOOP.replace("model = nn.Linear(4, 1)\n", ""), "    ")
     text = after(tmp_path, f"{HEAD}def fit(model):\n{fit}    return model\n\nnet = fit(nn.Linear(4, 1))\n")
     assert "net = fit(evenstep.DistributedDataParallel(nn.Linear(4, 1)))" in text
@@ -318,8 +316,7 @@ def test_a_model_is_wrapped_where_it_is_made(tmp_path: Path):
 def test_a_model_of_another_file_may_have_batch_norm(tmp_path: Path):
     script = HEAD + LOOP.replace("nn.Linear(4, 1)", "Net()")
     text = after(tmp_path, script.replace("import torch\n", "import torch\nfrom model import Net\n", 1))
-    made = "evenstep.DistributedDataParallel(evenstep.SyncBatchNorm.convert_sync_batchnorm(Net()))"
-    assert f"model = {made}\n" in text
+    assert "model = evenstep.SyncBatchNorm.convert_sync_batchnorm(model)" in text
 
 
 def test_batches_of_a_generator_and_loaders_of_a_comprehension(tmp_path: Path):

@@ -51,21 +51,28 @@ def test_a_hint_names_what_is_not_given_yet(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("setup", "becomes"),
+    "setup",
     [
-        ("model[1] = nn.Linear(4, 1)", "model.module[1] = nn.Linear(4, 1)"),
-        ("size = model[1].in_features\nmodel.head = nn.Linear(size, 1)", "model.module.head = nn.Linear(size, 1)"),
-        ("for p in model.parameters(): p.requires_grad = True", "for p in model.parameters(): p.requires_grad = True"),
-        ("with torch.no_grad():\n    model[0].weight.zero_()", "    model.module[0].weight.zero_()"),
-        ("model = model.to('cuda:0')", "model = model.to(world.device)"),
-        ("show(model.head, model)", "show(model.module.head, model.module)"),
+        "model[1] = nn.Linear(4, 1)",
+        "model.head = nn.Linear(4, 1)",
+        "for p in model.parameters(): p.requires_grad = True",
+        "print(model)",
+        "with torch.no_grad():\n    model[0].weight.zero_()",
     ],
 )
-def test_a_model_is_set_up_through_its_wrapper(setup: str, becomes: str, tmp_path: Path):
+def test_a_model_is_wrapped_when_it_is_set_up(setup: str, tmp_path: Path):
     made = f"nn.Sequential(nn.ReLU(), nn.Linear(4, 1))\n{setup}\n"
-    text = after(tmp_path, "from show import show\n" + HEAD + LOOP.replace("nn.Linear(4, 1)\n", made))
-    assert "model = evenstep.DistributedDataParallel(evenstep.SyncBatchNorm" in text
-    assert f"{becomes}\n" in text
+    text = after(tmp_path, HEAD + LOOP.replace("nn.Linear(4, 1)\n", made))
+    assert text.index(setup.splitlines()[-1].strip().replace("print", "world.print")) < text.index(
+        "DistributedDataParallel(model)"
+    )
+
+
+@pytest.mark.parametrize("use", ["models = [model]", "whole = nn.Sequential(model, nn.ReLU())", "alias = model"])
+def test_a_model_is_wrapped_before_it_is_kept(use: str, tmp_path: Path):
+    """What keeps the model itself would train it without its wrapper."""
+    text = after(tmp_path, HEAD + LOOP.replace("optimizer =", f"{use}\noptimizer =", 1))
+    assert text.index("DistributedDataParallel(model)") < text.index(use.split(" =")[0] + " =")
 
 
 # ---------------------------------------------------------------------- files
@@ -151,12 +158,12 @@ def test_what_rank_0_does_alone_stands_under_one_condition(tmp_path: Path):
     assert after(tmp_path, HEAD + LOOP + save + "\n" + save).count("if world.is_main:") == 2
 
 
-def test_a_function_that_reaches_for_a_model_finds_its_wrapper(tmp_path: Path):
-    """The function is called before the training and behind it."""
-    show = "def show():\n    print(model.bias)\n"
-    text = after(tmp_path, HEAD + show + LOOP.replace("optimizer =", "show()\noptimizer =") + "show()\n")
+def test_a_model_is_wrapped_before_a_function_that_reaches_for_it(tmp_path: Path):
+    """The function is called before the training and behind it, and asks the wrapper for the model both times."""
+    show = "def show():\n    print(model.bias)\ndef report():\n    show()\n"
+    text = after(tmp_path, HEAD + show + LOOP.replace("optimizer =", "report()\noptimizer =") + "report()\n")
     assert "world.print(model.module.bias)" in text
-    assert "\nmodel = evenstep.DistributedDataParallel(nn.Linear(4, 1))\nshow()\n" in text
+    assert "\nmodel = evenstep.DistributedDataParallel(model)\nreport()\noptimizer" in text
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from libcst.helpers import parse_template_expression
 from evenstep.tools.convert.edits import Work
 from evenstep.tools.convert.loops import Loops, Pass
 from evenstep.tools.convert.losses import SUM
-from evenstep.tools.reading.tree import Node
+from evenstep.tools.reading.tree import Node, Statement
 from evenstep.tools.reading.values import Value, Values
 
 # What the wrapper has or passes on as the module has it; names of parts begin with "module." in the wrapper.
@@ -29,6 +29,7 @@ LIBRARIES = sys.stdlib_module_names | {
     *("tqdm", "rich", "yaml", "hydra", "omegaconf", "wandb", "mlflow", "tensorboardX", "datasets", "tokenizers"),
 }
 _LAYER = re.compile(r"torch\.nn\.(Linear|Bilinear|Conv\dd|Embedding|LSTM|GRU|RNN)")
+_BRANCHES = (cst.If, cst.Else, cst.Try, cst.ExceptHandler)
 
 
 class Models:
@@ -41,6 +42,7 @@ class Models:
     def __init__(self, work: Work, loops: Loops) -> None:
         self._work, self._loops = work, loops
         self._script, self._flow = work.script, work.flow
+        self._wrapped_at: dict[Value, Node | None] = {}  # the statement that the wrapper stands before, by model
         names = ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel")
         self._parallel = [call for call in work.calls() if work.script.qualified(call.func) in names]
         self.trained = self._find_trained()
@@ -121,13 +123,116 @@ class Models:
     # ------------------------------------------------------------------ wrapping
 
     def wrap(self) -> None:
-        """Have every trained model wrapped where it is made, so that whatever has it has its wrapper."""
-        # Batch norms take their statistics over all ranks, if there may be any.
-        inner = "evenstep.SyncBatchNorm.convert_sync_batchnorm({old})" if self._has_batch_norm else "{old}"
+        """Have every trained model wrapped, once, before it is first used."""
+        edits = self._work.edits
         for call in self._parallel:
             self._leave_out(call)
-        for value in self.trained:
-            self._work.edits.template(value.site, f"{_WRAPPER}({inner})")
+        for value in sorted(self.trained, key=lambda value: self._script.order(value.site)):
+            target = self._target_of(value.site)
+            if target is None:
+                edits.template(value.site, f"{_WRAPPER}({self._with_batch_norm('{old}')})")
+                self._wrapped_at[value] = None
+                continue
+            statement, text = target
+            use = self._wrapped_at[value] = self._first_use(statement, text)
+            where = edits.after if use is statement else edits.before
+            for line in [self._with_batch_norm(text), f"{_WRAPPER}({text})"]:
+                if line != text:
+                    edits.add(where, use, f"{text} = {line}")
+
+    def _with_batch_norm(self, model: str) -> str:
+        """A model whose batch norms take their statistics over all ranks, if it may have any."""
+        return f"evenstep.SyncBatchNorm.convert_sync_batchnorm({model})" if self._has_batch_norm else model
+
+    def _target_of(self, site: Node) -> tuple[Statement, str] | None:
+        """The statement that gives a model its name, and the name."""
+        script = self._script
+        for node in script.ancestors(site):
+            if isinstance(node, cst.Arg) and self._flow.functions(script.parent(node)):  # type: ignore[arg-type]
+                return None  # a function of the script gets it, and may train it before it returns it
+            if isinstance(node, Statement):
+                return None
+            if isinstance(node, cst.Assign):
+                target: cst.BaseExpression = node.targets[0].target
+                value = node.value
+                if isinstance(target, cst.Tuple) and isinstance(value, cst.Tuple):
+                    pairs = zip(target.elements, value.elements, strict=False)
+                    parts = [(to.value, by.value) for to, by in pairs if script.is_inside(site, by.value)]
+                    target, value = parts[0] if parts else (target, value)
+                is_named = isinstance(target, cst.Name | cst.Attribute) and len(node.targets) == 1
+                statement = script.statement(node)
+                inside = isinstance(script.parent(statement), cst.IndentedBlock | cst.Module)
+                is_own = any(each.site is site for each in self._flow.of(value))
+                return (statement, script.code(target)) if is_named and inside and is_own else None
+        return None
+
+    def _first_use(self, statement: Statement, text: str) -> Statement:
+        """The first statement behind a model's making that uses it, other than to set it up; else its making."""
+        script, behind = self._script, self._behind
+        block = script.parent(statement)
+        # Made under an `if`, it is used behind that.
+        while isinstance(block, cst.IndentedBlock) and isinstance(script.parent(block), _BRANCHES):
+            if any(self._uses(each, text) for each in behind(statement)):
+                break
+            above = script.parent(block)
+            while isinstance(above, cst.Else | cst.ExceptHandler) or (
+                isinstance(above, cst.If) and isinstance(script.parent(above), cst.If)  # elif
+            ):
+                above = script.parent(above)
+            statement = above  # type: ignore[assignment]
+            block = script.parent(statement)
+        uses = [each for each in behind(statement) if self._uses(each, text)]
+        return uses[0] if uses else statement  # used in other methods only
+
+    def _behind(self, statement: Statement) -> list[Statement]:
+        body = list(self._script.parent(statement).body)  # type: ignore[union-attr]
+        return body[body.index(statement) + 1 :]
+
+    def _uses(self, statement: Statement, text: str) -> bool:
+        script = self._script
+        nodes = [each for each in script.inside(statement) if isinstance(each, cst.Name | cst.Attribute)]
+        return any(
+            script.code(each) == text and script.is_read(each) and self._is_use(each, statement) for each in nodes
+        ) or any(self._reaches(each, text, set()) for each in script.inside(statement) if isinstance(each, cst.Call))
+
+    def _reaches(self, call: cst.Call, text: str, seen: set[Node]) -> bool:
+        """Whether a function that is called reads a model that it isn't given, itself or by way of others."""
+        script = self._script
+        for function in {*self._flow.functions(call)} - seen:
+            seen.add(function)
+            for node in script.inside(function.body):
+                is_it = (
+                    isinstance(node, cst.Name | cst.Attribute) and script.code(node) == text and script.is_read(node)
+                )
+                if is_it and (isinstance(node, cst.Attribute) or script.scope(text, node) is not function):
+                    return True
+                if isinstance(node, cst.Call) and self._reaches(node, text, seen):
+                    return True
+        return False
+
+    def _is_use(self, node: Node, statement: Statement) -> bool:
+        """Whether a model is called, kept, trained or given to the script's own: else it is being set up."""
+        script, parent = self._script, self._script.parent(node)
+        if not isinstance(parent, cst.Attribute | cst.Subscript | cst.Arg | cst.AssignTarget):
+            return True
+        for each in script.ancestors(node):
+            match each:
+                case cst.FunctionDef() | cst.ClassDef():
+                    return True
+                case cst.Call() if self._flow.is_a(each, "optimizer"):
+                    return True
+                case cst.Assign() if self._flow.is_a(each.value, "parameters"):
+                    return True
+                case cst.Call() if self._is_own(each) and not script.is_inside(node, each.func):
+                    return True
+                case cst.Assign() if isinstance(parent, cst.Arg) and script.code(parent.value) == script.code(node):
+                    return script.code(each.targets[0].target) != script.code(node)  # model = torch.compile(model)
+            if each is statement:
+                break
+        return False
+
+    def _is_own(self, call: cst.Call) -> bool:
+        return any(value.kind in ("function", "class") for value in self._flow.of(call.func))
 
     # ------------------------------------------------------------------ DataParallel
 
@@ -148,12 +253,12 @@ class Models:
         """Reach what only the module itself has through its wrapper; files keep the names of a plain model."""
         script, edits = self._script, self._work.edits
         for node in script.nodes:
-            is_passed_on = isinstance(node, cst.Attribute) and node.attr.value in _MODULES_OWN
-            if not isinstance(node, cst.Attribute | cst.Subscript) or is_passed_on:
+            if not isinstance(node, cst.Attribute) or node.attr.value in _MODULES_OWN:
                 continue
-            base, values = node.value, self._flow.objects(node.value)
-            is_own = isinstance(base, cst.Name) and base.value == "self"
-            if is_own or not values & self.trained or self._trains_by(node):
+            base, values = node.value, self._flow.of(node.value, "object")
+            is_own = isinstance(base, cst.Call) or (isinstance(base, cst.Name) and base.value == "self")
+            is_wrapped = any(self._is_wrapped(value, node) for value in values & self.trained)
+            if is_own or not is_wrapped or self._is_part(base) or self._trains_by(node):
                 continue
             # The script may use one name for wrapped models and others, such as an average of parameters.
             edits.template(base, "{old}.module" if values <= self.trained else 'getattr({old}, "module", {old})')
@@ -169,10 +274,11 @@ class Models:
 
     def _is_model(self, node: Node) -> bool:
         """Whether an expression is a wrapped model, and isn't asked for anything."""
-        parent, held = self._script.parent(node), self._flow.objects(node)
+        parent, held = self._script.parent(node), self._flow.of(node, "object")
         is_name = isinstance(node, cst.Name | cst.Attribute) and self._script.is_read(node)
         is_name = is_name and not isinstance(parent, cst.Attribute | cst.Call)
-        return is_name and bool(held) and held <= self.trained
+        is_trained = bool(held) and held <= self.trained and not self._is_part(node)
+        return is_name and is_trained and all(self._is_wrapped(value, node) for value in held)
 
     def _give_module(self, call: cst.Call, node: Node) -> None:
         """Give what isn't the script's own the model itself: it reads or saves it, unless it computes a loss."""
@@ -182,7 +288,17 @@ class Models:
         text = f"{self._script.code(call.func)} gets the wrapped model, since gradients flow through this call"
         self._work.note(call, f"{text}: other attributes are those of {self._script.code(node)}.module", mark=True)
 
-    def _trains_by(self, node: Node) -> bool:
+    def _is_part(self, node: Node) -> bool:
+        """Whether an expression names a part of a model: the wrapper is passed where the model itself is named."""
+        bases = [node.value] if isinstance(node, cst.Attribute) else []
+        return any(self._flow.of(base, "object") & self.trained or self._is_part(base) for base in bases)
+
+    def _is_wrapped(self, value: Value, node: Node) -> bool:
+        script, before = self._script, self._wrapped_at.get(value)
+        is_together = before is not None and script.function(before) is script.function(node)
+        return not is_together or script.order(node) >= script.order(before)  # type: ignore[arg-type]
+
+    def _trains_by(self, node: cst.Attribute) -> bool:
         """Refuse a method of a model, other than its forward pass, that computes what is trained on."""
         call = self._script.parent(node)
         if call not in self._loops.flowing or not isinstance(call, cst.Call) or call.func is not node:

@@ -22,11 +22,6 @@ class Flow(values.Flow):
         found = frozenset(each for each in held if each.kind not in ("part", *values.WRAPPERS)) | objects_among(held)
         return found if kind is None else values.of_kind(found, kind)
 
-    def objects(self, node: Node) -> Values:
-        """The objects that an expression may be, and not only a part of."""
-        held = super().of(node)
-        return values.of_kind(held, "object").union(*(each.inner for each in values.of_kind(held, *values.WRAPPERS)))
-
     def is_a(self, node: Node, kind: str) -> bool:
         """Whether an expression may be of a kind."""
         return bool(self.of(node, kind))

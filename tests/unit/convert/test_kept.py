@@ -44,6 +44,18 @@ class Centered(nn.Module):
         self.center = 0.9 * self.center + 0.1 * out.mean(0)
 criterion = Centered()
 """
+SMOOTH = """\
+class Smooth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before = torch.zeros(1)
+
+    def forward(self, out):
+        loss = (out - self.before).pow(2).mean()
+        self.before = out.detach().mean(0)
+        return loss
+criterion = Smooth()
+"""
 
 
 @pytest.mark.parametrize(
@@ -62,6 +74,14 @@ criterion = Centered()
             loop(
                 "out = model(x)\nif epoch:\n    center = 0.9 * center + 0.1 * out.detach().mean(0)\nelse:\n"
                 "    center = out.detach().mean(0)\nloss = nn.functional.mse_loss(out - center, y)",
+            ),
+        ),
+        (
+            "center",
+            loop(
+                "out = model(x)\nif center is None:\n    center = out.detach().mean(0)\n"
+                "center = 0.9 * center + 0.1 * out.detach().mean(0)\nloss = nn.functional.mse_loss(out - center, y)",
+                before="center = None\n",
             ),
         ),
         (
@@ -89,6 +109,7 @@ criterion = Centered()
         ),
         ("self.data", loop("out = model(x)\nloss = (out - history.push(out.detach())[0]).pow(2).mean()", "", HISTORY)),
         ("self.center", loop("loss = criterion(model(x))", "", CENTERED)),
+        ("self.before", loop("loss = criterion(model(x))", "", SMOOTH)),
     ],
 )
 def test_what_batches_leave_behind_is_of_each_rank(name: str, text: str, tmp_path: Path):
@@ -106,6 +127,7 @@ def test_what_batches_leave_behind_is_of_each_rank(name: str, text: str, tmp_pat
             "try:\n    x = next(other)\nexcept StopIteration:\n    x = y\nx = x.float()\n"
             "w = x.mean()\nif epoch:\n    w = w * 2\nloss = (w * model(x) - y).pow(2).mean()"
         ),
+        loop("out = model(x)\nif y.isnan().any():\n    continue\nw = x.mean()\nloss = (w * out - y).pow(2).mean()"),
         loop("loss = scale * nn.functional.mse_loss(model(x), y)", "scale = scale * 0.9", "scale = 1.0\n"),
         loop("out = model(x)\nloss = (out - y).pow(2).mean()\nloss = loss + out.pow(2).mean()"),
     ],

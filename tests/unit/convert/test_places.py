@@ -47,6 +47,11 @@ def test_a_hint_names_what_is_not_given_yet(tmp_path: Path):
     assert why_not(tmp_path, HEAD + given).endswith("convert doesn't see: write them out in the call")
 
 
+def test_the_batch_size_that_is_read_is_that_of_all_ranks(tmp_path: Path):
+    text = after(tmp_path, HEAD + LOOP + "print(loader.batch_size)\n")
+    assert "world.print(loader.global_batch_size)" in text
+
+
 # ---------------------------------------------------------------------- models
 
 

@@ -33,7 +33,6 @@ class Output:
         self._script, self._flow, self._edits = work.script, work.flow, work.edits
         self._nowhere = f'{{old}} if {work.edits.main} else "/dev/null"'
         self._device = f"{work.world}.device"
-        self._chosen: set[Node] = set()  # what became the rank's device
 
     def change(self) -> None:
         """Have rank 0 alone print, write and show."""
@@ -218,9 +217,6 @@ class Output:
     def _choose(self, node: Node, part: str = "") -> None:
         """Compute on the rank's device, and say what chose one before."""
         script = self._script
-        if not self._chosen.isdisjoint(script.ancestors(node)):
-            return  # a part of `torch.device(...)`, which is changed as a whole
-        self._chosen.add(node)
         self._edits.template(node, self._device + part)
         read = [each for each in script.inside(node) if isinstance(each, cst.Name | cst.Attribute)]
         named = [script.code(each) for each in read if script.is_read(each)]

@@ -244,7 +244,7 @@ print(torch.cat(predictions).mean())
 """,
     )
     assert "test_loader = DataLoader(data, batch_size=16)" in found.after
-    assert "# evenstep convert: every rank evaluates all of this: predictions.append may keep" in found.after
+    assert "# evenstep convert: every rank evaluates all of this: predictions.append is given" in found.after
     assert [note.line for note in found.notes] == [16]
 
 

@@ -229,11 +229,11 @@ def test_what_a_gradient_flows_through_is_not_averaged(add: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ("metric.add_batch(p, y)", "metric.add_batch may keep results of samples"),
-        ("metric(p, y)", "metric may keep results of samples"),
+        ("metric.add_batch(p, y)", "metric.add_batch is given results of samples"),
+        ("metric(p, y)", "metric is given results of samples"),
         ("score = metric(p, y)", "convert doesn't see whether metric(...) keeps what it is given"),
         ("table[p.argmax(), y] += 1", "what table[p.argmax(), y] adds up isn't understood"),
-        ("meter.update(nn.functional.mse_loss(p, y).item(), len(x))", "may keep results of samples"),
+        ("meter.update(nn.functional.mse_loss(p, y).item(), len(x))", "is given results of samples"),
         ("for a, b in zip(p, y): hits += 1", "it goes through samples one by one"),
         ("if (p == y).all(): hits += 1", "what it does depends on samples"),
         ("hits += measure(p, y)", "what hits adds up isn't understood"),

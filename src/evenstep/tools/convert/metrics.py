@@ -222,7 +222,7 @@ class Metrics:
                     if kept or not names:
                         yield f"{kept[0] if kept else code(node.target)} is read behind the loop"
                 case cst.Expr(value=cst.Call() as call) if not self._is_harmless(call):
-                    yield f"{code(call.func)} may keep results of samples"
+                    yield f"{code(call.func)} is given results of samples"
                 case cst.Call() if not self._is_pure(node):
                     yield f"convert doesn't see whether {code(node.func)}(...) keeps what it is given"
 

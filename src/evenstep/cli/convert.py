@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 from evenstep import checks, console
 from evenstep.cli.arguments import Parser
 from evenstep.errors import ConfigurationError
-from evenstep.named_files import write_report
 
 if TYPE_CHECKING:
     from evenstep.tools.convert.convert import Conversion
@@ -27,7 +25,7 @@ examples:
   evenstep convert train.py --verify --epochs 1      does the result compute what the script did, also on three ranks?
 
 exit status: 0 if it was converted, or was data-parallel already; 1 if it can't be converted or doesn't compute the
-same; 2 if --verify finds that the script itself fails; 78 if the command is wrong."""
+same; 2 if the script as it was fails under --verify; 78 if the command is wrong."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,7 +45,6 @@ def main(arguments: Sequence[str]) -> int:
             f"--verify only. See evenstep convert --help."
         )
     found = convert(args.script)
-    write_report(args.json, json.dumps(found.as_json(), indent=2) + "\n")
     for remark in (*found.problems, *found.notes):
         console.say(f"{args.script}:{remark.line}: {remark.text}")
     if found.by is not None:
@@ -86,7 +83,6 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--verify", action="store_true", help="compare the result with the script, and with itself on three ranks"
     )
-    parser.add_report("json", "write the changes, problems and notes there, for programs")
     parser.add_argument("script", help="for one process; what follows is the script's own, for --verify")
     return parser
 
@@ -96,7 +92,7 @@ def _verify(args: Namespace, found: Conversion) -> bool:
     for difference in shown.differences:
         console.say(f"{args.script}: {difference}")
     if report is None:
-        console.say(f"{args.script}: converted, it doesn't compute what it did, so nothing was written")
+        console.say(f"{args.script}: converted, it doesn't compute what the script computed, so nothing was written")
         return False
     report.show(console.on_stdout())
     if report.is_fine:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from evenstep.cli.main import main
 from evenstep.errors import UsageError
 from evenstep.tools.convert.convert import convert
 from evenstep.tools.convert.replay import Replay, replay
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 data = TensorDataset(torch.randn(150, 4), torch.randn(150, 1))
 loader = DataLoader(data, batch_size=16, shuffle=True)
-print(next(iter(loader))[0].shape)
+print(next(iter(DataLoader(data, batch_size=5)))[0].shape)
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for epoch in range(9):
@@ -57,10 +58,10 @@ def test_a_script_without_a_seed_is_compared_to_the_end_of_its_epoch(replayed: C
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (("style += part", "style += world.mean(part.detach())"), "step 1: the gradient is another one"),
+        (("style += part", "style += world.mean(part.detach())"), "step 1: the gradient differs by"),
         pytest.param(
             ("lr=0.1", "lr=0.2"),
-            "step 1: what the steps have changed of the weights is another one",
+            "step 1: the change of the weights differs by",
             marks=pytest.mark.extended,
         ),
         (
@@ -80,5 +81,21 @@ def test_what_another_script_does_is_told(change: tuple[str, str], says: str, re
 
 
 def test_a_script_that_fails_is_told_so(replayed: Callable[..., Replay]):
-    with pytest.raises(UsageError, match=r"script.py in one process failed with status 1(.|\n)*ZeroDivisionError"):
+    with pytest.raises(
+        UsageError, match=r"script.py in one process failed with status 1(.|\n)*ZeroDivisionError"
+    ) as told:
         replayed(before=SCRIPT.replace("style = 0.0", "1 / 0"))
+    assert "replay.py" not in str(told.value)
+
+
+def test_a_conversion_that_fails_is_told_by_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """What ran is a file that isn't there any more, so that neither its name nor a traceback helps."""
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(f"{SCRIPT}print(loader.batch_sampler.batch_size)\n".replace("range(9)", "range(0)"))
+    assert main(["convert", "script.py", "--verify"]) == 1
+    err = capsys.readouterr().err
+    assert "converted, it fails at `world.print(loader.batch_sampler.batch_size)`: AttributeError: 'NoneType'" in err
+    assert "Traceback" not in err
+    assert "_converted_" not in err

@@ -44,6 +44,18 @@ class Centered(nn.Module):
         self.center = 0.9 * self.center + 0.1 * out.mean(0)
 criterion = Centered()
 """
+SMOOTH = """\
+class Smooth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before = torch.zeros(1)
+
+    def forward(self, out):
+        loss = (out - self.before).pow(2).mean()
+        self.before = out.detach().mean(0)
+        return loss
+criterion = Smooth()
+"""
 
 
 @pytest.mark.parametrize(
@@ -62,6 +74,14 @@ criterion = Centered()
             loop(
                 "out = model(x)\nif epoch:\n    center = 0.9 * center + 0.1 * out.detach().mean(0)\nelse:\n"
                 "    center = out.detach().mean(0)\nloss = nn.functional.mse_loss(out - center, y)",
+            ),
+        ),
+        (
+            "center",
+            loop(
+                "out = model(x)\nif center is None:\n    center = out.detach().mean(0)\n"
+                "center = 0.9 * center + 0.1 * out.detach().mean(0)\nloss = nn.functional.mse_loss(out - center, y)",
+                before="center = None\n",
             ),
         ),
         (
@@ -89,10 +109,11 @@ criterion = Centered()
         ),
         ("self.data", loop("out = model(x)\nloss = (out - history.push(out.detach())[0]).pow(2).mean()", "", HISTORY)),
         ("self.center", loop("loss = criterion(model(x))", "", CENTERED)),
+        ("self.before", loop("loss = criterion(model(x))", "", SMOOTH)),
     ],
 )
 def test_what_batches_leave_behind_is_of_each_rank(name: str, text: str, tmp_path: Path):
-    said = f"each rank keeps its own {name}, made of its samples: world.mean or world.gather what it is made of"
+    said = f"each rank keeps its own {name}, made of its own samples: use world.mean or world.gather before it is kept"
     assert said in notes(tmp_path, text)
     assert f"# evenstep convert: {said}\n" in after(tmp_path, text)
 
@@ -104,8 +125,9 @@ def test_what_batches_leave_behind_is_of_each_rank(name: str, text: str, tmp_pat
         loop("loss = nn.functional.mse_loss(model(x), y)", "shown = 0.9 * shown + 0.1 * loss.item()", "shown = 0\n"),
         loop(
             "try:\n    x = next(other)\nexcept StopIteration:\n    x = y\nx = x.float()\n"
-            "if epoch:\n    w = x.mean()\nelse:\n    w = x.sum()\nw = w * 2\nloss = (w * model(x) - y).pow(2).mean()"
+            "w = x.mean()\nif epoch:\n    w = w * 2\nloss = (w * model(x) - y).pow(2).mean()"
         ),
+        loop("out = model(x)\nif y.isnan().any():\n    continue\nw = x.mean()\nloss = (w * out - y).pow(2).mean()"),
         loop("loss = scale * nn.functional.mse_loss(model(x), y)", "scale = scale * 0.9", "scale = 1.0\n"),
         loop("out = model(x)\nloss = (out - y).pow(2).mean()\nloss = loss + out.pow(2).mean()"),
     ],
@@ -118,14 +140,14 @@ def test_what_other_files_make_of_samples_is_said_not_to_be_read(tmp_path: Path)
     """A loss class of a file beside the script may compare samples, and a buffer may keep them."""
     head = "from losses import PairLoss\ncriterion = PairLoss(0.5)\n"
     text = loop("loss = criterion(model(x), y)", "", head)
-    said = "isn't read: if it compares samples, keeps them or adds them up, ranks compute another loss"
-    assert f"criterion (losses.PairLoss) {said}" in notes(tmp_path, text)
+    said = "if it compares samples, keeps them or adds them up, ranks compute another loss"
+    assert f"convert doesn't read criterion (losses.PairLoss): {said}" in notes(tmp_path, text)
     assert said in after(tmp_path, text)
     head = "from buffers import Replay\nreplay = Replay()\n"
     text = loop("out = model(x)\nloss = nn.functional.mse_loss(out, replay.push(out.detach()))", "", head)
-    assert f"replay.push (buffers.Replay) {said}" in notes(tmp_path, text)
+    assert f"convert doesn't read replay.push (buffers.Replay): {said}" in notes(tmp_path, text)
     net = HEAD + "from nets import Net\n" + LOOP.replace("nn.Linear(4, 1)", "Net()")
-    assert not [each for each in notes(tmp_path, net) if "isn't read" in each]
+    assert not [each for each in notes(tmp_path, net) if "doesn't read" in each]
 
 
 @pytest.mark.parametrize("made", ["self.rows = nn.Parameter({})", "self.register_buffer('rows', {})"])
@@ -142,7 +164,7 @@ class Net(nn.Module):
         return self.layer(x + self.rows)
 """
     text = HEAD + own + LOOP.replace("nn.Linear(4, 1)", "Net(16)")
-    reason = "its shape is that of a whole batch, of which a rank has a part: give it a shape of its own (1, ...)"
+    reason = "this has a row for each sample of a whole batch, and a rank has fewer samples: give it the shape (1, ...)"
     assert reason in why_not(tmp_path, text)
     assert converted(tmp_path, text).problems[0].line == 9
     assert WEIGHTED in after(

@@ -11,7 +11,7 @@ from tests.unit.convert.test_rightness import WEIGHTED, evaluation, notes
 
 LOSS = "nn.functional.mse_loss(model(x), y)"
 PAIRS = "compared with all others"
-STATISTIC = "this statistic inside the loss is one of each rank's part of the batch"
+STATISTIC = "each rank computes this statistic inside the loss from its own part of the batch"
 
 
 def with_loss(loss: str, *, before: str = "", head: str = "") -> str:
@@ -81,24 +81,20 @@ def test_statistics_of_a_batch_inside_a_loss_are_marked(loss: str, is_marked: bo
 def test_a_statistic_in_a_models_forward_pass_is_marked_as_what_it_may_be(tmp_path: Path):
     net = "class Net(nn.Linear):\n    def forward(self, x):\n        return super().forward(x - x.mean(0))\n"
     text = HEAD + net + LOOP.replace("nn.Linear(4, 1)", "Net(4, 1)")
-    assert f"{STATISTIC}, if it is one of samples" in notes(tmp_path, text)
+    assert f"{STATISTIC}, if it is over samples" in notes(tmp_path, text)
 
 
 # ---------------------------------------------------------------------- means and sums
 
 
 def test_one_random_factor_leaves_a_mean_a_mean(tmp_path: Path):
-    """Mixup, in the function that is passed around for it."""
-    head = """\
-import numpy as np
-
-def mixed(x, y):
-    lam = np.random.beta(1.0, 1.0)
-    return lam * x + (1 - lam) * x.flip(0), y, y.flip(0), lam
-
-"""
+    """Mixup."""
+    head = "import numpy as np\n"
     loss = f"lam * {LOSS} + (1 - lam) * nn.functional.mse_loss(model(x), b)"
-    text = with_loss(loss, before="        x, y, b, lam = mixed(x, y)\n", head=head) + "        print(loss.data[0])\n"
+    drawn = (
+        "        lam = np.random.beta(1.0, 1.0)\n        b = y.flip(0)\n        x = lam * x + (1 - lam) * x.flip(0)\n"
+    )
+    text = with_loss(loss, before=drawn, head=head) + "        print(loss.data[0])\n"
     found = converted(tmp_path, text)
     assert WEIGHTED in found.after
     assert "world.print(world.mean(loss.data[0], weight=loader.num_samples))" in found.after

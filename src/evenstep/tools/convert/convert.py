@@ -6,10 +6,10 @@ import ast
 import codecs
 import difflib
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import libcst as cst
 
@@ -60,15 +60,6 @@ class Conversion:
         found = "".join(difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"))
         return found.replace("\r\n", "\n")
 
-    def as_json(self) -> dict[str, Any]:
-        """What `evenstep convert --json` writes."""
-        problems, notes = ([vars(each) for each in remarks] for remarks in (self.problems, self.notes))
-        return {"version": 1, "script": self.script, "data_parallel_by": self.by, "diff": self.diff} | {
-            "problems": problems,
-            "notes": notes,
-            "launch": self.launch,
-        }
-
     def write(self) -> None:
         """Put the new text in the place of the old one, as a whole, with the file's mode.
 
@@ -95,10 +86,10 @@ class Conversion:
             say: Told what is going on.
 
         Returns:
-            What one rank has shown, and where that is right, what three have.
+            What one rank has shown, and where that is right, what three have. A new text that fails differs.
 
         Raises:
-            UsageError: The script fails, or makes no steps.
+            UsageError: The script as it was fails, or makes no steps.
         """
         path = Path(self.script)
         # Beside the script, which may import and read what lies there.
@@ -119,8 +110,23 @@ class Conversion:
             return shown, verify_ranks(
                 str(copy), arguments, ranks=(1, 3), num_steps=max(num_steps, _NUM_STEPS), say=tell
             )
+        except UsageError as error:
+            failure = self._failure(str(error), copy.name)
+            if failure is None:
+                raise
+            return Replay(0, (failure,), 0), None
         finally:
             copy.unlink(missing_ok=True)
+
+    def _failure(self, said: str, copy: str) -> str | None:
+        """At which line the new text failed, and of what; None if it didn't. The file that ran isn't there any more."""
+        place = re.compile(rf'  File ".*{re.escape(copy)}", line (\d+).*\n')
+        parts = place.split(said)
+        if len(parts) < 3:
+            return None
+        text = self.after.splitlines()[int(parts[-2]) - 1].strip()
+        why = next((line for line in parts[-1].splitlines() if line[:1].strip()), "it ended there")
+        return f"converted, it fails at `{text}`: {why}"
 
 
 def convert(script: str) -> Conversion:

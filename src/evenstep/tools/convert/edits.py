@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import libcst as cst
@@ -14,7 +14,6 @@ from evenstep.tools.convert.losses import Losses
 from evenstep.tools.convert.values import Flow
 from evenstep.tools.reading.tree import File as Script
 from evenstep.tools.reading.tree import Node
-from evenstep.tools.reading.values import arguments
 
 Change = Callable[[Any], Any]  # nodes of whatever class
 Line = str | tuple[str, Node]  # a statement's text, or a name and the expression that it gets
@@ -31,7 +30,7 @@ class Edits:
     Attributes:
         replaced: By expression, what makes its replacement of it, in the order in which they were asked for.
         before, after: By statement, the lines that are put there.
-        guarded: Small statements that only the main rank runs.
+        guarded: Small statements that only the main rank runs, each in a line of its own.
         removed: Statements that go.
         comments: By statement, what is said above it.
         main: The condition that holds on the main rank.
@@ -144,77 +143,27 @@ class Work:
         """A number's sum over ranks; {old} is this rank's."""
         return f"sum({self.world}.exchange({{old}}))"
 
-    def unseen(self, call: cst.Call, by_hand: str, changed: Iterable[str], *, written_out: bool = False) -> str | None:
-        """What to write by hand where `*` or `**` may hold what is changed; None if it is known that they don't.
+    def unseen(self, call: cst.Call, by_hand: str) -> str | None:
+        """What to write by hand where `*` or `**` may hold what is changed.
 
         Args:
             call: Whose arguments have to be changed.
             by_hand: The arguments that matter, as one writes them, if they are known.
-            changed: The arguments that are changed.
-            written_out: What `**` holds is written out if one of them is among it.
         """
         for argument in call.args:
-            found = self.settings(argument) if argument.star else [{}]
-            if found is not None:
-                keys = {frozenset(each) for each in found}
-                if not any(each & {*changed} for each in keys) or (written_out and len(keys) == 1):
-                    continue
-            unpacked, function = f"{argument.star}{self.script.code(argument.value)}", self.script.code(call.func)
-            text = f"{unpacked} passes arguments to {function} that convert doesn't see: write them out there"
-            return f"{text} ({by_hand})" if by_hand else text
+            if argument.star:
+                unpacked, function = f"{argument.star}{self.script.code(argument.value)}", self.script.code(call.func)
+                text = f"{unpacked} passes arguments to {function} that convert doesn't see: write them out in the call"
+                return f"{text} ({by_hand})" if by_hand else text
         return None
-
-    def settings(self, argument: cst.Arg) -> list[dict[str, Node]] | None:
-        """What a dictionary that a call unpacks may hold; None where it isn't seen, or may be changed on the way."""
-        script, name = self.script, argument.value
-        if argument.star != "**" or not isinstance(name, cst.Name):
-            return None
-        by, scope = script.bound(name.value, name), script.scope(name.value, name)
-        if not by or not all(isinstance(script.parent(each), cst.AssignTarget) for each in by):
-            return None
-        for node in script.nodes:
-            if isinstance(node, cst.Name) and node.value == name.value and node not in by and script.is_read(node):
-                parent = script.parent(node)
-                is_unpacked = isinstance(parent, cst.Arg) and parent.star == "**"
-                is_item = isinstance(parent, cst.Subscript) and not isinstance(
-                    script.parent(parent), cst.AssignTarget | cst.AugAssign | cst.Del
-                )
-                if script.scope(name.value, node) is scope and not is_unpacked and not is_item:
-                    return None
-        found = [self._dictionaries(each.value) for each in self.losses.definitions(name) if each.index is None]
-        return [each for every in found for each in every or ()] if found and all(found) else None
-
-    def _dictionaries(self, node: Node) -> list[dict[str, Node]] | None:
-        """The dictionaries that an expression writes down; None if it may be others."""
-        match node:
-            case cst.IfExp():
-                body, orelse = self._dictionaries(node.body), self._dictionaries(node.orelse)
-                return body + orelse if body and orelse else None
-            case cst.Dict(elements=elements) if all(
-                isinstance(each, cst.DictElement) and isinstance(each.key, cst.SimpleString) for each in elements
-            ):
-                return [{each.key.evaluated_value: each.value for each in elements}]  # type: ignore[attr-defined]
-            case cst.Call(func=cst.Name(value="dict"), args=args) if all(each.keyword is not None for each in args):
-                return [{each.keyword.value: each.value for each in args}]  # type: ignore[union-attr]
-        return None
-
-    def arguments(self, call: cst.Call, names: Iterable[str]) -> dict[str, cst.Arg]:
-        """The arguments of a call by name, given those of positional ones; also what is in dictionaries it unpacks."""
-        found = arguments(call, names)
-        for argument in call.args:
-            for each in (self.settings(argument) if argument.star else None) or ():
-                found |= {key: cst.Arg(value, keyword=cst.Name(key)) for key, value in each.items() if key not in found}  # type: ignore[arg-type]
-        return found
 
     def average(self, node: Node, weight: str) -> None:
         """Have an expression be its mean over ranks."""
-        if node not in self.collectives:
-            self.collectives[node] = f"{self.world}.mean({{old}}, weight={weight})"
+        self.collectives.setdefault(node, f"{self.world}.mean({{old}}, weight={weight})")
 
     def add_up(self, node: Node) -> None:
         """Have an expression be its sum over ranks."""
-        if node not in self.collectives:
-            self.collectives[node] = self.total
+        self.collectives.setdefault(node, self.total)
 
     def seeds(self, *, are_numbers: bool) -> list[cst.Call]:
         """Calls of `torch.manual_seed` that are given a number, or something else."""
@@ -245,27 +194,23 @@ class _Applying(cst.CSTTransformer):
         self._edits, self._moved = edits, moved
         self._config = edits.script.module.config_for_parsing
         self._done: dict[Node, str] = {}  # what was moved, as it is after its changes
+        changed: tuple[Iterable[Node], ...] = (edits.before, edits.after, edits.comments, edits.removed)
+        self._touched = {*chain(*changed), *map(edits.script.statement, edits.guarded)}
 
     def on_leave(self, original: Any, updated: Any) -> Any:
         match updated:
             case cst.Module() | cst.IndentedBlock():
                 updated = updated.with_changes(body=self._statements(original.body, updated.body))
-            case cst.SimpleStatementSuite() if self._is_touched(original):
+            case cst.SimpleStatementSuite() if original in self._touched:
                 # Behind a colon there is room for expressions alone.
                 line = cst.SimpleStatementLine(body=updated.body, trailing_whitespace=updated.trailing_whitespace)
                 updated = cst.IndentedBlock(body=self._statements([original], [line]))
         for change in self._edits.replaced.get(original, ()):
             updated = change(updated)
         if original in self._moved:
-            text = self._edits.script.module.code_for_node(updated)
-            self._done[original] = f"({text})" if _breaks(text) else text
+            self._done[original] = self._edits.script.module.code_for_node(updated)
             return cst.Name(self._moved[original])
         return updated
-
-    def _is_touched(self, suite: cst.SimpleStatementSuite) -> bool:
-        edits = self._edits
-        lists: tuple[Iterable[Node], ...] = (edits.before, edits.after, edits.comments, edits.removed)
-        return any(suite in each for each in lists) or any(small in edits.guarded for small in suite.body)
 
     def _lines(self, lines: Sequence[Line]) -> list[Any]:
         texts = [line if isinstance(line, str) else f"{line[0]} = {self._done[line[1]]}" for line in lines]
@@ -294,14 +239,12 @@ class _Applying(cst.CSTTransformer):
     def _expand(self, original: Any, statement: Any) -> list[tuple[Any, bool]]:
         """A statement with what comes before and behind it, each with whether it is for the main rank alone."""
         edits = self._edits
-        smalls = list(getattr(original, "body", ())) if isinstance(statement, cst.SimpleStatementLine) else []
         if original in edits.removed:
             said = [line for line in statement.leading_lines if line.comment is not None]
             parts = [(each.with_changes(leading_lines=said), False) for each in self._lines(["pass"] if said else [])]
-        elif any(small in edits.guarded for small in smalls):
-            parts = self._split(smalls, statement)
         else:
-            parts = [(statement, False)]
+            smalls = original.body if isinstance(statement, cst.SimpleStatementLine) else ()
+            parts = [(statement, not edits.guarded.isdisjoint(smalls))]
         lead_in = [(line, False) for line in self._lines(edits.before.get(original, ()))]
         if lead_in and parts:
             # Paragraphs begin with the first new line; comments stay with the statement.
@@ -317,27 +260,6 @@ class _Applying(cst.CSTTransformer):
             whole[0] = (first.with_changes(leading_lines=[*first.leading_lines, *reversed(comments)]), is_guarded)
         return whole
 
-    def _split(self, smalls: Sequence[Node], line: cst.SimpleStatementLine) -> list[tuple[Any, bool]]:
-        """One line for each statement of a line with semicolons."""
-        parts: list[tuple[Any, bool]] = []
-        for index, (small, new) in enumerate(zip(smalls, line.body, strict=True)):
-            single = cst.SimpleStatementLine(body=[new.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)])
-            if index == 0:
-                single = single.with_changes(leading_lines=line.leading_lines)
-            if index == len(line.body) - 1:
-                single = single.with_changes(trailing_whitespace=line.trailing_whitespace)
-            parts.append((single, small in self._edits.guarded))
-        return parts
-
-
-def _breaks(text: str) -> bool:
-    """Whether an expression has lines that end outside of parentheses of its own."""
-    try:
-        cst.parse_expression(text)
-    except cst.ParserSyntaxError:
-        return True
-    return False
-
 
 def with_argument(name: str, value: str) -> Change:
     """Add an argument to a call."""
@@ -346,14 +268,10 @@ def with_argument(name: str, value: str) -> Change:
         equal = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
         added = cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
         arguments = list(updated.args)
-        if arguments and isinstance(arguments[-1].comma, cst.Comma):  # a call over several lines keeps its last comma
+        if arguments:  # a call over several lines keeps its last comma
             added = added.with_changes(comma=arguments[-1].comma)
-            between = (
-                arguments[-2].comma if len(arguments) > 1 else cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-            )
+            between = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
             arguments[-1] = arguments[-1].with_changes(comma=between)
-        elif arguments:
-            arguments[-1] = arguments[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
         return updated.with_changes(args=[*arguments, added])
 
     return change

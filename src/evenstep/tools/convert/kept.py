@@ -44,17 +44,17 @@ class Kept:
                 unread = self._unread(node) if isinstance(node, cst.Call) else None
                 if unread is not None and unread not in said:
                     said.add(unread)
-                    text = f"{unread} isn't read: if it compares samples, keeps them or adds them up, ranks"
+                    text = f"convert doesn't read {unread}: if it compares samples, keeps them or adds them up, ranks"
                     self._work.note(node, f"{text} compute another loss", mark=True)
                 for update in self._kept(node) if isinstance(node, cst.Name | cst.Attribute) else ():
-                    text = f"each rank keeps its own {script.code(node)}, made of its samples: world.mean or"
-                    self._work.note(update, f"{text} world.gather what it is made of", mark=True)
+                    text = f"each rank keeps its own {script.code(node)}, made of its own samples: use"
+                    self._work.note(update, f"{text} world.mean or world.gather before it is kept", mark=True)
         for call in self._work.calls():
             if self._work.short(call) in ("Parameter", "register_buffer", "register_parameter"):
                 nodes = {part for argument in call.args for part in self._losses.slice(argument.value)}
                 if any(_BATCH_SIZE.fullmatch(script.code(part)) for part in nodes):
-                    text = "its shape is that of a whole batch, of which a rank has a part: give it a shape of its own"
-                    self._work.refuse(call, f"{text} (1, ...), which torch repeats for each sample")
+                    text = "this has a row for each sample of a whole batch, and a rank has fewer samples: give it the"
+                    self._work.refuse(call, f"{text} shape (1, ...), which torch repeats for each sample")
 
     # ------------------------------------------------------------------ what is kept over steps
 
@@ -92,66 +92,36 @@ class Kept:
         """What leaves a rank's own samples, without their gradients, in what is read at the next step again."""
         script, loops = self._script, self._loops
         around = [each for each in script.loops(node) if each in loops.training]
-        is_own = isinstance(node, cst.Name) and script.scope(node.value, node) is script.function(node)
-        if is_own and not around:
-            return []  # it ends with the function
-        if any(
-            isinstance(loop, cst.For) and script.code(node) in map(script.code, target_names(loop.target))
-            for loop in around
-        ):
-            return []
-        updates = [each for each in self._updates.get(self._holder(node), ()) if not self._is_first(each[0])]
-        if is_own:
-            updates = [each for each in updates if script.is_inside(each[0], around[0])]
-        else:
-            updates = [each for each in updates if loops.at(each[0]) & loops.training]
-        anew = {update for update, value in updates if self._begins_anew(update, value, node)}
-        if self._is_anew(node, anew) if is_own else any(not self._is_conditional(each) for each in anew):
+        function = script.function(node)
+        is_own = isinstance(node, cst.Name) and script.scope(node.value, node) is function
+        given = [name for each in around if isinstance(each, cst.For) for name in target_names(each.target)]
+        if (is_own and not around) or script.code(node) in map(script.code, given):
+            return []  # it ends with the function, or the loop sets it
+        updates = [
+            (update, value)
+            for update, value in self._updates.get(self._holder(node), ())
+            if (script.is_inside(update, around[0]) if is_own else loops.at(update) & loops.training)
+        ]
+        within = around[0] if around else script.function(node) or script.module
+        anew = [update for update, value in updates if self._begins_anew(update, value, node, within)]
+        if any(script.function(each) is not function or script.order(each) < script.order(node) for each in anew):
             return []
         return [
             update
             for update, value in updates
-            if update not in anew or (is_own and script.order(update) > script.order(node))
             if self._is_alone(value) and not self._losses.models(value, self._trained)
         ]
 
-    def _begins_anew(self, update: Node, value: Node, node: Node) -> bool:
-        """Whether something is set as a whole, to what isn't made of what it was."""
-        code = self._script.code
-        is_whole = isinstance(update, cst.Assign) and self._is_whole(update)
-        return is_whole and code(node) not in {*map(code, self._script.inside(value))}
+    def _begins_anew(self, update: Node, value: Node, node: Node, within: Node) -> bool:
+        """Whether something is set as a whole, whatever comes to pass, to what isn't made of what it was."""
+        script, targets = self._script, getattr(update, "targets", ())
+        is_whole = bool(targets) and not any(isinstance(each.target, cst.Subscript) for each in targets)
+        is_free = script.code(node) not in {*map(script.code, script.inside(value))}
+        choices = [each.node for each in script.frames[update].outwards() if each.kind in ("if", "except")]
+        return is_whole and is_free and not any(self._lies_between(update, each, within) for each in choices if each)
 
-    def _is_anew(self, node: Node, anew: set[Node]) -> bool:
-        """Whether what is read was set before, in the same round whatever came to pass."""
-        blocks = [each for each in self._script.ancestors(node) if isinstance(each, cst.IndentedBlock)]
-        order, inside = self._script.order, self._script.is_inside
-        before = [
-            each for block in blocks for each in block.body if order(each) < order(node) and not inside(node, each)
-        ]
-        return any(self._sets(each, anew) for each in before)
-
-    def _sets(self, statement: Node, anew: set[Node]) -> bool:
-        match statement:
-            case cst.IndentedBlock(body=body):
-                return any(self._sets(each, anew) for each in body)
-            case cst.If(body=body, orelse=orelse):
-                return orelse is not None and self._sets(body, anew) and self._sets(orelse, anew)
-            case cst.Else(body=body) | cst.Try(body=body) | cst.With(body=body):
-                return self._sets(body, anew)
-            case cst.SimpleStatementLine(body=small) | cst.SimpleStatementSuite(body=small):
-                return any(each in anew for each in small)
-        return False
-
-    def _is_conditional(self, update: Node) -> bool:
-        return any(isinstance(each, cst.If) for each in self._script.ancestors(update))
-
-    def _is_first(self, update: Node) -> bool:
-        function = self._script.function(update)
-        return function is not None and function.name.value == "__init__"
-
-    def _is_whole(self, update: cst.Assign) -> bool:
-        """Whether something is set, and not only a part of it."""
-        return not any(isinstance(each.target, cst.Subscript) for each in update.targets)
+    def _lies_between(self, node: Node, around: Node, within: Node) -> bool:
+        return self._script.is_inside(node, around) and self._script.is_inside(around, within)
 
     # ------------------------------------------------------------------ what isn't read
 

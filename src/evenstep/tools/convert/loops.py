@@ -11,7 +11,7 @@ import libcst as cst
 from evenstep.tools.convert.edits import Work
 from evenstep.tools.convert.losses import CONSTANT, UNKNOWN, Kind
 from evenstep.tools.reading.tree import Node
-from evenstep.tools.reading.values import PASSING, Values
+from evenstep.tools.reading.values import PASSING, Values, arguments
 
 _SHAPING = {"view", "reshape", "ones", "zeros", "full", "rand", "randn", "randint", "expand", "repeat", "init_hidden"}
 
@@ -44,13 +44,11 @@ class Loops:
         training: Loops whose batches are trained on.
         evaluating: Other loops over loaders.
         flowing: The expressions that gradients flow through.
-        whole: Mentions of loaders that are divided, where whole batches are taken all the same.
     """
 
     def __init__(self, work: Work) -> None:
         self._work = work
         self._script, self._flow = work.script, work.flow
-        self._named: dict[Node, str] = {}  # loaders that are made in the head of a loop, and get a name
         self.passes: list[Pass] = []
         for call in work.calls():
             if isinstance(call.func, cst.Attribute) and call.func.attr.value == "backward":
@@ -65,7 +63,6 @@ class Loops:
         self.evaluating = [
             loop for loop in loops if loop not in self.training and loop not in passing and self.in_head(loop)
         ]
-        self.whole: set[Node] = set()
 
     # ------------------------------------------------------------------ loaders of loops
 
@@ -119,36 +116,13 @@ class Loops:
             return None
         values, function = loaders.pop(), script.function(at)
         names = (cst.Name, cst.Attribute, cst.Subscript)
-        own = {self._named[site] for site in sites for site in script.inside(site) if site in self._named} or {
+        own = {
             script.code(site)
             for site in sites
             if isinstance(site, names) and flow.of(site) == values and script.function(site) is function
         }
         name = own.pop() if len(own) == 1 else flow.name_of(values, at)
         return None if name is None else f"{name}.num_samples"
-
-    def _name_loaders(self, call: cst.Call, loops: frozenset[Node]) -> None:
-        """Give the loader that a training loop makes in its head a name, before the loops that it is the same in."""
-        script, work = self._script, self._work
-        for loop in loops:
-            for node in self._sources(loop) if script.function(loop) is script.function(call) else ():
-                made = [value.site for value in self._flow.of(node, "loader") if value.site is node]
-                if not made or node in self._named:
-                    continue
-                names = {each.value for each in script.inside(node) if isinstance(each, cst.Name)}
-                outermost = loop
-                for around in script.loops(loop):
-                    bound = {
-                        script.code(by)
-                        for name in names
-                        for by in script.bound(name, node)
-                        if script.is_inside(by, around)
-                    }
-                    if bound:
-                        break
-                    outermost = around
-                self._named[node] = work.unused("loader")
-                work.edits.move(node, outermost, self._named[node])
 
     # ------------------------------------------------------------------ passes
 
@@ -159,7 +133,6 @@ class Loops:
                 if self._flow.is_a(base, "scaler"):
                     loss, scaler = scaled.value, self._script.code(base)
         loops = self.at(call)
-        self._name_loaders(call, loops)
         reason = next(self._why_not(call, loss, loops), None)
         if reason is not None:
             work.refuse(call, reason)
@@ -181,52 +154,54 @@ class Loops:
             head = loop.iter if isinstance(loop, cst.For) else loop.test
             if losses.varies(head) and not re.search(r"\.(size\(|shape\[)[-1-9]", script.code(head)):  # over time
                 yield (
-                    "this loop cuts its batch into parts, of which ranks would have different numbers: train on whole "
-                    "batches, or see model.microbatches"
+                    "this loop cuts its batch into parts, and ranks would have different numbers of them: train on "
+                    "whole batches, or use model.microbatches"
                 )
         for shaped in filter(None, map(self.counts_on_size, loops)):
             yield (
-                f"{shaped} counts on whole batches, and a rank has fewer samples: take their number from the batch at "
-                f"hand (x.size(0))"
+                f"{shaped} expects a whole batch, and a rank has fewer samples: take their number from the batch, as "
+                f"x.size(0)"
             )
         if not loops:
             yield (
-                "no torch DataLoader of this file, which alone is read and changed, gives this loss its batches one by "
-                "one: make it here, loop over it, and unpack its batches"
+                "no torch DataLoader of this file gives this loss its batches, and convert reads this file alone: make "
+                "the DataLoader here, and loop over it"
             )
         if losses.compares_pairs(loss):
             yield (
-                "each sample is compared with all others of its batch, so ranks would compare theirs with fewer: "
-                "gather the features of all ranks first (docs/how-to/contrastive.md)"
+                "each sample is compared with all others of its batch, and a rank has fewer of them: gather the "
+                'features of all ranks first, as the page "Losses over all ranks\' samples" shows'
             )
         if self.num_samples(self.taken_from(loss), call) is None:
-            text = "the loader of this batch has no name here, and it counts what the loss is averaged over"
+            text = "the loader of this batch has no name here, and its num_samples is the weight of the loss"
             yield f"{text}: loop over one DataLoader that has a name, or pass it to the function"
 
     def _remark_on(self, call: cst.Call, loss: Node, kind: Kind, loops: frozenset[Node]) -> None:
         """Say what may make a loss another one on a part of a batch."""
         work, losses = self._work, self._work.losses
         if kind.name in (UNKNOWN, CONSTANT):
-            text = "the loss is taken to be the mean over the batch's samples; evenstep verify tells"
+            text = "the loss is taken to be the mean over the batch's samples: evenstep verify shows whether it is"
             work.note(call, text, mark=True)
         own = losses.slice(loss)
         for node in losses.statistics(loss):
-            hint = "" if node in own else ", if it is one of samples"  # a model may have another dimension first
-            work.note(node, f"this statistic inside the loss is one of each rank's part of the batch{hint}", mark=True)
+            hint = "" if node in own else ", if it is over samples"  # a model may have another dimension first
+            text = f"each rank computes this statistic inside the loss from its own part of the batch{hint}"
+            work.note(node, text, mark=True)
         nodes = sorted(losses.slice(loss, gradients=True), key=self._script.order)
         squeezed = next((each for each in nodes if self._script.code(each).endswith(".squeeze()")), None)
         if squeezed is not None:
-            work.note(squeezed, "squeeze() also leaves out the dimension of samples where a rank has one: squeeze(1)")
+            text = "squeeze() removes the dimension of samples, too, where a rank has one sample: write squeeze(1)"
+            work.note(squeezed, text)
         calls = [value.site for loop in loops for value in self.loaders(loop) if isinstance(value.site, cst.Call)]
-        if kind.weight is None and any("collate_fn" in work.arguments(each, ()) for each in calls):
-            text = "the loss is weighted by samples: if they have different lengths, weight it by what it is"
-            work.note(call, f"{text} averaged over")
+        if kind.weight is None and any("collate_fn" in arguments(each, ()) for each in calls):
+            text = "the loss is weighted by the number of samples: if samples have different lengths, weight it by"
+            work.note(call, f"{text} the number that it is averaged over")
 
     def counts_on_size(self, loop: Node) -> str | None:
         """What makes or shapes a tensor by the batch size that a loader was given, where a rank has fewer samples."""
         script = self._script
         calls = [value.site for value in self.loaders(loop) if isinstance(value.site, cst.Call)]
-        given = [self._work.arguments(each, ("dataset", "batch_size")) for each in calls]
+        given = [arguments(each, ("dataset", "batch_size")) for each in calls]
         sizes = {script.code(each["batch_size"].value) for each in given if "batch_size" in each}
         for node in script.inside(loop):
             if isinstance(node, cst.Call) and self._work.short(node) in _SHAPING:

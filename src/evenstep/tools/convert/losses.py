@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
 
 from evenstep.tools.convert.values import Flow
+from evenstep.tools.reading.tree import Assignment, Node, target_names
 from evenstep.tools.reading.tree import File as Script
-from evenstep.tools.reading.tree import Node
 from evenstep.tools.reading.values import Values, arguments
 
 MEAN, SUM, CONSTANT, NOTHING, UNKNOWN = "mean", "sum", "constant", "nothing", "unknown"
@@ -29,6 +29,9 @@ _KEEPING |= {"numpy"}
 # Of all samples of a batch, unless they are told another dimension; of the second kind only if they are told theirs.
 _STATISTICS = {"mean", "sum", "std", "var", "median", "max", "min", "amax", "amin", "norm", "topk", "quantile"}
 _BEFORE_DIM = {"norm": ["p"], "topk": ["k"], "quantile": ["q"], "normalize": ["p"]}
+# Where samples get a new axis, to be compared with all others: `z[None] - z[:, None]`.
+_IN_FRONT = re.compile(r"\[None(, :|, \.\.\.)*\]$|\.unsqueeze\(0\)$")
+_BEHIND = re.compile(r"\[:, None(, :|, \.\.\.)*\]$|\.unsqueeze\(1\)$")
 _ALONG = {"softmax", "log_softmax", "softmin", "logsumexp", "normalize", "cumsum"}
 
 
@@ -88,12 +91,24 @@ class Losses:
         self.script = script
         self.flow = flow
         self._has_ignored = any(isinstance(n, cst.UnaryOperation) and script.code(n) == "-100" for n in script.nodes)
+        self._defined = {name: found for each in script.assignments for name, found in self._definitions_of(each)}
         self._kinds: dict[Node, Kind] = {}
         self._depth = 0
         self._slices: dict[tuple[Node, bool, bool], tuple[set[Node], set[cst.FunctionDef | None]]] = {}
         self._batches: dict[Node, frozenset[Node | None]] = {}
 
     # ------------------------------------------------------------------ where a name was last assigned
+
+    def _definitions_of(self, each: Assignment) -> Iterator[tuple[Node, Definition]]:
+        """(name, what it is given) by an assignment; nothing of loops, and of `x -= 1`."""
+        elements = each.target.elements if isinstance(each.target, cst.Tuple | cst.List) else ()
+        values = each.value.elements if isinstance(each.value, cst.Tuple) else ()
+        for name in target_names(each.target) if not each.each and each.operator in ("=", "+=") else ():
+            index = next((at for at, by in enumerate(elements) if self.script.is_inside(name, by)), None)
+            if index is not None and index < len(values):
+                yield name, Definition(values[index].value)
+            else:
+                yield name, Definition(each.value, adds=each.operator == "+=", index=index)
 
     def definitions(self, name: cst.Name) -> list[Definition]:
         """What a name may hold at its place, the last first; what a loop gives it isn't among it."""
@@ -104,7 +119,7 @@ class Losses:
             targets = [node for node in targets if script.order(self._place(node)) < script.order(place)]
         found: list[Definition] = []
         for target in reversed(targets):
-            definition = self._definition(target)
+            definition = self._defined.get(target)
             if definition is None:
                 loop = next((each for each in script.ancestors(target) if isinstance(each, cst.For)), None)
                 if loop is not None and script.is_inside(target, loop.target) and script.is_inside(name, loop.body):
@@ -119,28 +134,6 @@ class Losses:
         small = (each for each in self.script.ancestors(node) if isinstance(each, cst.BaseSmallStatement))
         return next(small, self.script.statement(node))
 
-    def _definition(self, target: cst.Name) -> Definition | None:
-        for node in self.script.ancestors(target):
-            match node:
-                case cst.AugAssign():
-                    return Definition(node.value, adds=True) if isinstance(node.operator, cst.AddAssign) else None
-                case cst.Assign():
-                    index = self._index(target, node.targets[0].target)
-                    if index is not None and isinstance(node.value, cst.Tuple) and index < len(node.value.elements):
-                        return Definition(node.value.elements[index].value)
-                    return Definition(node.value, index=index)
-                case cst.AnnAssign() | cst.NamedExpr():
-                    return None if node.value is None else Definition(node.value)
-                case cst.WithItem():
-                    return Definition(node.item)
-                case cst.For() | cst.FunctionDef():
-                    return None
-        return None
-
-    def _index(self, target: cst.Name, assigned: Node) -> int | None:
-        elements = assigned.elements if isinstance(assigned, cst.Tuple | cst.List) else ()
-        return next((at for at, each in enumerate(elements) if self.script.is_inside(target, each)), None)
-
     def given(self, name: cst.Name) -> list[Node | None] | None:
         """What the calls of the function give to a parameter of this name (None: its default); None of other names."""
         scope = self.script.scope(name.value, name)
@@ -150,8 +143,8 @@ class Losses:
         return [each if each is None else each.value for each in given]
 
     def _given_to(self, function: cst.FunctionDef, call: cst.Call) -> dict[str, cst.Arg]:
-        names = [each.name.value for each in (*function.params.posonly_params, *function.params.params)]
-        return arguments(call, names[1:] if self.script.class_of(function) is not None else names)
+        own = self.flow.own_functions[function]
+        return arguments(call, own.parameters[own.is_bound :])
 
     # ------------------------------------------------------------------ what a number is made of
 
@@ -183,7 +176,8 @@ class Losses:
                 if isinstance(each, cst.Call):
                     waiting += self.results(each, gradients=gradients, forwards=forwards)
                 elif isinstance(each, cst.Name):
-                    made = [value for found in self.definitions(each) for value in self._values(found, gradients)]
+                    made = [found.value for found in self.definitions(each)]
+                    made = [value for value in made if not (gradients and self._is_without_grad(value))]
                     loops = [] if gradients else [*map(self.script.parent, self.script.bound(each.value, each))]
                     waiting += [*made, *(loop.iter for loop in loops if isinstance(loop, cst.For | cst.CompFor))]
                     for value in self.given(each) or () if self.script.function(each) in callers else ():
@@ -192,16 +186,6 @@ class Losses:
                             waiting.append(value)
             self._slices[key] = (seen, callers)
         return self._slices[key]
-
-    def _values(self, found: Definition, gradients: bool) -> list[Node]:
-        """What a value is made of: of several that a call returns, the one meant if it is of no samples."""
-        if gradients and self._is_without_grad(found.value):
-            return []
-        if found.index is not None and isinstance(found.value, cst.Call):
-            parts = [each for each in self._returned(found.value, found.index) if each is not None]
-            if parts and all(self.batches(each) <= {None} for each in parts):
-                return [*parts]
-        return [found.value]
 
     def _is_detached(self, node: Node) -> bool:
         """Whether an expression has no gradient."""
@@ -232,16 +216,12 @@ class Losses:
             functions = [
                 each for each in functions if not any("no_grad" in self.script.code(by) for by in each.decorators)
             ]
-        return [value for each in functions for value in self._returns(each)]
-
-    def _returns(self, function: cst.FunctionDef) -> list[Node]:
-        found = [node for node in self.script.inside(function) if isinstance(node, cst.Return)]
-        return [node.value for node in found if node.value is not None and self.script.function(node) is function]
+        return [value for each in functions for value in self.flow.own_functions[each].returns]
 
     def _returned(self, call: cst.Call, index: int | None) -> list[Node | None]:
         """What a call may return, or of several values the one at `index`; None where it isn't seen."""
         found: list[Node | None] = []
-        for value in [value for function in self.called(call) for value in self._returns(function)]:
+        for value in self.results(call, forwards=True):
             if index is None:
                 found.append(value)
             elif isinstance(value, cst.Tuple) and index < len(value.elements):
@@ -391,23 +371,11 @@ class Losses:
             case cst.Divide() if is_weight:
                 return left
             case cst.Divide() if left.name == SUM:
-                count = self._unbounded(node.right)
                 if self.is_size(node.right):
                     return Kind(MEAN)
-                if self.kind(count).name == SUM and not self._is_of_model(count):
-                    return Kind(MEAN, self.script.code(count))
+                if self.kind(node.right).name == SUM and not self._is_of_model(node.right):
+                    return Kind(MEAN, self.script.code(node.right))
         return Kind(UNKNOWN)
-
-    def _unbounded(self, node: Node) -> Node:
-        """A count without what keeps it from being 0: a rank may have none, and then counts as none."""
-        match node:
-            case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value="clamp" | "clamp_min" | "clip"))):
-                return self._unbounded(base)
-            case cst.Call(func=cst.Name(value="max")):
-                return next((each.value for each in node.args if self.varies(each.value)), node)
-            case cst.BinaryOperation(operator=cst.Add()) if self.varies(node.left) != self.varies(node.right):
-                return self._unbounded(node.left if self.varies(node.left) else node.right)
-        return node
 
     def _is_of_model(self, node: Node) -> bool:
         """Whether a gradient flows through a number that divides: then it is no weight, which has none."""
@@ -415,14 +383,12 @@ class Losses:
         return any(self.flow.is_module(value) for each in nodes for value in self.flow.of(each))
 
     def _of_call(self, node: cst.Call) -> Kind:
-        func, inner = node.func, self._unbounded(node)
+        func = node.func
         short = self.script.code(func).rsplit(".", 1)[-1]
         if self.criterion(node) is not None:
             return self._of_criterion(node)
         if is_reduction(node):
             return self._of_reduction(node)
-        if inner is not node:
-            return self.kind(inner)
         if isinstance(func, cst.Name) and short in ("float", "int", "round") and node.args:
             return self.kind(node.args[0].value)
         if isinstance(func, cst.Attribute) and short in _KEEPING:
@@ -517,50 +483,32 @@ class Losses:
 
     def compares_pairs(self, loss: Node) -> bool:
         """Whether samples of a batch are compared with each other: `cdist(z, z)`, `z @ z.T`, targets 0, 1, 2, ..."""
-        return any(self._compares(node) for node in self.slice(loss, forwards=True))
+        nodes = self.slice(loss, forwards=True)
+        return any(self._compares(node) or self._counts_up(node) for node in nodes)
+
+    def _counts_up(self, node: Node) -> bool:
+        """Whether a node is a criterion whose targets are the places of samples in their batch: `torch.arange(n)`."""
+        if not isinstance(node, cst.Call) or not self._is_entropy(node) or len(node.args) < 2:
+            return False
+        made = [each.func for each in self.slice(node.args[1].value, gradients=True) if isinstance(each, cst.Call)]
+        return any(self.script.qualified(each) == "torch.arange" for each in made)
 
     def _compares(self, node: Node) -> bool:
-        script, pair = self.script, list[Node | None]()
-        name = (script.qualified(node.func) or "").rsplit(".", 1)[-1] if isinstance(node, cst.Call) else ""
+        qualified = self.script.qualified(node.func) or "" if isinstance(node, cst.Call) else ""
+        operands: list[Node] = []
         match node:
-            case cst.Call() if name == "pdist":
-                return True
-            case cst.Call(args=[first, second, *_]) if name == "cdist":
-                pair = [first.value, second.value]
-            case cst.Call(args=[_, target, *_]) if self._is_entropy(node):
-                nodes = [each for each in self.slice(target.value, gradients=True) if isinstance(each, cst.Call)]
-                return any(script.qualified(each.func) == "torch.arange" for each in nodes)
-            case cst.Call(args=[first, second]) if name in ("mm", "matmul"):
-                pair = [first.value, self._turned(second.value)]
-            case cst.Call(func=cst.Attribute(value=left, attr=cst.Name(value="mm" | "matmul")), args=[right]):
-                pair = [left, self._turned(right.value)]
-            case cst.BinaryOperation(operator=cst.MatrixMultiply()):
-                pair = [node.left, self._turned(node.right)]
-            case cst.BinaryOperation(left=left, right=right) if {self._axis(left), self._axis(right)} == {0, 1}:
-                pair = [left, right]
-            case cst.Call(args=[first, second, *_]) if {self._axis(first.value), self._axis(second.value)} == {0, 1}:
-                pair = [first.value, second.value]
-        return bool(pair) and all(each is not None and self.batches(each) - {None} for each in pair)
-
-    def _axis(self, node: Node) -> int | None:
-        """Where an expression gets a new axis, in front of samples or behind them: `z[None]`, `z.unsqueeze(1)`."""
-        code = self.script.code
-        match node:
-            case cst.Call(func=cst.Attribute(attr=cst.Name(value="unsqueeze")), args=[axis]):
-                return {"0": 0, "1": 1}.get(code(axis.value))
-            case cst.Subscript():
-                parts = [code(each).strip(", ") for each in node.slice]
-                return 0 if parts[0] == "None" else 1 if parts[:2] == [":", "None"] else None
-        return None
-
-    def _turned(self, node: Node) -> Node | None:
-        """What was transposed as a matrix of samples is: `z.T`, `z.t()`."""
-        match node:
-            case cst.Attribute(value=base, attr=cst.Name(value="T")):
-                return base
-            case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value="t"))):
-                return base
-        return None
+            case cst.Call(func=cst.Attribute(value=base), args=[other, *_]) if not qualified:
+                operands = [base, other.value]
+            case cst.Call(args=[first, *others]):
+                operands = [first.value, *(each.value for each in others[:1])]
+            case cst.BinaryOperation(left=left, right=right):
+                operands = [left, right]
+        if not operands or not all(self.batches(each) - {None} for each in operands):
+            return False
+        texts = [self.script.code(each) for each in operands]
+        is_product = isinstance(node, cst.Call) or isinstance(node.operator, cst.MatrixMultiply)  # type: ignore[attr-defined]
+        has_axes = any(_IN_FRONT.search(each) for each in texts) and any(_BEHIND.search(each) for each in texts)
+        return qualified.endswith(("pdist", "cdist")) or (is_product and texts[-1].endswith((".T", ".t()"))) or has_axes
 
     def statistics(self, loss: Node) -> list[cst.Call]:
         """Numbers of all samples together that went into each sample's part of a loss: each rank has its own."""

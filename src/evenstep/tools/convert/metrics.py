@@ -9,9 +9,9 @@ import libcst as cst
 
 from evenstep.tools.convert.edits import Work
 from evenstep.tools.convert.loops import Loops
-from evenstep.tools.convert.losses import CONSTANT, MEAN, SUM, UNKNOWN, Kind, forward_of
+from evenstep.tools.convert.losses import CONSTANT, MEAN, SUM, UNKNOWN, Kind
 from evenstep.tools.reading.tree import Node, Statement, target_names
-from evenstep.tools.reading.values import BUILTINS, Value, Values
+from evenstep.tools.reading.values import BUILTINS, Values
 
 # Methods that use up a number without keeping it.
 _STEPPING = {"backward", "zero_grad", "train", "eval", "unscale_", "add_", "mul_", "copy_", "clamp_", "fill_"}
@@ -50,14 +50,12 @@ class Metrics:
             if isinstance(node, cst.Expr) and isinstance(node.value, cst.Call) and self._keeps(node.value):
                 unknown = dict.fromkeys(map(script.code, self._unknown(node.value)))
                 if unknown:
-                    work.note(node, f"{', '.join(unknown)}: of rank 0's samples alone", mark=True)
+                    work.note(node, f"{', '.join(unknown)}: from rank 0's samples alone", mark=True)
 
     # ------------------------------------------------------------------ one number
 
     def _is_divided(self, node: Node) -> bool:
-        sites = self._loops.taken_from(node)
-        sites = [site for site in sites if not self._loops.whole & {*self._script.inside(site)}]
-        loaders = frozenset().union(*(self._flow.loaders(site) for site in sites))
+        loaders = frozenset().union(*(self._flow.loaders(site) for site in self._loops.taken_from(node)))
         return bool(loaders) and loaders <= self._divided
 
     def is_alone(self, node: Node) -> bool:
@@ -165,7 +163,7 @@ class Metrics:
         unknown = next((node for node, kind in added if kind.name not in (MEAN, SUM, CONSTANT)), None)
         if unknown is not None:
             text = f"what {script.code(unknown.target)} adds up isn't understood"
-            work.note(unknown, f"{text}: it and what is counted beside it are those of rank 0's samples", mark=True)
+            work.note(unknown, f"{text}: this and the counts beside it are from rank 0's samples alone", mark=True)
         for node, kind in added:
             self._average(node.value)
             if kind.name != SUM or unknown is not None:  # a quotient of the two has to be one of the same samples
@@ -206,9 +204,9 @@ class Metrics:
             return
         counted = self._loops.counts_on_size(loop)
         if counted is not None:
-            yield f"{counted} counts on whole batches"
+            yield f"{counted} expects a whole batch"
         if self._loops.num_samples(self._loops.in_head(loop), loop.body) is None:
-            yield "its loader has no name there"
+            yield "its loader has no name in this loop"
         sums = dict(self._sums(loop, losses.metric))
         for node in self._script.inside(loop.body):
             match node:
@@ -222,11 +220,11 @@ class Metrics:
                     names = target_names(node.target)
                     kept = [name.value for name in names if self._is_read_behind(name, loop)]
                     if kept or not names:
-                        yield f"{kept[0] if kept else code(node.target)} is kept"
+                        yield f"{kept[0] if kept else code(node.target)} is read behind the loop"
                 case cst.Expr(value=cst.Call() as call) if not self._is_harmless(call):
-                    yield f"{code(call.func)} keeps what samples gave"
+                    yield f"{code(call.func)} is given results of samples"
                 case cst.Call() if not self._is_pure(node):
-                    yield f"{code(node.func)} may keep what it is given"
+                    yield f"convert doesn't see whether {code(node.func)}(...) keeps what it is given"
 
     def _is_harmless(self, call: cst.Call) -> bool:
         """Whether a statement is given nothing of samples, or appends a mean, which can be that of all ranks."""
@@ -237,38 +235,33 @@ class Metrics:
 
     def _is_pure(self, call: cst.Call, depth: int = 0) -> bool:
         """Whether a call is one of a module, of torch, or of a function that keeps nothing."""
-        script, flow = self._script, self._flow
-        name = script.qualified(call.func)
+        script, flow, name = self._script, self._flow, self._script.qualified(call.func)
         if name is not None or (isinstance(call.func, cst.Name) and call.func.value in BUILTINS):
             return name is None or name.startswith(_PURE)
         held = [value for value in flow.of(call.func) if value.kind != "batch"]
         if held:
-            return depth < 4 and all(each in self._trained or self._is_pure_value(each, depth + 1) for each in held)
+            own = [value for value in held if value not in self._trained]
+            functions = self._losses.called(call) if own else []
+            is_known = all(value.kind == "function" or flow.is_module(value) for value in own)
+            nodes = [node for function in functions for node in script.inside(function.body)]
+            return is_known and depth < 4 and not any(self._keeps_more(node, depth + 1) for node in nodes)
         if not isinstance(call.func, cst.Attribute):
             return False
         base = call.func.value
         return self._losses.varies(base) or call.func.attr.value == "append" or flow.is_a(base, "loader")
 
-    def _is_pure_value(self, value: Value, depth: int) -> bool:
-        function: Node | None = value.site
-        if value.kind == "object":
-            function = None if value.definition is None else forward_of(value.definition)
-            if not self._flow.is_module(value) or function is None:
-                return self._flow.is_module(value)
-        if not isinstance(function, cst.FunctionDef):
-            return False
-        for node in self._script.inside(function.body):
-            match node:
-                case cst.Global() | cst.Nonlocal():
-                    return False
-                case cst.AssignTarget(target=target) | cst.AugAssign(target=target):
-                    if isinstance(target, cst.Attribute | cst.Subscript):
-                        return False
-                case cst.Expr(value=cst.Call() as call) if not self._is_harmless(call):
-                    return False
-                case cst.Call() if not self._is_pure(node, depth):
-                    return False
-        return True
+    def _keeps_more(self, node: Node, depth: int) -> bool:
+        """Whether a node of a function keeps more than what the function returns."""
+        match node:
+            case cst.Global() | cst.Nonlocal():
+                return True
+            case cst.AssignTarget(target=target) | cst.AugAssign(target=target):
+                return isinstance(target, cst.Attribute | cst.Subscript)
+            case cst.Expr(value=cst.Call() as call):
+                return not self._is_harmless(call)
+            case cst.Call():
+                return not self._is_pure(node, depth)
+        return False
 
     def _is_read_behind(self, name: cst.Name, loop: Node) -> bool:
         """Whether the first that is done behind a loop with a name of it is to read it."""

@@ -89,7 +89,7 @@ class Models:
         for value in own:
             if isinstance(value.site, cst.ClassDef):
                 which = value.site.name.value
-                yield f"{which} makes its own optimizer: the loop has to hold the model, and not be a part of it"
+                yield f"the model {which} makes its own optimizer: make the optimizer outside of the model"
 
     def _is_made_by(self, call: Node, kind: str) -> bool:
         return isinstance(call, cst.Call) and any(value.site is call for value in self._flow.of(call, kind))
@@ -240,7 +240,7 @@ class Models:
         """Have a model that was made parallel be itself; a statement that did only this goes."""
         work, script = self._work, self._script
         if not self._flow.of(call, "object") & self.trained or not call.args:
-            work.note(call, "this DataParallel holds no model that is trained, and was left", mark=True)
+            work.note(call, "this DataParallel holds no model that is trained, and was left as it is", mark=True)
             return
         assign, model = script.parent(call), script.code(call.args[0].value)
         if isinstance(assign, cst.Assign) and [script.code(each.target) for each in assign.targets] == [model]:
@@ -285,8 +285,8 @@ class Models:
         if call not in self._loops.flowing:
             self._work.edits.template(node, "{old}.module")
             return
-        text = f"{self._script.code(call.func)} gets the wrapped model, as gradients flow through it"
-        self._work.note(call, f"{text}: what else it reads is {self._script.code(node)}.module's", mark=True)
+        text = f"{self._script.code(call.func)} gets the wrapped model, since gradients flow through this call"
+        self._work.note(call, f"{text}: other attributes are those of {self._script.code(node)}.module", mark=True)
 
     def _is_part(self, node: Node) -> bool:
         """Whether an expression names a part of a model: the wrapper is passed where the model itself is named."""
@@ -304,7 +304,7 @@ class Models:
         if call not in self._loops.flowing or not isinstance(call, cst.Call) or call.func is not node:
             return False
         text = f"{self._script.code(node)}(...) in the training loop isn't the model's forward pass"
-        self._work.refuse(node, f"{text}, which averages gradients over ranks: let forward() call it")
+        self._work.refuse(node, f"{text}, and only that averages gradients over ranks: let forward() call this method")
         return True
 
     # ------------------------------------------------------------------ backward

@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 
 from evenstep.tools.convert.edits import Work, with_argument
-from evenstep.tools.reading.tree import Node, dotted
+from evenstep.tools.reading.tree import Node
 
 # Calls that write, by the end of their full name, and methods that do.
 _WRITING = (
@@ -21,9 +21,8 @@ _WRITING_METHODS = {"to_csv", "to_json", "to_parquet", "savefig", "write_text", 
 _SHOWING = re.compile("progress_?bar|plot|print", re.IGNORECASE)  # functions of other files
 _LEVELS = {"debug", "info", "warning", "error", "exception", "critical"}
 _MODES = {"w", "a", "wb", "x", "w+"}
-_DEVICE_FLAGS = {
-    f"{each}.device" for each in ("args", "opt", "opts", "options", "cfg", "config", "hparams", "FLAGS", "conf")
-}
+_PLAIN = re.compile(r"""["']?(cpu|meta)["']?""")  # what chooses no GPU
+_DEVICE = re.compile(r"cuda(:\d+)?$|(args|opts?|options|cfg|config|hparams|FLAGS|conf)\.device$")  # what may
 
 
 class Output:
@@ -38,19 +37,13 @@ class Output:
     def change(self) -> None:
         """Have rank 0 alone print, write and show."""
         for call in self._work.calls():
-            name = self._script.qualified(call.func) or self._of_star(call.func)
+            name = self._script.qualified(call.func) or ""
             self._change_output(call, name)
             self._change_files(call, name)
             self._change_trackers(call, name)
         for node in self._script.nodes:
             self._change_device(node)
             self._validate_writer(node)
-
-    def _of_star(self, func: Node) -> str:
-        """The name of what is called in a module that `from x import *` may have given; "" of others."""
-        first, dot, _ = dotted(func).partition(".")
-        is_free = self._script.has_stars and dot and not self._script.bound(first, func)
-        return dotted(func) if is_free else ""
 
     # ------------------------------------------------------------------ output
 
@@ -82,14 +75,13 @@ class Output:
 
     def _guard(self, call: cst.Call) -> None:
         """Have the statement that is this call run on rank 0 only."""
-        script = self._script
-        outer = next((each for each in script.ancestors(call) if isinstance(each, cst.Expr)), None)
-        if outer is not None:
-            if not self._is_under_writer(outer):
+        script, outer = self._script, self._script.parent(call)
+        if isinstance(outer, cst.Expr):
+            if len(getattr(script.parent(outer), "body", ())) > 1:
+                self._work.refuse(call, f"rank 0 alone calls {script.code(call.func)}: give it a line of its own")
+            elif not self._is_under_writer(outer):
                 self._edits.guarded.add(outer)
-        elif not isinstance(script.parent(call), cst.Assign) and isinstance(
-            script.statement(call), cst.SimpleStatementLine
-        ):
+        elif not isinstance(outer, cst.Assign) and isinstance(script.statement(call), cst.SimpleStatementLine):
             self._work.note(call, f"every rank calls {script.code(call.func)}", mark=True)
 
     def _validate_writer(self, node: Node) -> None:
@@ -101,7 +93,7 @@ class Output:
         if opens:
             self._work.refuse(node, f"{text}: make the writer in a line of its own")
         elif reads and not self._is_under_writer(node) and not around & self._edits.guarded:
-            self._work.refuse(node, f"{text}: {self._script.code(node)} has to be a statement of its own, or go")
+            self._work.refuse(node, f"{text}: {self._script.code(node)} has to be a statement of its own")
 
     def _is_under_writer(self, node: Node) -> bool:
         """Whether an `if` around it asks for a writer, which rank 0 alone has."""
@@ -124,7 +116,7 @@ class Output:
         if name == "logging.basicConfig" and "filename" in named:
             edits.template(named["filename"].value, self._nowhere)
         if "download" in named:
-            text = "every rank downloads this, perhaps at the same time: have it there before"
+            text = "every rank downloads this, perhaps at the same time: download it before the run"
             self._work.note(call, text, mark=True)
         if name in ("os.makedirs", "os.mkdir") or (not name and self._work.short(call) == "mkdir"):
             # Several ranks may make a directory at the same time.
@@ -174,7 +166,7 @@ class Output:
             otherwise: The value where there is no such argument.
         """
         argument = next((each for each in call.args if each.keyword is not None and each.keyword.value == name), None)
-        unseen = self._work.unseen(call, f"{name}=...", [name])
+        unseen = self._work.unseen(call, f"{name}=...")
         if argument is not None:
             self._edits.template(argument.value, given)
         elif unseen is not None:
@@ -188,17 +180,13 @@ class Output:
         """Have a place where a device is chosen name the rank's."""
         work, script, edits = self._work, self._script, self._edits
         match node:
-            case cst.Assign(targets=[cst.AssignTarget(target=assigned)]) if "CUDA_VISIBLE_DEVICES" in script.code(
-                assigned
-            ):
-                work.note(node, f"{script.code(assigned)} would give every rank the same device, and was left out")
-                work.remove(node)
-            case cst.Assign(value=cst.Integer() as number) if script.code(node.targets[0].target).endswith("device"):
-                edits.template(number, self._device)
-            case cst.Call(args=[cst.Arg(value=chosen), *_]) if script.qualified(node.func) == "torch.device":
-                is_name = isinstance(chosen, cst.Name | cst.Attribute)
-                if is_name or re.search("cuda|device|gpu", script.code(chosen)):
-                    self._choose(node)
+            case cst.Assign(targets=[cst.AssignTarget(target=assigned)]):
+                text = script.code(assigned)
+                if "CUDA_VISIBLE_DEVICES" in text:
+                    work.note(node, f"{text} would give every rank the same device, and was left out")
+                    work.remove(node)
+                elif text.endswith("device") and isinstance(node.value, cst.Integer):
+                    self._choose(node.value)
             case cst.Call(args=[module, inputs, *_]) if script.code(node.func).endswith("parallel.data_parallel"):
                 text = f"{script.code(module.value)}({script.code(inputs.value)}) instead"
                 work.note(node, f"each rank has one device, and this uses several: call {text}", mark=True)
@@ -206,25 +194,20 @@ class Output:
                 work.remove(node)
             case cst.Call(func=cst.Attribute(attr=cst.Name(value="cuda"))) if script.qualified(node.func) is None:
                 edits.change(node, self._to_device)
-            case cst.Call(func=cst.Attribute(attr=cst.Name(value="to")), args=[cst.Arg(value=chosen), *_]):
-                if isinstance(chosen, cst.Attribute) and script.code(chosen) in _DEVICE_FLAGS:
-                    self._choose(chosen)
-            case cst.IfExp() if "is_available" in script.code(node.test) and not self._is_in_device(node):
-                ends = {
-                    script.code(each).strip("'\"") for each in script.inside(node) if isinstance(each, cst.SimpleString)
-                }
-                if "cpu" in ends and not any(isinstance(each, cst.IfExp) for each in script.ancestors(node)):
+            case cst.Call() if script.qualified(node.func) == "torch.device":
+                if not _PLAIN.fullmatch(script.code(node.args[0].value) if node.args else "cpu"):
+                    self._choose(node)
+            case cst.IfExp(body=body, orelse=orelse) if "is_available" in script.code(node.test):
+                if "cpu" in script.code(body) + script.code(orelse):
                     # A text where it was one: the current device is the rank's own.
-                    self._choose(node, ".type" if isinstance(node.body, cst.SimpleString) else "")
-            case cst.SimpleString() if script.code(node).strip("'\"").startswith("cuda") and not self._is_in_device(
-                node
-            ):
-                argument = script.parent(node)
-                call = script.parent(argument) if isinstance(argument, cst.Arg) else None
-                if isinstance(call, cst.Call) and work.short(call) != "GradScaler":
-                    keyword = argument.keyword.value if argument.keyword is not None else ""  # type: ignore[union-attr]
-                    if keyword in ("device", "map_location") or script.code(call.func).endswith((".to", "torch.load")):
-                        edits.template(node, self._device)
+                    self._choose(node, ".type" if isinstance(body, cst.SimpleString) else "")
+            case cst.Arg(value=chosen, keyword=keyword):
+                call = script.parent(node)
+                called = script.code(call.func) if isinstance(call, cst.Call) else ""
+                is_device = script.code(keyword) in ("device", "map_location") if keyword is not None else False
+                text = script.code(chosen).strip("'\"")
+                if (is_device or called.endswith((".to", "torch.load"))) and _DEVICE.match(text):
+                    self._choose(chosen)
 
     def _to_device(self, updated: Any) -> Any:
         kept = [each for each in updated.args if each.keyword is not None]
@@ -235,22 +218,12 @@ class Output:
         """Compute on the rank's device, and say what chose one before."""
         script = self._script
         self._edits.template(node, self._device + part)
-        names = [each for each in script.inside(node) if isinstance(each, cst.Name) and script.is_read(each)]
-        own = [each for each in names if not script.imports.get(each.value, "").startswith("torch")]
+        read = [each for each in script.inside(node) if isinstance(each, cst.Name | cst.Attribute)]
+        named = [script.code(each) for each in read if script.is_read(each)]
+        own = [each for each in named if not script.imports.get(each.partition(".")[0], "").startswith("torch")]
         if own:
-            named = dict.fromkeys(script.code(self._option(each)) for each in own)
-            text = f"{', '.join(named)} no longer chooses the device: evenstep run --device does"
+            text = f"{own[0]} no longer chooses the device: evenstep run --device does"
             self._work.note(node, text, mark=True)
-
-    def _option(self, name: Node) -> Node:
-        """What is read of a name: `args.device`."""
-        parent = self._script.parent(name)
-        return self._option(parent) if isinstance(parent, cst.Attribute) and parent.value is name else name
-
-    def _is_in_device(self, node: Node) -> bool:
-        """Whether it is a part of a `torch.device(...)`, which is changed as a whole."""
-        calls = [each for each in self._script.ancestors(node) if isinstance(each, cst.Call)]
-        return any(self._script.qualified(each.func) == "torch.device" for each in calls)
 
 
 def _without_flush(updated: Any) -> Any:

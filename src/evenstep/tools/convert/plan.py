@@ -34,10 +34,7 @@ _DISTRIBUTED = {
     "transformers.Trainer": "the Trainer of transformers",
 }
 _TORCHS = ("torch.distributed", "torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed")
-_ONE_FILE = (
-    "only one file is read and changed: put the loop and what starts it in one file, or change both by hand "
-    "(docs/tutorials/one-to-many.md)"
-)
+_ONE_FILE = "convert reads one file: put the loop and what starts it into one file, or change both by hand"
 _DEFINITIONS = (cst.FunctionDef, cst.ClassDef)
 
 
@@ -65,13 +62,13 @@ def plan(script: Script, *, file: str) -> Work:
     work = Work(script, flow, Losses(script, flow), Edits(script, f"{world}.is_main"), world, launch)
     named = [node for node in script.nodes if isinstance(node, cst.Name) and node.value == "evenstep"]
     if any(script.bound("evenstep", node) for node in named):
-        work.refuse(named[0], "the script calls something of its own evenstep: give it another name")
+        work.refuse(named[0], "the script has something of its own that is named evenstep: give it another name")
     loops = Loops(work)
     if not loops.passes and not work.problems:
         work.refuse(script.module, f"no training loop: nothing in this file calls loss.backward(), and {_ONE_FILE}")
     models = Models(work, loops)
     if not models.trained and not work.problems:
-        work.refuse(script.module, "it has no torch optimizer: who makes the steps isn't seen")
+        work.refuse(script.module, "no torch optimizer: convert doesn't see what makes the steps")
     if work.problems:
         return work
     metrics = Metrics(work, loops, models.trained)
@@ -86,7 +83,7 @@ def plan(script: Script, *, file: str) -> Work:
     output = Output(work)
     output.change()
     _make_collective(work, output)
-    _keep_calls_on_all_ranks(work, models.trained)
+    _refuse_guarded_calls(work, models.trained)
     _vary_noise(work, loops)
     if not work.problems:
         _join_ranks(work)
@@ -115,21 +112,16 @@ def _make_collective(work: Work, output: Output) -> None:
             edits.move(node, None if known else statement, name)
 
 
-def _keep_calls_on_all_ranks(work: Work, trained: Values) -> None:
-    """Have the script's functions that need all ranks called on all, though rank 0 alone prints what they return."""
-    script, edits, flow = work.script, work.edits, work.flow
-    users = _users(work)
-    for guarded in sorted(edits.guarded, key=script.order):
-        found: list[cst.Call] = []
-        for node in script.inside(guarded):
-            if not isinstance(node, cst.Call) or any(script.is_inside(node, each) for each in found):
-                continue
-            callees = {value.site for value in flow.of(node.func) if value.kind in ("function", "class")}
+def _refuse_guarded_calls(work: Work, trained: Values) -> None:
+    """Refuse what rank 0 alone would run, though it needs all ranks: the others would wait for ever."""
+    script, flow, users = work.script, work.flow, _users(work)
+    for node in (each for guarded in work.edits.guarded for each in script.inside(guarded)):
+        if isinstance(node, cst.Call):
             is_part = isinstance(node.func, cst.Attribute) and flow.of(node.func.value) & trained
-            if callees & users or (flow.of(node.func) & trained and not is_part):
-                found.append(node)
-        for call in found:
-            edits.move(call, script.statement(guarded), work.unused("result"))
+            called = {each.name.value for each in work.losses.called(node, forwards=False)}
+            if called & users or (flow.of(node.func) & trained and not is_part):
+                text = f"rank 0 alone runs this, and {script.code(node.func)}(...) needs all ranks"
+                work.refuse(node, f"{text}: call it in a line before, and give what it returns a name")
 
 
 def _outermost_guard(work: Work, output: Output, node: Node) -> Node | None:
@@ -179,15 +171,15 @@ def _outermost(work: Work, loop: Node) -> Node:
 
 
 def _join_ranks(work: Work) -> None:
-    """Add the import, and the call that joins the ranks before anything needs them."""
-    script, edits = work.script, work.edits
+    """Add the import, and the call that joins the ranks: before anything is called that may need or seed them."""
+    script, edits, users = work.script, work.edits, _users(work)
     body: list[Node] = [*script.module.body]
-    users, running = _users(work), [each for each in body if not isinstance(each, _DEFINITIONS)]
-    first = next((each for each in running if _needs_ranks(work, each, users) or _may_draw(work, each)), None)
-    if first is None:
-        text = "nothing in this file runs the training, so there is no place where ranks could be joined, and"
+    running = [each for each in body if not isinstance(each, _DEFINITIONS)]
+    if not any(_needs_ranks(work, each, users) for each in running):
+        text = "nothing in this file runs the training, so there is no place to start the ranks, and"
         work.refuse(script.module, f"{text} {_ONE_FILE}")
         return
+    first = next(each for each in running if _needs_ranks(work, each, users) or _may_draw(script, each))
     # A module imports torch perhaps inside of a `try`.
     above = next(
         each
@@ -201,62 +193,41 @@ def _join_ranks(work: Work) -> None:
     if isinstance(first, cst.If) and "__name__" in script.code(first.test):
         statement = first.body.body[0] if isinstance(first.body, cst.IndentedBlock) else first.body
     edits.before.setdefault(above, []).insert(0, "import evenstep")
-    line = f"{work.world} = evenstep.init(seed={_seed(work)})"
+    numbers = [script.code(each.args[0].value) for each in work.seeds(are_numbers=True)]
+    line = f"{work.world} = evenstep.init(seed={numbers[0] if numbers else 0})"
     edits.before.setdefault(statement, []).insert(int(statement is above), line)
     edits.comments.setdefault(statement, []).insert(0, work.launch)
 
 
-def _seed(work: Work) -> str:
-    script, numbers = work.script, work.seeds(are_numbers=True)
-    drawn = [call for call in work.calls() if (script.qualified(call.func) or "").startswith("random.rand")]
-    for seeding in work.seeds(are_numbers=False)[:1]:
-        seed = seeding.args[0].value
-        assigned = [node for node in script.nodes if isinstance(node, cst.Assign)]
-        kept = {node.value for node in assigned if script.code(node.targets[0].target) == script.code(seed)}
-        if any(call in kept or call in work.losses.slice(seed) for call in drawn):
-            text = "a seed that is drawn is the same in every run now: choose one in evenstep.init"
-            work.note(seeding, text, mark=True)
-    return script.code(numbers[0].args[0].value) if numbers else "0"
-
-
-def _may_draw(work: Work, around: Node, depth: int = 0) -> bool:
-    """Whether it calls what may draw random numbers, as a split of data: they have to be the same on all ranks."""
-    script = work.script
-    for node in script.inside(around):
-        if not isinstance(node, cst.Call) or (depth == 0 and script.function(node) is not None):
-            continue
-        name = script.qualified(node.func)
-        if name is not None and name.split(".")[0] not in sys.stdlib_module_names - {"random"}:
-            return True
-        by = script.bound(node.func.value, node) if isinstance(node.func, cst.Name) and depth < 4 else []
-        if any(_may_draw(work, each, depth + 1) for each in by if isinstance(each, _DEFINITIONS)):
-            return True
-    return False
-
-
-def _users(work: Work) -> set[Node]:
+def _users(work: Work) -> set[str]:
     """Functions and classes of the script that need the ranks when they run, also by way of others."""
     script = work.script
     around = [each for node in work.edits.touched() for each in script.ancestors(node)]
-    users: set[Node] = {each for each in around if isinstance(each, _DEFINITIONS)}
-    defined = {node.name.value: node for node in script.nodes if isinstance(node, _DEFINITIONS)}
-    names = {
-        node: {inner.value for inner in script.inside(node) if isinstance(inner, cst.Name)} - {name}
-        for name, node in defined.items()
+    users = {each.name.value for each in around if isinstance(each, _DEFINITIONS)}
+    named = {
+        each.name.value: {by.value for by in script.inside(each) if isinstance(by, cst.Name)}
+        for each in script.nodes
+        if isinstance(each, _DEFINITIONS)
     }
-    found = set(users)
-    while found:  # who mentions one that was found last
-        last = {each.name.value for each in found if isinstance(each, _DEFINITIONS)}
-        found = {node for node in names if node not in users and names[node] & last}
-        users |= found
+    while more := {name for name in named.keys() - users if named[name] & users}:
+        users |= more
     return users
 
 
-def _needs_ranks(work: Work, statement: Node, users: set[Node]) -> bool:
-    script, touched = work.script, set(work.edits.touched())
-    names = {node.name.value for node in users if isinstance(node, _DEFINITIONS)}
+def _needs_ranks(work: Work, statement: Node, users: set[str]) -> bool:
+    script, touched = work.script, {*work.edits.touched()}
     return any(
-        node in touched
-        or (isinstance(node, cst.Name) and node.value in names and isinstance(script.parent(node), cst.Call | cst.Arg))
+        node in touched or (isinstance(script.parent(node), cst.Call | cst.Arg) and script.code(node) in users)
         for node in script.inside(statement)
     )
+
+
+def _may_draw(script: Script, statement: Node) -> bool:
+    """Whether it calls what may draw random numbers, as a split of data: they have to be the same on all ranks."""
+    for call in (each for each in script.inside(statement) if isinstance(each, cst.Call)):
+        name, own = script.qualified(call.func), script.code(call.func)
+        if name is not None and name.split(".")[0] not in sys.stdlib_module_names - {"random"}:
+            return True
+        if any(isinstance(each, _DEFINITIONS) for each in script.bound(own, call)):
+            return True
+    return False

@@ -81,7 +81,8 @@ def replay(script: str, converted: str, arguments: Sequence[str], *, say: Callab
             env = {**with_settings(), "TORCHDYNAMO_DISABLE": "1"}
             done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
             if done.returncode:
-                said = done.stderr[-4000:].rstrip()
+                # From the script's own line on: those before are of this module.
+                said = done.stderr[max(0, done.stderr.find(f'  File "{path}"')) :][-4000:].rstrip()
                 raise UsageError(f"{path} in one process failed with status {done.returncode}. It said:\n{said}")
         numbers = [len(list(root.glob(f"{mode}-step-*"))) for mode in ("record", "replay")]
         if not numbers[0]:
@@ -100,7 +101,7 @@ def _differences(root: Path, numbers: Sequence[int]) -> Iterator[str]:
             return
         shared = (Counter(was["samples"]) & Counter(now["samples"])).total()
         if was["is_of_all"] and now["is_of_all"] and shared < len(was["samples"]):
-            yield f"loop {number + 1} over a loader: {len(was['samples']) - shared} samples are missing or other ones"
+            yield f"loop {number + 1} over a loader: {len(was['samples']) - shared} samples are missing or are others"
     if numbers[0] != numbers[1]:
         yield f"the script makes {numbers[0]} steps with these batches, the converted one {numbers[1]}"
     for step in range(min(numbers)):
@@ -109,8 +110,8 @@ def _differences(root: Path, numbers: Sequence[int]) -> Iterator[str]:
         for what, limit, by in (("grads", most, "grads"), ("weights", _MOST_APART_WEIGHTS, "changes")):
             apart = _apart(was[what], now[what], was[by])
             if not apart <= limit:
-                name = "the gradient" if what == "grads" else "what the steps have changed of the weights"
-                yield f"step {step + 1}: {name} is another one, by {apart:.1e} of it, with the same weights and batches"
+                name = "the gradient" if what == "grads" else "the change of the weights"
+                yield f"step {step + 1}: {name} differs by {apart:.1e} of its size, with the same weights and batches"
                 return
 
 

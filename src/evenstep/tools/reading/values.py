@@ -212,12 +212,15 @@ class Flow:
         self._known: dict[Node, Values] = {}
         self._busy: set[Node] = set()  # expressions that are being read: `kept = [kept[k] for k in some]`
         self._open: set[Node] = set()  # those of them that were asked for meanwhile
-        self._changed = True
-        while self._changed:  # which ends: each round adds values, and there are only so many
-            self._changed = False
-            self._known.clear()
-            for file in files:
-                self._follow(file)
+        # Names come first, and then objects of what no name is known for: `model(x)` of a function that stands above
+        # the model's making would be an object of its own.
+        for self._knows_names in (False, True):
+            self._changed = True
+            while self._changed:  # which ends: each round adds values, and there are only so many
+                self._changed = False
+                self._known.clear()
+                for file in files:
+                    self._follow(file)
 
     # ------------------------------------------------------------------ classes
 
@@ -610,8 +613,8 @@ class Flow:
             is_layer = qualified.startswith(LAYERS) and not qualified.startswith("torch.nn.functional")
             return is_layer or not qualified.startswith("torch")
         if not isinstance(node.func, cst.Name):  # `models["net"]()`
-            return not isinstance(node.func, cst.Attribute)
-        if node.func.value in BUILTINS:
+            return self._knows_names and not isinstance(node.func, cst.Attribute)
+        if not self._knows_names or node.func.value in BUILTINS:
             return False
         by = self._file(node).bound(node.func.value, node)
         return not all(isinstance(each, cst.Param) for each in by) if by else self._file(node).has_stars

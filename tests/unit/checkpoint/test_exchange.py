@@ -6,7 +6,6 @@ import json
 import pickle
 import random
 import warnings
-from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from evenstep.checkpoint import exchange
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.dcp import read
 from evenstep.checkpoint.exchange import export, import_file, plan_pieces
-from evenstep.cli.checkpoint import main, num_bytes
+from evenstep.cli.checkpoint import main
 from evenstep.errors import CheckpointError
 
 # Of torch.distributed.checkpoint without a process group.
@@ -276,19 +275,6 @@ def test_the_command_line_prints_json_and_takes_sizes(run, tmp_path: Path, capsy
     assert listed["state"] == "damaged"
     assert main(["list", path]) == 0
     assert "damaged: " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("500 MB", 5 * 10**8), ("2gib", 2 << 30), ("1KiB", 1024)]
-)
-def test_sizes(text, size):
-    assert num_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["5", "GB", "0GB", "-1MB", "1.5GB", "5TB", "٣MB"])
-def test_no_sizes(text):
-    with pytest.raises(ArgumentTypeError, match="is no size; write 5GB"):
-        num_bytes(text)
 
 
 def test_locate_is_exact(run):

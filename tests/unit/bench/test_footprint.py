@@ -521,7 +521,7 @@ def test_sizes() -> None:
     assert [size(text) for text in ("4096", "64K", "16M", "1G", "2MiB", "3kb", "5GB", "1 TiB")] == [
         4096, 65536, 1 << 24, 1 << 30, 2 << 20, 3000, 5 * 10**9, 1 << 40,
     ]  # fmt: skip
-    for wrong in ("0G", "G", "-1", "1.5G", "5X", "5iB", "²"):
+    for wrong in ("0G", "G", "-1", "1.5G", "5X", "5iB", "²", "٣MB"):
         with pytest.raises(ArgumentTypeError, match="is no size"):
             size(wrong)
 

@@ -65,7 +65,6 @@ def has_pending_graph(tensor: torch.Tensor) -> bool:
 # What isn't looked for when evenstep is imported.
 NAMES = (
     PrivateName(
-        "torch.autograd.graph:Node._input_metadata",
         "the shapes of the tensors that a node of a graph was given",
         "`verify` doesn't name a spread over the batch, nor losses over pairs",
     ),

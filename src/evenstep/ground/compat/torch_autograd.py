@@ -9,8 +9,6 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, _engine_run_backward
 
-from evenstep.ground.compat.private_names import PrivateName
-
 graph_task_id = torch._C._current_graph_task_id
 will_execute = torch._C._will_engine_execute_node
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -60,12 +58,3 @@ def has_pending_graph(tensor: torch.Tensor) -> bool:
                 return False
         nodes += [each for each, _ in node.next_functions if each is not None] if node is not None else []
     return False
-
-
-# What isn't looked for when evenstep is imported.
-NAMES = (
-    PrivateName(
-        "the shapes of the tensors that a node of a graph was given",
-        "`verify` doesn't name a spread over the batch, nor losses over pairs",
-    ),
-)

@@ -181,7 +181,7 @@ class Work:
         same = [each for each in script.nodes if isinstance(each, cst.Name) and each.value == name.value]
         for node in (each for each in same if script.is_read(each) and script.scope(each.value, each) is scope):
             match [*islice(script.ancestors(node), 2)]:
-                case [cst.AssignTarget(), _]:
+                case [cst.AssignTarget(), cst.Assign(targets=[_])]:
                     pass
                 case [cst.Arg(star=star), cst.Call() as call] if star == "**" or self.short(call) == "update":
                     pass

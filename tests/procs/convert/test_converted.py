@@ -14,8 +14,11 @@ from tests.procs.verify.test_verify_ranks import OnPool
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "single"
 REFUSED = {
-    *("contrastive", "keyword_dictionaries", "masked_sequences"),
-    *("sliced_tensors", "triplets", "unnamed_loader"),
+    "contrastive",
+    "masked_sequences",
+    "sliced_tensors",
+    "triplets",
+    "unnamed_loader",
 }
 CONVERTED = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem not in REFUSED)
 QUICK = {"gan", "class_weights"}

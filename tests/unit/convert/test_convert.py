@@ -18,7 +18,6 @@ from tests import pages
 SCRIPTS = sorted((Path(__file__).parents[2] / "scripts" / "single").glob("*.py"))
 REFUSED = {
     "contrastive": (21, "each sample is compared with all others of its batch"),
-    "keyword_dictionaries": (111, "**train_kwargs passes arguments to torch.utils.data.DataLoader"),
     "masked_sequences": (22, "iter(...) takes a whole batch, and this loader is divided over ranks"),
     "sliced_tensors": (17, "no torch DataLoader of this file gives this loss its batches"),
     "triplets": (26, "each sample is compared with all others of its batch"),
@@ -389,6 +388,8 @@ def test_a_call_that_would_change_shows_its_arguments(tmp_path: Path):
     assert reason.endswith("write them out in the call (disable=...)")
     text = after(tmp_path, head + LOOP.replace("in loader:", "in tqdm(loader, disable=False, **options):"))
     assert "tqdm(loader, disable=False or not world.is_main, **options)" in text
+    text = after(tmp_path, head.replace("disable", "leave") + LOOP.replace("in loader:", "in tqdm(loader, **options):"))
+    assert "tqdm(loader, **options, disable=not world.is_main)" in text
 
 
 def test_a_file_that_only_defines_functions_is_left(tmp_path: Path):

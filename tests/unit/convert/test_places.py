@@ -171,18 +171,95 @@ def test_a_model_is_wrapped_before_a_function_that_reaches_for_it(tmp_path: Path
     assert "\nmodel = evenstep.DistributedDataParallel(model)\nreport()\noptimizer" in text
 
 
+SIZED = "shuffle=True, global_batch_size=kwargs['batch_size'], **{**kwargs, 'batch_size': None}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        (
+            "kwargs = {'num_workers': 1, 'pin_memory': True} if torch.cuda.is_available() else {}",
+            "global_batch_size=16, shuffle=True, **kwargs",
+        ),
+        ("kwargs = dict(batch_size=16, num_workers=1)", SIZED),
+        ("kwargs = {'batch_size': 16} if torch.cuda.is_available() else {'batch_size': 8, 'num_workers': 1}", SIZED),
+        (
+            "kwargs = {'batch_size': 16}\nif torch.cuda.is_available():\n"
+            "    more = {'num_workers': 1}\n    kwargs.update(more)",
+            SIZED,
+        ),
+        ("kwargs = {'batch_size': 16}\nkwargs.update({'num_workers': 1})", SIZED),
+        ("kwargs = {'batch_size': 16}\ndef other():\n    kwargs = [1]\n    return kwargs.pop()", SIZED),
+    ],
+)
+def test_a_dictionary_of_settings_is_read(settings: str, arguments: str, tmp_path: Path):
+    size = "" if "batch_size" in settings else "batch_size=16, "
+    call = f"DataLoader(data, {size}shuffle=True, **kwargs)"
+    text = f"{HEAD}{settings}\n" + LOOP.replace("DataLoader(data, batch_size=16, shuffle=True)", call)
+    assert f"loader = evenstep.DataLoader(data, {arguments})\n" in after(tmp_path, text)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        "kwargs = {'num_workers': 1, 'pin_memory': True} if torch.cuda.is_available() else {}",
-        "kwargs = dict(batch_size=16, num_workers=1)",
+        "kwargs = {'batch_size': 16} if torch.cuda.is_available() else {}",  # not in any case
+        "kwargs = {'batch_size': 16, 'generator': torch.Generator()}",
+        "kwargs = {'num_workers': 1}\nkwargs.update({'batch_size': 16})",
+        "kwargs = {'batch_size': 16}\nkwargs.update({'generator': torch.Generator()})",
+        "kwargs = {'batch_size': 16}\nkwargs.update(other)",
+        "kwargs = {'batch_size': 16}\nkwargs.update(num_workers=1)",
+        "kwargs = {'batch_size': 16}\nkwargs.update(kwargs)",
+        "kwargs = {'batch_size': 16}\nmore = {'num_workers': 1}\nmore['in_order'] = False\nkwargs.update(more)",
+        "kwargs = {'batch_size': 16}\nmore = {'num_workers': 1}\nmore.update(other)\nkwargs.update(more)",
+        "kwargs = {'num_workers': 1}\nkwargs['batch_size'] = 16",
+        "kwargs = {'batch_size': 16}\ndel kwargs['batch_size']",
+        "kwargs = {'batch_size': 16}\nfill(kwargs)",
+        "kwargs = {'batch_size': 16}\nkwargs |= other",
+        "kwargs = {'batch_size': 16}\nkwargs.pop('batch_size')",
+        "kwargs = options = {'batch_size': 16}\noptions.update(other)",
+        "kwargs = {'batch_size': 16} if torch.cuda.is_available() else other",
+        "kwargs = {'batch_size': 16}\nif torch.cuda.is_available():\n    kwargs = other",
+        "kwargs = {'num_workers': 1, **other}",
+        "kwargs = {name: 1}",
+        "kwargs = dict(other)",
         "from settings import kwargs",
     ],
 )
-def test_a_dictionary_of_arguments_is_refused(settings: str, tmp_path: Path):
+def test_a_dictionary_whose_keys_are_not_seen_is_refused(settings: str, tmp_path: Path):
     loader = "DataLoader(data, shuffle=True, **kwargs)"
     text = f"{HEAD}{settings}\n" + LOOP.replace("DataLoader(data, batch_size=16, shuffle=True)", loader)
     assert "convert doesn't see: write them out in the call (batch_size=...)" in why_not(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "loop", "reason"),
+    [
+        ("{'batch_size': 16} if fast else {'batch_size': 1}", LOOP, "a batch of one sample can't be divided"),
+        (
+            "{'batch_size': 16} if fast else {'batch_size': 8}",
+            LOOP.replace("model(x)", "model(x + torch.randn(16, 4))"),
+            "torch.randn(16, 4) expects a whole batch",
+        ),
+        (
+            "{'batch_size': 16} if fast else {'batch_size': 8}",
+            LOOP.replace("model(x)", "model(x + torch.randn(8, 4))"),
+            "torch.randn(8, 4) expects a whole batch",
+        ),
+    ],
+)
+def test_each_batch_size_of_a_dictionary_counts(settings: str, loop: str, reason: str, tmp_path: Path):
+    loop = loop.replace("DataLoader(data, batch_size=16, shuffle=True)", "DataLoader(data, **kwargs)")
+    assert reason in why_not(tmp_path, f"{HEAD}from settings import fast\nkwargs = {settings}\n{loop}")
+
+
+def test_settings_that_two_loaders_share_stay_for_the_one_that_is_not_divided(tmp_path: Path):
+    kwargs = "kwargs = {'batch_size': 16, 'collate_fn': pad}\n"
+    test = "test = DataLoader(data, **kwargs)\nfor x, y in test:\n    print(model(x).view(16, 1).sum())\n"
+    text = HEAD + "from settings import pad\n" + kwargs + LOOP.replace("batch_size=16", "**kwargs") + test
+    found = converted(tmp_path, text)
+    assert kwargs in found.after
+    assert "test = DataLoader(data, **kwargs)\n" in found.after
+    assert any("if samples have different lengths, weight it by" in note.text for note in found.notes)
 
 
 def test_a_model_that_divides_over_devices_itself_is_marked(tmp_path: Path):

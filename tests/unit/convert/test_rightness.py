@@ -400,6 +400,23 @@ def test_seeds_of_the_command_line_decide_the_order(tmp_path: Path):
     assert "shuffle=True)\n" in text  # a loader that is made later would read a generator that ranks have used
 
 
+@pytest.mark.parametrize(
+    ("lines", "is_drawn"),
+    [
+        ("torch.manual_seed(random.randint(1, 10000))", True),
+        ("seed = random.randint(1, 10000)\ntorch.manual_seed(seed)", True),
+        ("a.seed = random.randint(1, 9)\ntorch.manual_seed(a.seed)", True),
+        ("if a.seed is None:\n    a.seed = numpy.random.randint(9)\ntorch.manual_seed(int(a.seed))", True),
+        ("torch.manual_seed(a.seed)\nwhere = random.randint(1, 9)", False),
+    ],
+)
+def test_a_seed_that_is_drawn_is_said_to_be_the_same_in_every_run(lines: str, is_drawn: bool, tmp_path: Path):
+    head = f"import random\nimport numpy\nfrom options import a\n{lines}\n"
+    said = "a seed that is drawn is the same in every run now: choose one in evenstep.init"
+    assert notes(tmp_path, HEAD + head + LOOP) == [said] * is_drawn
+    assert (f"# evenstep convert: {said}\ntorch.manual_seed(" in after(tmp_path, HEAD + head + LOOP)) == is_drawn
+
+
 def test_options_that_no_longer_choose_the_device_are_named(tmp_path: Path):
     head = "from options import args\ndevice = torch.device('cuda' if args.cuda else 'cpu')\n"
     assert "args.cuda no longer chooses the device: evenstep run --device does" in notes(tmp_path, HEAD + head + LOOP)

@@ -70,10 +70,10 @@ class Data:
         """Why a loader can't be divided."""
         given = arguments(call, _POSITIONAL)
         wanted = [f"{name}=..." for name in ("batch_size", "shuffle") if name not in given]
-        unseen = self._work.unseen(call, ", ".join(wanted))
-        size = given.get("batch_size")
-        is_one = size is None or self._script.code(size.value) in ("1", "None")
-        if unseen is None and is_one and "batch_sampler" not in given:
+        unseen = self._work.unseen(call, ", ".join(wanted), {*_LEFT_OUT, "batch_size"}, in_all="batch_size")
+        sizes = [self._script.code(each) for each in self._work.given(call, "batch_size")]
+        is_one = not sizes or {"1", "None"} & {*sizes}
+        if unseen is None and is_one and "batch_sampler" not in given and not self._work.given(call, "batch_sampler"):
             return "a batch of one sample can't be divided over ranks: give the DataLoader a batch size"
         return unseen
 
@@ -118,6 +118,11 @@ class Data:
                     new = _named(new, "global_batch_size")
                 elif name not in ("", "dataset", "batch_size", "shuffle") and argument.keyword is None:
                     new = _named(new, name)
+                elif argument.star and any("batch_size" in each for each in work.settings(argument.value)):
+                    unpacked = self._script.code(argument.value)
+                    kept.append(_named(cst.Arg(cst.parse_expression(f"{unpacked}['batch_size']")), "global_batch_size"))
+                    value = cst.parse_expression(f"{{**{unpacked}, 'batch_size': None}}")
+                    new = new.with_changes(value=value)
                 kept.append(new)
             if kept and kept[-1] is not updated.args[-1]:
                 kept[-1] = kept[-1].with_changes(comma=updated.args[-1].comma)

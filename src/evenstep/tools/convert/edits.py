@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain, count, islice
 from typing import Any
 
 import libcst as cst
@@ -14,6 +14,7 @@ from evenstep.tools.convert.losses import Losses
 from evenstep.tools.convert.values import Flow
 from evenstep.tools.reading.tree import File as Script
 from evenstep.tools.reading.tree import Node
+from evenstep.tools.reading.values import arguments
 
 Change = Callable[[Any], Any]  # nodes of whatever class
 Line = str | tuple[str, Node]  # a statement's text, or a name and the expression that it gets
@@ -143,19 +144,55 @@ class Work:
         """A number's sum over ranks; {old} is this rank's."""
         return f"sum({self.world}.exchange({{old}}))"
 
-    def unseen(self, call: cst.Call, by_hand: str) -> str | None:
-        """What to write by hand where `*` or `**` may hold what is changed.
+    def unseen(self, call: cst.Call, by_hand: str, changed: Iterable[str], *, in_all: str = "") -> str | None:
+        """What to write by hand where `*` or `**` may hold what is changed; None if it is known that they don't.
 
         Args:
             call: Whose arguments have to be changed.
             by_hand: The arguments that matter, as one writes them, if they are known.
+            changed: The arguments that are changed.
+            in_all: The one of them that may be held, if it is held in any case.
         """
-        for argument in call.args:
-            if argument.star:
+        for argument in (each for each in call.args if each.star):
+            held = {frozenset({*changed} & {*each}) for each in self.settings(argument.value)}
+            if held not in ({frozenset()}, {frozenset({in_all})}):
                 unpacked, function = f"{argument.star}{self.script.code(argument.value)}", self.script.code(call.func)
                 text = f"{unpacked} passes arguments to {function} that convert doesn't see: write them out in the call"
                 return f"{text} ({by_hand})" if by_hand else text
         return None
+
+    def given(self, loader: cst.Call, name: str) -> list[Node]:
+        """What a loader may be given for an argument, also by dictionaries that it unpacks."""
+        own: dict[str, Node] = {key: each.value for key, each in arguments(loader, ("dataset", "batch_size")).items()}
+        unpacked = [each for argument in loader.args if argument.star for each in self.settings(argument.value)]
+        return [each[name] for each in (own, *unpacked) if name in each]
+
+    def settings(self, name: Node, *, may_grow: bool = True) -> list[dict[str, Node]]:
+        """The dictionaries that a name may hold; none if the file doesn't write all of them down, or changes them.
+
+        Args:
+            name: The name; of other expressions nothing is known.
+            may_grow: Whether others may be added to them by `update`.
+        """
+        script, added = self.script, list[list[dict[str, Node]]]()
+        if not isinstance(name, cst.Name):
+            return []
+        scope = script.scope(name.value, name)
+        same = [each for each in script.nodes if isinstance(each, cst.Name) and each.value == name.value]
+        for node in (each for each in same if script.is_read(each) and script.scope(each.value, each) is scope):
+            match [*islice(script.ancestors(node), 2)]:
+                case [cst.AssignTarget(), cst.Assign(targets=[_])]:
+                    pass
+                case [cst.Arg(star=star), cst.Call() as call] if star == "**" or self.short(call) == "update":
+                    pass
+                case [cst.Attribute(), cst.Call(args=[cst.Arg(keyword=None) as given]) as call] if (
+                    may_grow and self.short(call) == "update"
+                ):
+                    added.append(_written(given.value) or self.settings(given.value, may_grow=False))
+                case _:
+                    return []
+        held = [_written(each.value) for each in self.losses.definitions(name)]
+        return [one | more for one in chain(*held) for more in ({}, *chain(*added))] if all([*held, *added]) else []
 
     def average(self, node: Node, weight: str) -> None:
         """Have an expression be its mean over ranks."""
@@ -186,6 +223,21 @@ class Work:
         return found
 
     _given: set[str] = field(default_factory=set)
+
+
+def _written(node: Node) -> list[dict[str, Node]]:
+    """The dictionaries that an expression writes down; none if it may be others."""
+    match node:
+        case cst.IfExp():
+            either = [_written(node.body), _written(node.orelse)]
+            return [*chain(*either)] if all(either) else []
+        case cst.Dict(elements=elements) if all(
+            isinstance(each, cst.DictElement) and isinstance(each.key, cst.SimpleString) for each in elements
+        ):
+            return [{each.key.evaluated_value: each.value for each in elements}]  # type: ignore[attr-defined]
+        case cst.Call(func=cst.Name(value="dict"), args=args) if all(each.keyword is not None for each in args):
+            return [{each.keyword.value: each.value for each in args}]  # type: ignore[union-attr]
+    return []
 
 
 class _Applying(cst.CSTTransformer):

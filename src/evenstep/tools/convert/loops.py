@@ -11,7 +11,7 @@ import libcst as cst
 from evenstep.tools.convert.edits import Work
 from evenstep.tools.convert.losses import CONSTANT, UNKNOWN, Kind
 from evenstep.tools.reading.tree import Node
-from evenstep.tools.reading.values import PASSING, Values, arguments
+from evenstep.tools.reading.values import PASSING, Values
 
 _SHAPING = {"view", "reshape", "ones", "zeros", "full", "rand", "randn", "randint", "expand", "repeat", "init_hidden"}
 
@@ -193,7 +193,7 @@ class Loops:
             text = "squeeze() removes the dimension of samples, too, where a rank has one sample: write squeeze(1)"
             work.note(squeezed, text)
         calls = [value.site for loop in loops for value in self.loaders(loop) if isinstance(value.site, cst.Call)]
-        if kind.weight is None and any("collate_fn" in arguments(each, ()) for each in calls):
+        if kind.weight is None and any(work.given(each, "collate_fn") for each in calls):
             text = "the loss is weighted by the number of samples: if samples have different lengths, weight it by"
             work.note(call, f"{text} the number that it is averaged over")
 
@@ -201,8 +201,7 @@ class Loops:
         """What makes or shapes a tensor by the batch size that a loader was given, where a rank has fewer samples."""
         script = self._script
         calls = [value.site for value in self.loaders(loop) if isinstance(value.site, cst.Call)]
-        given = [arguments(each, ("dataset", "batch_size")) for each in calls]
-        sizes = {script.code(each["batch_size"].value) for each in given if "batch_size" in each}
+        sizes = {script.code(size) for each in calls for size in self._work.given(each, "batch_size")}
         for node in script.inside(loop):
             if isinstance(node, cst.Call) and self._work.short(node) in _SHAPING:
                 inner = [part for argument in node.args for part in script.inside(argument.value)]

@@ -166,7 +166,7 @@ class Output:
             otherwise: The value where there is no such argument.
         """
         argument = next((each for each in call.args if each.keyword is not None and each.keyword.value == name), None)
-        unseen = self._work.unseen(call, f"{name}=...")
+        unseen = self._work.unseen(call, f"{name}=...", [name])
         if argument is not None:
             self._edits.template(argument.value, given)
         elif unseen is not None:

@@ -87,6 +87,7 @@ def plan(script: Script, *, file: str) -> Work:
     _vary_noise(work, loops)
     if not work.problems:
         _join_ranks(work)
+        _remark_on_drawn_seeds(work)
     return work
 
 
@@ -197,6 +198,20 @@ def _join_ranks(work: Work) -> None:
     line = f"{work.world} = evenstep.init(seed={numbers[0] if numbers else 0})"
     edits.before.setdefault(statement, []).insert(int(statement is above), line)
     edits.comments.setdefault(statement, []).insert(0, work.launch)
+
+
+def _remark_on_drawn_seeds(work: Work) -> None:
+    """Say that a seed that the script draws no longer differs from run to run: what draws it has a seed itself now."""
+    script = work.script
+    assigned = [each for each in script.nodes if isinstance(each, cst.Assign)]
+    for seeding in work.seeds(are_numbers=False):
+        seed = seeding.args[0].value
+        parts = {script.code(each) for each in script.inside(seed)}
+        kept = [each.value for each in assigned if script.code(each.targets[0].target) in parts]
+        sources = {each for node in (seed, *kept) for each in work.losses.slice(node) if isinstance(each, cst.Call)}
+        if any((script.qualified(each.func) or "").startswith(("random.", "numpy.random.")) for each in sources):
+            text = "a seed that is drawn is the same in every run now: choose one in evenstep.init"
+            work.note(seeding, text, mark=True)
 
 
 def _users(work: Work) -> set[str]:

@@ -1290,3 +1290,60 @@ def uneven_statistics(seed):
 @SIZES
 def test_join_with_sync_batchnorm_is_exact(ranks, fresh_seed, nproc):
     ranks.run(uneven_statistics, nproc, fresh_seed)
+
+
+class Side(nn.Module):
+    """A second output that some losses don't use, from a part that may be wrapped."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.first, self.last, self.side = (square(seed + number).double() for number in range(3))
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return self.last(hidden), self.side(hidden)
+
+
+def wrapped_part_accumulates(seed, how, is_weighted):
+    """Beside one process; where it can, the last rank has no samples."""
+    world = evenstep.init(quiet=True)
+    module = Side(seed)
+    reference = copy.deepcopy(module)
+    module.first = evenstep.DistributedDataParallel(module.first, bucket_cap_mb=1e-4)
+    module.side = evenstep.DistributedDataParallel(evenstep.DistributedDataParallel(module.side), bucket_cap_mb=1e-4)
+    model = evenstep.DistributedDataParallel(module, bucket_cap_mb=1e-4)
+
+    def loss_of(net, x):
+        main, side = net(x)
+        return main.square().mean() + (side.square().mean() if step < 2 else 0.0)
+
+    def backward(x):
+        model.backward(loss_of(model, x), weight=len(x)) if is_weighted else loss_of(model, x).backward()
+
+    for step in range(3):
+        has_empty = how == "microbatches" and world.world_size > 1 and step > 0
+        rows = [0 if has_empty and rank == world.world_size - 1 else 8 for rank in range(world.world_size)]
+        batches = [batch(seed + 10 * step + rank, rows=count) for rank, count in enumerate(rows)]
+        mine = batches[world.rank]
+        if how == "microbatches":
+            for part in model.microbatches(mine, 4):
+                backward(part)
+        else:
+            with model.accumulate():
+                for part in mine[:6].chunk(3):
+                    backward(part)
+            backward(mine[6:])
+        for x in batches:
+            for part in x.chunk(4) if len(x) else ():
+                share = len(part) / sum(rows) if is_weighted else 1 / world.world_size
+                (loss_of(reference, part) * share).backward()
+        assert_same(grads(model), grads(reference), rtol=0, atol=1e-12)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize("how", ["microbatches", "accumulate"])
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_wrapped_part_accumulates_with_its_module(ranks, fresh_seed, nproc, how, is_weighted):
+    ranks.run(wrapped_part_accumulates, nproc, fresh_seed, how, is_weighted)

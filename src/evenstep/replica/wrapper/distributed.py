@@ -622,6 +622,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 f"microbatches on rank {self.world.rank}: the last part was not followed by a backward pass, so the "
                 f"gradients have not been averaged. Call backward inside the loop, once per part."
             )
+        if not parts:
+            for model in models:
+                if model._wrapped_already() is None:
+                    model._follow_changes()  # with the other ranks, which do so in their forward passes
         for model, ends in zip(models, before, strict=True):
             if ends and not (parts and model is self):
                 model.engine.reduce_without_backward()

@@ -1347,3 +1347,31 @@ def wrapped_part_accumulates(seed, how, is_weighted):
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_wrapped_part_accumulates_with_its_module(ranks, fresh_seed, nproc, how, is_weighted):
     ranks.run(wrapped_part_accumulates, nproc, fresh_seed, how, is_weighted)
+
+
+def joins_twice(kind, is_even):
+    """The warnings of two epochs in a join, and of a third."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(square(1))
+    optimizer = kind(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with model.join():
+                for step in range(2 + (0 if is_even else world.rank)):
+                    model.backward(model(batch(step)).square().mean())
+                    optimizer.step()
+                    model.zero_grad()
+    return [str(each.message)[:22] for each in told]
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_even", "wanted"),
+    [
+        (torch.optim.AdamW, False, ["join: in an earlier on"]),
+        (torch.optim.AdamW, True, []),
+        (torch.optim.SGD, False, []),
+    ],
+)
+def test_a_join_behind_an_uneven_one_warns_of_optimizer_state(ranks, kind, is_even, wanted):
+    assert ranks.run(joins_twice, 2, kind, is_even) == [wanted, []]

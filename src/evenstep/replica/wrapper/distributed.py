@@ -166,6 +166,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     monitors: Monitors
     sync_layers: SyncLayers
     is_divided = False  # over ranks, by FSDP2 or tensor parallelism: see `parallel.model`
+    _was_uneven = False  # ranks have made different numbers of steps in a `join`
+    _has_warned_of_join = False
     logger = None  # torch's class has its timings there; here `world.telemetry` has them
     mixed_precision = None
 
@@ -808,7 +810,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                     ...
 
         Collective: every rank enters and leaves. When the last rank has left its loop, all ranks get its parameters and
-            module buffers.
+            module buffers, but not the state of its optimizers and schedulers: each rank has its own.
 
         Args:
             divide_by_initial_world_size: `loss.backward()` averages over all ranks; False: over those that still have
@@ -832,6 +834,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's `Join`: takes the keyword `divide_by_initial_world_size`."""
         by_all = bool(kwargs.get("divide_by_initial_world_size", True))
+        steps = self.monitors.steps
+        is_due = self._was_uneven and self.world.is_main and not self._has_warned_of_join
+        if is_due and steps is not None and steps.has_stateful_optimizer():
+            self._has_warned_of_join = True
+            warn(
+                "join: in an earlier one ranks made different numbers of steps. Parameters were made equal at its end, "
+                "but each rank has its own optimizer state (momenta, numbers of steps) and schedulers, so that ranks "
+                "now take different steps. Give all ranks equally many batches (evenstep.DataLoader), some of them "
+                "empty, so that you need no join; or make optimizers and schedulers anew. This warning comes once."
+            )
         return Uneven(self, by_all)
 
     @property

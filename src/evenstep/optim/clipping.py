@@ -22,6 +22,7 @@ from evenstep.errors import ConfigurationError, MismatchError, NonFiniteError, U
 from evenstep.ground.compat.torch_tensors import is_dtensor, local_part
 from evenstep.optim import exact
 from evenstep.optim.consistency import Given, abort_peers, model_of, note, parameters_of
+from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION
 from evenstep.replica.sharded.gradient_placeholder import GradientPlaceholder, local_parts
 from evenstep.replica.wrapper.distributed import wrapped_models
 from evenstep.transport.base import Op
@@ -293,7 +294,11 @@ def _over_ranks(transport: Transport, own: Tensor, given: Given, *, is_max: bool
 
 def _powers(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """0-dim, float64: the sum of |x| ** norm_type over all elements, or the largest |x|."""
-    norms = [norm for same in by_kind(tensors) for norm in torch._foreach_norm(same, norm_type)]
+    norms: list[Tensor] = []
+    for same in by_kind(tensors):
+        # A norm of 16 bits would overflow, or have three digits.
+        wide = torch.float32 if same[0].dtype in HALF_PRECISION else None
+        norms += torch._foreach_norm(same, norm_type, wide)
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     stacked = torch.stack([norm.to(device, torch.float64) for norm in norms])

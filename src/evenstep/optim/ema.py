@@ -17,6 +17,7 @@ from evenstep.ground.compat.torch_tensors import local_part
 from evenstep.ground.health import excepthook
 from evenstep.optim.consistency import abort_peers
 from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION
+from evenstep.replica.module_buffers import places_of
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 
 
@@ -42,7 +43,8 @@ class ExponentialMovingAverage:
     weight.
 
     Args:
-        model: Its parameters are averaged, and its module buffers copied.
+        model: Its parameters are averaged, and its module buffers copied, except those that aren't persistent, which
+            are caches.
         decay: At least 0 and less than 1; the same on all ranks.
 
     Raises:
@@ -133,7 +135,13 @@ class ExponentialMovingAverage:
 
     def _tensors(self) -> dict[str, Tensor]:
         reshard(self._model)
-        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        cached = {
+            full
+            for owner, name, full in places_of(self._model)
+            if name in getattr(owner, "_non_persistent_buffers_set", ())
+        }
+        buffers = {name: buffer for name, buffer in self._model.named_buffers() if name not in cached}
+        return {**dict(self._model.named_parameters()), **buffers}
 
     def _validated(self, what: str) -> dict[str, Tensor]:
         """The model's tensors, if names, shapes and devices are the same as when the average was made."""

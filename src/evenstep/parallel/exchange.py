@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from evenstep.device import by_kind
 from evenstep.ground.compat.torch_ddp import ShardedParts
 from evenstep.ground.compat.torch_tensors import is_dtensor, local_part
 from evenstep.ground.health.telemetry import REDUCED, WAITING
-from evenstep.replica.gradients.division import divide
+from evenstep.replica.gradients.division import divide, zero_where
 from evenstep.replica.gradients.exchange.across_ranks import AcrossRanks
 from evenstep.replica.gradients.exchange.base import Trained
 from evenstep.replica.gradients.window import Kind, SavedGradients, Window
@@ -89,7 +89,7 @@ class MeshExchange(AcrossRanks):
             self._used = self._header.used_anywhere()
             self._publish()
         sent_buffers = self._module_buffers.start()
-        self._add_others()
+        self._add_others(window)
         self._recorder.mark(REDUCED)
         self._divide()
         self._module_buffers.finish(sent_buffers)
@@ -109,9 +109,11 @@ class MeshExchange(AcrossRanks):
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _add_others(self) -> None:
+    def _add_others(self, window: Window) -> None:
         """Add over the data ranks the gradients that FSDP2 doesn't manage, all gradients of a dtype at once."""
         with_placements_of(self._others)
+        if isinstance(window.weight, Tensor):  # not read: a window of weight 0 may have left any gradient
+            zero_where(window.weight == 0, [local_part(p.grad) for p in self._others if p.grad is not None])
         if self._data.world_size == 1:
             return
         started = []

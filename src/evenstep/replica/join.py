@@ -43,6 +43,7 @@ class Joining(Protocol):
     world: World
     _join_config: JoinConfig
     _authoritative_rank: int
+    _was_uneven: bool
 
     def _take_part_without_data(self) -> None: ...
     def _drop_gradients(self) -> None: ...
@@ -143,7 +144,9 @@ class Uneven(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Collective: all ranks get the parameters and module buffers of a rank that left last."""
         world = self._model.world
-        left_last = world.exchange(is_last_joiner)
+        told = world.exchange([is_last_joiner, self._num_windows])
+        left_last = [is_last for is_last, _ in told]
+        self._model._was_uneven |= len({num_windows for _, num_windows in told}) > 1
         src = max(rank for rank, is_last in enumerate(left_last) if is_last)  # torch's choice, under torch's name
         self._model._authoritative_rank = src
         broadcast(self._model._kept_tensors(), world.transport, src=src)

@@ -228,3 +228,37 @@ def alone() -> None:
 
 def test_a_change_on_one_rank_alone_is_an_error_on_all(ranks):
     ranks.run(alone, 2)
+
+
+def unfrozen_beside_no_samples(seed: int) -> None:
+    """Layers are unfrozen, and added, in a step in which the last rank has no micro-batch."""
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(seed)
+    module = net()
+    model = evenstep.DistributedDataParallel(module)
+    warnings.simplefilter("ignore")
+    for step in range(4):
+        if step == 1:
+            module[0].requires_grad_(True)
+        elif step == 2:
+            module.append(nn.Linear(2, 2).double())
+        torch.manual_seed(seed + 10 * step)
+        rows = 4 * world.world_size
+        x = torch.randn(rows, 4, dtype=torch.float64)
+        share = x[world.rank * 4 : (world.rank + 1) * 4]
+        if step and world.world_size > 1:
+            share = x[world.rank * rows : (world.rank + 1) * rows]  # rank 0 has all
+        for part in model.microbatches(share, 2):
+            model.backward(model(part).square().mean(), weight=len(part))
+        ours = [(p, p.grad.clone()) for p in module.parameters() if p.grad is not None]
+        assert len(ours) == (4, 6, 8, 8)[step], step
+        module.zero_grad()
+        module(x).square().mean().backward()
+        for parameter, grad in ours:
+            torch.testing.assert_close(grad, parameter.grad)
+        module.zero_grad()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_rank_without_micro_batches_follows_changes(ranks, fresh_seed, nproc):
+    ranks.run(unfrozen_beside_no_samples, nproc, fresh_seed)

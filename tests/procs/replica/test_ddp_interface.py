@@ -924,3 +924,88 @@ def test_a_compiled_module_is_split_at_buckets_as_torch_does_it(ranks, fresh_see
     for ours, ours_inside, torchs, torchs_inside in ranks.run(compiled, 2, fresh_seed, timeout_s=120):
         assert ours == torchs > 1
         assert ours_inside == torchs_inside > 1
+
+
+class Side(nn.Module):
+    """A second output that some losses don't use, from a part that may be wrapped."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.first, self.last, self.side = (square(seed + number).double() for number in range(3))
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        return self.last(hidden), self.side(hidden)
+
+
+def wrapped_part_accumulates(seed, how, is_weighted):
+    """Beside one process; where it can, the last rank has no samples."""
+    world = evenstep.init(quiet=True)
+    module = Side(seed)
+    reference = copy.deepcopy(module)
+    module.first = evenstep.DistributedDataParallel(module.first, bucket_cap_mb=1e-4)
+    module.side = evenstep.DistributedDataParallel(evenstep.DistributedDataParallel(module.side), bucket_cap_mb=1e-4)
+    model = evenstep.DistributedDataParallel(module, bucket_cap_mb=1e-4)
+
+    def loss_of(net, x):
+        main, side = net(x)
+        return main.square().mean() + (side.square().mean() if step < 2 else 0.0)
+
+    def backward(x):
+        model.backward(loss_of(model, x), weight=len(x)) if is_weighted else loss_of(model, x).backward()
+
+    for step in range(3):
+        has_empty = how == "microbatches" and world.world_size > 1 and step > 0
+        rows = [0 if has_empty and rank == world.world_size - 1 else 8 for rank in range(world.world_size)]
+        batches = [batch(seed + 10 * step + rank, rows=count) for rank, count in enumerate(rows)]
+        mine = batches[world.rank]
+        if how == "microbatches":
+            for part in model.microbatches(mine, 4):
+                backward(part)
+        else:
+            with model.accumulate():
+                for part in mine[:6].chunk(3):
+                    backward(part)
+            backward(mine[6:])
+        for x in batches:
+            for part in x.chunk(4) if len(x) else ():
+                share = len(part) / sum(rows) if is_weighted else 1 / world.world_size
+                (loss_of(reference, part) * share).backward()
+        assert_same(grads(model), grads(reference), rtol=0, atol=1e-12)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize("how", ["microbatches", "accumulate"])
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_wrapped_part_accumulates_with_its_module(ranks, fresh_seed, nproc, how, is_weighted):
+    ranks.run(wrapped_part_accumulates, nproc, fresh_seed, how, is_weighted)
+
+
+def joins_twice(kind, is_even):
+    """The warnings of two epochs in a join, and of a third."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(square(1))
+    optimizer = kind(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            with model.join():
+                for step in range(2 + (0 if is_even else world.rank)):
+                    model.backward(model(batch(step)).square().mean())
+                    optimizer.step()
+                    model.zero_grad()
+    return [str(each.message)[:22] for each in told]
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_even", "wanted"),
+    [
+        (torch.optim.AdamW, False, ["join: in an earlier on"]),
+        (torch.optim.AdamW, True, []),
+        (torch.optim.SGD, False, []),
+    ],
+)
+def test_a_join_behind_an_uneven_one_warns_of_optimizer_state(ranks, kind, is_even, wanted):
+    assert ranks.run(joins_twice, 2, kind, is_even) == [wanted, []]

@@ -163,3 +163,38 @@ def test_a_parameter_of_two_models_is_refused(world):
     x = torch.ones(2, 4)
     with pytest.raises(UsageError, match=r"parameter '1\.weight' is in two of the wrapped models"):
         evenstep.backward([first, second], first(x).mean() + second(x).mean(), weight=2)
+
+
+def behind_an_empty_batch(seed: int, is_weighted: bool, has_pass: bool) -> None:
+    """A forward pass over an empty batch, perhaps with a backward pass, then steps over samples."""
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(seed)
+    net = Hiding("opaque", use_reentrant=False).double()
+    plain = copy.deepcopy(net)
+    model = evenstep.DistributedDataParallel(net)
+    x = torch.randn(world.world_size, 4, 6, dtype=torch.float64)
+
+    def backward(samples: torch.Tensor, weight: float) -> None:
+        loss = model(samples).value.square().mean()
+        model.backward(loss, weight=weight) if is_weighted else loss.backward()
+
+    backward(x[world.rank], 4)
+    model.zero_grad()
+    if has_pass:
+        backward(x[0][:0] if world.rank == 0 else x[world.rank], 0 if world.rank == 0 else 4)
+    else:
+        model(x[0][:0])
+    for _ in range(2):
+        model.zero_grad()
+        plain.zero_grad()
+        backward(x[world.rank], 4)
+        plain(x.reshape(-1, 6)).value.square().mean().backward()
+        for ours, wanted in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("has_pass", [True, False])
+@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_an_empty_batch_mutes_no_later_pass(ranks, fresh_seed, nproc, is_weighted, has_pass):
+    ranks.run(behind_an_empty_batch, nproc, fresh_seed, is_weighted, has_pass)

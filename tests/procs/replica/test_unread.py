@@ -87,3 +87,30 @@ def test_a_weight_of_zero_drops_what_is_not_a_number(ranks: RankPool, sharded: b
     assert first == second
     for got, wanted in zip(first, net.parameters(), strict=True):
         torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), wanted.detach().flatten())
+
+
+def masked(seed: int) -> list[torch.Tensor]:
+    """Gradients of one window with four parts, of which the second has no token, so that its mean is 0 / 0."""
+    with as_on_a_gpu():
+        world = evenstep.init(quiet=True)
+        torch.manual_seed(seed)
+        model = evenstep.DistributedDataParallel(nn.Linear(4, 3).double(), on_nonfinite=None)
+        torch.manual_seed(seed + 1)
+        x, mask = torch.randn(world.world_size, 8, 4, dtype=torch.float64), torch.ones(world.world_size, 8)
+        mask[:, 2:4] = 0
+        for part, counts in model.microbatches((x[world.rank], mask[world.rank]), 4):
+            loss = (model(part).square().mean(1) * counts).sum() / counts.sum()
+            model.backward(loss, weight=counts.sum())
+        ours = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        counted = x.reshape(-1, 4)[mask.reshape(-1) > 0]
+        model.module(counted).square().mean().backward()
+        wanted = [p.grad for p in model.parameters() if p.grad is not None]
+        for got, right in zip(ours, wanted, strict=True):
+            torch.testing.assert_close(got, right)
+        return ours
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_part_of_weight_zero_leaves_the_other_parts_alone(ranks: RankPool, fresh_seed: int, nproc: int) -> None:
+    ranks.run(masked, nproc, fresh_seed)

@@ -28,3 +28,14 @@ def test_gradients_above_the_limit_are_scaled_as_torch_does(fresh_seed):
     evenstep.clip_grad_norm_([ours], 1.0)
     torch.nn.utils.clip_grad_norm_([theirs], 1.0)
     torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 200.0), (torch.bfloat16, 0.011)])
+def test_the_norm_of_16_bit_gradients_has_more_bits(dtype, value):
+    """In float16 this one overflows, and clipping by it would make every gradient zero."""
+    parameter = torch.nn.Parameter(torch.zeros(200_000, dtype=dtype))
+    parameter.grad = torch.full_like(parameter, value)
+    wanted = parameter.grad.double().norm()
+    torch.testing.assert_close(evenstep.clip_grad_norm_(parameter, float("inf")), wanted, rtol=1e-3, atol=0)
+    evenstep.clip_grad_norm_(parameter, float(wanted) / 2)
+    torch.testing.assert_close(parameter.grad.double().norm(), wanted / 2, rtol=1e-2, atol=0)

@@ -157,6 +157,8 @@ class Engine:
         """
         if self.synchronise:
             self.prepare()
+        if not over_dummy:
+            self._unmute()  # no pass has followed the forward pass over a dummy batch, or none that this engine saw
         can_be_reached = (self._dummy_hooks if over_dummy else self._hooks).put_on(outputs)
         self._num_forwards += is_training and can_be_reached
         if not can_be_reached and graph_task_id() == -1:
@@ -362,8 +364,8 @@ class Engine:
         """Begin a pass that needs only autograd, if this is one: see `State.SINGLE`. Returns whether it is."""
         if not self._may_be_single or self.is_in_window or not self.synchronise or self.world.ended_at:
             return False
-        if self.recorder.is_profiled:
-            return False  # a profile also needs the end of the pass
+        if self.recorder.is_profiled or self._muted:
+            return False  # a profile also needs the end of the pass, at which muting ends
         self.was_scaled = False
         self.num_reductions += 1
         self.recorder.begin_backward(is_whole=True)

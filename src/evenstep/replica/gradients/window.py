@@ -15,6 +15,8 @@ If other ranks' outputs depend on this rank's rows (`shares_statistics`: a SyncB
 real rows is not dropped, because the other ranks' losses have a gradient with respect to those rows. The pass is
 *muted* instead: zeros replace the gradients that reach the module's outputs, so only the gradients from other ranks'
 losses remain.
+
+A weight on a GPU isn't read, so such a pass is muted, too: zeros replace the gradients where the weight is 0.
 """
 
 from __future__ import annotations
@@ -280,7 +282,7 @@ def effect_of(weight: float | Tensor, *, only_dummies: bool, shares_statistics: 
     if only_dummies:
         return Effect.DROPPED
     if isinstance(weight, Tensor):
-        return Effect.MUTED if shares_statistics else Effect.ADDED
+        return Effect.MUTED  # it may be 0, and its NaNs mustn't reach the sum of the window's other passes
     if weight > 0:
         return Effect.ADDED
     return Effect.MUTED if shares_statistics else Effect.DROPPED

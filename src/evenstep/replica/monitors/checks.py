@@ -20,7 +20,8 @@ read at once, before an optimizer can step; on a GPU that waits for the device.
 
 "warn" checks the sums over ranks instead, while they are made in shared memory: each rank checks the part that it sums,
 so the check costs 1/n. Rank 0 warns at the end of that window or of the next one. If Gloo makes the sums on CPUs,
-"warn" adds up every bucket as the other two policies do.
+"warn" adds up every bucket as the other two policies do; so it does where buckets share their memory
+(`ShardedOptimizer(shard_gradients=True)`), and for complex and sparse gradients.
 
 For a model that is divided over ranks, each rank inspects its parts of the sums that FSDP2 has made.
 
@@ -231,6 +232,7 @@ class NonFinite(Observer):
     ) -> None:
         self.num_skipped = 0
         self.inspects_buckets = not in_sums
+        self._in_sums = in_sums
         self._policy = policy
         self._world = world
         self._control = control
@@ -251,27 +253,34 @@ class NonFinite(Observer):
     # ------------------------------------------------------------------ find
 
     def watch_buckets(self, buckets: Sequence[Bucket]) -> None:
-        """Check the sums in these buckets' memory, as long as the memory exists."""
-        for bucket in () if self.inspects_buckets else buckets:
-            layout = bucket.layout
-            is_lent = layout.sharding is not None and layout.sharding.frees_gradients  # memory of several buckets
-            if layout.dtype.is_floating_point and not is_lent:
-                begins = torch.tensor([slot.offset_numel for slot in layout.slots], device="cpu")
-                monitor_sums(bucket.flat, functools.partial(self._look_at_sum, begins, bucket.names))
+        """Check the sums in these buckets' memory, as long as the memory exists; inspect the other buckets."""
+        summed = [bucket for bucket in buckets if self._is_checked_in_sums(bucket)]
+        self.inspects_buckets = len(summed) < len(buckets)
+        for bucket in summed:
+            begins = torch.tensor([slot.offset_numel for slot in bucket.layout.slots], device="cpu")
+            monitor_sums(bucket.flat, functools.partial(self._look_at_sum, begins, bucket.names))
+
+    def _is_checked_in_sums(self, bucket: Bucket) -> bool:
+        """Whether a bucket's sums are checked: it has real numbers, and memory that no other bucket uses."""
+        layout = bucket.layout
+        is_lent = layout.sharding is not None and layout.sharding.frees_gradients
+        return self._in_sums and layout.dtype.is_floating_point and not is_lent
 
     def totals_for(self, bucket: Bucket) -> list[float] | None:
         """See `Observer`."""
         is_wanted = bucket.flat.device.type == "cpu" and bucket.flat.is_floating_point() and not self._is_off
-        return [] if is_wanted else None
+        return [] if is_wanted and not self._is_checked_in_sums(bucket) else None
 
     def inspect(self, bucket: Bucket, totals: Sequence[float] | None = None) -> None:
         """See `Observer`."""
-        if not self._is_off and (totals is None or not all(map(math.isfinite, totals))):
+        if self._is_off or self._is_checked_in_sums(bucket):
+            return
+        if totals is None or not all(map(math.isfinite, totals)):
             self._finder.look(bucket.names, bucket.sent_views, [bucket.flat])
 
     def end_window(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         """See `Observer`."""
-        if self.inspects_buckets and not (self._is_off or self._is_apart):
+        if not (self._is_off or self._is_apart):
             self._finder.look_in_grads(names, parameters)
 
     def _look_at_sum(

@@ -122,6 +122,10 @@ class StepWatch(Observer):
         elif self._left is not None and not self._has_warned_of_gradients:
             self._judge_step(optimizer, self._left)
 
+    def has_stateful_optimizer(self) -> bool:
+        """Whether an optimizer that has stepped the model has state, such as momenta."""
+        return any(count > 0 and optimizer.state for optimizer, count in self._steps.items())
+
     # ------------------------------------------------------------------ steps on gradients that weren't averaged
 
     def _note(self, parameter: nn.Parameter, *, is_held_back: bool) -> None:

@@ -166,6 +166,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     monitors: Monitors
     sync_layers: SyncLayers
     is_divided = False  # over ranks, by FSDP2 or tensor parallelism: see `parallel.model`
+    _was_uneven = False  # ranks have made different numbers of steps in a `join`
+    _has_warned_of_join = False
     logger = None  # torch's class has its timings there; here `world.telemetry` has them
     mixed_precision = None
 
@@ -273,6 +275,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         inner = self._modules["module"]
         return inner if isinstance(inner, DistributedDataParallel) and inner.world is self.world else None
 
+    @property
+    def _with_parts(self) -> list[DistributedDataParallel]:
+        """This model and the wrapped parts of its module, each of which has its own engine and accumulation window."""
+        return [self, *self._wrapped_inside]
+
     def _set_up(self, world: World, settings: Settings, transport: Transport, *, is_copy: bool = False) -> None:
         """Set up everything but the module. Also for a copy, which a rank makes without the other ranks."""
         Joinable.__init__(self)
@@ -307,7 +314,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._backends: Mapping[int, object] = {}
         self._names = [name for name, _ in self.module.named_parameters()]
         parts = [each for each in self.module.modules() if isinstance(each, DistributedDataParallel)]
-        self._wrapped_inside = [part for part in parts if part.engine is not self.engine]
+        by_engine = {
+            part.engine: part for part in parts if part.engine is not self.engine
+        }  # a part may be wrapped twice
+        self._wrapped_inside = list(by_engine.values())
 
     def _build_engine(self, world: World, settings: Settings, transport: Transport) -> tuple[Engine, Monitors]:
         return build_engine(self.module, world, settings, transport, recorder=self._recorder())
@@ -538,20 +548,23 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             UsageError: `loss.backward()` was called in this window; an empty share has a weight; some terms of the loss
                 were scaled by the scaler, and others not; the loss goes through another wrapped model.
         """
-        models = [self, *self._wrapped_inside]
-        _backward(models, loss, weight, scaler=scaler, retain_graph=retain_graph, create_graph=create_graph)
+        _backward(self._with_parts, loss, weight, scaler=scaler, retain_graph=retain_graph, create_graph=create_graph)
 
     # ------------------------------------------------------------------ accumulation
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backward passes inside only add to `p.grad`; the first one outside averages the sum over ranks."""
-        before = self.engine.synchronise
-        self.engine.synchronise = False
+        """Backward passes inside only add to `p.grad`; the first one outside averages the sum over ranks.
+
+        This also holds for wrapped parts of the module.
+        """
+        models = self._with_parts
+        before = [model.engine.synchronise for model in models]
+        _set_synchronise(models, [False] * len(models))
         try:
             yield
         finally:
-            self.engine.synchronise = before
+            _set_synchronise(models, before)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
         """torch's name for `accumulate`."""
@@ -589,26 +602,35 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             yield from loop.loop(batch, n, self.dim, self.engine, self.world, self._virtual_rank_buffers, exchanging)
             return
         parts = self._pad(split(batch, n, self.dim), batch)
-        before = self.engine.synchronise
+        models = self._with_parts
+        before = [model.engine.synchronise for model in models]
         num_reductions = self.engine.num_reductions
         completed = False
         try:
             for index, part in enumerate(parts):
-                self.engine.synchronise = before and index == len(parts) - 1
+                # Windows of wrapped parts end after the loop, in one order on all ranks: a rank without micro-batches
+                # doesn't know in which order the others' losses reach them.
+                _set_synchronise(models, [before[0] and index == len(parts) - 1, *[False] * (len(models) - 1)])
                 yield part
             completed = True
         finally:
-            self.engine.synchronise = before
-            if before and not completed:
-                self.engine.leave_early("a loop over micro-batches was left before its end")
-        if before and not parts:
-            self.engine.reduce_without_backward()
-        elif before and self.engine.num_reductions == num_reductions:
+            _set_synchronise(models, before)
+            for model, ends in zip(models, before, strict=True):
+                if ends and not completed:
+                    model.engine.leave_early("a loop over micro-batches was left before its end")
+        if before[0] and parts and self.engine.num_reductions == num_reductions:
             self.engine.leave_early("a loop over micro-batches ended without a backward pass for its last part")
             raise UsageError(
                 f"microbatches on rank {self.world.rank}: the last part was not followed by a backward pass, so the "
                 f"gradients have not been averaged. Call backward inside the loop, once per part."
             )
+        if not parts:
+            for model in models:
+                if model._wrapped_already() is None:
+                    model._follow_changes()  # with the other ranks, which do so in their forward passes
+        for model, ends in zip(models, before, strict=True):
+            if ends and not (parts and model is self):
+                model.engine.reduce_without_backward()
 
     def _pad(self, parts: list[Batch], batch: Batch) -> list[Batch]:
         """Give every rank equally many parts if ranks exchange statistics in each part. Collective then."""
@@ -788,7 +810,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                     ...
 
         Collective: every rank enters and leaves. When the last rank has left its loop, all ranks get its parameters and
-            module buffers.
+            module buffers, but not the state of its optimizers and schedulers: each rank has its own.
 
         Args:
             divide_by_initial_world_size: `loss.backward()` averages over all ranks; False: over those that still have
@@ -812,6 +834,16 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's `Join`: takes the keyword `divide_by_initial_world_size`."""
         by_all = bool(kwargs.get("divide_by_initial_world_size", True))
+        steps = self.monitors.steps
+        is_due = self._was_uneven and self.world.is_main and not self._has_warned_of_join
+        if is_due and steps is not None and steps.has_stateful_optimizer():
+            self._has_warned_of_join = True
+            warn(
+                "join: in an earlier one ranks made different numbers of steps. Parameters were made equal at its end, "
+                "but each rank has its own optimizer state (momenta, numbers of steps) and schedulers, so that ranks "
+                "now take different steps. Give all ranks equally many batches (evenstep.DataLoader), some of them "
+                "empty, so that you need no join; or make optimizers and schedulers anew. This warning comes once."
+            )
         return Uneven(self, by_all)
 
     @property
@@ -882,6 +914,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         # own transport.
         world = worlds.current()
         self._set_up(world, state["settings"], world.transport, is_copy=True)
+
+
+def _set_synchronise(models: Sequence[DistributedDataParallel], values: Sequence[bool]) -> None:
+    """Set whether the next backward pass ends each model's window.
+
+    Not by engine: a forward pass may have laid a model out again, with another engine.
+    """
+    for model, value in zip(models, values, strict=True):
+        model.engine.synchronise = value
 
 
 def backward(

@@ -45,7 +45,6 @@ class AllReduceExchange(AcrossRanks):
         self._names = trained.names
         self._num_dense, self._policy = trained.num_dense, trained.policy
         self._observers = trained.observers
-        self._inspectors = [each for each in trained.observers if each.inspects_buckets]
         self._shares_queue = self._header.tensor.device.type != "cpu"
         # A backward pass reaches the last layers first. The second layout uses the measured order.
         self._build(self._plan(range(trained.num_dense - 1, -1, -1)))
@@ -74,6 +73,7 @@ class AllReduceExchange(AcrossRanks):
         self._recorder.has_buckets(sum(bucket.flat.nbytes for bucket in self.buckets))
         for observer in self._observers:
             observer.watch_buckets(self.buckets)
+        self._inspectors = [each for each in self._observers if each.inspects_buckets]
 
     def _build_bucket(self, layout: BucketLayout, allocator: Transport) -> Bucket:
         memory = whole_memory(layout, self._parameters[layout.slots[0].parameter].dtype, allocator)

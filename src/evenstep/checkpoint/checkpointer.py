@@ -168,6 +168,7 @@ class Checkpointer:
         """
         self._agree("resume", lambda: {"strict": checks.switch("strict", strict)})
         self._open()
+        self._finish_all()
         self._has_loaded = True
         problems = []
         for step in (*sorted(self._directory.steps, reverse=True), None):
@@ -206,6 +207,7 @@ class Checkpointer:
             CheckpointError: There is no checkpoint of this step, it is damaged, or it was saved from other objects.
         """
         self._agree("load", lambda: {"step": checks.whole("step", step), "strict": checks.switch("strict", strict)})
+        self._finish_all()
         folders = self._directory.list_folders()
         if step not in folders:
             there = ", ".join(map(str, folders)) or "none at all"
@@ -227,12 +229,13 @@ class Checkpointer:
         """
         self._agree("discard", lambda: {"after": checks.whole("after", after, least=0)})
         self._open()
-        self._finish()
+        self._finish_all()
         if self._tier is not None:
-            self._tier.finish()
             self._tier.remove(lambda folder: step_of(folder) <= after)
         self._directory.discard(after)
         self._best = self._directory.best
+        if self._last_saved is not None and self._last_saved > after:
+            self._last_saved = None
 
     # ------------------------------------------------------------------ while training
 
@@ -429,6 +432,12 @@ class Checkpointer:
         heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
         self._report_failure(failure, raises=raises)
 
+    def _finish_all(self) -> None:
+        """Collective: wait for the pending saves, also on the nodes' disks: they are of the step before a load."""
+        self._finish()
+        if self._tier is not None:
+            self._tier.finish()
+
     def _finish_alone(self, *, raises: bool = False) -> bool:
         """Wait for the pending save on this rank, raise or print its failure, and return whether it has succeeded.
 
@@ -517,8 +526,7 @@ class Checkpointer:
         The first call decides which of its content counts.
         """
         self._open()
-        if self._last_saved is None:
-            self._directory.refuse_later_than(self.num_steps)
+        self._directory.refuse_later_than(self.num_steps)  # also after `load` of an older one in the middle of a run
         _validate_local(self._objects)
         if not self._has_begun:
             if self._tier is not None and not self._has_loaded:

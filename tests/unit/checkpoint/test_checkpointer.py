@@ -28,7 +28,7 @@ from evenstep.checkpoint import lock as locks
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.directory import checkpoints_in, read_manifest
 from evenstep.checkpoint.load.reader import check_checkpoint
-from evenstep.checkpoint.lock import look
+from evenstep.checkpoint.lock import Place, look
 from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.save.writer import Job, Writer
 from evenstep.checkpoint.store import LocalDirectory
@@ -868,3 +868,28 @@ def test_a_group_may_share_a_run(tmp_path: Path):
         ConfigurationError, match=r"private=False is for the path .*LocalDirectory\(path, private=False"
     ):
         training(LocalDirectory(tmp_path), private=False)
+
+
+def test_a_run_that_goes_back_has_to_discard_the_later_checkpoints(tmp_path: Path):
+    """Else the next start would load one of them, and what was trained since would be lost."""
+    run = training(tmp_path, every_steps=2).run_to(6)
+    run.checkpoint.load(4)  # while step 6 is being written
+    assert run.checkpoint._directory.folders == {
+        2: Place(2, 1, 1).folder,
+        4: Place(4, 1, 2).folder,
+        6: Place(6, 1, 3).folder,
+    }
+    for goes_on in (run.step, run.checkpoint.save):
+        with pytest.raises(UsageError, match=r"up to step 6, but this run is at step 4.*discard\(after=4\)"):
+            goes_on()
+    run.checkpoint.discard(after=4)
+    assert run.checkpoint.load(4) == 4
+    run.run_to(5).checkpoint.close()
+    assert steps(tmp_path) == [2, 4, 5]
+
+
+def test_a_last_step_that_was_discarded_is_saved_again(tmp_path: Path):
+    run = training(tmp_path, every_steps=1).run_to(2)
+    run.checkpoint.discard(after=1)
+    run.checkpoint.close()
+    assert steps(tmp_path) == [1, 2]

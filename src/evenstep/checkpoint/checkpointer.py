@@ -233,7 +233,7 @@ class Checkpointer:
         if self._tier is not None:
             self._tier.remove(lambda folder: step_of(folder) <= after)
         self._directory.discard(after)
-        self._best = self._directory.best
+        self._best = self.world.broadcast_object(self._directory.best)  # the others don't know this job's metrics
         if self._last_saved is not None and self._last_saved > after:
             self._last_saved = None
 

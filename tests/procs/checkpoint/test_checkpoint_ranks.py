@@ -504,3 +504,22 @@ def test_the_end_saves_a_sharded_optimizer_though_its_transport_is_closed(ranks,
     resumed = ranks.run(ends_with_a_sharded_optimizer, 2, str(tmp_path / "run"), fresh_seed, memory_format)
     assert [step for step, _ in trained] == [0, 0]
     assert resumed == [(3, state) for _, state in trained]
+
+
+def goes_back_with_metrics(directory: Path):
+    checkpoint = Checkpointer(
+        directory, model=torch.nn.Linear(1, 1), every_minutes=None, best="loss", world=world_for_this_test()
+    )
+    for loss in (0.5, 0.3, 0.1):
+        checkpoint.step(loss=loss)
+    checkpoint.discard(after=2)
+    checkpoint.load(2)
+    for loss in (0.4, 0.2, 0.35):
+        checkpoint.step(loss=loss)
+    checkpoint.wait()
+    checkpoint.close()
+
+
+def test_ranks_agree_on_the_best_metric_after_later_checkpoints_were_discarded(ranks, tmp_path):
+    ranks.run(goes_back_with_metrics, 2, tmp_path)
+    assert list(checkpoints_in(LocalDirectory(tmp_path))) == [2, 4, 5]

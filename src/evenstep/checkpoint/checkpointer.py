@@ -252,7 +252,8 @@ class Checkpointer:
 
         Raises:
             CheckpointError: The save in the background has failed.
-            UsageError: The directory has checkpoints of later steps than this one.
+            UsageError: The directory has checkpoints of later steps than this one; or the model is in a `join`, whose
+                ranks make different numbers of steps.
             SystemExit: With status 75: a stop was requested, and the run has been saved.
         """
         engines = [model.engine for model in models_among(self._objects)]
@@ -296,7 +297,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: It could not be saved, also with `on_save_error="continue"`.
-            UsageError: Called in the middle of an accumulation, whose gradients would be lost.
+            UsageError: Called in the middle of an accumulation, whose gradients would be lost; or as for `step`.
         """
         if any(model.engine.is_accumulating for model in models_among(self._objects)):
             raise UsageError(
@@ -528,6 +529,12 @@ class Checkpointer:
         self._open()
         self._directory.refuse_later_than(self.num_steps)  # also after `load` of an older one in the middle of a run
         _validate_local(self._objects)
+        if self.world.world_size > 1 and any(model._join_config.enable for model in models_among(self._objects)):
+            raise UsageError(
+                "checkpoint inside model.join(): a rank that has run out of batches only takes part in the others' "
+                "gradients, and they would wait for it here. Call checkpoint.save() after the block, or give all ranks "
+                "equally many batches (evenstep.DataLoader does), so that you need no join."
+            )
         if not self._has_begun:
             if self._tier is not None and not self._has_loaded:
                 self._directory.refuse_later_than(self.num_steps, self._tier.newest())

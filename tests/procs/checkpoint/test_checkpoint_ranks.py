@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -22,7 +23,7 @@ from evenstep.checkpoint.directory import checkpoints_in, read_manifest
 from evenstep.checkpoint.load.reader import check_checkpoint
 from evenstep.checkpoint.lock import take_lock
 from evenstep.checkpoint.store import LocalDirectory
-from evenstep.errors import CheckpointError
+from evenstep.errors import CheckpointError, UsageError
 from tests.checkpoint_runs import PatientRanks, Training, assert_same, world_for_this_test
 
 
@@ -523,3 +524,28 @@ def goes_back_with_metrics(directory: Path):
 def test_ranks_agree_on_the_best_metric_after_later_checkpoints_were_discarded(ranks, tmp_path):
     ranks.run(goes_back_with_metrics, 2, tmp_path)
     assert list(checkpoints_in(LocalDirectory(tmp_path))) == [2, 4, 5]
+
+
+def saves_within_a_join(directory: Path) -> str:
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(torch.nn.Linear(2, 1))
+    checkpoint = Checkpointer(directory, model=model, every_minutes=None)
+    said = ""
+    with contextlib.suppress(UsageError), model.join():
+        for _ in range(3 + world.rank):
+            model.backward(model(torch.ones(4, 2)).mean())
+            try:
+                checkpoint.step()
+            except UsageError as error:
+                said = str(error)
+                raise
+    checkpoint.save()
+    checkpoint.close()
+    return said
+
+
+def test_a_step_within_a_join_is_refused_on_all_ranks(ranks, tmp_path):
+    """The ranks that are still in their loops would wait for one that has left until the deadline of the calls."""
+    for said in ranks.run(saves_within_a_join, 2, tmp_path):
+        assert said.startswith("checkpoint inside model.join(): ")
+        assert "checkpoint.save() after the block" in said

@@ -13,6 +13,7 @@ from typing import Any
 from evenstep import checks
 from evenstep import world as worlds
 from evenstep.checkpoint.directory import DamagedError, RunDirectory
+from evenstep.checkpoint.format.manifest import is_object_name
 from evenstep.checkpoint.format.plan import Policy, is_better
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.tree import unwrapped
@@ -659,8 +660,11 @@ def _validate_objects(objects: Mapping[str, Any]) -> None:
     if not objects:
         raise ConfigurationError("there is nothing to save. Pass objects by name: model=model, ...")
     for name, value in objects.items():
-        if not name.isidentifier():
-            raise ConfigurationError(f"{name!r} names an object; a name is a word, as in model=model.")
+        if not is_object_name(name):
+            raise ConfigurationError(
+                f"{name!r} names an object; a name is a word of at most 100 letters of ASCII, digits and _, as in "
+                f"model=model. Files are named after it."
+            )
         if name in _TAKEN:
             raise ConfigurationError(f"{name}= is the name of {_TAKEN[name]}; use another one.")
         target = unwrapped(value)

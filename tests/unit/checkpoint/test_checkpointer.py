@@ -893,3 +893,10 @@ def test_a_last_step_that_was_discarded_is_saved_again(tmp_path: Path):
     run.checkpoint.discard(after=1)
     run.checkpoint.close()
     assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["modèle", "m" * 101, "a model"])
+def test_a_name_that_no_file_may_have_is_refused_at_the_start(tmp_path: Path, name: str):
+    """And not by the first save, after ten minutes of training."""
+    with pytest.raises(ConfigurationError, match=r"names an object; a name is a word of at most 100 letters of ASCII"):
+        Checkpointer(tmp_path, world=World.alone(device="cpu"), **{name: nn.Linear(1, 1)})

@@ -40,6 +40,10 @@ _TAKEN = {RANDOM: "the random streams", VIRTUAL_RANKS: "the virtual ranks of rep
 _SLOW_STEP_S = 0.1
 
 
+class _Stopped(SystemExit):
+    """All ranks have agreed to stop, and a Checkpointer has saved."""
+
+
 class Checkpointer:
     """Saves a run's objects while it trains, and resumes from the newest good checkpoint.
 
@@ -53,7 +57,8 @@ class Checkpointer:
 
     It saves the given objects and every random stream of every rank. Replicated state is written once, split across the
     ranks. The loop waits only for a copy to memory; a thread writes the files. After SIGTERM, SIGUSR1, SIGUSR2, SIGHUP
-    or `world.request_stop()` on any rank, all ranks save at the same step and exit with status 75.
+    or `world.request_stop()` on any rank, all ranks save at the same step and exit with status 75; other Checkpointers
+    of the world save at the end of its `with` block.
 
     Collective: every rank makes it, with the same arguments, and calls its methods in the same order. `step` is called
     equally often on all ranks: once after each step of the optimizer. Inside an accumulation window it does nothing.
@@ -340,28 +345,7 @@ class Checkpointer:
             return
         self._is_closed = True
         try:
-            if self._directory.is_open:
-                is_good = self._finish_alone()
-                is_apart = any(model.engine.is_apart for model in models_among(self._objects))
-                if is_apart and self.world.rank == 0:
-                    warn(
-                        f"Checkpointer: ranks differ since LocalSGD's last exchange, after step {self.num_steps}, so "
-                        f"nothing was saved at the end. Call local.average() before the end.",
-                    )
-                elif not is_apart:
-                    self._count()
-                # All ranks know whether the previous save failed, so all agree on whether to save again.
-                if (
-                    not is_apart
-                    and self.num_steps > 0
-                    and self._last_saved != self.num_steps
-                    and (is_good or self._continues_on_error)
-                ):
-                    self._last_saved = self.num_steps
-                    self._saver.start(self.num_steps, self._metrics)
-                    is_good = self._finish_alone(raises=True)
-                if self._tier is not None:
-                    self._tier.close(removes=is_good and not is_apart and self.num_steps > 0)
+            self._save_rest()
         finally:
             self._release()
         if self._signals is not None:  # a signal that came after the last step
@@ -373,6 +357,31 @@ class Checkpointer:
                 f"in {self._where}. Pass the metric, checkpoint.step(**{{{self.policy.best!r}: value}}), or leave best "
                 f"out."
             )
+
+    def _save_rest(self) -> None:
+        """Save what isn't saved yet, and wait for it. Every rank calls it, and no rank waits for another one's call."""
+        if self._directory.is_open:
+            is_good = self._finish_alone()
+            is_apart = any(model.engine.is_apart for model in models_among(self._objects))
+            if is_apart and self.world.rank == 0:
+                warn(
+                    f"Checkpointer: ranks differ since LocalSGD's last exchange, after step {self.num_steps}, so "
+                    f"nothing was saved at the end. Call local.average() before the end.",
+                )
+            elif not is_apart:
+                self._count()
+            # All ranks know whether the previous save failed, so all agree on whether to save again.
+            if (
+                not is_apart
+                and self.num_steps > 0
+                and self._last_saved != self.num_steps
+                and (is_good or self._continues_on_error)
+            ):
+                self._last_saved = self.num_steps
+                self._saver.start(self.num_steps, self._metrics)
+                is_good = self._finish_alone(raises=True)
+            if self._tier is not None:
+                self._tier.close(removes=is_good and not is_apart and self.num_steps > 0)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -486,8 +495,11 @@ class Checkpointer:
         self._print(f"stop requested ({reason} on rank {rank}); saved {self._where}/{folder}, which resumes there")
         self._requests.finish()
         if self._signals is not None:
-            self._signals.call_former()
-        raise SystemExit(EXIT_PREEMPTED)
+            try:
+                self._signals.call_former()
+            except SystemExit as former:
+                raise _Stopped(former.code) from None
+        raise _Stopped(EXIT_PREEMPTED)
 
     def _take_metrics(self, metrics: Mapping[str, float]) -> bool:
         """Collective if there are metrics: store rank 0's; returns whether they are the best so far."""
@@ -588,8 +600,16 @@ class Checkpointer:
         if ended_well(error):
             self.close()
             return
+        was_closed, self._is_closed = self._is_closed, True
+        try:
+            if isinstance(error, _Stopped) and not was_closed and self._directory.is_open:
+                self._save_rest()  # another Checkpointer has stopped the run, on all ranks at the same step
+                self._print(f"saved {self._where}, too")
+        finally:
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         # Finish the pending save if all ranks still can. No other save begins.
-        self._is_closed = True
         if not isinstance(error, SystemExit):  # after SystemExit signals must stay harmless until the process ends
             self._saver.abandon()
             if self._tier is not None:

@@ -900,3 +900,41 @@ def test_a_name_that_no_file_may_have_is_refused_at_the_start(tmp_path: Path, na
     """And not by the first save, after ten minutes of training."""
     with pytest.raises(ConfigurationError, match=r"names an object; a name is a word of at most 100 letters of ASCII"):
         Checkpointer(tmp_path, world=World.alone(device="cpu"), **{name: nn.Linear(1, 1)})
+
+
+def stopped_in_its_fourth_round(directory: Path, made: list[Checkpointer]) -> None:
+    with World.alone(device="cpu") as world:
+        for name in "abc":
+            made.append(Checkpointer(directory / name, model=nn.Linear(1, 1), every_minutes=None, world=world))
+        for step in range(6):
+            for checkpoint in made:
+                if step == 3 and checkpoint is made[1]:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                checkpoint.step()
+
+
+def test_all_checkpointers_of_a_run_are_saved_when_it_is_stopped(tmp_path: Path, capsys):
+    """Whichever notices the stop first; the script's own handler is called once, and is back at the end."""
+    called: list[int] = []
+    made: list[Checkpointer] = []
+
+    def own(number: int, frame: object) -> None:
+        called.append(number)
+        raise SystemExit(76)  # as submitit does
+
+    before = signal.signal(signal.SIGUSR1, own)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            stopped_in_its_fourth_round(tmp_path, made)
+        assert caught.value.code == 76
+        assert [steps(tmp_path / name) for name in "abc"] == [[4], [4], [3]]
+        assert called == [signal.SIGUSR1]
+        told = capsys.readouterr().err
+        assert "has replaced" not in told
+        assert f"saved {tmp_path / 'a'}, too" in told
+        for checkpoint in (made[1], made[0], made[2]):
+            assert signal.getsignal(signal.SIGUSR1) != own
+            checkpoint._signals.close()
+        assert signal.getsignal(signal.SIGUSR1) == own
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -219,7 +219,12 @@ class Checkpointer:
             there = ", ".join(map(str, folders)) or "none at all"
             raise CheckpointError(f"{self._where} has no checkpoint of step {step!r}; there are: {there}.")
         self._has_loaded = True
-        return self._load(step, folders[step], strict=strict, verb="loaded")
+        self._load(step, folders[step], strict=strict, verb="loaded")
+        if (
+            self._tier is not None
+        ):  # a run that goes back leaves the later steps, and may be killed before its next save
+            self._tier.remove(lambda folder: step_of(folder) <= step)
+        return step
 
     def discard(self, *, after: int = 0) -> None:
         """Remove the checkpoints of later steps.

@@ -13,6 +13,7 @@ from typing import Any
 from evenstep import checks
 from evenstep import world as worlds
 from evenstep.checkpoint.directory import DamagedError, RunDirectory
+from evenstep.checkpoint.format.manifest import is_object_name
 from evenstep.checkpoint.format.plan import Policy, is_better
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.tree import unwrapped
@@ -39,6 +40,10 @@ _TAKEN = {RANDOM: "the random streams", VIRTUAL_RANKS: "the virtual ranks of rep
 _SLOW_STEP_S = 0.1
 
 
+class _Stopped(SystemExit):
+    """All ranks have agreed to stop, and a Checkpointer has saved."""
+
+
 class Checkpointer:
     """Saves a run's objects while it trains, and resumes from the newest good checkpoint.
 
@@ -52,7 +57,8 @@ class Checkpointer:
 
     It saves the given objects and every random stream of every rank. Replicated state is written once, split across the
     ranks. The loop waits only for a copy to memory; a thread writes the files. After SIGTERM, SIGUSR1, SIGUSR2, SIGHUP
-    or `world.request_stop()` on any rank, all ranks save at the same step and exit with status 75.
+    or `world.request_stop()` on any rank, all ranks save at the same step and exit with status 75; other Checkpointers
+    of the world save at the end of its `with` block.
 
     Collective: every rank makes it, with the same arguments, and calls its methods in the same order. `step` is called
     equally often on all ranks: once after each step of the optimizer. Inside an accumulation window it does nothing.
@@ -168,6 +174,7 @@ class Checkpointer:
         """
         self._agree("resume", lambda: {"strict": checks.switch("strict", strict)})
         self._open()
+        self._finish_all()
         self._has_loaded = True
         problems = []
         for step in (*sorted(self._directory.steps, reverse=True), None):
@@ -206,12 +213,18 @@ class Checkpointer:
             CheckpointError: There is no checkpoint of this step, it is damaged, or it was saved from other objects.
         """
         self._agree("load", lambda: {"step": checks.whole("step", step), "strict": checks.switch("strict", strict)})
+        self._finish_all()
         folders = self._directory.list_folders()
         if step not in folders:
             there = ", ".join(map(str, folders)) or "none at all"
             raise CheckpointError(f"{self._where} has no checkpoint of step {step!r}; there are: {there}.")
         self._has_loaded = True
-        return self._load(step, folders[step], strict=strict, verb="loaded")
+        self._load(step, folders[step], strict=strict, verb="loaded")
+        if (
+            self._tier is not None
+        ):  # a run that goes back leaves the later steps, and may be killed before its next save
+            self._tier.remove(lambda folder: step_of(folder) <= step)
+        return step
 
     def discard(self, *, after: int = 0) -> None:
         """Remove the checkpoints of later steps.
@@ -227,12 +240,13 @@ class Checkpointer:
         """
         self._agree("discard", lambda: {"after": checks.whole("after", after, least=0)})
         self._open()
-        self._finish()
+        self._finish_all()
         if self._tier is not None:
-            self._tier.finish()
             self._tier.remove(lambda folder: step_of(folder) <= after)
         self._directory.discard(after)
-        self._best = self._directory.best
+        self._best = self.world.broadcast_object(self._directory.best)  # the others don't know this job's metrics
+        if self._last_saved is not None and self._last_saved > after:
+            self._last_saved = None
 
     # ------------------------------------------------------------------ while training
 
@@ -249,7 +263,8 @@ class Checkpointer:
 
         Raises:
             CheckpointError: The save in the background has failed.
-            UsageError: The directory has checkpoints of later steps than this one.
+            UsageError: The directory has checkpoints of later steps than this one; or the model is in a `join`, whose
+                ranks make different numbers of steps.
             SystemExit: With status 75: a stop was requested, and the run has been saved.
         """
         engines = [model.engine for model in models_among(self._objects)]
@@ -293,7 +308,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: It could not be saved, also with `on_save_error="continue"`.
-            UsageError: Called in the middle of an accumulation, whose gradients would be lost.
+            UsageError: Called in the middle of an accumulation, whose gradients would be lost; or as for `step`.
         """
         if any(model.engine.is_accumulating for model in models_among(self._objects)):
             raise UsageError(
@@ -335,28 +350,7 @@ class Checkpointer:
             return
         self._is_closed = True
         try:
-            if self._directory.is_open:
-                is_good = self._finish_alone()
-                is_apart = any(model.engine.is_apart for model in models_among(self._objects))
-                if is_apart and self.world.rank == 0:
-                    warn(
-                        f"Checkpointer: ranks differ since LocalSGD's last exchange, after step {self.num_steps}, so "
-                        f"nothing was saved at the end. Call local.average() before the end.",
-                    )
-                elif not is_apart:
-                    self._count()
-                # All ranks know whether the previous save failed, so all agree on whether to save again.
-                if (
-                    not is_apart
-                    and self.num_steps > 0
-                    and self._last_saved != self.num_steps
-                    and (is_good or self._continues_on_error)
-                ):
-                    self._last_saved = self.num_steps
-                    self._saver.start(self.num_steps, self._metrics)
-                    is_good = self._finish_alone(raises=True)
-                if self._tier is not None:
-                    self._tier.close(removes=is_good and not is_apart and self.num_steps > 0)
+            self._save_rest()
         finally:
             self._release()
         if self._signals is not None:  # a signal that came after the last step
@@ -368,6 +362,31 @@ class Checkpointer:
                 f"in {self._where}. Pass the metric, checkpoint.step(**{{{self.policy.best!r}: value}}), or leave best "
                 f"out."
             )
+
+    def _save_rest(self) -> None:
+        """Save what isn't saved yet, and wait for it. Every rank calls it, and no rank waits for another one's call."""
+        if self._directory.is_open:
+            is_good = self._finish_alone()
+            is_apart = any(model.engine.is_apart for model in models_among(self._objects))
+            if is_apart and self.world.rank == 0:
+                warn(
+                    f"Checkpointer: ranks differ since LocalSGD's last exchange, after step {self.num_steps}, so "
+                    f"nothing was saved at the end. Call local.average() before the end.",
+                )
+            elif not is_apart:
+                self._count()
+            # All ranks know whether the previous save failed, so all agree on whether to save again.
+            if (
+                not is_apart
+                and self.num_steps > 0
+                and self._last_saved != self.num_steps
+                and (is_good or self._continues_on_error)
+            ):
+                self._last_saved = self.num_steps
+                self._saver.start(self.num_steps, self._metrics)
+                is_good = self._finish_alone(raises=True)
+            if self._tier is not None:
+                self._tier.close(removes=is_good and not is_apart and self.num_steps > 0)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -429,6 +448,12 @@ class Checkpointer:
         heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
         self._report_failure(failure, raises=raises)
 
+    def _finish_all(self) -> None:
+        """Collective: wait for the pending saves, also on the nodes' disks: they are of the step before a load."""
+        self._finish()
+        if self._tier is not None:
+            self._tier.finish()
+
     def _finish_alone(self, *, raises: bool = False) -> bool:
         """Wait for the pending save on this rank, raise or print its failure, and return whether it has succeeded.
 
@@ -475,8 +500,11 @@ class Checkpointer:
         self._print(f"stop requested ({reason} on rank {rank}); saved {self._where}/{folder}, which resumes there")
         self._requests.finish()
         if self._signals is not None:
-            self._signals.call_former()
-        raise SystemExit(EXIT_PREEMPTED)
+            try:
+                self._signals.call_former()
+            except SystemExit as former:
+                raise _Stopped(former.code) from None
+        raise _Stopped(EXIT_PREEMPTED)
 
     def _take_metrics(self, metrics: Mapping[str, float]) -> bool:
         """Collective if there are metrics: store rank 0's; returns whether they are the best so far."""
@@ -517,9 +545,14 @@ class Checkpointer:
         The first call decides which of its content counts.
         """
         self._open()
-        if self._last_saved is None:
-            self._directory.refuse_later_than(self.num_steps)
+        self._directory.refuse_later_than(self.num_steps)  # also after `load` of an older one in the middle of a run
         _validate_local(self._objects)
+        if self.world.world_size > 1 and any(model._join_config.enable for model in models_among(self._objects)):
+            raise UsageError(
+                "checkpoint inside model.join(): a rank that has run out of batches only takes part in the others' "
+                "gradients, and they would wait for it here. Call checkpoint.save() after the block, or give all ranks "
+                "equally many batches (evenstep.DataLoader does), so that you need no join."
+            )
         if not self._has_begun:
             if self._tier is not None and not self._has_loaded:
                 self._directory.refuse_later_than(self.num_steps, self._tier.newest())
@@ -572,8 +605,16 @@ class Checkpointer:
         if ended_well(error):
             self.close()
             return
+        was_closed, self._is_closed = self._is_closed, True
+        try:
+            if isinstance(error, _Stopped) and not was_closed and self._directory.is_open:
+                self._save_rest()  # another Checkpointer has stopped the run, on all ranks at the same step
+                self._print(f"saved {self._where}, too")
+        finally:
+            self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
         # Finish the pending save if all ranks still can. No other save begins.
-        self._is_closed = True
         if not isinstance(error, SystemExit):  # after SystemExit signals must stay harmless until the process ends
             self._saver.abandon()
             if self._tier is not None:
@@ -644,8 +685,11 @@ def _validate_objects(objects: Mapping[str, Any]) -> None:
     if not objects:
         raise ConfigurationError("there is nothing to save. Pass objects by name: model=model, ...")
     for name, value in objects.items():
-        if not name.isidentifier():
-            raise ConfigurationError(f"{name!r} names an object; a name is a word, as in model=model.")
+        if not is_object_name(name):
+            raise ConfigurationError(
+                f"{name!r} names an object; a name is a word of at most 100 letters of ASCII, digits and _, as in "
+                f"model=model. Files are named after it."
+            )
         if name in _TAKEN:
             raise ConfigurationError(f"{name}= is the name of {_TAKEN[name]}; use another one.")
         target = unwrapped(value)

@@ -233,7 +233,7 @@ def import_file(source: str, path: str, name: str | None, step: int | None) -> s
     found = content.get("step") if name is None else None
     objects = {name: content} if name is not None else {k: v for k, v in content.items() if isinstance(v, dict)}
     left_out = [str(key) for key in content if name is None and key not in objects and key != "step"]
-    if not objects or not all(isinstance(key, str) and key.isidentifier() for key in objects) or left_out:
+    if not objects or not all(isinstance(key, str) and manifests.is_object_name(key) for key in objects) or left_out:
         what = f" (there is {left_out[0]!r})" if left_out else ""
         raise CheckpointError(
             f"{source} isn't a dictionary of states by name{what}. If it is the state of one object, name the object: "

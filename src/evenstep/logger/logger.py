@@ -59,6 +59,7 @@ class Logger:
 
     Raises:
         ConfigurationError: `to` isn't a function, or the directory can't be written. Raised on all ranks.
+        MismatchError: `every` differs between ranks.
     """
 
     @excepthook.for_users
@@ -79,32 +80,29 @@ class Logger:
         self._last_step: int | None = None
         self._file: int | None = None
         self._writers: dict[str, Tracker] = {}  # by the name of their destination
-        # If rank 0 can't make its file, the others raise here, too; else they would wait for it in a collective.
-        problems = self.world.exchange(self._prepare(to))
-        for rank, problem in enumerate(problems):
-            if problem is not None:
-                raise ConfigurationError(f"Logger on rank {rank}: {problem}")
+        # If rank 0 can't make its file, or ranks skip other steps, all raise here; else they would wait for each other.
+        validate_on_all_ranks(self.world, "Logger", lambda: self._prepare(to))
         self.world.at_end(self._world_ended)
 
-    def _prepare(self, to: Tracker | None) -> str | None:
-        """The problem with the directory, or None. Rank 0 makes the directory."""
-        try:
-            self.every = checks.whole("every", self.every, least=1)
-            if to is not None:
-                checks.function("to", to, otherwise="None")
-        except ConfigurationError as error:
-            return str(error)
-        if not self.world.is_main:
-            return None
-        path = self._path
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            return f"{self.directory}: {error.strerror}."
-        if not os.access(path if path.exists() else self.directory, os.W_OK):
-            return f"{path} can't be written."
-        self._writers = {str(path): self._write} | ({} if to is None else {f"to={to!r}": to})
-        return None
+    def _prepare(self, to: Tracker | None) -> dict[str, Any]:
+        """Check the arguments; rank 0 makes the directory. Returns what must be equal on all ranks.
+
+        Raises:
+            ConfigurationError: An argument is wrong, or the directory can't be written.
+        """
+        self.every = checks.whole("every", self.every, least=1)
+        if to is not None:
+            checks.function("to", to, otherwise="None")
+        if self.world.is_main:
+            path = self._path
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigurationError(f"{self.directory}: {error.strerror}.") from None
+            if not os.access(path if path.exists() else self.directory, os.W_OK):
+                raise ConfigurationError(f"{path} can't be written.")
+            self._writers = {str(path): self._write} | ({} if to is None else {f"to={to!r}": to})
+        return {"every": self.every}
 
     def log(
         self,

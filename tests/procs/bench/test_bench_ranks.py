@@ -244,7 +244,7 @@ def log_nonsense(directory: str, kind: str) -> str:
             "rank 1.",
         ),
         ("value", "ConfigurationError: Logger.log(mean=True) on rank 1: 'loss' is 'high'"),
-        ("another step", "MismatchError: Logger.log(mean=True): the step is 4 on rank 0 and 6 on rank 1. All"),
+        ("another step", "MismatchError: Logger.log(mean=True): the step is 4 on rank 0 and 6 on rank 1. Log"),
         ("an earlier step", "UsageError: Logger.log(mean=True) on rank 1: step 2 after step 4."),
         ("no step", "ConfigurationError: Logger.log(mean=True) on rank 1: step='4'; a whole number, at least 0."),
         ("weight", "ConfigurationError: Logger.log(mean=True) on rank 1: weight=-1; a number, at least 0."),
@@ -253,3 +253,18 @@ def log_nonsense(directory: str, kind: str) -> str:
 def test_what_is_wrong_on_one_rank_is_told_on_all(ranks: RankPool, tmp_path: Path, kind: str, told: str) -> None:
     for error in ranks.run(log_nonsense, 2, str(tmp_path), kind):
         assert error.startswith(told), error
+
+
+def skips_other_steps(directory: str) -> str:
+    world = evenstep.init(quiet=True)
+    try:
+        evenstep.Logger(directory, every=1 + world.rank)
+    except EvenstepError as error:
+        return str(error)
+    return ""
+
+
+def test_loggers_that_skip_other_steps_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    """`log(mean=True)` is collective: the ranks would wait for each other in different calls."""
+    said = "Logger: every is 1 on rank 0 and 2 on rank 1. Pass the same arguments on all ranks."
+    assert ranks.run(skips_other_steps, 2, str(tmp_path)) == [said] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -21,7 +22,7 @@ from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.directory import checkpoints_in
 from evenstep.checkpoint.lock import take_lock
 from evenstep.checkpoint.store import LocalDirectory
-from evenstep.errors import CheckpointError
+from evenstep.errors import CheckpointError, UsageError
 from tests.checkpoint_runs import Training, assert_same, world_for_this_test
 
 
@@ -350,3 +351,47 @@ def test_the_end_saves_a_sharded_optimizer_though_its_transport_is_closed(ranks,
     resumed = ranks.run(ends_with_a_sharded_optimizer, 2, str(tmp_path / "run"), fresh_seed, memory_format)
     assert [step for step, _ in trained] == [0, 0]
     assert resumed == [(3, state) for _, state in trained]
+
+
+def goes_back_with_metrics(directory: Path):
+    checkpoint = Checkpointer(
+        directory, model=torch.nn.Linear(1, 1), every_minutes=None, best="loss", world=world_for_this_test()
+    )
+    for loss in (0.5, 0.3, 0.1):
+        checkpoint.step(loss=loss)
+    checkpoint.discard(after=2)
+    checkpoint.load(2)
+    for loss in (0.4, 0.2, 0.35):
+        checkpoint.step(loss=loss)
+    checkpoint.wait()
+    checkpoint.close()
+
+
+def test_ranks_agree_on_the_best_metric_after_later_checkpoints_were_discarded(ranks, tmp_path):
+    ranks.run(goes_back_with_metrics, 2, tmp_path)
+    assert list(checkpoints_in(LocalDirectory(tmp_path))) == [2, 4, 5]
+
+
+def saves_within_a_join(directory: Path) -> str:
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(torch.nn.Linear(2, 1))
+    checkpoint = Checkpointer(directory, model=model, every_minutes=None)
+    said = ""
+    with contextlib.suppress(UsageError), model.join():
+        for _ in range(3 + world.rank):
+            model.backward(model(torch.ones(4, 2)).mean())
+            try:
+                checkpoint.step()
+            except UsageError as error:
+                said = str(error)
+                raise
+    checkpoint.save()
+    checkpoint.close()
+    return said
+
+
+def test_a_step_within_a_join_is_refused_on_all_ranks(ranks, tmp_path):
+    """The ranks that are still in their loops would wait for one that has left until the deadline of the calls."""
+    for said in ranks.run(saves_within_a_join, 2, tmp_path):
+        assert said.startswith("checkpoint inside model.join(): ")
+        assert "checkpoint.save() after the block" in said

@@ -230,3 +230,28 @@ def looked_at_by_rank_0_and_another_by_all() -> list[int]:
 def test_a_look_of_one_rank_is_not_taken_for_a_call_of_the_next_loader(ranks: RankPool) -> None:
     one, other = ranks.run(looked_at_by_rank_0_and_another_by_all, 2)
     assert sorted(one + other) == list(range(23))
+
+
+class InOrder:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+
+def left_early(num_workers: list[int]) -> list[list[int]]:
+    """The last epoch after loops that were left early, on ranks that draw ahead by different numbers of batches."""
+    world = evenstep.init(quiet=True)
+    workers = num_workers[world.rank]
+    context = "fork" if workers else None
+    loader = DataLoader(range(20), 4, sampler=InOrder(), num_workers=workers, multiprocessing_context=context)
+    next(iter(loader))
+    for place, _ in enumerate(loader):
+        if place == 1:
+            break
+    seen = [batch.tolist() for batch in loader]
+    assert float(world.mean(torch.tensor(float(world.rank)))) == 0.5
+    return seen
+
+
+def test_ranks_with_different_numbers_of_workers_compare_the_same_steps(ranks: RankPool) -> None:
+    seen = ranks.run(left_early, 2, [0, 2])
+    assert seen == [[[4 * step + 2 * rank, 4 * step + 2 * rank + 1] for step in range(5)] for rank in range(2)]

@@ -27,7 +27,7 @@ from evenstep import World
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.directory import checkpoints_in, read_manifest
 from evenstep.checkpoint.load.reader import check_checkpoint
-from evenstep.checkpoint.lock import look
+from evenstep.checkpoint.lock import Place, look
 from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.save.writer import Job, Writer
 from evenstep.checkpoint.store import LocalDirectory
@@ -652,3 +652,73 @@ def test_a_group_may_share_a_run(tmp_path: Path):
         ConfigurationError, match=r"private=False is for the path .*LocalDirectory\(path, private=False"
     ):
         training(LocalDirectory(tmp_path), private=False)
+
+
+def test_a_run_that_goes_back_has_to_discard_the_later_checkpoints(tmp_path: Path):
+    """Else the next start would load one of them, and what was trained since would be lost."""
+    run = training(tmp_path, every_steps=2).run_to(6)
+    run.checkpoint.load(4)  # while step 6 is being written
+    assert run.checkpoint._directory.folders == {
+        2: Place(2, 1, 1).folder,
+        4: Place(4, 1, 2).folder,
+        6: Place(6, 1, 3).folder,
+    }
+    for goes_on in (run.step, run.checkpoint.save):
+        with pytest.raises(UsageError, match=r"up to step 6, but this run is at step 4.*discard\(after=4\)"):
+            goes_on()
+    run.checkpoint.discard(after=4)
+    assert run.checkpoint.load(4) == 4
+    run.run_to(5).checkpoint.close()
+    assert steps(tmp_path) == [2, 4, 5]
+
+
+def test_a_last_step_that_was_discarded_is_saved_again(tmp_path: Path):
+    run = training(tmp_path, every_steps=1).run_to(2)
+    run.checkpoint.discard(after=1)
+    run.checkpoint.close()
+    assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["modèle", "m" * 101, "a model"])
+def test_a_name_that_no_file_may_have_is_refused_at_the_start(tmp_path: Path, name: str):
+    """And not by the first save, after ten minutes of training."""
+    with pytest.raises(ConfigurationError, match=r"names an object; a name is a word of at most 100 letters of ASCII"):
+        Checkpointer(tmp_path, world=World.alone(device="cpu"), **{name: nn.Linear(1, 1)})
+
+
+def stopped_in_its_fourth_round(directory: Path, made: list[Checkpointer]) -> None:
+    with World.alone(device="cpu") as world:
+        for name in "abc":
+            made.append(Checkpointer(directory / name, model=nn.Linear(1, 1), every_minutes=None, world=world))
+        for step in range(6):
+            for checkpoint in made:
+                if step == 3 and checkpoint is made[1]:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                checkpoint.step()
+
+
+def test_all_checkpointers_of_a_run_are_saved_when_it_is_stopped(tmp_path: Path, capsys):
+    """Whichever notices the stop first; the script's own handler is called once, and is back at the end."""
+    called: list[int] = []
+    made: list[Checkpointer] = []
+
+    def own(number: int, frame: object) -> None:
+        called.append(number)
+        raise SystemExit(76)  # as submitit does
+
+    before = signal.signal(signal.SIGUSR1, own)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            stopped_in_its_fourth_round(tmp_path, made)
+        assert caught.value.code == 76
+        assert [steps(tmp_path / name) for name in "abc"] == [[4], [4], [3]]
+        assert called == [signal.SIGUSR1]
+        told = capsys.readouterr().err
+        assert "has replaced" not in told
+        assert f"saved {tmp_path / 'a'}, too" in told
+        for checkpoint in (made[1], made[0], made[2]):
+            assert signal.getsignal(signal.SIGUSR1) != own
+            checkpoint._signals.close()
+        assert signal.getsignal(signal.SIGUSR1) == own
+    finally:
+        signal.signal(signal.SIGUSR1, before)

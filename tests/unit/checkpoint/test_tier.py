@@ -320,3 +320,14 @@ def test_a_directory_that_is_not_this_users_is_refused(tmp_path: Path, monkeypat
     ):
         training(tmp_path, local)
     assert not (tmp_path / "saved").exists()
+
+
+def test_a_run_that_goes_back_leaves_no_later_copies(tmp_path: Path):
+    """It may be killed before its next local save: the next start must not go on from the steps that it has left."""
+    run = training(tmp_path, every_steps=4).run_to(7)
+    assert 6 in generations(tmp_path)
+    assert run.checkpoint.load(4) == 4
+    is_killed(run)
+    run = training(tmp_path, every_steps=4)
+    assert run.checkpoint.resume() == 4
+    run.checkpoint.close()

@@ -356,3 +356,32 @@ def test_a_set_epoch_of_the_script_is_the_loaders(kind: str) -> None:
     for twin in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):
         twin.set_epoch(9)
         assert (twin.epoch, data.epoch, loader.epoch) == (9, 5, 6)
+
+
+class Words(Dataset[str]):
+    """Samples that have words for numbers, and one that has a number."""
+
+    words = [f"sample {number}" for number in range(SIZE - 1)] + [7]
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, word: Any) -> Any:
+        return word
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.words)
+
+
+@pytest.mark.parametrize("step", [1, 2, 11])
+def test_samples_without_numbers_go_on_where_they_were(step: int) -> None:
+    """A resume draws them again all at once; the digest doesn't depend on that."""
+    words = Words()
+    loader = DataLoader(words, 4, sampler=words, collate_fn=list, world=stub_world())
+    for number, _ in enumerate(loader, start=1):
+        loader.commit()
+        if number == step:
+            break
+    again = DataLoader(words, 4, sampler=words, collate_fn=list, world=stub_world())
+    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert list(chain.from_iterable(again)) == words.words[4 * step :]

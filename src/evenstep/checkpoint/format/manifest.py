@@ -26,6 +26,7 @@ _FIRST_PATTERN = re.compile(rb'\{"evenstep_checkpoint": (\d{1,9}), "crc32": "([0
 # Most parts aren't boxes, and only the local tier has copies. Leaving these fields out makes the file shorter.
 _LEFT_OUT: Mapping[str, object] = {"sizes": None, "copies": (), "node": None}
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
+_OBJECT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")  # a part of names of files
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,11 @@ class Manifest:
                 tensors[name] = replace(tensor, parts=tuple(there[part.place] for part in tensor.parts))
             objects[owner] = replace(item, tensors=tensors)
         return replace(self, objects=objects)
+
+
+def is_object_name(name: str) -> bool:
+    """Whether an object that is saved may have this name."""
+    return _OBJECT_NAME.fullmatch(name) is not None
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -97,7 +97,7 @@ class StopSignals:
 
     A handler that was set before, by the script or submitit, is called once, when the step has been saved. Called
     inside the signal it could exit in the middle of a step, as submitit's handler does, which requeues the job and
-    exits.
+    exits. With several Checkpointers the newest one's handler passes the signal on to the earlier ones.
     """
 
     def __init__(self, world: World) -> None:
@@ -117,7 +117,7 @@ class StopSignals:
 
     def replaced(self) -> list[str]:
         """Signals whose handler the script has replaced since; each is listed once."""
-        found = [which for which in self._before if signal.getsignal(which) != self._handle]
+        found = [which for which in self._before if self._passed_on_by(which) is None]
         for which in found:
             del self._before[which]
         return [which.name for which in found]
@@ -127,6 +127,9 @@ class StopSignals:
         due, self._due = self._due, None
         if due is not None:
             due[1](due[0], None)
+        for before in self._before.values():  # of earlier Checkpointers, which have noted it
+            if (owner := _owner_of(before)) is not None:
+                owner.call_former()
 
     def close(self) -> None:
         """Restore the former handlers, unless the script has set others since."""
@@ -134,9 +137,19 @@ class StopSignals:
             return
         while self._before:
             which, before = self._before.popitem()
-            if signal.getsignal(which) == self._handle:
+            above = self._passed_on_by(which)
+            if above is not None and above is not self:
+                above._before[which] = before
+            if above is self:
                 with contextlib.suppress(TypeError, ValueError):  # a handler that python didn't set
                     signal.signal(which, before)
+
+    def _passed_on_by(self, which: signal.Signals) -> StopSignals | None:
+        """The object whose handler passes a signal on to this one: this one, or a later Checkpointer's; None: none."""
+        above, owner = self, _owner_of(signal.getsignal(which))
+        while owner is not None and owner is not self:
+            above, owner = owner, _owner_of(owner._before.get(which))
+        return above if owner is self else None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked child: the signal has to end it
@@ -145,5 +158,14 @@ class StopSignals:
             return
         self._world.request_stop(signal.Signals(number).name)
         before = self._before.get(signal.Signals(number))
-        if self._due is None and callable(before) and before is not signal.default_int_handler:
+        earlier = _owner_of(before)
+        if earlier is not None:
+            earlier._handle(number, frame)
+        elif self._due is None and callable(before) and before is not signal.default_int_handler:
             self._due = number, before
+
+
+def _owner_of(handler: Any) -> StopSignals | None:
+    """The object whose handler this is; None: it is the script's, or the system's."""
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, StopSignals) else None

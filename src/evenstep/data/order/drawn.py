@@ -181,8 +181,14 @@ class Drawing:
         return done == position and expected in (None, self.digest)
 
     def _add(self, indices: list[Any]) -> None:
+        """Update the digest. Not by the batch: a resume draws the same indices again in larger pieces."""
         packed = _packed(indices)
-        self._digest.update(packed.tobytes() if isinstance(packed, array) else repr(packed).encode())
+        if isinstance(packed, array):
+            self._digest.update(packed.tobytes())
+            return
+        for each in indices:
+            one = _packed([each])
+            self._digest.update(one.tobytes() if isinstance(one, array) else f"{each!r}\0".encode())
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:

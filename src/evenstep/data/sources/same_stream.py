@@ -18,7 +18,6 @@ from torch import Tensor
 from evenstep.data.loading.digests import digest_of
 from evenstep.data.loading.fetch import Loaded
 from evenstep.errors import MismatchError
-from evenstep.transport.base import Work
 from evenstep.transport.core.transport import Transport
 
 ENDED = -1  # in place of a digest: no further step
@@ -33,8 +32,9 @@ _ADVICE = (
 class Agreement:
     """Compares a digest of each step between the ranks.
 
-    At most one comparison runs at a time: the next one begins when the last has ended, or when its digest is added. So
-    ranks that draw ahead have begun the same number of comparisons, even if one of them has ended.
+    Each comparison runs when its step is about to be yielded, not when the step is drawn: ranks draw ahead by different
+    numbers of steps (their loaders may have other numbers of workers), and a loop that is left early would leave
+    different numbers of comparisons behind.
 
     Args:
         transport: A transport that only these comparisons use.
@@ -43,29 +43,18 @@ class Agreement:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._waiting: deque[Tensor] = deque()  # [2] each: the digest, and whether this rank has found something wrong
-        self._begun: tuple[Tensor, Work] | None = None
 
     def add(self, digest: int, *, is_wrong: bool = False) -> None:
-        """The digest of the next step, in order. Collective."""
+        """The digest of the next step, in order."""
         self._waiting.append(torch.tensor([digest, is_wrong], dtype=torch.int64, device="cpu"))
-        if self._begun is None:
-            self._begin()
 
-    def await_oldest(self) -> list[tuple[int, bool]] | None:
-        """Wait for the oldest comparison. Returns None if all ranks agree, else the digests of all. Collective."""
-        assert self._begun is not None
-        (found, work), self._begun = self._begun, None
-        work.wait()
+    def compare_oldest(self) -> list[tuple[int, bool]] | None:
+        """Compare the oldest digest. Returns None if all ranks agree, else the digests of all. Collective."""
+        found = torch.empty(self._transport.world_size, 2, dtype=torch.int64, device="cpu")
+        self._transport.all_gather(found.view(-1), self._waiting.popleft()).wait()
         if bool((found == found[0]).all()) and not found[0, 1]:
-            if self._waiting:
-                self._begin()
             return None
         return [(digest, bool(is_wrong)) for digest, is_wrong in found.tolist()]
-
-    def _begin(self) -> None:
-        own = self._waiting.popleft()
-        found = torch.empty(self._transport.world_size, 2, dtype=torch.int64, device="cpu")
-        self._begun = found, self._transport.all_gather(found.view(-1), own)
 
 
 def who_differs(digests: Sequence[int], ended: int, what: str) -> str:
@@ -107,7 +96,7 @@ def same_everywhere(
         workers_differ = any(seen.setdefault(step - back, digest) != digest for back, digest in others)
         seen.pop(step - num_workers, None)
         agreement.add(loaded.digests[-1], is_wrong=workers_differ)
-        of_ranks = agreement.await_oldest()
+        of_ranks = agreement.compare_oldest()
         if of_ranks is not None:
             rank = next((rank for rank, (_, is_wrong) in enumerate(of_ranks) if is_wrong), None)
             who = f"the workers of rank {rank} got different records"

@@ -159,7 +159,7 @@ class SampleSource(Source):
         expected = (start.drawn or {}).get("digest")
         is_wrong = epoch.is_wrong if isinstance(epoch, Drawing) else expected not in (None, epoch.digest)
         agreement.add(epoch.digest, is_wrong=is_wrong)
-        of_ranks = agreement.await_oldest()
+        of_ranks = agreement.compare_oldest()
         if of_ranks is None:
             return
         if not any(is_wrong for _, is_wrong in of_ranks):
@@ -179,7 +179,7 @@ class SampleSource(Source):
 
     def _validate_same(self, agreement: Agreement, epoch: Epoch) -> None:
         """Raise on all ranks unless all have drawn the same next step, or all have ended. Collective."""
-        of_ranks = agreement.await_oldest() if isinstance(epoch, Drawing) else None
+        of_ranks = agreement.compare_oldest() if isinstance(epoch, Drawing) else None
         if of_ranks is not None:
             raise self._differ([digest for digest, _ in of_ranks], f"In epoch {epoch.number}")
 
@@ -233,7 +233,7 @@ class SampleSource(Source):
                 yield request
 
     def _drawn(self, drawing: Drawing, marks: deque[Mark], agreement: Agreement) -> Iterator[Request]:
-        """This rank's requests from a sampler. Collective: the drawn indices are compared."""
+        """This rank's requests from a sampler. The drawn indices are compared before their batch is yielded."""
         while (found := drawing.draw()) is not None:
             indices, mark = found
             agreement.add(drawing.digest)

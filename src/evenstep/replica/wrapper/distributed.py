@@ -168,6 +168,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     is_divided = False  # over ranks, by FSDP2 or tensor parallelism: see `parallel.model`
     _was_uneven = False  # ranks have made different numbers of steps in a `join`
     _has_warned_of_join = False
+    _is_within_dummy = False  # the module around this wrapped part runs on a dummy batch
     logger = None  # torch's class has its timings there; here `world.telemetry` has them
     mixed_precision = None
 
@@ -391,13 +392,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         first = inputs[0] if inputs else None
         has_rows = isinstance(first, Tensor) and first.numel() > 0 and first.dim() > self.dim >= 0
         is_empty = not has_rows and is_empty_batch((inputs, kwargs), self.dim)
+        over_dummy = is_empty or self._is_within_dummy
         if with_grad and engine.trained.module_buffers.has_statistics:
-            engine.trained.module_buffers.begin_forward(over_dummy=is_empty)
-        is_first = not (is_empty or self._dummy.has_sample)
+            engine.trained.module_buffers.begin_forward(over_dummy=over_dummy)
+        is_first = not (over_dummy or self._dummy.has_sample)
         if is_first:
             self._dummy.remember((inputs, kwargs))
         if is_empty or self.sync_layers.layers or is_compiled:
-            run = self._forward_dummy if is_empty else self._run_module
+            run = self._forward_dummy if is_empty else partial(self._run_module, over_dummy=over_dummy)
             with active_in_dynamo(self) if is_compiled and not self.is_divided else contextlib.nullcontext():
                 outputs = run(inputs, kwargs)
         else:
@@ -405,7 +407,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if is_first:
             self._dummy.remember_outputs(outputs)
         if with_grad:  # passes of an evaluation are no part of a step
-            engine.end_forward(outputs, began_ns, over_dummy=is_empty, is_training=self.training)
+            engine.end_forward(outputs, began_ns, over_dummy=over_dummy, is_training=self.training)
         self._enable_fast_path()
         return outputs
 
@@ -430,8 +432,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
 
     def _forward_dummy(self, inputs: Any, kwargs: Any) -> Any:
         inputs, kwargs = self._dummy.build((inputs, kwargs))
-        with randomness.preserved(), untouched(self.module, but=self.sync_layers.buffers()):
-            outputs = self._run_module(inputs, kwargs, over_dummy=True)
+        try:
+            for part in self._wrapped_inside:
+                part._is_within_dummy = True
+            with randomness.preserved(), untouched(self.module, but=self.sync_layers.buffers()):
+                outputs = self._run_module(inputs, kwargs, over_dummy=True)
+        finally:
+            for part in self._wrapped_inside:
+                part._is_within_dummy = False
         return self._dummy.empty_outputs(outputs)
 
     def _moved(self, tensor: Tensor) -> Tensor:

@@ -252,6 +252,12 @@ def test_each_batch_size_of_a_dictionary_counts(settings: str, loop: str, reason
     assert reason in why_not(tmp_path, f"{HEAD}from settings import fast\nkwargs = {settings}\n{loop}")
 
 
+def test_a_dictionary_may_hold_the_batches_themselves(tmp_path: Path):
+    head = HEAD + "from settings import groups\nkwargs = {'batch_sampler': groups}\n"
+    text = head + LOOP.replace("batch_size=16, shuffle=True", "**kwargs")
+    assert "loader = evenstep.DataLoader(data, **kwargs)\n" in after(tmp_path, text)
+
+
 def test_settings_that_two_loaders_share_stay_for_the_one_that_is_not_divided(tmp_path: Path):
     kwargs = "kwargs = {'batch_size': 16, 'collate_fn': pad}\n"
     test = "test = DataLoader(data, **kwargs)\nfor x, y in test:\n    print(model(x).view(16, 1).sum())\n"

@@ -12,5 +12,5 @@ Reading order, from the roof down; each imports only from those below it:
 8. `batches`: splitting a batch, and the dummy batch of a rank whose share is empty. `join`: ranks that run out of data
    before the others. `channels`: transports for one purpose each. `module_buffers`: running statistics and the like.
 
-`testing.reference` is the slow, obvious engine that tests compare this one with.
+`tests/reference_engine.py` is the slow, obvious engine that tests compare this one with.
 """

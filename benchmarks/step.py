@@ -72,8 +72,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import evenstep
-from evenstep import determinism
-from evenstep.virtual_ranks import VirtualRanks
+from evenstep.ground.computing import determinism
+from evenstep.ground.computing.virtual_ranks import VirtualRanks
 
 Step = Callable[[], None]
 SIDES = ["bare", "tutorial", "best", "ZeRO", "evenstep", "sharded"]

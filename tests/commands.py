@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evenstep.processes import is_running
+from evenstep.ground.host.processes import is_running
 from tests.launcher_server import ForkedCall, server
 
 DEADLINE_S = 90.0

@@ -141,7 +141,9 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 def _rewrite_mark(mark: str) -> None:
     """Change the variable that /proc/PID/environ shows: what this process was started with lies on its stack."""
-    from evenstep.processes import stat_fields  # a caller that only starts a server needs nothing of evenstep
+    from evenstep.ground.host.processes import (
+        stat_fields,  # a caller that only starts a server needs nothing of evenstep
+    )
 
     fields = stat_fields("self")
     start, end = int(fields[47]), int(fields[48])

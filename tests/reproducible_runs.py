@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep import world as worlds
-from evenstep.virtual_ranks import begin_of
+from evenstep.ground.computing.virtual_ranks import begin_of
 
 PADDING = -100
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from evenstep.network import LOOPBACK
+from evenstep.ground.host.network import LOOPBACK
 from evenstep.parameter_servers.wire import Badge, Client, Listener, Message
 
 BADGE = Badge(b"a key", "run 1 server 0")

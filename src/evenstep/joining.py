@@ -16,13 +16,21 @@ import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from evenstep import checks, determinism, randomness
+from evenstep import checks
 from evenstep import world as worlds
 from evenstep.console import quieten, say
-from evenstep.device import choose_device
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, MismatchError, UsageError
 from evenstep.ground.compat.torch_distributed import abort_process_groups, default_store, keep_groups, reset_group_count
 from evenstep.ground.compat.torch_tensors import forget_meshes
+from evenstep.ground.computing import determinism, randomness
+from evenstep.ground.computing.device import choose_device
+from evenstep.ground.computing.virtual_ranks import (
+    DEFAULT_VIRTUAL_RANKS,
+    VirtualRanks,
+    disagreements,
+    validate_division,
+    validate_mode,
+)
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.coordination.mesh import validate_mesh
 from evenstep.ground.coordination.rendezvous_store import choose_gloo_interface, open_store
@@ -50,7 +58,6 @@ from evenstep.transport.factory import (
 from evenstep.transport.local import LocalTransport
 from evenstep.transport.shm.transport import SharedMemoryTransport
 from evenstep.transport.tree_order import in_tree_order
-from evenstep.virtual_ranks import DEFAULT_VIRTUAL_RANKS, VirtualRanks, disagreements, validate_division, validate_mode
 from evenstep.world import DEFAULT_TIMEOUT_S, LONGEST_TIMEOUT_S, World
 
 _SAME_ARGUMENTS = "Pass the same on all ranks; each rank derives its own random numbers from the seed."

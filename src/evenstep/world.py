@@ -25,12 +25,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from evenstep import checks, console, randomness, virtual_ranks
-from evenstep.device import choose_device, parse_device
+from evenstep import checks, console
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.c_library import heap
 from evenstep.ground.compat.torch_autograd import has_pending_graph
 from evenstep.ground.compat.torch_distributed import default_store
+from evenstep.ground.computing import randomness, virtual_ranks
+from evenstep.ground.computing.device import choose_device, parse_device
 from evenstep.ground.coordination.main_first import main_first
 from evenstep.ground.coordination.mesh import DATA, build_mesh, complete_mesh, group_along, validate_mesh
 from evenstep.ground.environment import Placement, claim_rank, current_placement, node_identity, placement_from_nodes

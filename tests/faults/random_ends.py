@@ -28,7 +28,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from evenstep.processes import children
+from evenstep.ground.host.processes import children
 from tests import namespaces
 from tests.commands import processes_with
 from tests.namespaces import Namespaces

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from evenstep.ground.health.heartbeat import Page
-from evenstep.processes import is_running
+from evenstep.ground.host.processes import is_running
 from tests.commands import Command
 
 SCRIPT = """

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.processes import children
+from evenstep.ground.host.processes import children
 from tests.commands import Command, call, start
 
 WAITS = """

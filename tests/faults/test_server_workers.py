@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.processes import children
+from evenstep.ground.host.processes import children
 from tests.commands import Command
 from tests.faults.server_kills import processes_of, write_script
 from tests.faults.test_server_faults import counts, has_saved, start

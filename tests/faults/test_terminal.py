@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.processes import is_running
+from evenstep.ground.host.processes import is_running
 
 RUN = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", "2", "--device", "cpu"]
 # Becomes the command, with the terminal that is its stdin as the one that controls it.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.processes import children
+from evenstep.ground.host.processes import children
 from tests.hosts.conftest import Hosts
 
 FAILS = """

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from evenstep import control_groups
-from evenstep.control_groups import count_cpus, cpu_limit, free_memory_bytes, memory_limit_bytes
+from evenstep.ground.host import control_groups
+from evenstep.ground.host.control_groups import count_cpus, cpu_limit, free_memory_bytes, memory_limit_bytes
 
 GIB = 1 << 30
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evenstep import determinism
+from evenstep.ground.computing import determinism
 
 
 def switches() -> dict[str, object]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evenstep.device import choose_device
 from evenstep.errors import ConfigurationError
+from evenstep.ground.computing.device import choose_device
 from evenstep.ground.environment import Placement
 
 SECOND_OF_TWO = Placement(rank=1, world_size=2, local_rank=1, local_world_size=2)

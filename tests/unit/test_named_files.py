@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("libcst")
 
 from evenstep.cli.main import main
-from evenstep.named_files import MOST_BYTES, replace_file, write_report
+from evenstep.ground.host.named_files import MOST_BYTES, replace_file, write_report
 
 COMMANDS = [
     ["doctor"],

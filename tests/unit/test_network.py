@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import socket
 
-from evenstep.network import Reservation, is_taken, listening_inodes, owner_of
+from evenstep.ground.host.network import Reservation, is_taken, listening_inodes, owner_of
 
 TABLE = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from evenstep.processes import stat_fields, state_and_start
+from evenstep.ground.host.processes import stat_fields, state_and_start
 from tests.limits import no_descriptors
 
 

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from evenstep import randomness
+from evenstep.ground.computing import randomness
 
 
 def draw():

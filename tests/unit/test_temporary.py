@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.temporary import private_directory, sweep
+from evenstep.ground.host.temporary import private_directory, sweep
 
 STAYS = """
 import os, sys
-from evenstep.temporary import private_directory
+from evenstep.ground.host.temporary import private_directory
 with private_directory("run") as directory:
     (directory / "rendezvous").write_text("...")
     print(directory, flush=True)

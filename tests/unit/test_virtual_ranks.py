@@ -12,14 +12,20 @@ import torch.nn.functional as F
 from torch import nn
 
 import evenstep
-from evenstep import virtual_ranks
 from evenstep.data.order.batch_plan import divide
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.computing import virtual_ranks
+from evenstep.ground.computing.virtual_ranks import (
+    VirtualRanks,
+    begin_of,
+    disagreements,
+    validate_division,
+    validate_mode,
+)
 from evenstep.optim import exact
 from evenstep.replica.gradients.window import Kind, Window
 from evenstep.replica.virtual_ranks.loop import virtual_ranks_of
 from evenstep.replica.virtual_ranks.sums import VirtualRankSums
-from evenstep.virtual_ranks import VirtualRanks, begin_of, disagreements, validate_division, validate_mode
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ from evenstep.checkpoint.store import Storage
 from evenstep.console import say
 from evenstep.errors import CheckpointError
 from evenstep.ground.environment import attempts, node_identity
-from evenstep.processes import state_and_start
+from evenstep.ground.host.processes import state_and_start
 
 RENEW_EVERY_S = 10.0
 EXPIRES_AFTER_S = 60.0

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError
-from evenstep.named_files import validate_target
+from evenstep.ground.host.named_files import validate_target
 
 
 class Parser(argparse.ArgumentParser):

@@ -10,8 +10,8 @@ from typing import Any
 import evenstep
 from evenstep import console
 from evenstep.cli.arguments import Parser, add_script, at_least_1, names
+from evenstep.ground.host.named_files import write_report
 from evenstep.launcher.options.ranks import add_nproc_per_node
-from evenstep.named_files import write_report
 from evenstep.tools.doctor.examination import chosen_rules, examine
 from evenstep.tools.doctor.fixes import fix
 from evenstep.tools.doctor.report import explained

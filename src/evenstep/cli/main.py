@@ -14,8 +14,8 @@ import evenstep
 from evenstep import console
 from evenstep.cli.commands import COMMANDS, list_parser, validate_command
 from evenstep.errors import EXIT_NOT_WRITTEN, EXIT_SCRIPT_FAILED, ConfigurationError, EvenstepError, UsageError
+from evenstep.ground.host.named_files import OF_THE_DISK
 from evenstep.launcher.spawn.child import BecomeRank, keep_ended_children, leave_process_1
-from evenstep.named_files import OF_THE_DISK
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from evenstep import console
 from evenstep.cli.arguments import Parser, add_script, number, numbers
 from evenstep.errors import ConfigurationError
+from evenstep.ground.host.named_files import write_report
 from evenstep.launcher.options.ranks import add_nproc_per_node
-from evenstep.named_files import write_report
 from evenstep.tools.verify.ranks import verify_ranks
 from evenstep.tools.verify.resume import verify_resume
 

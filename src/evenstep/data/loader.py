@@ -22,12 +22,12 @@ from evenstep.data.sources.samples import BatchesToTake, SampleSource
 from evenstep.data.sources.source import Source
 from evenstep.data.sources.streams import StreamSource
 from evenstep.errors import ConfigurationError, EvenstepError, UsageError
+from evenstep.ground.computing.randomness import LARGEST_SEED, mix
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.environment import settings
 from evenstep.ground.health import excepthook
 from evenstep.ground.health.steps import count_batch
 from evenstep.ground.health.users_code import warn
-from evenstep.randomness import LARGEST_SEED, mix
 from evenstep.world import World
 
 _WORKERS_TAG = 0x776F726B6572  # "worker": other streams from the same seed stay unrelated

@@ -42,8 +42,8 @@ from weakref import WeakSet
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep.ground.compat.torch_tensors import StorageWeakRef, weak_storage
+from evenstep.ground.computing.pytrees import tensors_in
 from evenstep.ground.health.users_code import warn
-from evenstep.pytrees import tensors_in
 from evenstep.replica.batches import input_watchers
 
 _MOST_WAITING = 256  # batches that may wait for a step; more are dropped, oldest first: evaluation has no steps

@@ -23,12 +23,13 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import config_from_args
 
-from evenstep import network
 from evenstep.console import say
 from evenstep.errors import EXIT_PREEMPTED, ConfigurationError, PeerLostError
 from evenstep.ground import environment
 from evenstep.ground.compat import torch_elastic
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
+from evenstep.ground.host import network
+from evenstep.ground.host.processes import STOP_SIGNALS, stays_ignored
 from evenstep.launcher.elastic import rendezvous
 from evenstep.launcher.elastic.agent import RankAgent, RunFailed
 from evenstep.launcher.failure.report import StopPolicy, status_of
@@ -49,7 +50,6 @@ from evenstep.launcher.options.logs import (
 )
 from evenstep.launcher.options.resources import look_at_host, plan_ranks
 from evenstep.launcher.spawn.zygote import Zygote, fork_zygote
-from evenstep.processes import STOP_SIGNALS, stays_ignored
 
 
 def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:

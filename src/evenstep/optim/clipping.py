@@ -17,9 +17,9 @@ from torch import Tensor, nn, optim
 
 from evenstep import checks
 from evenstep import world as worlds
-from evenstep.device import by_kind
 from evenstep.errors import ConfigurationError, MismatchError, NonFiniteError, UsageError
 from evenstep.ground.compat.torch_tensors import is_dtensor, local_part
+from evenstep.ground.computing.device import by_kind
 from evenstep.optim import exact
 from evenstep.optim.consistency import Given, abort_peers, model_of, note, parameters_of
 from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION

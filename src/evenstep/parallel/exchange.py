@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenstep.device import by_kind
 from evenstep.ground.compat.torch_ddp import ShardedParts
 from evenstep.ground.compat.torch_tensors import is_dtensor, local_part
+from evenstep.ground.computing.device import by_kind
 from evenstep.ground.health.telemetry import REDUCED, WAITING
 from evenstep.replica.gradients.division import divide, zero_where
 from evenstep.replica.gradients.exchange.across_ranks import AcrossRanks

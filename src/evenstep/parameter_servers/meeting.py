@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from evenstep import network
 from evenstep.console import say
 from evenstep.errors import ConfigurationError, PeerLostError
 from evenstep.ground import environment
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.environment import Placement, placement_from_nodes
+from evenstep.ground.host import network
+from evenstep.ground.host.temporary import private_directory
 from evenstep.joining import open_group, transports_of
 from evenstep.parameter_servers.preparation import CALL, WHO, Made, Roles
 from evenstep.parameter_servers.server import TURN_S, Server
 from evenstep.parameter_servers.wire import Badge, Client, Listener
 from evenstep.replica.wrapper.model_check import validate_same_model
-from evenstep.temporary import private_directory
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.store_gather import StoreGather
 from evenstep.world import World

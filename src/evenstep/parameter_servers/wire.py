@@ -50,10 +50,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from evenstep import network
 from evenstep.console import say
 from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError, UsageError
-from evenstep.processes import is_running
+from evenstep.ground.host import network
+from evenstep.ground.host.processes import is_running
 
 _LENGTH = struct.Struct("!I")
 _HELLO = struct.Struct("!I32s32s")  # the client's rank, its random number and its proof

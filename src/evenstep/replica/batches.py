@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evenstep.errors import ConfigurationError
 from evenstep.ground.compat import torch_pytree as pytree
-from evenstep.virtual_ranks import begin_of
+from evenstep.ground.computing.virtual_ranks import begin_of
 
 # Two rows and not one: batch normalisation refuses to train on a single value per channel.
 _MIN_ROWS = 2

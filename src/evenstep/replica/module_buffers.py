@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from evenstep import checks
-from evenstep.device import by_kind
 from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_tensors import flatten_dense, unflatten_dense
+from evenstep.ground.computing.device import by_kind
 from evenstep.ground.health.users_code import warn
 from evenstep.transport.base import Work
 from evenstep.transport.core.transport import Transport

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from evenstep.network import LOOPBACK
+from evenstep.ground.host.network import LOOPBACK
 from evenstep.parameter_servers.wire import Message
 from tests.wire_cases import Place, listening, wait_until
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 import evenstep
-from evenstep import randomness
 from evenstep import world as worlds
 from evenstep.checkpoint.format.random_streams import capture_streams, restore_streams
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, UsageError
+from evenstep.ground.computing import randomness
 from tests.ranks import on_ranks
 from tests.sockets import listening
 

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from evenstep import randomness
 from evenstep.checkpoint.format import manifest as manifests
 from evenstep.checkpoint.format.payload import Entry, bytes_of, parse_header, plan_layout
 from evenstep.checkpoint.format.plan import Policy, best_step, plan_files, plan_removals
@@ -30,6 +29,7 @@ from evenstep.checkpoint.format.random_streams import capture_streams, restore_s
 from evenstep.checkpoint.format.tree import flatten, unflatten
 from evenstep.checkpoint.save.snapshot import File, Staging, capture_one
 from evenstep.errors import ConfigurationError
+from evenstep.ground.computing import randomness
 from tests.stub_worlds import stub_world
 
 # ---------------------------------------------------------------------- random streams

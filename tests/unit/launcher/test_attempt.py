@@ -19,11 +19,11 @@ from evenstep.ground.health.first_failure import CrashReport
 from evenstep.ground.health.heartbeat import Note, Phase
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
+from evenstep.ground.host.processes import state_and_start
 from evenstep.launcher.elastic.attempt import Attempt, Ranks
 from evenstep.launcher.elastic.nodes import OtherNodes, Parting
 from evenstep.launcher.failure.report import RemoteFailure, StopPolicy, describe_failure, status_of
 from evenstep.launcher.failure.verdict import End
-from evenstep.processes import state_and_start
 
 
 class Rank:

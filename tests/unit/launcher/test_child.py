@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from evenstep.ground.host.processes import state_and_start
 from evenstep.launcher.spawn.child import Child, Guard, keep_ended_children, stop
-from evenstep.processes import state_and_start
 
 NOBODY = 2**22 + 1  # more than any process's number
 

@@ -14,11 +14,11 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from evenstep.errors import ConfigurationError
+from evenstep.ground.host.network import Reservation
 from evenstep.launcher.elastic import nodes
 from evenstep.launcher.elastic.nodes import Heartbeats, OtherNodes
 from evenstep.launcher.elastic.rendezvous import FixedNodesRendezvous
 from evenstep.launcher.failure.report import RemoteFailure
-from evenstep.network import Reservation
 
 STORE = "10.0.0.1:29500"
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import evenstep
+from evenstep.ground.host.processes import handles_signal, time_on_core_ns
 from evenstep.launcher.failure.stacks import Place, parse_stacks, place_in_worker, place_of
 from evenstep.launcher.spawn import script_runner
 from evenstep.launcher.spawn.script_runner import STACK_SIGNAL, register_stacks
-from evenstep.processes import handles_signal, time_on_core_ns
 
 TORCH = Path(torch.__file__).parent
 LAUNCHER = Path(evenstep.__file__).parent / "launcher" / "spawn" / "script_runner.py"

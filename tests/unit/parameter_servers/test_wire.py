@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import CollectiveTimeoutError, PeerLostError, UsageError
-from evenstep.network import LOOPBACK
+from evenstep.ground.host.network import LOOPBACK
 from evenstep.parameter_servers import wire
 from evenstep.parameter_servers.wire import Badge, Line, Message
 from tests.wire_cases import ATTEMPT_BEFORE, BADGE, OTHER_KEY, Cuts, listening, wait_until

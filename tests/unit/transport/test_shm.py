@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.control_groups import count_cpus
 from evenstep.errors import ConfigurationError, PeerLostError
-from evenstep.processes import state_and_start
+from evenstep.ground.host.control_groups import count_cpus
+from evenstep.ground.host.processes import state_and_start
 from evenstep.transport.base import Row
 from evenstep.transport.core.header import NUMBER_OFFSET
 from evenstep.transport.shm import allocator

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenstep import randomness
-from evenstep.randomness import RandomState
+from evenstep.ground.computing import randomness
+from evenstep.ground.computing.randomness import RandomState
 from evenstep.world import World
 
 NAME = "random"

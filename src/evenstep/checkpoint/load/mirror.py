@@ -25,7 +25,7 @@ from evenstep.checkpoint.load.restore import Found, find
 from evenstep.checkpoint.store import LocalDirectory, Reader, Storage
 from evenstep.console import say
 from evenstep.errors import EvenstepError
-from evenstep.temporary import private_directory
+from evenstep.ground.host.temporary import private_directory
 from evenstep.world import World
 
 _NUM_THREADS = 4  # each reads a file, in pieces: one connection wouldn't fill the network

@@ -17,7 +17,7 @@ from torch import Tensor
 from evenstep.ground.environment import current_placement
 from evenstep.ground.health.heartbeat import Note
 from evenstep.ground.health.peer_heartbeats import own_page
-from evenstep.processes import STOP_SIGNALS, stays_ignored
+from evenstep.ground.host.processes import STOP_SIGNALS, stays_ignored
 from evenstep.transport.base import Work
 from evenstep.world import World
 

@@ -34,7 +34,7 @@ from evenstep.checkpoint.format.payload import bytes_of
 from evenstep.checkpoint.save.snapshot import File
 from evenstep.checkpoint.store import Storage
 from evenstep.errors import CheckpointError
-from evenstep.processes import is_running
+from evenstep.ground.host.processes import is_running
 
 _CHUNK_BYTES = 4 << 20
 _LARGE_BYTES = 16 << 20

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenstep.pytrees import children_of
+from evenstep.ground.computing.pytrees import children_of
 
 _MOST_RECORDS = 32  # of a step, that are read
 _MOST_NUMBERS = 64  # of a tensor or array, that are read

@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
-from evenstep import randomness
 from evenstep.data.loading.digests import digest_of
 from evenstep.data.loading.nested import emptied
 from evenstep.data.order.batch_plan import Request, divide
 from evenstep.data.order.epochs import Epochs
 from evenstep.errors import DataError
 from evenstep.ground.compat.torch_data import without_worker_info
+from evenstep.ground.computing import randomness
+from evenstep.ground.computing.randomness import mix, seed_streams
+from evenstep.ground.computing.virtual_ranks import per_rank
 from evenstep.ground.health import excepthook
-from evenstep.randomness import mix, seed_streams
-from evenstep.virtual_ranks import per_rank
 from evenstep.world import World
 
 _BATCH_TAG = 0x6261746368  # "batch": makes the keys differ from those of other streams

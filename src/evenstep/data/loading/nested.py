@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import UsageError
-from evenstep.pytrees import children_of
+from evenstep.ground.computing.pytrees import children_of
 
 
 def move(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import get_worker_info
 
 from evenstep import checks
-from evenstep.control_groups import count_cpus
 from evenstep.data.loading.fetch import Loaded, unpack
 from evenstep.errors import ConfigurationError, DataError
 from evenstep.ground.compat.torch_data import WorkerLoader, shut_down_workers, worker_processes
-from evenstep.processes import STOP_SIGNALS, stays_ignored
+from evenstep.ground.host.control_groups import count_cpus
+from evenstep.ground.host.processes import STOP_SIGNALS, stays_ignored
 from evenstep.world import World
 
 _MOST_WORKERS = 8  # with "auto"

@@ -30,7 +30,7 @@ from evenstep.data.order.permutation import EpochOrder
 from evenstep.data.order.weighted import WeightedOrder, Weights, digest
 from evenstep.data.position import Mark
 from evenstep.errors import ConfigurationError
-from evenstep.virtual_ranks import begin_of
+from evenstep.ground.computing.virtual_ranks import begin_of
 
 # Facts and their names for people; other facts are arguments, and have their names.
 _WORDS = {
@@ -48,7 +48,7 @@ def divide(start: int, stop: int, *, rank: int, world_size: int, virtual_ranks: 
 
     Shares are contiguous, in order of rank, and their sizes differ by at most one, larger ones first. With several
     virtual ranks per rank, a rank has that many shares of a division into `world_size * virtual_ranks`: see
-    `evenstep.virtual_ranks`.
+    `ground.computing.virtual_ranks`.
     """
     length, num_parts = stop - start, world_size * virtual_ranks
     return start + begin_of(length, rank * virtual_ranks, num_parts), start + begin_of(

@@ -39,7 +39,7 @@ from evenstep.data.order.epochs import Epochs
 from evenstep.data.order.max_tokens import TokenBatches
 from evenstep.data.position import Mark
 from evenstep.errors import UsageError
-from evenstep.randomness import OwnStreams, mix
+from evenstep.ground.computing.randomness import OwnStreams, mix
 
 _SAMPLER_TAG = 0x73616D706C6572  # "sampler": makes the keys differ from those of other streams
 _TORCHS = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from evenstep.data.order.permutation import EpochOrder
 from evenstep.errors import ConfigurationError
-from evenstep.randomness import mix
+from evenstep.ground.computing.randomness import mix
 
 _SHUFFLE_TAG = 0x62617463686573  # "batches"
 _BATCHES_PER_WINDOW = 100

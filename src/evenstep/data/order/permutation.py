@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError
-from evenstep.randomness import mix
+from evenstep.ground.computing.randomness import mix
 
 _NUM_ROUNDS = 8
 _LARGEST_SORTED = 256

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evenstep.data.order.permutation import scramble
 from evenstep.errors import ConfigurationError
-from evenstep.randomness import mix
+from evenstep.ground.computing.randomness import mix
 
 _DRAW_TAG = 0x64726177  # "draw"
 _MASK_32 = 0xFFFF_FFFF

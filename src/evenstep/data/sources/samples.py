@@ -20,7 +20,7 @@ from evenstep.data.sources.same_data import SameData
 from evenstep.data.sources.same_stream import ENDED, Agreement, who_differs
 from evenstep.data.sources.source import Source
 from evenstep.errors import MismatchError, UsageError
-from evenstep.randomness import OwnStreams
+from evenstep.ground.computing.randomness import OwnStreams
 from evenstep.transport.local import LocalTransport
 from evenstep.world import World
 

@@ -52,7 +52,7 @@ from evenstep.data.sources.source import Source
 from evenstep.data.sources.webdataset import count_shards, is_pipeline, part_of
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.torch_data import without_worker_info
-from evenstep.randomness import OwnStreams, mix, seed_streams
+from evenstep.ground.computing.randomness import OwnStreams, mix, seed_streams
 from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 

@@ -25,7 +25,7 @@ from itertools import islice
 from typing import Any
 
 from evenstep.errors import ConfigurationError
-from evenstep.randomness import mix
+from evenstep.ground.computing.randomness import mix
 
 _SPLITTERS = ("split_by_node", "split_by_worker", "single_node_only")
 _OPENERS = ("StreamingOpen", "FileCache", "url_opener", "tarfile_samples")

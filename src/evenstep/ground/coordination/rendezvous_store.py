@@ -25,11 +25,11 @@ from typing import TypeVar
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from evenstep import network
 from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_distributed import open_debug_stores_by, open_stores_by
 from evenstep.ground.environment import Placement, claim_rank, export, is_set, meeting_point, node_identity
-from evenstep.processes import state_and_start
+from evenstep.ground.host import network
+from evenstep.ground.host.processes import state_and_start
 
 _ANSWER_S = 1.0  # for a store that was found at the last moment
 

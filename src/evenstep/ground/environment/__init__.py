@@ -43,7 +43,7 @@ from evenstep.ground.environment.inheritance import RankProcess, identity, is_in
 from evenstep.ground.environment.launchers import Surroundings
 from evenstep.ground.environment.placement import Placement, placement_from_nodes
 from evenstep.ground.environment.run_settings import NODE_TIMEOUT_S, Measurement, Settings
-from evenstep.processes import PARENT_PID, boot_id, stat_fields, state_and_start
+from evenstep.ground.host.processes import PARENT_PID, boot_id, stat_fields, state_and_start
 
 __all__ = [
     "NODE_TIMEOUT_S",

@@ -20,7 +20,7 @@ from evenstep.ground.environment.hosts import (
     hosts_of_node_file,
 )
 from evenstep.ground.environment.values import first_set, integer, shown
-from evenstep.network import LOOPBACK
+from evenstep.ground.host.network import LOOPBACK
 
 _Each = TypeVar("_Each", str, int)
 

@@ -25,6 +25,7 @@ from evenstep.ground.health.first_failure import Exit
 from evenstep.ground.health.heartbeat import Note
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.health.phase_timeouts import PhaseTimeouts
+from evenstep.ground.host.processes import has_gpu, has_gpu_driver
 from evenstep.launcher.elastic.nodes import OtherNodes, Parting, Standing, agree_on_cause, agree_on_saved
 from evenstep.launcher.failure.detection import (
     Ends,
@@ -55,7 +56,6 @@ from evenstep.launcher.failure.verdict import (
     reports_of,
 )
 from evenstep.launcher.spawn.child import Child, Guard, stop
-from evenstep.processes import has_gpu, has_gpu_driver
 
 _POLL_S = 0.02
 _LOOK_EVERY_S = 0.25  # between checks for hangs

@@ -24,10 +24,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig
 
-from evenstep import network
 from evenstep.console import say
 from evenstep.errors import ConfigurationError
 from evenstep.ground.coordination.rendezvous_store import call_within
+from evenstep.ground.host import network
 from evenstep.launcher.options.flags import Nodes
 
 _BACKEND = "evenstep"  # the name of both handlers in torchelastic

@@ -16,8 +16,8 @@ from pathlib import Path
 from evenstep.ground.health.first_failure import CrashReport, Exit
 from evenstep.ground.health.heartbeat import Heartbeat, Note, Page, Phase
 from evenstep.ground.health.phase_timeouts import AwaitedRank, PhaseTimeouts, find_awaited
+from evenstep.ground.host.processes import RESIDENT_PAGES, STATE, stat_fields, time_on_core_ns
 from evenstep.launcher.spawn.child import Child
-from evenstep.processes import RESIDENT_PAGES, STATE, stat_fields, time_on_core_ns
 
 
 @dataclass(frozen=True)

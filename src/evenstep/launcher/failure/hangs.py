@@ -16,7 +16,7 @@ in the rendezvous) three checks must find the same stack. A rank that doesn't wa
 named once, and again when it has come. If it has come by itself, a later wait at the same place is reported after twice
 the time.
 
-Everything here is pure: `stacks.StackRequest` sends the signal, and `evenstep.processes` reads /proc.
+Everything here is pure: `stacks.StackRequest` sends the signal, and `ground.host.processes` reads /proc.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenstep.ground.health.users_code import PACKAGE, TORCH, is_users
+from evenstep.ground.host.processes import children, handles_signal
 from evenstep.launcher.spawn.script_runner import STACK_SIGNAL
-from evenstep.processes import children, handles_signal
 
 _LONGEST_S = 0.5
 _MOST_WORKERS = 8

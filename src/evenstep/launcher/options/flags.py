@@ -17,8 +17,8 @@ from torch.distributed.argparse_util import check_env, env
 from evenstep import checks
 from evenstep.errors import ConfigurationError
 from evenstep.ground.environment import NODE_TIMEOUT_S, is_set, value
+from evenstep.ground.host.network import LOOPBACK
 from evenstep.launcher.options.ranks import RANKS_ALIASES
-from evenstep.network import LOOPBACK
 
 _DESCRIPTION = """\
 Start a training script on several ranks: on this host, or, with --nnodes, on several.

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std, to_map
 
 from evenstep.errors import ConfigurationError
-from evenstep.temporary import temporary_root
+from evenstep.ground.host.temporary import temporary_root
 
 _TERMINAL = ""  # torchelastic's word for "inherited"
 PREFIX = "[rank ${rank}] "

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenstep.checks import counted
-from evenstep.control_groups import cpu_limit
-from evenstep.device import choose_device
 from evenstep.errors import ConfigurationError
+from evenstep.ground.computing.device import choose_device
 from evenstep.ground.environment import Placement
+from evenstep.ground.host.control_groups import cpu_limit
 
 # Ranks for each CPU. A few more ranks than CPUs are useful for testing; thousands would only stop the machine.
 _MANY_PER_CPU, _MOST_PER_CPU = 8, 64

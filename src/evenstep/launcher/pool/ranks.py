@@ -34,12 +34,12 @@ from evenstep.ground import environment
 from evenstep.ground.health.excepthook import describe
 from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause
 from evenstep.ground.health.peer_heartbeats import NodePages
+from evenstep.ground.host.network import LOOPBACK, Reservation
 from evenstep.launcher.failure.report import StopPolicy, describe_exit, is_evident
 from evenstep.launcher.failure.stacks import StackRequest
 from evenstep.launcher.pool.remote import pack_answer, pack_call, unpack_call
 from evenstep.launcher.spawn.child import Child, Guard, await_ends, keep_ended_children, stop
 from evenstep.launcher.spawn.start_worker import WORKER
-from evenstep.network import LOOPBACK, Reservation
 
 
 @dataclass(frozen=True)

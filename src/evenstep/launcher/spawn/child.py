@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from evenstep.processes import STOP_SIGNALS
+from evenstep.ground.host.processes import STOP_SIGNALS
 
 _GUARD = str(Path(__file__).with_name("guard.py"))
 _POLL_S = 0.005

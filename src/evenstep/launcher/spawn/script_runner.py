@@ -33,9 +33,9 @@ from evenstep.ground.health import excepthook, heartbeat
 from evenstep.ground.health.heartbeat import Note
 from evenstep.ground.health.peer_heartbeats import own_page, write_page
 from evenstep.ground.health.steps import count_optimizer_steps, mark_end_of_group
+from evenstep.ground.host.processes import has_gpu_driver
 from evenstep.launcher.spawn.log_lines import stamp_lines
 from evenstep.launcher.spawn.own_ranks import refuse_own_ranks
-from evenstep.processes import has_gpu_driver
 
 # Healthy ranks get this signal, too. SIGUSR1 and SIGUSR2 are left to scripts and libraries.
 STACK_SIGNAL = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 2)) - 2

@@ -44,10 +44,10 @@ import torch
 
 from evenstep.ground import environment
 from evenstep.ground.compat.c_library.libc import c_library
+from evenstep.ground.host.processes import stat_fields
 from evenstep.launcher.spawn.child import BecomeRank, Child
 from evenstep.launcher.spawn.script_runner import unbuffered
 from evenstep.launcher.spawn.start_worker import WORKER, die_with_parent, import_what_the_launcher_did
-from evenstep.processes import stat_fields
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _MAX_PID = 32  # characters

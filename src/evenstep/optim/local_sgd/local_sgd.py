@@ -37,10 +37,10 @@ import torch
 from torch import Tensor, optim
 
 from evenstep import checks
-from evenstep.device import by_kind
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, NonFiniteError, PeerLostError, UsageError
 from evenstep.ground.compat.torch_ddp import reshard
 from evenstep.ground.compat.torch_tensors import local_part
+from evenstep.ground.computing.device import by_kind
 from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.ground.health import excepthook
 from evenstep.ground.health.users_code import warn

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evenstep.randomness import mix
+from evenstep.ground.computing.randomness import mix
 
 _BLOCK = 65_536  # values at a time: intermediate arrays stay in the cache
 _TAG = 0x726F7773  # "rows": keys of other streams from the same seed stay unrelated

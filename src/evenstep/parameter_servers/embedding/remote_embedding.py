@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
+from evenstep.ground.computing.randomness import LARGEST_SEED
 from evenstep.ground.health import excepthook
 from evenstep.parameter_servers.embedding.table import (
     DEFAULT_EPS,
@@ -31,7 +32,6 @@ from evenstep.parameter_servers.embedding.table import (
     add_up,
     split_by_server,
 )
-from evenstep.randomness import LARGEST_SEED
 
 _WHO = "evenstep.RemoteEmbedding: "
 _POOLINGS = ("sum", "mean", "max")

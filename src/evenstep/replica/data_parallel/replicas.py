@@ -36,7 +36,7 @@ from evenstep.errors import UsageError
 from evenstep.ground.compat.c_library.openmp import rest_team
 from evenstep.ground.compat.torch_autograd import keeps_graph, outside_inference_mode
 from evenstep.ground.compat.torch_tensors import flatten_dense, unflatten_dense
-from evenstep.pytrees import Rebuild, flatten_tensors
+from evenstep.ground.computing.pytrees import Rebuild, flatten_tensors
 
 
 class Replica:

@@ -13,8 +13,8 @@ from torch.nn import functional
 from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.c_library.heap import keep_freed_memory
+from evenstep.ground.computing.pytrees import flatten_tensors
 from evenstep.ground.health import excepthook
-from evenstep.pytrees import flatten_tensors
 from evenstep.replica.batches import has_rows, split
 from evenstep.replica.data_parallel.replicas import Replicas, sent
 

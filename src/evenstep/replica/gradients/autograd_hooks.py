@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from evenstep.ground.compat.torch_autograd import graph_task_id, will_execute
-from evenstep.pytrees import tensors_in
+from evenstep.ground.computing.pytrees import tensors_in
 from evenstep.replica.gradients.buckets.layout import Layout
 
 

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from evenstep.device import by_kind
+from evenstep.ground.computing.device import by_kind
 from evenstep.replica.gradients.window import Kind, Window
 from evenstep.transport.base import Row
 from evenstep.transport.core.reduction import divisor_of

@@ -82,9 +82,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn, optim
 
-from evenstep import determinism
 from evenstep.errors import ConfigurationError, DriftError, MismatchError, NonFiniteError
 from evenstep.ground.compat.torch_tensors import local_part
+from evenstep.ground.computing import determinism
 from evenstep.ground.health.users_code import warn
 from evenstep.replica.gradients.buckets.bucket import Bucket, total_of
 from evenstep.replica.gradients.observer import Observer

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenstep import randomness
 from evenstep.errors import UsageError
 from evenstep.ground.compat import torch_pytree as pytree
+from evenstep.ground.computing import randomness
+from evenstep.ground.computing.virtual_ranks import begin_of
 from evenstep.replica.batches import rows_of, split
 from evenstep.replica.gradients.engine import Engine
 from evenstep.replica.module_buffers import buffer_at, places_of
 from evenstep.replica.normalization.sync_batchnorm import SyncLayers
 from evenstep.replica.virtual_ranks.sums import VirtualRankSums
-from evenstep.virtual_ranks import begin_of
 from evenstep.world import World
 
 

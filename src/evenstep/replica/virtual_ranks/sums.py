@@ -31,11 +31,11 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.errors import UsageError
+from evenstep.ground.computing.virtual_ranks import VirtualRanks
 from evenstep.replica.gradients.buckets.bucket import Bucket
 from evenstep.replica.gradients.division import zero_where
 from evenstep.replica.gradients.strategies import WindowEnd
 from evenstep.replica.gradients.window import Window, drop_grads
-from evenstep.virtual_ranks import VirtualRanks
 
 Sums = list[Tensor | None]  # by parameter; None: no virtual rank had a gradient of the parameter
 

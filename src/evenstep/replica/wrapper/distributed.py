@@ -26,12 +26,13 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from evenstep import checks, randomness
+from evenstep import checks
 from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.ground.compat.torch_ddp import active_in_dynamo
 from evenstep.ground.compat.torch_dynamo import any_compiled, compiled_backends, keep_out_of_graphs, untraced
+from evenstep.ground.computing import randomness
 from evenstep.ground.health import excepthook, heartbeat
 from evenstep.ground.health.steps import mark_compilations
 from evenstep.ground.health.telemetry import Recorder

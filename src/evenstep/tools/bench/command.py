@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from evenstep.console import on_stdout, say
 from evenstep.errors import ConfigurationError
 from evenstep.ground.health.telemetry import NUM_STEPS_KEPT
-from evenstep.named_files import write_report
+from evenstep.ground.host.named_files import write_report
 from evenstep.tools.bench.plan import NUM_WARMUP, default_replicas, validate_replicas
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from rich.text import Text
 
 from evenstep.checks import counted
 from evenstep.errors import ConfigurationError
-from evenstep.named_files import validate_script
-from evenstep.temporary import private_directory
+from evenstep.ground.host.named_files import validate_script
+from evenstep.ground.host.temporary import private_directory
 from evenstep.tools.bench.plan import Setting
 from evenstep.tools.bench.report import titled
 from evenstep.tools.bench.runs import Series, Wish, common_remarks

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep import errors
-from evenstep.control_groups import count_cpus
 from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_profiler import is_profiled, profile_all_threads
 from evenstep.ground.environment import Measurement, Placement, current_placement, settings
 from evenstep.ground.health.telemetry import OPTIMIZER, OPTIMIZER_END
+from evenstep.ground.host.control_groups import count_cpus
 from evenstep.tools.bench.plan import NUM_WARMUP
 from evenstep.tools.bench.profile import NUM_STEPS, WINDOW, Profile, read_trace
 from evenstep.tools.bench.records import DATA, DATA_END, Facts, RankRecord, sorted_marks, write_record

@@ -16,8 +16,8 @@ from typing import TypeVar
 from evenstep.checks import counted
 from evenstep.errors import UsageError
 from evenstep.ground.environment import Measurement, with_settings
-from evenstep.named_files import validate_script
-from evenstep.temporary import private_directory
+from evenstep.ground.host.named_files import validate_script
+from evenstep.ground.host.temporary import private_directory
 from evenstep.tools.bench.plan import NUM_WARMUP, Setting, plan_settings
 from evenstep.tools.bench.records import read_record
 from evenstep.tools.bench.scaling import Run

@@ -14,7 +14,7 @@ from pathlib import Path
 import libcst as cst
 
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.named_files import encoding_of, read_script, replace_file
+from evenstep.ground.host.named_files import encoding_of, read_script, replace_file
 from evenstep.tools.convert.edits import Remark
 from evenstep.tools.convert.plan import already_distributed, plan
 from evenstep.tools.convert.replay import Replay, replay

@@ -27,12 +27,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from evenstep import randomness
 from evenstep.data.loader import DataLoader
 from evenstep.errors import UsageError
+from evenstep.ground.computing import randomness
+from evenstep.ground.computing.pytrees import flatten_tensors
 from evenstep.ground.environment import with_settings
-from evenstep.pytrees import flatten_tensors
-from evenstep.temporary import private_directory
+from evenstep.ground.host.temporary import private_directory
 from evenstep.tools.observing.models import first_samples
 from evenstep.tools.observing.patching import Patches
 from evenstep.tools.observing.script import run_observed

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from evenstep.named_files import encoding_of, read_script, replace_file
+from evenstep.ground.host.named_files import encoding_of, read_script, replace_file
 from evenstep.tools.doctor.examination import is_ignored, read
 from evenstep.tools.doctor.rule import Edit, Finding
 

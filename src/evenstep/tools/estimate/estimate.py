@@ -27,9 +27,9 @@ from evenstep.errors import ConfigurationError, EvenstepError, UsageError
 from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.ground.compat.torch_profiler import FakeTensorMode
 from evenstep.ground.environment import with_settings
-from evenstep.named_files import validate_script, write_report
+from evenstep.ground.host.named_files import validate_script, write_report
+from evenstep.ground.host.temporary import private_directory
 from evenstep.replica.gradients.buckets.layout import ParameterSpec
-from evenstep.temporary import private_directory
 from evenstep.tools.estimate.footprint import Sizes, footprint_table, footprints, verdict
 from evenstep.tools.estimate.probe import sizes_of, with_batch
 from evenstep.tools.observing.launch import Observed, launched

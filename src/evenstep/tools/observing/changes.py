@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils import data
 from torch.utils.data import DataLoader as TorchDataLoader
 
-from evenstep import randomness
 from evenstep.data.loader import DataLoader
 from evenstep.data.loading.fetch import gives_batches
 from evenstep.ground.compat.torch_data import MapDatasetFetcher
-from evenstep.randomness import mix, seed_streams
+from evenstep.ground.computing import randomness
+from evenstep.ground.computing.randomness import mix, seed_streams
 from evenstep.tools.observing.patching import Patches
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.utils import collect_env
 
 from evenstep.checks import counted
-from evenstep.control_groups import memory_limit_bytes
 from evenstep.errors import ConfigurationError
 from evenstep.ground import environment
 from evenstep.ground.environment import Placement
+from evenstep.ground.host.control_groups import memory_limit_bytes
+from evenstep.ground.host.network import addresses
 from evenstep.launcher.options.resources import look_at_host, plan_ranks
-from evenstep.network import addresses
 from evenstep.transport.shm.segment import available_bytes, host_memory_bytes
 
 Report = dict[str, dict[str, str]]

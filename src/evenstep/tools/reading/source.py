@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evenstep.errors import ConfigurationError
-from evenstep.named_files import encoding_of, read_script
+from evenstep.ground.host.named_files import encoding_of, read_script
 
 _IGNORE = re.compile(r"#\s*evenstep:\s*ignore(?:\[([^\]]*)\])?")
 

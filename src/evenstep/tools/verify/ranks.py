@@ -10,9 +10,9 @@ from pathlib import Path
 from evenstep.checks import counted
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.environment import openmp_threads, with_settings
+from evenstep.ground.host.named_files import validate_script
+from evenstep.ground.host.temporary import private_directory
 from evenstep.launcher.options.resources import count_cores
-from evenstep.named_files import validate_script
-from evenstep.temporary import private_directory
 from evenstep.tools.observing.launch import Observed, launched
 from evenstep.tools.verify import causes, compare
 from evenstep.tools.verify.evidence import Plan, Run, read_run

@@ -9,8 +9,8 @@ from evenstep.checkpoint.directory import checkpoints_in
 from evenstep.checkpoint.store import LocalDirectory
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.environment import with_settings
-from evenstep.named_files import validate_script
-from evenstep.temporary import private_directory
+from evenstep.ground.host.named_files import validate_script
+from evenstep.ground.host.temporary import private_directory
 from evenstep.tools.observing.launch import Observed, launched
 from evenstep.tools.verify.ranks import MODULE
 from evenstep.tools.verify.rehearsal import RehearsalPlan

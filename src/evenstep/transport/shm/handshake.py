@@ -21,9 +21,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from evenstep import control_groups
 from evenstep.errors import ConfigurationError
-from evenstep.processes import state_and_start
+from evenstep.ground.host import control_groups
+from evenstep.ground.host.processes import state_and_start
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.store_gather import StoreGather
 from evenstep.transport.core.transport import Transport

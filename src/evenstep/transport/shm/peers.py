@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from evenstep.ground.health import peer_heartbeats
 from evenstep.ground.health.heartbeat import Heartbeat
-from evenstep.processes import is_running, state_and_start
+from evenstep.ground.host.processes import is_running, state_and_start
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from evenstep import control_groups
 from evenstep.errors import ConfigurationError, PeerLostError
 from evenstep.ground.compat.c_library.libc import c_library
 from evenstep.ground.compat.c_library.mapping import map_file
 from evenstep.ground.compat.torch_autograd import outside_inference_mode
+from evenstep.ground.host import control_groups
 from evenstep.transport.core.reduction import round_up
 from evenstep.transport.shm.sync import SEMAPHORE_BYTES, make_semaphores, num_semaphores
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenstep.device import Coming, arrived, start_copy
 from evenstep.errors import UsageError
+from evenstep.ground.computing.device import Coming, arrived, start_copy
 from evenstep.replica.gradients.division import divisor_on_device, row_of
 from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.window import CALLS, Kind, Window

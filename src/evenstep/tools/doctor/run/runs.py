@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from evenstep.ground.environment import under_watch
+from evenstep.ground.host.processes import is_running
+from evenstep.ground.host.temporary import private_directory
 from evenstep.launcher.options.resources import look_at_host
-from evenstep.processes import is_running
-from evenstep.temporary import private_directory
 from evenstep.tools.doctor.run.events import Event, EventFile, Evidence, Hang, Plan
 from evenstep.tools.doctor.run.hangs import find_hang, idle_place
 from evenstep.tools.observing.launch import Observed, launched

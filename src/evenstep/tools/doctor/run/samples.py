@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 
-from evenstep import randomness
 from evenstep.ground.compat import torch_pytree as pytree
+from evenstep.ground.computing import randomness
 from evenstep.tools.observing.models import digest
 
 _MOST_ROWS = 64  # of a batch of which digests are kept

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evenstep.errors import ConfigurationError
-from evenstep.processes import boot_id
+from evenstep.ground.host.processes import boot_id
 
 _PREFIX = "evenstep-"
 _OWNER = "owner"

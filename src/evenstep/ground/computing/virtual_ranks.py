@@ -32,8 +32,8 @@ from typing import Any
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError
+from evenstep.ground.computing.randomness import mix
 from evenstep.ground.health.users_code import warn
-from evenstep.randomness import mix
 
 DEFAULT_VIRTUAL_RANKS = 8
 _TAG = 0x6C616E65  # keeps these random streams unrelated to others from the same seed

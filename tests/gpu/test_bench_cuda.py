@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.procs.bench.test_bench import bench
+from tests.procs.tools.bench.test_bench import bench
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use"),

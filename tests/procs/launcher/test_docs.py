@@ -27,7 +27,7 @@ ELSEWHERE = {
     "evenstep run --nnodes 1:3 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint host0:29400 --rdzv-id my-run "
     "train.py": HOSTS,
     "srun --ntasks-per-node 1 evenstep run --nnodes 2 train.py": "tests/launchers/test_slurm.py",
-    "evenstep run --check --nproc-per-node 2": "tests/procs/preflight/test_rank_check.py",
+    "evenstep run --check --nproc-per-node 2": "tests/procs/tools/preflight/test_rank_check.py",
     'evenstep run --nproc-per-node 2 --inject "kill:rank=1,step=2,phase=backward" train.py': FAULTS,
     'evenstep run --nproc-per-node 2 --inject "exit:rank=0,step=1" train.py': FAULTS,
 }

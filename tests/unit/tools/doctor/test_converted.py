@@ -13,7 +13,7 @@ from evenstep.tools.doctor.examination import read
 
 # A mistake of the script itself.
 LEFT = {"save_resume": ["EV207"]}
-SINGLE = sorted((Path(__file__).parents[2] / "scripts" / "single").glob("*.py"))
+SINGLE = sorted((Path(__file__).parents[3] / "scripts" / "single").glob("*.py"))
 
 
 @pytest.mark.parametrize("script", SINGLE, ids=lambda path: path.stem)

@@ -14,7 +14,7 @@ pytest.importorskip("libcst")
 from evenstep.tools.doctor.examination import read
 from evenstep.tools.doctor.rules import all_rules
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PLANTED = sorted((ROOT / "tests" / "scripts" / "planted").glob("*.py"))
 CLEAN = sorted((ROOT / "tests" / "scripts" / "clean").glob("*.py"))
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))

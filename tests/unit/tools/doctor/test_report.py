@@ -16,7 +16,7 @@ from evenstep.tools.doctor.rules import all_rules
 from evenstep.tools.doctor.run import runs
 from evenstep.tools.doctor.run.events import Event, Evidence
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[3] / "scripts"
 PRINTS = SCRIPTS / "planted" / "tutorial_print.py"
 CLEAN = SCRIPTS / "clean" / "tutorial.py"
 NOTE = SCRIPTS / "planted" / "no_destroy.py"

@@ -15,7 +15,7 @@ pytest.importorskip("libcst")
 
 from evenstep.tools.doctor.examination import read
 
-PLANTED = sorted((Path(__file__).parents[2] / "scripts" / "planted").glob("*.py"))
+PLANTED = sorted((Path(__file__).parents[3] / "scripts" / "planted").glob("*.py"))
 # What a mend may name beside what its script does: modules, and what a page of torch's or a library's has.
 KNOWN = {"torch", "os", "datasets", "DistributedSampler", "loader", "epoch", *vars(builtins)}
 

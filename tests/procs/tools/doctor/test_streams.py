@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("libcst")
 
-PRINTS = Path(__file__).parents[2] / "scripts" / "planted" / "tutorial_print.py"
-SINGLE = Path(__file__).parents[2] / "scripts" / "single" / "accumulation.py"
+PRINTS = Path(__file__).parents[3] / "scripts" / "planted" / "tutorial_print.py"
+SINGLE = Path(__file__).parents[3] / "scripts" / "single" / "accumulation.py"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from evenstep.tools.doctor.report import Report
 from evenstep.tools.doctor.run import runs
 from evenstep.tools.doctor.run.events import Event, Evidence
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "clean" / "tutorial.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "clean" / "tutorial.py"
 
 
 def cause(kind: str, line: int = 7) -> SimpleNamespace:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.convert.test_convert import HEAD, LOOP, after, converted, why_not
+from tests.unit.tools.convert.test_convert import HEAD, LOOP, after, converted, why_not
 
 WEIGHTED = "model.backward(loss, weight=loader.num_samples)"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.convert.test_convert import HEAD, LOOP, after, converted, why_not
-from tests.unit.convert.test_rightness import WEIGHTED, notes
+from tests.unit.tools.convert.test_convert import HEAD, LOOP, after, converted, why_not
+from tests.unit.tools.convert.test_rightness import WEIGHTED, notes
 
 # ---------------------------------------------------------------------- loaders
 

@@ -15,7 +15,7 @@ from evenstep.errors import ConfigurationError
 from evenstep.tools.convert.convert import Conversion, convert
 from tests import pages
 
-SCRIPTS = sorted((Path(__file__).parents[2] / "scripts" / "single").glob("*.py"))
+SCRIPTS = sorted((Path(__file__).parents[3] / "scripts" / "single").glob("*.py"))
 REFUSED = {
     "contrastive": (21, "each sample is compared with all others of its batch"),
     "masked_sequences": (22, "iter(...) takes a whole batch, and this loader is divided over ranks"),

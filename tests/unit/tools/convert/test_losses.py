@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.convert.test_convert import HEAD, LOOP, after, converted, why_not
-from tests.unit.convert.test_rightness import WEIGHTED, evaluation, notes
+from tests.unit.tools.convert.test_convert import HEAD, LOOP, after, converted, why_not
+from tests.unit.tools.convert.test_rightness import WEIGHTED, evaluation, notes
 
 LOSS = "nn.functional.mse_loss(model(x), y)"
 PAIRS = "compared with all others"

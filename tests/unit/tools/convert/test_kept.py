@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.convert.test_convert import HEAD, LOOP, after, converted, why_not
-from tests.unit.convert.test_rightness import WEIGHTED, notes
+from tests.unit.tools.convert.test_convert import HEAD, LOOP, after, converted, why_not
+from tests.unit.tools.convert.test_rightness import WEIGHTED, notes
 
 LOSS = "        loss = nn.functional.mse_loss(model(x), y)\n"
 STEP = "        optimizer.step()\n"

@@ -12,7 +12,7 @@ import libcst as cst
 
 from evenstep.tools.reading.tree import Call, File, text_of
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 SCRIPTS = sorted((ROOT / "tests" / "scripts").rglob("*.py"))
 ODD = """\
 @decorated(1)

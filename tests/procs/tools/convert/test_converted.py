@@ -10,9 +10,9 @@ from evenstep.testing import RankPool
 from evenstep.tools.convert.convert import convert
 from evenstep.tools.verify.ranks import verify_ranks
 from evenstep.tools.verify.report import Report
-from tests.procs.verify.test_verify_ranks import OnPool
+from tests.procs.tools.verify.test_verify_ranks import OnPool
 
-SCRIPTS = Path(__file__).parents[2] / "scripts" / "single"
+SCRIPTS = Path(__file__).parents[3] / "scripts" / "single"
 REFUSED = {
     "contrastive",
     "masked_sequences",

@@ -13,7 +13,7 @@ from evenstep.tools.doctor.examination import read
 from evenstep.tools.doctor.fixes import fix
 from evenstep.tools.doctor.rules import all_rules
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[3] / "scripts"
 SCRIPT = """\
 import torch
 import torch.distributed as dist

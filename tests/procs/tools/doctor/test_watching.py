@@ -24,8 +24,8 @@ from evenstep.tools.observing.patching import Patches
 from tests.doctor_runs import FOUND, HANGS
 
 NUM_STEPS = 8
-CORPUS = Path(__file__).parents[2] / "scripts"
-STUBS = Path(__file__).parents[2] / "stubs"  # of libraries that aren't installed where these tests run
+CORPUS = Path(__file__).parents[3] / "scripts"
+STUBS = Path(__file__).parents[3] / "stubs"  # of libraries that aren't installed where these tests run
 
 
 def run_watched(script: str, plan: str, port: int) -> None:

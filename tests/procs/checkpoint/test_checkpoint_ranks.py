@@ -202,7 +202,7 @@ def disks_of_their_own(directory: Path, shares: bool):
     ("shares", "message"),
     [
         (False, r"runs/digits is not a directory that all ranks share.*rank 1 on .* doesn't see it"),
-        (True, r"model.*safetensors was written, .* bytes, and can't be opened by rank 0"),
+        (True, r"model.*safetensors was written with .* bytes, but can't be opened by rank 0"),
     ],
 )
 def test_a_directory_that_is_not_shared_is_refused(ranks, tmp_path, shares, message):

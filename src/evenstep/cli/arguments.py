@@ -47,6 +47,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a `ConfigurationError`."""
+        # argparse names an option by all its spellings.
+        message = re.sub(r"--(\w+)(?:/--[\w-]+)+", lambda found: f"--{found[1].replace('_', '-')}", message)
         guess = checks.option_meant(message, self.format_help())
         raise ConfigurationError(f"{message}.{guess} See `{self.prog} --help`.")
 

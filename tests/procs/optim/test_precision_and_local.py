@@ -263,7 +263,7 @@ def test_wrong_local_updates_are_named(world: evenstep.World) -> None:
         with pytest.raises(ConfigurationError, match=list(wrong)[-1]):
             evenstep.LocalSGD(model, optimizer, **wrong)
     strange = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(7, 2))], lr=0.1)
-    with pytest.raises(ConfigurationError, match=r"\[7, 2\] is none of the model's"):
+    with pytest.raises(ConfigurationError, match=r"\[7, 2\] isn't one of the model's"):
         evenstep.LocalSGD(model, strange, every=2)
     with pytest.raises(ConfigurationError, match="model=Linear"):
         evenstep.LocalSGD(nn.Linear(1, 1), optimizer, every=1)

@@ -333,7 +333,7 @@ def test_a_script_that_fails_is_shown(tmp_path: Path, capfd: pytest.CaptureFixtu
     [
         (["no.py"], "no.py: no such script"),
         (["--ranks", "2", __file__], "--nproc-per-node 2: give two or more numbers of ranks"),
-        (["--ranks", "0,2", __file__], "--nproc-per-node 0,2"),
+        (["--ranks", "0,2", __file__], "argument --nproc-per-node: '0' is less than 1"),
         (["--steps", "0", __file__], "--steps 0: at least 1"),
         (["--kill-at", "3", __file__], "--kill-at goes with --resume"),
         (["--resume", "--ranks", "1,2", __file__], "--nproc-per-node 1,2: with --resume one number"),

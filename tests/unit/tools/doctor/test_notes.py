@@ -103,7 +103,6 @@ def test_the_factor_of_a_loss_is_told_without_that_of_a_scaler(factor: float, to
     events = watched(tmp_path, script)
     facts = [(each["factor"], each["is_mean"], each["is_sum"]) for each in of(events, "backward")]
     assert facts == [(told, True, False), (0.25, False, False)]
-    assert len(of(events, "scale")) == 1
 
 
 def test_which_streams_a_data_set_moves(tmp_path: Path) -> None:

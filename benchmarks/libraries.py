@@ -1,6 +1,6 @@
 """One training program, written for several libraries: how far does each end from what one process computes?
 
-    python -m benchmarks.libraries
+    make bench NAME=libraries
 
 Each function below is the loop that a library's own documentation shows. Each runs on two CPU ranks. "One process" is
 the same loop without any library, with the global batch size. The order of the samples is fixed, except for "resume".
@@ -9,8 +9,10 @@ There, a run that is stopped in the middle of its second epoch and started again
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -268,7 +270,16 @@ def run(library: str, case: Case, directory: Path) -> Tensor:
     """
     directory.mkdir(exist_ok=True)
     torch.save((library, asdict(case)), directory / "program")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, "rank"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        __file__,
+        "--rank",
+    ]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{library} ended with status {done.returncode}\n{done.stderr[-3000:]}")
@@ -290,7 +301,11 @@ def distance(library: str, name: str) -> float:
 
 def main() -> None:
     """Print a table of the libraries that are installed, or be one rank of one of them."""
-    if sys.argv[1:] == ["rank"]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="write the distances there, too, by case and library")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
         library, case = torch.load("program")
         trained = LIBRARIES[library][1](Case(**case))
         if int(os.environ["RANK"]) == 0:
@@ -299,8 +314,12 @@ def main() -> None:
     names = [name for name, (module, _) in LIBRARIES.items() if importlib.util.find_spec(module) is not None]
     print("| |", " | ".join(names), "|")
     print("| --- |", " | ".join("---:" for _ in names), "|")
+    found: dict[str, dict[str, float]] = {}
     for case in CASES:
-        print(f"| {case} |", " | ".join(f"{distance(name, case):.0e}" for name in names), "|", flush=True)
+        found[case] = {name: distance(name, case) for name in names}
+        print(f"| {case} |", " | ".join(f"{each:.0e}" for each in found[case].values()), "|", flush=True)
+    if arguments.json is not None:
+        Path(arguments.json).write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

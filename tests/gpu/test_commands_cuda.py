@@ -30,7 +30,6 @@ def evenstep(directory: Path, *arguments: object) -> str:
 
 def test_env_knows_the_gpu(tmp_path: Path) -> None:
     assert torch.cuda.get_device_name(0) in evenstep(tmp_path, "env")
-    assert torch.cuda.get_device_name(0) in evenstep(tmp_path, "env")
 
 
 def test_check_takes_a_step_on_it(tmp_path: Path) -> None:
@@ -54,13 +53,6 @@ def test_more_ranks_than_gpus_are_refused_in_one_message(tmp_path: Path) -> None
 def test_the_digits(tmp_path: Path) -> None:
     told = evenstep(tmp_path, "run", *ON_ONE, ROOT / "examples" / "digits.py")
     assert "accuracy" in told
-
-
-def test_the_network(tmp_path: Path) -> None:
-    out = tmp_path / "network.json"
-    sizes = ("--min-size", "1K", "--max-size", "64K", "--repeats", 2)
-    evenstep(tmp_path, "bench", "network", *sizes, *ON_ONE, "--json", out)
-    assert json.loads(out.read_text())["transport"] == "gloo"
 
 
 SCRIPT = """\

@@ -140,6 +140,20 @@ def test_who_joins_late_counts_from_then_on():
     assert run.value == -3.0
 
 
+def test_who_joins_late_begins_with_the_slowest():
+    """Were it at the fastest worker's step, it would have to wait for the slowest at once."""
+    run = Run(Mode("bounded", 2), 2)
+    run.push(0, 1.0)
+    for _ in range(3):
+        run.push(1, 1.0)
+    run.coordinator.join(2)
+    run.numbers[2] = 0
+    assert run.coordinator.lagging() == [(0, 1), (1, 3), (2, 1)]
+    assert run.push(2, 1.0) in run.released
+    assert run.push(2, 1.0) in run.released
+    assert run.push(2, 1.0) not in run.released, "three ahead of the slowest"
+
+
 def test_async_waits_for_nobody_and_counts_staleness():
     run = Run(Mode("async"), 2, 2)
     for step in range(4):

@@ -152,6 +152,25 @@ def test_the_passes_of_a_step_may_stand_in_several_lines(factor: float, is_wrong
     assert [(each.rule, each.line) for each in found] == [("EV502", 14), ("EV502", 16)] * is_wrong
 
 
+@pytest.mark.parametrize(
+    ("valid", "is_wrong"), [((8, 5), True), ((5, 8), True), ((6, 5), True), ((5, 5), False), ((8, 8), False)]
+)
+def test_labels_may_be_left_out_on_one_rank_only(valid: tuple[int, int], is_wrong: bool):
+    ranks = []
+    for number in valid:
+        events = [event("wrapped", wrapper="torch", num_bytes=4)]
+        for step in range(4):
+            events += [
+                event("loss", line=13, step=step, valid=number, labels=8, reduction="mean"),
+                event(
+                    "backward", line=14, step=step, wrapped=True, factor=1.0, is_sum=False, is_mean=True, weighted=False
+                ),
+                event("stepped", line=15, step=step),
+            ]
+        ranks.append(events)
+    assert [each.line for each in judged(*ranks).findings if each.rule == "EV505"] == [13] * is_wrong
+
+
 def test_an_error_is_told_once_and_no_call_is_blamed_for_it():
     """Ranks wait for the one that has failed; that isn't their mistake."""
     ranks = (

@@ -67,7 +67,9 @@ def mark_end_of_group() -> None:
 
     @functools.wraps(destroy)
     def leave(group: Any = None) -> None:
-        if group is None or group is dist.group.WORLD:
+        # A rank that fails cleans up, too: while its error is handled, or when python ends behind it.
+        has_failed = sys.exc_info()[0] is not None or getattr(sys, "last_value", None) is not None
+        if (group is None or group is dist.group.WORLD) and not has_failed:
             mark(Phase.ENDED)
         destroy(group)
 

@@ -220,9 +220,8 @@ class Checkpointer:
             raise CheckpointError(f"{self._where} has no checkpoint of step {step!r}; there are: {there}.")
         self._has_loaded = True
         self._load(step, folders[step], strict=strict, verb="loaded")
-        if (
-            self._tier is not None
-        ):  # a run that goes back leaves the later steps, and may be killed before its next save
+        # A run that goes back gives the later steps up, and may be killed before its next save.
+        if self._tier is not None:
             self._tier.remove(lambda folder: step_of(folder) <= step)
         return step
 

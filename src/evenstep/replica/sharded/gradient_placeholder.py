@@ -81,9 +81,8 @@ class GradientPlaceholder(Tensor):
         if func is _UNSCALE:
             _unscale(*args, **(kwargs or {}))
             return None
-        hidden = next(
-            each for each in tree_leaves((args, kwargs)) if isinstance(each, GradientPlaceholder)
-        )  # including `out`
+        leaves = tree_leaves((args, kwargs))  # including `out`
+        hidden = next(each for each in leaves if isinstance(each, GradientPlaceholder))
         if func is _aten.zero_.default:
             hidden.bucket.show_zeros(hidden.slot_number)
             return hidden

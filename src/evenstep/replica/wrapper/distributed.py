@@ -316,9 +316,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._backends: Mapping[int, object] = {}
         self._names = [name for name, _ in self.module.named_parameters()]
         parts = [each for each in self.module.modules() if isinstance(each, DistributedDataParallel)]
-        by_engine = {
-            part.engine: part for part in parts if part.engine is not self.engine
-        }  # a part may be wrapped twice
+        # A part may be wrapped twice, with one engine.
+        by_engine = {part.engine: part for part in parts if part.engine is not self.engine}
         self._wrapped_inside = list(by_engine.values())
 
     def _build_engine(self, world: World, settings: Settings, transport: Transport) -> tuple[Engine, Monitors]:
@@ -783,9 +782,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             ConfigurationError: The hook can't be called with these arguments.
             UsageError: There is one already.
         """
-        if (
-            self._hook_name or self.engine.exchange.hook is not None
-        ):  # set by a wrapper around this one, or by one inside
+        # A wrapper around this one, or one inside, may have set it.
+        if self._hook_name or self.engine.exchange.hook is not None:
             raise UsageError("register_comm_hook: there is one already, and a model has at most one.")
         if self.world.virtual_ranks is not None:
             raise UsageError("register_comm_hook in reproducible mode: a hook adds gradients in its own order.")

@@ -276,9 +276,8 @@ def main() -> None:
     root, mode, script, *arguments = sys.argv[1:]
     observed = _Observed(Path(root), mode)
     if mode == "record":
-        randomness.seed_everything(
-            0
-        )  # the seed that convert writes where there is none: data drawn at random are the same
+        # The seed that convert writes where there is none: data drawn at random are the same in both scripts.
+        randomness.seed_everything(0)
     with Patches() as patches:
         observed.install(patches)
         try:

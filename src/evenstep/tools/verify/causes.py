@@ -439,9 +439,8 @@ def find_weights(base: Run, run: Run, step: int) -> Weights | None:
     target = base.probes(0, step).get("applied")
     probes = [run.probes(rank, step) for rank in range(run.num_ranks)]
     applied = probes[0].get("applied")
-    columns = [
-        given[key] for given in probes for key in sorted((key for key in given if key.isdigit()), key=int)
-    ]  # ranks after each other
+    # Ranks after each other.
+    columns = [given[key] for given in probes for key in sorted((key for key in given if key.isdigit()), key=int)]
     if target is None or applied is None or len(columns) > _MOST_PASSES:
         return None
     # Of parameters that are divided no pass is known. Whether all of the gradient is wrong by one factor is seen still.

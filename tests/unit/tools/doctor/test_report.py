@@ -53,7 +53,7 @@ def test_a_finding_says_what_where_cost_and_mend(capsys: pytest.CaptureFixture[s
         (["--steps", "0", "train.py"], "argument --steps: '0' is less than 1"),
         (
             ["--ranks", "two", "train.py"],
-            "argument --nproc_per_node/--ranks/--replicas/--ranks-per-node: 'two' is no whole number",
+            "argument --nproc-per-node: 'two' is no whole number",
         ),
         (["--nonsense", "train.py"], "--nonsense"),
         (["--no-run", "nowhere/train.py"], "nowhere/train.py: no such script"),

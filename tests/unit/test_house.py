@@ -173,8 +173,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "launcher.failure": ["verdict", "report", "hangs", "stacks", "detection"],
     "launcher.options": ["flags", "ranks", "resources", "logs"],
-    "launcher.pool": ["ranks", "remote"],
-    "launcher.spawn": ["zygote", "start_worker", "script_runner", "own_ranks", "child", "guard", "log_lines"],
+    "launcher.spawn": ["zygote", "start_worker", "script_runner", "own_ranks", "remote", "child", "guard", "log_lines"],
     "logger": ["logger"],
     "tools.observing": [
         "launch",

@@ -11,7 +11,7 @@ from evenstep.errors import ConfigurationError
 from evenstep.ground import environment
 from evenstep.ground.health import excepthook
 from evenstep.launcher.options.resources import look_at_host, plan_ranks
-from evenstep.launcher.pool.ranks import RankGroup
+from evenstep.launcher.pool import RankGroup
 
 Result = TypeVar("Result")
 

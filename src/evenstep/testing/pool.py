@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from evenstep.errors import ConfigurationError
-from evenstep.launcher.pool.ranks import RankGroup
+from evenstep.launcher.pool import RankGroup
 
 _START_S = 110.0  # for processes that import torch on a busy machine
 

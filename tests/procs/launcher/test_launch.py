@@ -18,7 +18,7 @@ import torch
 import evenstep
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError
 from evenstep.ground.host.processes import children, is_running
-from evenstep.launcher.pool.ranks import RankGroup
+from evenstep.launcher.pool import RankGroup
 
 
 def train(offset: float, scale: float = 1.0) -> tuple[float, int, str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import evenstep
-from evenstep.launcher.pool.ranks import RankGroup
+from evenstep.launcher.pool import RankGroup
 from evenstep.testing import RankPool
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import evenstep
-from evenstep.launcher.pool.ranks import RankGroup
+from evenstep.launcher.pool import RankGroup
 
 WIDTH = 200_000  # more than a socket holds
 WORKERS, SERVERS = 2, 2

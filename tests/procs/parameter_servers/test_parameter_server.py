@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import evenstep
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, MismatchError, PeerLostError, RankFailedError
 from evenstep.ground.environment import current_placement
-from evenstep.launcher.pool.ranks import RankGroup
+from evenstep.launcher.pool import RankGroup
 from tests.commands import Command
 
 FEW_STEPS = 6

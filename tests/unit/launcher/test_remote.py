@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from evenstep.errors import ConfigurationError
-from evenstep.launcher.pool.remote import pack_answer, pack_call
+from evenstep.launcher.spawn.remote import pack_answer, pack_call
 
 
 def test_without_cloudpickle_a_closure_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ Reading order:
 3. `script_runner`: prepares the process (heartbeat page, excepthook, faults) and runs the script as `__main__`, or
    functions that a pool sends.
 4. `own_ranks`: refuses a script that starts its own ranks.
-5. `child`: a rank's process as the launcher sees it, and how it is stopped: [Note: signal before you reap].
-6. `guard`: ends the processes that ranks have started, if the launcher is killed.
-7. `log_lines`: time, rank and step in front of every line of a log file.
+5. `remote`: functions that a parent has its ranks run: the messages of both, and the rank's side.
+6. `child`: a rank's process as the launcher sees it, and how it is stopped: [Note: signal before you reap].
+7. `guard`: ends the processes that ranks have started, if the launcher is killed.
+8. `log_lines`: time, rank and step in front of every line of a log file.
 """

@@ -36,6 +36,7 @@ from evenstep.ground.health.steps import count_optimizer_steps, mark_end_of_grou
 from evenstep.ground.host.processes import has_gpu_driver
 from evenstep.launcher.spawn.log_lines import stamp_lines
 from evenstep.launcher.spawn.own_ranks import refuse_own_ranks
+from evenstep.launcher.spawn.remote import serve
 
 # Healthy ranks get this signal, too. SIGUSR1 and SIGUSR2 are left to scripts and libraries.
 STACK_SIGNAL = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 2)) - 2
@@ -76,8 +77,7 @@ def main(arguments: list[str]) -> None:
     atexit.register(end_quickly, os.getpid(), has_frozen_types=_reports_leaks())
     gc.freeze()
     if kind == "function":
-        # Imported by name, because the pool is above this room.
-        importlib.import_module("evenstep.launcher.pool.ranks").serve(int(target), placement.rank)
+        serve(int(target), placement.rank)
     elif kind == "module":
         _become_module(target, rest)
     else:

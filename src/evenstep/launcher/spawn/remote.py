@@ -1,18 +1,105 @@
-"""Messages between a parent and the ranks it started: functions to ranks, results and exceptions back.
+"""Functions that a parent has its ranks run: the messages of both, and the rank's side.
 
-They are pickled, and sent over a pipe to our own child: this module never reads bytes from the network or from disk.
+Messages are pickled, and sent over a pipe to our own child: this module never reads bytes from the network or from
+disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import multiprocessing
+import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import spawn
+from multiprocessing.connection import Connection
 from typing import Any
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError
+from evenstep.ground.health.excepthook import describe
+from evenstep.ground.health.first_failure import CrashReport
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call.
+
+    Attributes:
+        preparation: In a rank's first task, multiprocessing's data for importing the parent's `__main__`.
+    """
+
+    call: bytes
+    wants_result: bool
+    preparation: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A rank's answer.
+
+    Attributes:
+        value: The packed result or exception; None: the parent doesn't need it, or it can't be sent.
+        report: The report of the rank's exception; None: it succeeded.
+    """
+
+    value: bytes | None
+    report: CrashReport | None = None
+
+
+def serve(descriptor: int, rank: int) -> None:
+    """Run one task after the other until the parent closes the pipe, or one fails. In the rank."""
+    os.set_inheritable(descriptor, False)
+    connection: Connection[Answer, Task] = Connection(descriptor)
+    while True:
+        try:
+            task = connection.recv()
+        except (EOFError, OSError):
+            return
+        answer = _perform(task, rank)
+        try:
+            connection.send(answer)
+        except OSError:
+            return
+        if answer.report is not None:
+            # Sockets may close only now: peers that notice the broken connections then report after this rank.
+            raise SystemExit(answer.report.exit_code)
+
+
+def _perform(task: Task, rank: int) -> Answer:
+    try:
+        if task.preparation is not None:
+            _import_main(task.preparation)
+        fn, args, kwargs = unpack_call(task.call)
+        try:
+            result = fn(*args, **kwargs)
+        except SystemExit as error:
+            if error.code:
+                raise
+            result = None
+        return Answer(pack_answer(result) if task.wants_result else None)
+    except BaseException as error:
+        report, exception = CrashReport.of(error, rank=rank, traceback=describe(error)), None
+        if isinstance(error, SystemExit):
+            # `sys.exit(3)` on a rank must not end the parent: the parent gets it as the text of a RankFailedError.
+            report = replace(report, exit_code=error.code if isinstance(error.code, int) else 1)
+        else:
+            with contextlib.suppress(TypeError):
+                exception = pack_answer(error)
+        return Answer(exception, report)
+
+
+def _import_main(preparation: dict[str, Any]) -> None:
+    process: Any = multiprocessing.current_process()
+    # Starting processes during the import would recurse without end: the pool's `_refuse_while_importing`.
+    process._inheriting = True
+    try:
+        spawn.prepare(preparation)
+    finally:
+        del process._inheriting
 
 
 def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

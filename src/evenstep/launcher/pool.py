@@ -23,7 +23,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,98 +31,17 @@ from typing import Any
 
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError, UsageError
 from evenstep.ground import environment
-from evenstep.ground.health.excepthook import describe
 from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.ground.host.network import LOOPBACK, Reservation
 from evenstep.launcher.failure.report import StopPolicy, describe_exit, is_evident
 from evenstep.launcher.failure.stacks import StackRequest
-from evenstep.launcher.pool.remote import pack_answer, pack_call, unpack_call
 from evenstep.launcher.spawn.child import Child, Guard, await_ends, keep_ended_children, stop
+from evenstep.launcher.spawn.remote import Answer, Task, pack_call
 from evenstep.launcher.spawn.start_worker import WORKER
-
-
-@dataclass(frozen=True)
-class Task:
-    """One call.
-
-    Attributes:
-        preparation: In a rank's first task, multiprocessing's data for importing the parent's `__main__`.
-    """
-
-    call: bytes
-    wants_result: bool
-    preparation: dict[str, Any] | None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A rank's answer.
-
-    Attributes:
-        value: The packed result or exception; None: the parent doesn't need it, or it can't be sent.
-        report: The report of the rank's exception; None: it succeeded.
-    """
-
-    value: bytes | None
-    report: CrashReport | None = None
-
 
 Answers = dict[int, Answer | Exit]
 """By rank; an `Exit` of one that died without an answer."""
-
-
-def serve(descriptor: int, rank: int) -> None:
-    """Run one task after the other until the parent closes the pipe, or one fails. In the rank."""
-    os.set_inheritable(descriptor, False)
-    connection: Connection[Answer, Task] = Connection(descriptor)
-    while True:
-        try:
-            task = connection.recv()
-        except (EOFError, OSError):
-            return
-        answer = _perform(task, rank)
-        try:
-            connection.send(answer)
-        except OSError:
-            return
-        if answer.report is not None:
-            # Sockets may close only now: peers that notice the broken connections then report after this rank.
-            raise SystemExit(answer.report.exit_code)
-
-
-def _perform(task: Task, rank: int) -> Answer:
-    try:
-        if task.preparation is not None:
-            _import_main(task.preparation)
-        fn, args, kwargs = unpack_call(task.call)
-        try:
-            result = fn(*args, **kwargs)
-        except SystemExit as error:
-            if error.code:
-                raise
-            result = None
-        return Answer(pack_answer(result) if task.wants_result else None)
-    except BaseException as error:
-        report, exception = CrashReport.of(error, rank=rank, traceback=describe(error)), None
-        if isinstance(error, SystemExit):
-            # `sys.exit(3)` on a rank must not end the parent: the parent gets it as the text of a RankFailedError.
-            report = replace(report, exit_code=error.code if isinstance(error.code, int) else 1)
-        else:
-            with contextlib.suppress(TypeError):
-                exception = pack_answer(error)
-        return Answer(exception, report)
-
-
-def _import_main(preparation: dict[str, Any]) -> None:
-    process: Any = multiprocessing.current_process()
-    process._inheriting = (
-        True  # starting processes during the import would recurse without end: `_refuse_while_importing`
-    )
-    try:
-        spawn.prepare(preparation)
-    finally:
-        del process._inheriting
 
 
 # A signal that comes just before the parent sleeps doesn't wake it, so an interrupt would take effect only when a rank

@@ -57,9 +57,9 @@ def count_optimizer_steps(listener: Listener | None = None) -> None:
 
 
 def mark_end_of_group() -> None:
-    """From now on the page says when the script destroys its process group: it has left then, as it should.
+    """Wrap torch's `destroy_process_group` so that this rank's page records a normal end.
 
-    Others that still wait for this rank see their connections closed, as after a crash.
+    Peers that still wait for this rank see their connections close, as after a crash. The page tells the two apart.
     """
     if not dist.is_available():
         return

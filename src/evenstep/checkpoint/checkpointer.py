@@ -148,6 +148,8 @@ class Checkpointer:
         self._metrics_are_of: int | None = None  # the step whose checkpoint has these metrics
         self._names_given: dict[str, None] = {}
         self._best: float | None = None
+        # The best metric among complete checkpoints, and with the pending save: a failed save's metric doesn't count.
+        self._best_saved = self._best_pending = self._best
         self._lacks_best = best is not None  # until the metric is given
         self._has_warned_of_best = False
         self._last_saved: int | None = None
@@ -243,7 +245,8 @@ class Checkpointer:
         if self._tier is not None:
             self._tier.remove(lambda folder: step_of(folder) <= after)
         self._directory.discard(after)
-        self._best = self.world.broadcast_object(self._directory.best)  # the others don't know this job's metrics
+        # The others don't know this job's metrics.
+        self._best = self._best_saved = self.world.broadcast_object(self._directory.best)
         if self._last_saved is not None and self._last_saved > after:
             self._last_saved = None
 
@@ -430,6 +433,7 @@ class Checkpointer:
             self._has_warned_of_best = True
             self._print(f"best={self.policy.best!r}: no step or save has given this metric yet")
         self._last_saved, self._saved_at = self.num_steps, time.monotonic()
+        self._best_pending = self._best
         self._metrics_are_of = self.num_steps
         heartbeat.mark(heartbeat.Phase.SAVING)
         self._saver.start(self.num_steps, self._metrics)
@@ -444,6 +448,7 @@ class Checkpointer:
         failure = self._saver.finish()
         if failure is None and was_pending and self._last_saved is not None:
             self._directory.add_step(self._last_saved, self._saver.folder)
+            self._best_saved = self._best_pending
         heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
         self._report_failure(failure, raises=raises)
 
@@ -467,6 +472,8 @@ class Checkpointer:
         if failure is None:
             return
         step, self._last_saved = self._last_saved, None
+        if self._best == self._best_pending:
+            self._best = self._best_saved
         newest = self._directory.newest
         kept = "there is none yet" if newest is None else f"the newest checkpoint is {self._directory.folders[newest]}"
         where = f"{self._where}: {failure}".rstrip(".")
@@ -534,7 +541,7 @@ class Checkpointer:
                 run = f"{_identity(self._directory.storage, is_one_host=True)}\n{self._directory.run}"
                 every = self.policy.local_every_steps or 1
                 self._tier = LocalTier(self._local, every, self.world, self._objects, number, run)
-            self._best = self._directory.best
+            self._best = self._best_saved = self._directory.best
             self._lacks_best = self._lacks_best and self._best is None
             self._signals = StopSignals(self.world)
 

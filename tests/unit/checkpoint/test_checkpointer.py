@@ -243,6 +243,21 @@ def test_on_save_error_continue_trains_on_and_says_so(tmp_path: Path, capsys: py
     assert steps(tmp_path) == [4]
 
 
+def test_the_metric_of_a_failed_save_is_not_the_best(tmp_path: Path):
+    disk = Disk(error=OSError(errno.EIO, os.strerror(errno.EIO)))
+    directory = LocalDirectory(tmp_path, hook=disk)
+    run = training(directory, every_minutes=None, best="loss", on_save_error="continue").run_to(1)
+    run.checkpoint.step(loss=0.5)
+    run.checkpoint.wait()
+    disk.first_failing = 0
+    run.checkpoint.step(loss=0.1)
+    run.checkpoint.wait()
+    disk.first_failing = None
+    run.checkpoint.step(loss=0.3)
+    run.checkpoint.close()
+    assert steps(tmp_path) == [2, 4], "0.3 is better than any checkpoint that is there"
+
+
 def test_a_directory_that_cannot_be_written_is_one_error_at_once(tmp_path: Path):
     (tmp_path / "file").write_text("x")
     run = training(tmp_path / "file" / "runs")

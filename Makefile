@@ -106,7 +106,7 @@ stress: ## long tests, PART=engine, collectives, checkpoint, kills, ends, server
 	@sh requirements/install.sh "$(PYTHON)"
 	$(stress_$(PART))
 
-BENCHMARKS := step libraries collectives hosts diloco backend start recovery sampler parameter_servers checkpoint checks faults house
+BENCHMARKS := step libraries collectives hosts diloco backend start recovery sampler parameter_servers checkpoint checks faults
 bench: ## one benchmark, NAME=step, into build/step.json; ARGS=--help says what it measures, a wrong NAME lists all
 	$(call one_of,NAME,$(BENCHMARKS))
 	@sh requirements/install.sh "$(PYTHON)"

@@ -11,8 +11,6 @@ Of evenstep the programs know the name of the backend, and no more:
     tensor      torch's parallelize_module: the two linear layers of each of the GPT's layers are divided over ranks
     compiled    a function under torch.compile: a functional reduce-scatter and all-gather of as many numbers as the
                 model has parameters, and no training
-    accelerate  Accelerator.prepare
-    Fabric      Lightning Fabric's DDPStrategy
 
 All train with torch's fused AdamW. Each program runs in two groups of rank processes, one per backend. Blocks of
 equally many steps take turns, and the other group sleeps meanwhile. A block is timed from a barrier to the end of its
@@ -25,19 +23,15 @@ of its own; there they are equal within 1e-3.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib.util
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measuring import describe_machine, quartiles, ratios, spread
+from measuring import alternate, describe_machine, markdown, parser_of, quartiles, ratios, spread, write_json
 from models import CASES, Case, shard_parts
 from torch import Tensor, nn
 
@@ -67,13 +61,11 @@ class Program:
 
     Attributes:
         build: Sets it up in the default group, which exists. Collective.
-        needs: The library that it is written for, where that isn't torch.
         computes_as_bare: Each rank computes what `bare` does.
         only_for: Models that it is written for; none: all.
     """
 
     build: Callable[[Case], Training]
-    needs: str | None = None
     computes_as_bare: bool = True
     only_for: tuple[str, ...] = ()
 
@@ -169,51 +161,12 @@ def build_compiled(case: Case) -> Training:
     return Training(step, lambda: [got])
 
 
-def build_accelerate(case: Case) -> Training:
-    """Hugging Face's accelerate, which takes the group that is there."""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    model = case.build()
-    prepared, optimizer = accelerator.prepare(model, adamw(model))
-    x, y = draw(case)
-
-    def step() -> None:
-        accelerator.backward(case.loss(prepared(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Training(step, lambda: whole(model))
-
-
-def build_fabric(case: Case) -> Training:
-    """Lightning Fabric, which takes the group that is there, too."""
-    from lightning_fabric import Fabric
-    from lightning_fabric.strategies import DDPStrategy
-
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=DDPStrategy())
-    fabric.launch()
-    torch.manual_seed(0)
-    model = case.build()
-    prepared, optimizer = fabric.setup(model, adamw(model))
-    x, y = draw(case)
-
-    def step() -> None:
-        fabric.backward(case.loss(prepared(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Training(step, lambda: whole(model))
-
-
 PROGRAMS = {
     "bare": Program(build_bare),
     "DDP": Program(build_ddp),
     "FSDP2": Program(build_fsdp),
     "tensor": Program(build_tensor, computes_as_bare=False, only_for=("GPT",)),
     "compiled": Program(build_compiled, computes_as_bare=False),
-    "accelerate": Program(build_accelerate, needs="accelerate"),
-    "Fabric": Program(build_fabric, needs="lightning_fabric"),
 }
 
 _running: list[Training] = []  # of this rank process: the one program
@@ -271,12 +224,7 @@ def measure(program: str, model: str, num_ranks: int, blocks: int, block_s: floa
             return max(pools[backend].run(time_block, num_ranks, num_steps, timeout_s=START_S))
 
         num_steps = max(3, round(block_s / run("gloo", 5)))
-        seconds: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
-        for block in range(blocks + 1):
-            for backend in BACKENDS if block % 2 else BACKENDS[::-1]:
-                took = run(backend, num_steps)
-                if block > 0:  # the first one warms up
-                    seconds[backend].append(took)
+        seconds = alternate(BACKENDS, blocks, lambda backend: run(backend, num_steps))
         for pool in pools.values():
             pool.run(end, num_ranks)
         return seconds
@@ -300,12 +248,7 @@ def table(num_ranks: int, results: dict[str, dict[str, dict[str, list[float]]]])
         num_ranks: Ranks.
         results: By model and program, what `measure` returns.
     """
-    lines = [
-        f"{num_ranks} ranks, results equal",
-        "",
-        "| model | program | Gloo, ms | evenstep, ms | Gloo/evenstep | Gloo/bare |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-    ]
+    rows = []
     for model, by_program in results.items():
         for program, seconds in by_program.items():
             gloo, ours = (quartiles(seconds[backend])[1] for backend in BACKENDS)
@@ -313,45 +256,31 @@ def table(num_ranks: int, results: dict[str, dict[str, dict[str, list[float]]]])
             if "bare" in by_program and program != "bare" and PROGRAMS[program].computes_as_bare:
                 most = f"{gloo / quartiles(by_program['bare']['gloo'])[1]:.2f}"
             quotient = spread(ratios(seconds["gloo"], seconds["evenstep"]))
-            lines.append(f"| {model} | {program} | {gloo * 1e3:.2f} | {ours * 1e3:.2f} | {quotient} | {most} |")
-    return "\n".join(lines)
-
-
-def why_not(program: str, model: str) -> str | None:
-    """Why a program can't be measured on a model; None if it can."""
-    needs, only_for = PROGRAMS[program].needs, PROGRAMS[program].only_for
-    if needs is not None and importlib.util.find_spec(needs) is None:
-        return f"{needs} is not installed (`make test-peers` installs it)"
-    if only_for and model not in only_for:
-        return f"it is written for {', '.join(only_for)}"
-    return None
+            rows.append([model, program, f"{gloo * 1e3:.2f}", f"{ours * 1e3:.2f}", quotient, most])
+    columns = "model | program | Gloo, ms | evenstep, ms | Gloo/evenstep | Gloo/bare"
+    return f"{num_ranks} ranks, results equal\n\n{markdown(columns, rows, 2)}"
 
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--programs", nargs="+", choices=list(PROGRAMS), default=list(PROGRAMS))
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=["GPT"], help="which of the five")
     parser.add_argument("--blocks", type=int, default=15, help="of each side")
     parser.add_argument("--block-seconds", type=float, default=0.5, help="about how long a block of Gloo's takes")
-    parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args()
-    machine = describe_machine()
-    print(machine, flush=True)
+    print(describe_machine(), flush=True)
     results: dict[str, dict[str, dict[str, list[float]]]] = {}
     for model in options.models:
         for program in options.programs:
-            problem = why_not(program, model)
-            if problem is not None:
-                print(f"{program} of {model} is left out: {problem}.", flush=True)
+            if model not in (PROGRAMS[program].only_for or CASES):
+                print(f"{program} is left out: it isn't written for {model}.", flush=True)
                 continue
             measured = measure(program, model, options.ranks, options.blocks, options.block_seconds)
             results.setdefault(model, {})[program] = measured
     print(f"\n{table(options.ranks, results)}")
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine, "ranks": options.ranks, "seconds": results}, indent=1))
+    write_json(options.json, ranks=options.ranks, seconds=results)
 
 
 if __name__ == "__main__":

@@ -13,18 +13,15 @@ apart: what one of its looks costs, ten times a second at most, on any core.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import describe_machine
+from measuring import describe_machine, markdown, parser_of, write_json
 from models import CASES
 
 import evenstep
@@ -173,10 +170,9 @@ def cost_of_a_look(num_ranks: int) -> float:
 
 def main() -> None:
     """Account for two ranks, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print(describe_machine())
     found = {
@@ -186,25 +182,21 @@ def main() -> None:
     shares = {transport: show(transport, each, args.ranks) for transport, each in found.items()}
     look_s = cost_of_a_look(args.ranks)
     print(f"\nthe launcher: {1e6 * look_s:.0f} us per look, ten looks a second: {1000 * look_s:.2f} % of one core")
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        found_by_transport = {transport: {"share": shares[transport], **each} for transport, each in found.items()}
-        args.json.write_text(
-            json.dumps({"machine": describe_machine(), "look_s": look_s, "transports": found_by_transport})
-        )
+    by_transport = {transport: {"share": shares[transport], **each} for transport, each in found.items()}
+    write_json(args.json, look_s=look_s, transports=by_transport)
     sys.exit(0 if max(shares.values()) <= MOST else 1)
 
 
 def show(transport: str, found: dict[str, Any], num_ranks: int) -> float:
     """Print the table of one transport; returns the share of a step that all checks take."""
-    total = 0.0
-    print(f"\n{transport}: a step of {1e3 * found['step_s']:.1f} ms on {num_ranks} ranks\n")
-    print("| check | per step | each | in all |\n| --- | --- | --- | --- |")
+    rows, total = [], 0.0
     for what, cost_s in found["cost_s"].items():
         count = found["per_step"].get(what, 0.0)
         total += count * cost_s
-        print(f"| {what} | {count:.1f} | {1e6 * cost_s:.2f} us | {1e6 * count * cost_s:.1f} us |")
+        rows.append([what, f"{count:.1f}", f"{1e6 * cost_s:.2f} us", f"{1e6 * count * cost_s:.1f} us"])
     share = total / found["step_s"]
+    print(f"\n{transport}: a step of {1e3 * found['step_s']:.1f} ms on {num_ranks} ranks\n")
+    print(markdown("check | per step | each | in all", rows))
     print(f"\nin all {1e6 * total:.0f} us, {100 * share:.3f} % of a step")
     return float(share)
 

@@ -12,7 +12,7 @@ The outer momentum is 0.8: the paper's 0.9 wants a longer run.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
 import statistics
 import sys
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import describe_machine
+from measuring import describe_machine, markdown, parser_of, write_json
 
 import evenstep
 from hosts import run_on_hosts
@@ -35,13 +35,8 @@ SIDES = ("DDP", "averaging", "DiLoCo", "DiLoCo, bfloat16")
 
 def example() -> Any:
     """The language model of the examples."""
-    spec = importlib.util.spec_from_file_location("language_model", ROOT / "examples" / "language_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    sys.path.append(str(ROOT / "examples"))
+    return importlib.import_module("language_model")
 
 
 def train(side: str, seed: int, num_steps: int, every: int, world: evenstep.World) -> dict[str, float]:
@@ -91,41 +86,36 @@ def on_rank(out: Path, seeds: int, num_steps: int, every: int) -> None:
 
 def table(found: dict[str, list[dict[str, float]]]) -> str:
     """For people, and for the documentation. Pure."""
-    lines = ["| side | ms a sample | times faster than DDP | bits a byte, each seed | over DDP's |"]
-    lines.append("| --- | ---: | ---: | --- | ---: |")
+    rows = []
     ddp = found["DDP"]
     for side, runs in found.items():
         took = statistics.median(each["seconds"] for each in runs)
         faster = statistics.median(a["seconds"] / b["seconds"] for a, b in zip(ddp, runs, strict=True))
         losses = ", ".join(f"{each['loss']:.4f}" for each in runs)
         over = statistics.mean(b["loss"] / a["loss"] - 1 for a, b in zip(ddp, runs, strict=True))
-        lines.append(f"| {side} | {took * 1e3:.3f} | {faster:.2f} | {losses} | {over:+.2%} |")
-    return "\n".join(lines)
+        rows.append([side, f"{took * 1e3:.3f}", f"{faster:.2f}", losses, f"{over:+.2%}"])
+    return markdown("side | ms a sample | times faster than DDP | bits a byte, each seed | over DDP's", rows)
 
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rate-mbit", type=float, default=100.0, help="of each node's wire")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=600, help="of each side and seed")
     parser.add_argument("--every", type=int, default=20, help="local steps between two exchanges")
-    parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.as_rank is not None:
         on_rank(arguments.as_rank, arguments.seeds, arguments.steps, arguments.every)
         return
-    machine = describe_machine()
-    print(machine)
+    print(describe_machine())
     flags = [f"--{name}={getattr(arguments, name)}" for name in ("seeds", "steps", "every")]
     with Namespaces(2, rate_mbit=arguments.rate_mbit) as hosts:
         found = run_on_hosts(hosts, 1, __file__, *flags)
     print(f"\n2 hosts of 1 rank, {arguments.rate_mbit:g} Mbit/s, an exchange every {arguments.every} steps\n")
     print(table(found))
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"machine": machine, "sides": found}, indent=1))
+    write_json(arguments.json, sides=found)
 
 
 if __name__ == "__main__":

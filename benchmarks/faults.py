@@ -1,8 +1,7 @@
 """Faults at every phase, rank and transport: what is noticed when, which rank is named, what is lost or left behind.
 
-    python benchmarks/faults.py                                 # torch's DDP under torchrun beside it: 40 minutes
-    python benchmarks/faults.py --cascades 0 --recoveries 3     # little more than the matrix
-    python benchmarks/faults.py --small --no-ddp --cascades 0 --recoveries 3    # one victim, one transport
+    python benchmarks/faults.py                                 # torch's DDP under torchrun beside it
+    python benchmarks/faults.py --small --no-ddp --recoveries 3    # one victim, one transport
 
 What has been run is in the JSON file after every run, and in the tables if it is interrupted.
 
@@ -11,32 +10,32 @@ the launcher had ended; which rank was named; the exit status; what is left of p
 the temporary directory. Runs with restarts also record how soon the next step was taken, how many steps were made
 twice, and whether any sample was lost or used twice in the history that counts.
 
-A cascade is four ranks, a random fault at a random rank, step and phase, and the other ranks' secondary failures.
+`make stress PART=ends` has random faults on more ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import math
 import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from measuring import describe_machine
+import psutil
+from measuring import describe_machine, markdown, parser_of, write_json
+
+sys.path.append(str(Path(__file__).parents[1]))  # where `tests` is, also when this runs from elsewhere
+from tests.commands import processes_with
 
 SCRIPT = str(Path(__file__).with_name("faulty_training.py"))
 PHASES = ("forward", "backward", "optimizer")
@@ -60,7 +59,6 @@ class Outcome:
     side: str
     fault: str
     transport: str
-    num_ranks: int
     victim: int
     noticed_s: float = math.nan
     named_s: float = math.nan
@@ -88,14 +86,12 @@ class Call:
     """A launcher, watched: the time of every line on its screen, and every process that it has started."""
 
     def __init__(self, command: Sequence[str], directory: Path) -> None:
-        self.mark = uuid.uuid4().hex
-        self._directory = directory
-        self.temporary = directory / "tmp"
+        self._directory, self.temporary = directory, directory / "tmp"
         self.temporary.mkdir()
         self.lines: list[tuple[float, str]] = []
-        self._shm = set(os.listdir("/dev/shm"))
-        self._files = set(os.listdir(directory))
-        variables = os.environ | {"TMPDIR": str(self.temporary), "BENCH_MARK": self.mark, "OMP_NUM_THREADS": "1"}
+        self._before = set(os.listdir("/dev/shm")) | set(os.listdir(directory))
+        # The name of the directory is in the environment of all processes that this call starts, however far down.
+        variables = os.environ | {"TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, cwd=directory, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, start_new_session=True,
@@ -103,16 +99,16 @@ class Call:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
-    def wait(self) -> tuple[int, float]:
-        """(Exit status, when), killed if it takes too long."""
+    def wait(self) -> tuple[int | None, float]:
+        """(Exit status, when); None if it takes too long, and is killed."""
         try:
-            status = self.process.wait(_DEADLINE_S)
+            status: int | None = self.process.wait(_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            status = -999
+            status = None
         ended = time.monotonic()
-        if status == -999:
+        if status is None:
             for pid in self.processes():
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, 9)
             self.process.wait()
         self._reader.join(5)
         if self.process.stdout is not None and not self._reader.is_alive():
@@ -120,26 +116,29 @@ class Call:
         return status, ended
 
     def processes(self) -> list[int]:
-        """All alive that this call has started, however far down."""
-        return list(_marked(self.mark))
+        """All that are alive."""
+        return processes_with(str(self.temporary))
 
     def left(self) -> list[str]:
         """What is left behind a second after the end; logs of a failed run are kept on purpose.
 
         Processes, with what they listen on; segments in /dev/shm; sockets and files in the temporary directory and
-        where the run was started. A socket without a name is there only as long as a process holds it.
+        where the run was started.
         """
         deadline = time.monotonic() + 1.0
         while (found := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        left = [f"process {pid}{_listening(pid)}" for pid in found]
+        left = []
+        for pid in found:
+            ports = [each.laddr.port for each in psutil.Process(pid).net_connections() if each.status == "LISTEN"]
+            left.append(f"process {pid}" + (f" on port {', '.join(map(str, sorted(ports)))}" if ports else ""))
         # Semaphores of multiprocessing are other programs': there are no workers here.
-        new = set(os.listdir("/dev/shm")) - self._shm
-        left += [f"/dev/shm/{name}" for name in new if not name.startswith("sem.mp-")]
-        kept = ("evenstep-logs-", "torchelastic_", "torchinductor")
-        mine = [path for path in self.temporary.iterdir() if not path.name.startswith(kept)]
-        mine += [path for path in self._directory.iterdir() if path.name not in self._files]
-        return left + [f"{'socket' if path.is_socket() else 'file'} {path.name}" for path in mine]
+        kept = ("evenstep-logs-", "torchelastic_", "torchinductor", "sem.mp-")
+        for folder in (Path("/dev/shm"), self._directory, self.temporary):
+            for path in folder.iterdir():
+                if path.name not in self._before | {"tmp"} and not path.name.startswith(kept):
+                    left.append(f"{'socket' if path.is_socket() else 'file'} {path}")
+        return left
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -147,61 +146,24 @@ class Call:
             self.lines.append((time.monotonic(), line.rstrip("\n")))
 
 
-def _listening(pid: int) -> str:
-    """ " on port ..., ...", if a process listens on any."""
-    held = set()
-    with contextlib.suppress(OSError):
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                held.add(os.readlink(descriptor))
-    ports = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in held:
-                ports.add(int(fields[1].rpartition(":")[2], 16))
-    return f" on port {', '.join(map(str, sorted(ports)))}" if ports else ""
-
-
-def _marked(mark: str) -> Iterator[int]:
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            is_ours = mark.encode() in (entry / "environ").read_bytes()
-            if is_ours and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                yield int(entry.name)
-        except OSError:
-            continue
-
-
-def run(
-    side: str, fault: str, *, transport: str = "shared memory", num_ranks: int = 2, victim: int = 1, restarts: int = 0
-) -> Outcome:
+def run(side: str, fault: str, *, transport: str = "shared memory", victim: int = 1, restarts: int = 0) -> Outcome:
     """One fault, on one side."""
-    outcome = Outcome(side, fault, transport, num_ranks, victim)
+    outcome = Outcome(side, fault, transport, victim)
     directory = Path(tempfile.mkdtemp(prefix="bench-faults-"))
     try:
         diary = directory / "diary"
         diary.mkdir()
         target = [SCRIPT, "--diary", str(diary), "--fault", fault]
         if side == "ddp":
-            command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+            command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
             target += ["--engine", "ddp", "--ddp-timeout-s", str(_DDP_TIMEOUT_S)]
         else:
-            flags = [
-                "--device",
-                "cpu",
-                "--stopped-grace",
-                "0",
-                "--phase-timeout",
-                "step=1",
-                "--max-restarts",
-                str(restarts),
-            ]
-            command = ["-m", "evenstep", "run", "--nproc-per-node", str(num_ranks), *flags]
+            flags = f"--device cpu --stopped-grace 0 --phase-timeout step=1 --max-restarts {restarts}"
+            command = ["-m", "evenstep", "run", "--nproc-per-node", "2", *flags.split()]
             target += ["--transport", transport, "--save-every", "4" if restarts else "0"]
         call = Call([sys.executable, *command, *target], directory)
         status, ended = call.wait()
-        outcome.status = None if status == -999 else 128 - status if status < 0 else status
+        outcome.status = 128 - status if status is not None and status < 0 else status
         struck = _time(diary / "fault")
         outcome.ended_s = ended - struck if outcome.status is not None else math.nan
         noticed = [_time(path) for path in diary.glob("noticed-*") if path.name != f"noticed-{victim}"]
@@ -264,41 +226,28 @@ def percentile(values: Iterable[float], share: float) -> float:
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """A row per side and kind of fault. Pure."""
-    head = [
-        "side",
-        "fault",
-        "runs",
-        "noticed by a peer",
-        "named",
-        "ended",
-        "right rank named",
-        "wrong",
-        "none",
-        "status",
-    ]
-    rows = ["| " + " | ".join([*head, "left behind"]) + " |", "| --- " * (len(head) + 1) + "|"]
+    rows = []
     for side, kind in dict.fromkeys((each.side, each.kind) for each in outcomes):
         group = [each for each in outcomes if (each.side, each.kind) == (side, kind)]
         times = [_spread(getattr(o, name) for o in group) for name in ("noticed_s", "named_s", "ended_s")]
         right = sum(each.is_right for each in group)
         none = sum(each.named_rank is None and not each.is_right for each in group)
-        cells = [side, kind, len(group), *times, right, len(group) - right - none, none, _statuses(group)]
-        rows.append("| " + " | ".join(map(str, [*cells, sum(len(each.left) for each in group)])) + " |")
-    return "\n".join(rows)
+        counts = [right, len(group) - right - none, none, _statuses(group), sum(len(each.left) for each in group)]
+        rows.append([side, kind, len(group), *times, *counts])
+    times = "noticed by a peer | named | ended"
+    return markdown(f"side | fault | runs | {times} | right rank named | wrong | none | status | left behind", rows, 2)
 
 
 def recovery_table(outcomes: Sequence[Outcome]) -> str:
     """A row per kind of fault, of runs with restarts. Pure."""
-    rows = [
-        "| fault | runs | next step after | steps made twice, most | samples lost or repeated | status | left behind |"
-    ]
-    rows.append("| --- | --- | --- | --- | --- | --- | --- |")
+    rows = []
     for kind in [*dict.fromkeys(each.kind for each in outcomes), ""]:
         group = [each for each in outcomes if kind in ("", each.kind)]
         cells = [kind or "all", len(group), _spread(each.recovered_s for each in group)]
         cells += [max(each.steps_twice for each in group), sum(each.samples_wrong for each in group), _statuses(group)]
-        rows.append("| " + " | ".join(map(str, [*cells, sum(len(each.left) for each in group)])) + " |")
-    return "\n".join(rows)
+        rows.append([*cells, sum(len(each.left) for each in group)])
+    columns = "next step after | steps made twice, most | samples lost or repeated | status | left behind"
+    return markdown(f"fault | runs | {columns}", rows)
 
 
 def _spread(values: Iterable[float]) -> str:
@@ -328,7 +277,6 @@ class Planned:
     side: str
     fault: str
     transport: str = "shared memory"
-    num_ranks: int = 2
     victim: int = 1
     restarts: int = 0
 
@@ -351,12 +299,6 @@ def plan(args: argparse.Namespace, draw: random.Random) -> list[Planned]:
         victim = draw.randrange(2)
         fault = fault_text(draw.choice(deaths), victim, draw.randrange(5, 30), draw.choice(PHASES))
         planned.append(Planned("recoveries", "evenstep", fault, victim=victim, restarts=1))
-    for number in range(args.cascades):
-        victim = draw.randrange(4)
-        fault = fault_text(draw.choice(deaths), victim, draw.randrange(2, 30), draw.choice(PHASES))
-        planned.append(Planned("cascades", "evenstep", fault, num_ranks=4, victim=victim))
-        if number < args.ddp_cascades:
-            planned.append(Planned("cascades", "ddp", fault, "gloo", num_ranks=4, victim=victim))
     return planned
 
 
@@ -369,17 +311,6 @@ def is_well(outcome: Outcome) -> bool:
     return outcome.is_right and outcome.status in STATUS[outcome.kind]
 
 
-def write(path: Path | None, seed: int, found: dict[str, list[Outcome]]) -> None:
-    """What is known so far: whole, or as it was before."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parts = {part: list(map(asdict, outcomes)) for part, outcomes in found.items()}
-    beside = path.with_name(f".{path.name}.part")
-    beside.write_text(json.dumps({"machine": describe_machine(), "seed": seed} | parts, indent=1))
-    beside.replace(path)
-
-
 def report(found: dict[str, list[Outcome]]) -> str:
     """The tables of what has been run. Pure."""
     texts = []
@@ -387,39 +318,30 @@ def report(found: dict[str, list[Outcome]]) -> str:
         texts.append(table(found["matrix"]))
     if found["recoveries"]:
         texts.append(f"{len(found['recoveries'])} recoveries\n\n{recovery_table(found['recoveries'])}")
-    for side in dict.fromkeys(each.side for each in found["cascades"]):
-        group = [each for each in found["cascades"] if each.side == side]
-        wrong = sum(each.named_rank is not None and not each.is_right for each in group)
-        right = sum(each.is_right for each in group)
-        title = f"{len(group)} cascades of 4 ranks, {side}: right rank named in {right}, wrong in {wrong}"
-        texts.append(f"{title}\n\n{table(group)}")
     return "Seconds after the fault: p50 / p99 / max.\n\n" + "\n\n".join(texts)
 
 
 def main() -> None:
     """Run what is planned; print tables, also where that is interrupted."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--small", action="store_true", help="one victim and one transport")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS))
     parser.add_argument("--phases", nargs="*", default=list(PHASES))
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--cascades", type=int, default=200)
-    parser.add_argument("--ddp-cascades", type=int, default=10, help="so many of the cascades with torch's DDP, too")
     parser.add_argument("--recoveries", type=int, default=20)
     parser.add_argument("--no-ddp", action="store_true")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
-    parser.add_argument("--json", type=Path, help="written after every run")
     args = parser.parse_args()
     planned = plan(args, random.Random(args.seed))
     print(f"seed {args.seed}; {describe_machine()}; {len(planned)} runs", flush=True)
-    found: dict[str, list[Outcome]] = {"matrix": [], "recoveries": [], "cascades": []}
+    found: dict[str, list[Outcome]] = {"matrix": [], "recoveries": []}
     began = time.monotonic()
     try:
         for number, each in enumerate(planned):
             arguments = {name: value for name, value in asdict(each).items() if name not in ("part", "side", "fault")}
             outcome = run(each.side, each.fault, **arguments)
             found[each.part].append(outcome)
-            write(args.json, args.seed, found)
+            write_json(args.json, seed=args.seed, **{part: list(map(asdict, each)) for part, each in found.items()})
             who = f"{each.part}, {each.side}, {each.transport}, {each.fault}"
             times = ", ".join(_seconds(s) for s in (outcome.noticed_s, outcome.named_s, outcome.ended_s))
             print(f"{number + 1} of {len(planned)}, {time.monotonic() - began:.0f} s: {who}: {times}", flush=True)

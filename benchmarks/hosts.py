@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import describe_machine, ratios, spread
+from measuring import alternate, describe_machine, markdown, parser_of, ratios, spread, write_json
 
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.transport import Transport
@@ -49,18 +49,15 @@ def measure_on_rank(repeats: int) -> dict[str, dict[str, list[float]]]:
         tensors = {
             name: transport.allocate(size // 4, dtype=torch.float32, device=cpu) for name, transport in sides.items()
         }
-        seconds: dict[str, list[float]] = {name: [] for name in sides}
-        for repeat in range(repeats + 1):
-            for name in sides if repeat % 2 else reversed(sides):
-                sides[name].barrier().wait()
-                started = time.perf_counter()
-                for _ in range(num_calls):
-                    sides[name].all_reduce(tensors[name]).wait()
-                took = (time.perf_counter() - started) / num_calls
-                slowest = max(exchange(sides["gloo"], took))
-                if repeat > 0:  # the first one warms up
-                    seconds[name].append(slowest)
-        result[str(size)] = seconds
+
+        def one(name: str, num_calls: int = num_calls, tensor: Any = tensors) -> float:
+            sides[name].barrier().wait()
+            started = time.perf_counter()
+            for _ in range(num_calls):
+                sides[name].all_reduce(tensor[name]).wait()
+            return max(exchange(sides["gloo"], (time.perf_counter() - started) / num_calls))
+
+        result[str(size)] = alternate(sides, repeats, one)
     for transport in sides.values():
         transport.close()
     dist.destroy_process_group()
@@ -87,21 +84,19 @@ def run_on_hosts(hosts: Namespaces, ranks_per_host: int, *command: str) -> Any:
 
 def table(measured: dict[str, dict[str, list[float]]]) -> str:
     """For people, and for the documentation. Pure."""
-    lines = ["| bytes | Gloo, us | evenstep, us | times faster |", "| ---: | ---: | ---: | ---: |"]
+    rows = []
     for size, seconds in measured.items():
-        gloo, ours = (statistics.median(seconds[name]) * 1e6 for name in ("gloo", "evenstep"))
-        faster = spread(ratios(seconds["gloo"], seconds["evenstep"]))
-        lines.append(f"| {int(size):,} | {gloo:,.0f} | {ours:,.0f} | {faster} |")
-    return "\n".join(lines)
+        times = [f"{statistics.median(seconds[name]) * 1e6:,.0f}" for name in ("gloo", "evenstep")]
+        rows.append([f"{int(size):,}", *times, spread(ratios(seconds["gloo"], seconds["evenstep"]))])
+    return markdown("bytes | Gloo, us | evenstep, us | times faster", rows)
 
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of each node's wire")
     parser.add_argument("--ranks-per-host", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=15, help="of each side and size")
-    parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.as_rank is not None:
@@ -109,14 +104,11 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             arguments.as_rank.write_text(json.dumps(measured))
         return
-    machine = describe_machine()
-    print(machine)
+    print(describe_machine())
     with Namespaces(2, rate_mbit=arguments.rate_mbit) as hosts:
         measured = run_on_hosts(hosts, arguments.ranks_per_host, __file__, "--repeats", str(arguments.repeats))
     print(f"\n2 hosts of {arguments.ranks_per_host} ranks, {arguments.rate_mbit:g} Mbit/s\n\n{table(measured)}")
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"machine": machine, "seconds": measured}, indent=1))
+    write_json(arguments.json, seconds=measured)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,25 @@
-"""What the benchmarks share: sides that take turns, spreads, and the machine's description."""
+"""What the benchmarks share: sides that take turns, spreads, tables, and the machine's description."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
 import evenstep
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,20 @@ def only_torchs_own() -> Iterator[None]:
             each.update(before)
 
 
+def alternate(sides: Iterable[str], rounds: int, measure: Callable[[str], T]) -> dict[str, list[T]]:
+    """What is measured of each side, round by round.
+
+    The order of the sides is reversed in every other round. One more round, the first, warms up and doesn't count.
+    """
+    found: dict[str, list[T]] = {side: [] for side in sides}
+    for number in range(rounds + 1):
+        for side in list(found) if number % 2 else list(found)[::-1]:
+            one = measure(side)
+            if number > 0:
+                found[side].append(one)
+    return found
+
+
 def take_turns(
     steps: Mapping[str, Callable[[], object]],
     world: evenstep.World,
@@ -89,8 +108,7 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """On a rank: time several sides of the same training, in blocks of equally many steps that take turns.
 
-    A block is timed from barrier to barrier, on the slowest rank: what a side puts off until later counts. The order
-    of the sides is turned round from block to block.
+    A block is timed from barrier to barrier, on the slowest rank: what a side puts off until later counts.
 
     Args:
         steps: By side, what makes a step.
@@ -102,20 +120,19 @@ def take_turns(
     Returns:
         By side, seconds of a step in each block.
     """
-    seconds: dict[str, list[float]] = {side: [] for side in steps}
-    for block in range(blocks + 1):
-        for side in list(steps) if block % 2 else list(steps)[::-1]:
-            with around(side):
-                synchronise(world.device)
-                world.barrier()
-                started = time.perf_counter()
-                for _ in range(num_steps):
-                    steps[side]()
-                synchronise(world.device)
-                world.barrier()
-                took = (time.perf_counter() - started) / num_steps
-            if block > 0:
-                seconds[side].append(took)
+
+    def block_of(side: str) -> float:
+        with around(side):
+            synchronise(world.device)
+            world.barrier()
+            started = time.perf_counter()
+            for _ in range(num_steps):
+                steps[side]()
+            synchronise(world.device)
+            world.barrier()
+            return (time.perf_counter() - started) / num_steps
+
+    seconds = alternate(steps, blocks, block_of)
     return {side: world.gather(torch.tensor([each])).amax(0).tolist() for side, each in seconds.items()}
 
 
@@ -128,6 +145,15 @@ def steps_within(step: Callable[[], object], seconds: float, world: evenstep.Wor
         step()
     synchronise(world.device)
     return int(world.broadcast_object(max(3, round(seconds / ((time.perf_counter() - started) / 5)))))
+
+
+def seconds_a_step(step: Callable[[], object], num_steps: int, warmup: int = 5) -> float:
+    """Of so many steps, behind some that warm up."""
+    for number in range(-warmup, num_steps):
+        if number == 0:
+            began = time.perf_counter()
+        step()
+    return (time.perf_counter() - began) / num_steps
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
@@ -146,6 +172,35 @@ def spread(three: Sequence[float], digits: int = 2) -> str:
     """1.52 (1.50 to 1.55): a median with its quartiles. Pure."""
     low, middle, high = (f"{value:.{digits}f}" for value in three)
     return f"{middle} ({low} to {high})"
+
+
+def markdown(columns: str, rows: Iterable[Sequence[object]], num_words: int = 1) -> str:
+    """A table for people, and for the documentation; the first columns have words, the others numbers. Pure.
+
+    Args:
+        columns: Their titles, with | between them.
+        rows: Cells, as they are shown.
+        num_words: Columns of words.
+    """
+    num_columns = columns.count("|") + 1
+    lines = [f"| {columns} |", "| " + " | ".join(["---"] * num_words + ["---:"] * (num_columns - num_words)) + " |"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """The parser of a benchmark, whose docstring is its help; `--json` names the file of `write_json`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    return parser
+
+
+def write_json(path: Path | None, **found: Any) -> None:
+    """Write a result with the machine's description, whole or not at all; nothing without a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.part")
+        beside.write_text(json.dumps({"machine": describe_machine(), **found}, indent=1))
+        beside.replace(path)
 
 
 def describe_machine() -> dict[str, object]:

@@ -36,9 +36,7 @@ undisturbed one. torchft's parts, of "replaced" those of the replacement, which 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import re
 import signal
@@ -50,7 +48,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from measuring import describe_machine
+from measuring import describe_machine, markdown, parser_of, write_json
 
 OF_TORCHFT = ("torchft, alone", "torchft, replaced")
 DIES_AT, ENDS_AT = 8, 11
@@ -275,14 +273,13 @@ def versions(python: Path) -> str:
 
 def main() -> None:
     """Print a table and write it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--repeats-large", type=int, default=2, help="of the 500 MB (default: %(default)s)")
     parser.add_argument("--sizes", default="5,500", help="MB of parameters")
     parser.add_argument(
         "--torchft", type=Path, metavar="PYTHON", help="of an environment that has it, to measure it, too"
     )
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     shapes = {"5": (512, 4), "500": (4096, 7)}
     repeats = {"5": args.repeats, "500": args.repeats_large}
@@ -297,28 +294,21 @@ def main() -> None:
             found.setdefault(f"{size} MB, restart, local", []).append(run(*shapes[size], LOCAL))
             for way in OF_TORCHFT if args.torchft is not None else ():
                 found.setdefault(f"{size} MB, {way}", []).append(run_torchft(args.torchft, way, *shapes[size]))
-    machine = describe_machine() | ({} if args.torchft is None else {"torchft": versions(args.torchft)})
-    print(machine)
-    columns = " ".join(f"{part:>8}" for part in PARTS)
+    torchft = "" if args.torchft is None else versions(args.torchft)
+    columns = f"way | lost, s | range | whole, s | repeated | dropped | missing | {' | '.join(PARTS)}"
     print(
-        f"{'':26} {'lost s':>8} {'range':>14} {'whole s':>8} {'repeated':>8} {'dropped':>8} {'missing':>8}  {columns}"
+        f"{describe_machine()} {torchft}\n\n{markdown(columns, [[way, *cells(runs)] for way, runs in found.items()])}"
     )
-    for name, runs in found.items():
-        print(f"{name:26} {line(runs)}")
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"machine": machine, "runs": found}, indent=1))
+    write_json(args.json, torchft=torchft, runs=found)
 
 
-def line(runs: list[dict[str, float]]) -> str:
+def cells(runs: list[dict[str, float]]) -> list[str]:
     """Medians of the runs of one way, with the range of what is lost. Pure."""
-    lost = sorted(each["lost_s"] for each in runs)
-    whole = statistics.median(each["whole_s"] for each in runs)
-    counts = " ".join(f"{max(each[key] for each in runs):8.0f}" for key in ("repeated", "dropped", "missing"))
-    spread = f"{lost[0]:.2f} to {lost[-1]:.2f}"
-    parts = " ".join(f"{statistics.median(each[part] for each in runs):8.2f}" for part in PARTS)
-    whole_s = f"{whole:8.2f}" if whole else f"{'never':>8}"
-    return f"{statistics.median(lost):8.2f} {spread:>14} {whole_s} {counts}  {parts}"
+    middle = {name: f"{statistics.median(each[name] for each in runs):.2f}" for name in runs[0]}
+    lost = [each["lost_s"] for each in runs]
+    counts = [f"{max(each[name] for each in runs):.0f}" for name in ("repeated", "dropped", "missing")]
+    spread = f"{min(lost):.2f} to {max(lost):.2f}"
+    return [middle["lost_s"], spread, middle["whole_s"], *counts, *(middle[part] for part in PARTS)]
 
 
 if __name__ == "__main__":

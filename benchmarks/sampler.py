@@ -13,17 +13,17 @@ and with ours, with 0, 1 and 2 workers. Ratios are of neighbouring turns: median
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import multiprocessing
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import describe_machine, ratios, spread
+from measuring import alternate, describe_machine, markdown, parser_of, ratios, spread, write_json
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, Sampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
@@ -34,20 +34,15 @@ BYTES_PER_INDEX = 60  # of torch's sampler: a permutation, and a list of python'
 BATCH = 64
 
 
+def bytes_of(file: str, field: str) -> int:
+    """One of the kernel's figures on this process's or the machine's memory."""
+    lines = Path(file).read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
 def peak_bytes() -> int:
     """Peak resident memory of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
-    raise OSError("no VmHWM in /proc/self/status")
-
-
-def available_bytes() -> int:
-    """Memory that can be had without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 0
+    return bytes_of("/proc/self/status", "VmHWM")
 
 
 def first_index(kind: str, num_samples: int, connection: Any) -> None:
@@ -63,7 +58,7 @@ def first_index(kind: str, num_samples: int, connection: Any) -> None:
 
 def measure_first_index(kind: str, num_samples: int) -> tuple[float, int] | None:
     """None where torch's would not fit into memory."""
-    if kind == "torch" and num_samples * BYTES_PER_INDEX > available_bytes() * 0.8:
+    if kind == "torch" and num_samples * BYTES_PER_INDEX > bytes_of("/proc/meminfo", "MemAvailable") * 0.8:
         return None
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -130,15 +125,15 @@ def per_index(num_samples: int, num_turns: int) -> dict[str, Any]:
             data, BATCH, sampler=Foreign(num_samples), collate_fn=as_it_is, world=world
         ),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in loaders}
-    for turn in range(num_turns + 1):
-        ours.set_epoch(turn)
-        for name, loader in loaders.items():
-            took = run_through(loader)
-            if turn:  # the first one warms up
-                seconds[name].append(took)
+    epochs = itertools.count()
+
+    def one(name: str) -> float:
+        ours.set_epoch(next(epochs))
+        return run_through(loaders[name])
+
+    seconds = alternate(loaders, num_turns, one)
     result: dict[str, Any] = {
-        f"{name}_ns": sorted(each)[len(each) // 2] / num_samples * 1e9 for name, each in seconds.items()
+        f"{name}_ns": statistics.median(each) / num_samples * 1e9 for name, each in seconds.items()
     }
     result["sampler_ratio"] = ratios(seconds["torch"], seconds["our_sampler"])
     result["foreign_ratio"] = ratios(seconds["foreign_torch"], seconds["foreign_ours"])
@@ -166,79 +161,73 @@ def throughput(num_samples: int, num_turns: int) -> list[dict[str, Any]]:
     sets = {"one by one": Rows(num_samples), "tensors": TensorDataset(torch.randn(num_samples, 16))}
     for name, data in sets.items():
         for num_workers in (0, 1, 2):
-            torchs = TorchDataLoader(data, batch_size=BATCH, shuffle=True, num_workers=num_workers)
-            ours = evenstep.DataLoader(data, BATCH, shuffle=True, num_workers=num_workers, world=world)
-            seconds: dict[str, list[float]] = {"torch": [], "evenstep": []}
-            for turn in range(num_turns + 1):
-                for kind, loader in (("torch", torchs), ("evenstep", ours)):
-                    took = wall(lambda loader=loader: [None for _ in loader])
-                    if turn:
-                        seconds[kind].append(took)
+            loaders = {
+                "torch": TorchDataLoader(data, batch_size=BATCH, shuffle=True, num_workers=num_workers),
+                "evenstep": evenstep.DataLoader(data, BATCH, shuffle=True, num_workers=num_workers, world=world),
+            }
+            seconds = alternate(loaders, num_turns, lambda name, loaders=loaders: wall(loaders[name]))
             rows.append(
                 {
                     "data": name,
                     "num_workers": num_workers,
-                    **{f"{kind}_per_s": num_samples / sorted(each)[len(each) // 2] for kind, each in seconds.items()},
+                    **{f"{kind}_per_s": num_samples / statistics.median(each) for kind, each in seconds.items()},
                     "ratio": ratios(seconds["torch"], seconds["evenstep"]),
                 }
             )
     return rows
 
 
-def wall(work: Callable[[], object]) -> float:
-    """Seconds."""
+def wall(loader: Any) -> float:
+    """Seconds of an epoch."""
     started = time.perf_counter()
-    work()
+    for _ in loader:
+        pass
     return time.perf_counter() - started
 
 
 def tables(result: dict[str, Any]) -> str:
     """For people. Pure."""
-    lines = ["| samples | torch, s | evenstep, s | times faster | torch, MiB | evenstep, MiB |", "| ---: " * 6 + "|"]
+    first = []
     for row in result["first_index"]:
-        theirs = "does not fit" if row["torch_s"] is None else f"{row['torch_s']:.4f}"
-        faster = "" if row["torch_s"] is None else f"{row['torch_s'] / row['evenstep_s']:,.0f}"
-        memory = "" if row["torch_s"] is None else f"{row['torch_bytes'] / 2**20:,.1f}"
-        ours = f"{row['evenstep_s']:.4f} | {faster} | {memory} | {row['evenstep_bytes'] / 2**20:,.1f}"
-        lines.append(f"| {row['num_samples']:,} | {theirs} | {ours} |")
+        if row["torch_s"] is None:
+            theirs, faster, memory = "does not fit", "", ""
+        else:
+            faster = f"{row['torch_s'] / row['evenstep_s']:,.0f}"
+            theirs, memory = f"{row['torch_s']:.4f}", f"{row['torch_bytes'] / 2**20:,.1f}"
+        ours = (f"{row['evenstep_s']:.4f}", faster, memory, f"{row['evenstep_bytes'] / 2**20:,.1f}")
+        first.append([f"{row['num_samples']:,}", theirs, *ours])
     each = result["per_index"]
-    lines += [
-        "",
-        f"An index through a loader: torch {each['torch_ns']:.0f} ns, our sampler in torch's loader "
-        f"{each['our_sampler_ns']:.0f} ns (torch/ours {spread(each['sampler_ratio'])}), our loader "
-        f"{each['our_loader_ns']:.0f} ns (torch/ours {spread(each['loader_ratio'])}); a script's own sampler: torch's "
-        f"loader {each['foreign_torch_ns']:.0f} ns, ours {each['foreign_ours_ns']:.0f} ns (torch/ours "
-        f"{spread(each['foreign_ratio'])}).",
-        "",
-        "| data | workers | torch, samples/s | evenstep, samples/s | evenstep/torch |",
-        "| --- " + "| ---: " * 4 + "|",
-    ]
+    speeds = []
     for row in result["throughput"]:
-        speeds = f"{row['torch_per_s']:,.0f} | {row['evenstep_per_s']:,.0f}"
-        lines.append(f"| {row['data']} | {row['num_workers']} | {speeds} | {spread(row['ratio'])} |")
-    return "\n".join(lines)
+        both = [f"{row[f'{kind}_per_s']:,.0f}" for kind in ("torch", "evenstep")]
+        speeds.append([row["data"], row["num_workers"], *both, spread(row["ratio"])])
+    return f"""
+{markdown("samples | torch, s | evenstep, s | times faster | torch, MiB | evenstep, MiB", first)}
+
+An index through a loader: torch {each["torch_ns"]:.0f} ns, our sampler in torch's loader {each["our_sampler_ns"]:.0f}
+(torch/ours {spread(each["sampler_ratio"])}), our loader {each["our_loader_ns"]:.0f} ({spread(each["loader_ratio"])}).
+With a script's own sampler torch {each["foreign_torch_ns"]:.0f}, ours {each["foreign_ours_ns"]:.0f}
+({spread(each["foreign_ratio"])}).
+
+{markdown("data | workers | torch, samples/s | evenstep, samples/s | evenstep/torch", speeds)}"""
 
 
 def main() -> None:
     """Measure, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--max-samples", type=int, default=10**9, help="largest data set")
     parser.add_argument("--epoch", type=int, default=10**6, help="samples of the epoch that is run through")
     parser.add_argument("--turns", type=int, default=7, help="turns per loader")
-    parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
     result = {
-        "machine": describe_machine(),
         "first_index": first_indices(arguments.max_samples),
         "per_index": per_index(arguments.epoch, arguments.turns),
         "throughput": throughput(min(arguments.epoch, 100_000), arguments.turns),
     }
-    print(f"{result['machine']}\n\n{tables(result)}")
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1))
+    print(describe_machine(), tables(result), sep="\n")
+    write_json(arguments.json, **result)
 
 
 if __name__ == "__main__":

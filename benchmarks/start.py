@@ -13,8 +13,6 @@ resident size.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import resource
 import statistics
@@ -25,7 +23,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from measuring import describe_machine, ratios, spread
+from measuring import alternate, describe_machine, markdown, parser_of, ratios, spread, write_json
 
 TORCHS = """
 import sys, time
@@ -112,10 +110,7 @@ def time_import(module: str, repeats: int = 7) -> tuple[float, float]:
 
 def table(starts: dict[str, list[Start]]) -> str:
     """For people, and for the documentation. Pure."""
-    lines = [
-        "| | start, s | whole, s | processor, s | start, times as fast | whole, times as fast |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    rows = []
     reference = starts[REFERENCE]
     for side, runs in starts.items():
         columns = [statistics.median(getattr(run, name) for run in runs) for name in ("start_s", "whole_s", "cpu_s")]
@@ -123,39 +118,25 @@ def table(starts: dict[str, list[Start]]) -> str:
         for name in ("start_s", "whole_s"):
             times = ratios([getattr(run, name) for run in reference], [getattr(run, name) for run in runs])
             words.append("" if side == REFERENCE else spread(times))
-        lines.append(f"| {side} | {' | '.join(words)} |")
-    return "\n".join(lines)
+        rows.append([side, *words])
+    return markdown(" | start, s | whole, s | processor, s | start, times as fast | whole, times as fast", rows)
 
 
 def main() -> None:
     """Measure, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="on this host")
     parser.add_argument("--rounds", type=int, default=9, help="starts of each side")
-    parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
-    machine = describe_machine()
     with tempfile.TemporaryDirectory() as folder:
         sides = commands(arguments.ranks, Path(folder))
-        starts: dict[str, list[Start]] = {side: [] for side in sides}
-        for round_number in range(arguments.rounds + 1):
-            for side, command in sides.items():
-                one = start_once(command, arguments.ranks)
-                if round_number > 0:  # the first reads the files from the disk
-                    starts[side].append(one)
+        starts = alternate(sides, arguments.rounds, lambda side: start_once(sides[side], arguments.ranks))
     imports = {module: time_import(module) for module in ("torch", "evenstep")}
-    print(f"{machine}\n\n{arguments.ranks} ranks\n\n{table(starts)}\n")
+    print(f"{describe_machine()}\n\n{arguments.ranks} ranks\n\n{table(starts)}\n")
     for module, (took, memory) in imports.items():
         print(f"import {module}: {took:.2f} s of processor, {memory:,.0f} MiB")
-    if arguments.json is not None:
-        whole = {
-            "machine": machine,
-            "ranks": arguments.ranks,
-            "starts": {side: [asdict(run) for run in runs] for side, runs in starts.items()},
-            "imports": imports,
-        }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(whole, indent=1))
+    by_side = {side: [asdict(run) for run in runs] for side, runs in starts.items()}
+    write_json(arguments.json, ranks=arguments.ranks, starts=by_side, imports=imports)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/step.py                    # the five models, one and two ranks
     python benchmarks/step.py --ranks 2 --models "wide MLP" GPT --json result.json
     python benchmarks/step.py --ranks 2 --sides sharded --steps 10
-    python benchmarks/step.py --ranks 2 --models GPT --sides evenstep hook reproducible ZeRO sharded attached
+    python benchmarks/step.py --ranks 2 --models GPT --sides evenstep reproducible ZeRO sharded attached
     python benchmarks/step.py --device cuda          # on GPUs alone; else on the CPU, and on GPUs where there are some
 
 Six sides of the same training take turns within one run, in blocks of equally many steps:
@@ -18,14 +18,11 @@ Six sides of the same training take turns within one run, in blocks of equally m
 In a world of one there are bare and evenstep; `--sides bare sharded` measures that one. More sides are measured where
 `--sides` names them:
 
-    hook          evenstep with fp16_compress_hook, a communication hook of torch's
     reproducible  evenstep in reproducible mode, a virtual rank on each rank; on CPUs
     attached      torch's FSDP2, each part of the model sharded by itself, under evenstep.attach
     weighted      evenstep with model.backward(loss, weight=)
     uneven        weighted, with batches of 1:4 that alternate between the ranks
     accumulated   weighted, a window of four passes over a quarter of the batch each
-    muon          evenstep with torch.optim.Muon on matrices and AdamW on the rest, on every rank
-    sharded muon  the same, each an evenstep.ShardedOptimizer
 
 While others run, torch's global optimizer hooks are taken off, through which evenstep sees optimizers. What a side adds
 is the difference of neighbouring blocks to bare; uneven and accumulated have a bare side of their own, with the same
@@ -44,13 +41,10 @@ default group of `evenstep.init` is one of the backend "evenstep".
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,15 +53,17 @@ from measuring import (
     Device,
     choose_devices,
     describe_machine,
+    markdown,
     only_torchs_own,
+    parser_of,
     quartiles,
     ratios,
     spread,
     steps_within,
     take_turns,
+    write_json,
 )
 from models import CASES, Case, shard_parts
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -77,7 +73,7 @@ from evenstep.ground.computing.virtual_ranks import VirtualRanks
 
 Step = Callable[[], None]
 SIDES = ["bare", "tutorial", "best", "ZeRO", "evenstep", "sharded"]
-MORE_SIDES = ["hook", "reproducible", "attached", "weighted", "uneven", "accumulated", "muon", "sharded muon"]
+MORE_SIDES = ["reproducible", "attached", "weighted", "uneven", "accumulated"]
 # Sides whose batches aren't the usual ones: what they are compared with.
 BARE_OF = {side: f"bare {side}" for side in ("uneven", "accumulated")}
 OURS = [*SIDES[4:], *MORE_SIDES]
@@ -106,31 +102,6 @@ def around(side: str, world: evenstep.World) -> contextlib.AbstractContextManage
     return contextlib.nullcontext() if side in OURS else only_torchs_own()
 
 
-class MuonAndAdamW:
-    """torch's Muon on the matrices of a model, AdamW on the rest: what a training loop calls of an optimizer."""
-
-    def __init__(self, model: torch.nn.Module, *, is_sharded: bool) -> None:
-        chosen = {
-            torch.optim.Muon: [p for p in model.parameters() if p.dim() == 2],
-            torch.optim.AdamW: [p for p in model.parameters() if p.dim() != 2],
-        }
-        self._both = [
-            evenstep.ShardedOptimizer(model, kind, params, lr=1e-4) if is_sharded else kind(params, lr=1e-4)
-            for kind, params in chosen.items()
-            if params
-        ]
-
-    def step(self) -> None:
-        """Of both."""
-        for each in self._both:
-            each.step()
-
-    def zero_grad(self) -> None:
-        """Of both."""
-        for each in self._both:
-            each.zero_grad()
-
-
 def build_step(case: Case, side: str, world: evenstep.World, torchs: dist.ProcessGroup | None) -> Step:
     """One side's training step, on a model of its own; `torchs` is the group of torch's sides, None the default one."""
     torch.manual_seed(0)
@@ -142,8 +113,6 @@ def build_step(case: Case, side: str, world: evenstep.World, torchs: dist.Proces
         model = evenstep.attach(module, world)
     elif side in OURS:
         model = evenstep.DistributedDataParallel(module, world=world)
-        if side == "hook":
-            model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
     elif side == "tutorial":
         model = torch.nn.parallel.DistributedDataParallel(module, process_group=torchs)
     elif side in ("best", "ZeRO"):
@@ -155,9 +124,7 @@ def build_step(case: Case, side: str, world: evenstep.World, torchs: dist.Proces
     fused = {} if side == "tutorial" else {"fused": True}
     kind, is_bare = side.removeprefix("bare "), side.startswith("bare")
     optimizer: Any
-    if kind.endswith("muon"):
-        optimizer = MuonAndAdamW(model, is_sharded=kind == "sharded muon")
-    elif side == "sharded":
+    if side == "sharded":
         optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
     elif side == "ZeRO":
         optimizer = ZeroRedundancyOptimizer(
@@ -281,19 +248,14 @@ def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, list[float
 
 def table(num_ranks: int, where: str, results: dict[str, dict[str, dict[str, list[float]]]]) -> str:
     """For people, and for the documentation. Pure."""
-    lines = [
-        f"{num_ranks} rank{'s' if num_ranks > 1 else ''}, {where}",
-        "",
-        "| model | side | step, us | added, us | times bare | times the limit |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-    ]
+    rows = []
     for name, sides in results.items():
         for side, each in sides.items():
-            step = f"{each['step_us'][1]:,.0f}"
-            added = "" if side == "bare" else spread(each["added_us"], 0)
-            ratio = "" if side == "bare" else spread(each["ratio"], 3)
+            added, ratio = ("", "") if side == "bare" else (spread(each["added_us"], 0), spread(each["ratio"], 3))
             limit = spread(each["over_limit"], 3) if "over_limit" in each else ""
-            lines.append(f"| {name} | {side} | {step} | {added} | {ratio} | {limit} |")
+            rows.append([name, side, f"{each['step_us'][1]:,.0f}", added, ratio, limit])
+    lines = [f"{num_ranks} rank{'s' if num_ranks > 1 else ''}, {where}", ""]
+    lines.append(markdown("model | side | step, us | added, us | times bare | times the limit", rows, 2))
     share = share_of_best(results)
     if share is not None:
         lines += ["", f"evenstep adds {share:.2f} of what torch's DDP at its best adds (geometric mean)"]
@@ -344,7 +306,7 @@ def speeds_of_sharded(results: dict[str, dict[str, dict[str, list[float]]]]) -> 
 
 def main() -> None:
     """Measure, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes")
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES), help="which of the five")
     parser.add_argument(
@@ -354,10 +316,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=21, help="of each side")
     parser.add_argument("--block-s", type=float, default=0.25, help="about how long a block of bare steps takes")
     parser.add_argument("--steps", type=int, help="of a block, instead; where they are fewer there are more blocks")
-    parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
-    whole: dict[str, object] = {"machine": describe_machine()}
-    print(whole["machine"])
+    whole: dict[str, object] = {}
+    print(describe_machine())
     for num_ranks in arguments.ranks:
         for device in choose_devices(arguments.device, num_ranks, torch.cuda.device_count()):
             requested = arguments.sides or (["evenstep"] if num_ranks == 1 else SIDES)
@@ -373,9 +334,7 @@ def main() -> None:
                 "over_limit": over_limit(results),
                 "over_sharded": speeds_of_sharded(results),
             }
-    if arguments.json is not None:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(whole, indent=1))
+    write_json(arguments.json, **whole)
 
 
 if __name__ == "__main__":

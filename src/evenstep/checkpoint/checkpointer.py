@@ -149,7 +149,8 @@ class Checkpointer:
         self._names_given: dict[str, None] = {}
         self._best: float | None = None
         # The best metric among complete checkpoints, and with the pending save: a failed save's metric doesn't count.
-        self._best_saved = self._best_pending = self._best
+        self._best_saved: float | None = None
+        self._best_pending: float | None = None
         self._lacks_best = best is not None  # until the metric is given
         self._has_warned_of_best = False
         self._last_saved: int | None = None

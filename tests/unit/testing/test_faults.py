@@ -92,7 +92,7 @@ def test_a_gradient_is_spoilt_once() -> None:
 PLANTS = """
     import os, socket, subprocess, sys, tempfile
 
-    open("/dev/shm/evenstep-planted-" + os.environ["BENCH_MARK"], "w").close()
+    open("/dev/shm/evenstep-planted-" + os.path.basename(os.getcwd()), "w").close()
     open("forgotten", "w").close()
     open(os.path.join(tempfile.gettempdir(), "also-forgotten"), "w").close()
     named = socket.socket(socket.AF_UNIX)
@@ -119,13 +119,13 @@ def test_a_benchmark_of_faults_that_is_cut_off_leaves_what_it_has(
     def run(side: str, fault: str, **more: Any) -> Any:
         if len(made) == 5:
             raise KeyboardInterrupt
-        outcome = bench.Outcome(side, fault, more["transport"], more["num_ranks"], more["victim"], ended_s=len(made))
+        outcome = bench.Outcome(side, fault, more["transport"], more["victim"], ended_s=len(made))
         outcome.named_rank, outcome.status = 1 - more["victim"] if side == "ddp" else more["victim"], 137
         made.append(outcome)
         return outcome
 
     monkeypatch.setattr(bench, "run", run)
-    flags = ["--kinds", "kill", "--cascades", "0", "--recoveries", "3"]
+    flags = ["--kinds", "kill", "--recoveries", "3"]
     monkeypatch.setattr(sys, "argv", ["faults.py", *flags, "--json", str(tmp_path / "found.json")])
     with pytest.raises(KeyboardInterrupt):
         bench.main()
@@ -148,8 +148,9 @@ def test_the_benchmark_of_faults_finds_what_is_left_behind(tmp_path: Path, monke
     finally:
         for pid in call.processes():
             os.kill(pid, signal.SIGKILL)
-        planted = Path("/dev/shm") / f"evenstep-planted-{call.mark}"
+        planted = Path("/dev/shm") / f"evenstep-planted-{tmp_path.name}"
         planted.unlink(missing_ok=True)
     assert len(left) == 5, left
     assert sum(re.fullmatch(r"process \d+ on port \d+", each) is not None for each in left) == 1
-    assert {str(planted), "file forgotten", "file also-forgotten", "socket named"} < set(left)
+    files = {f"file {planted}", f"file {tmp_path / 'forgotten'}", f"file {call.temporary / 'also-forgotten'}"}
+    assert files | {f"socket {call.temporary / 'named'}"} < set(left)

@@ -46,14 +46,6 @@ def test_a_row_has_the_most_that_a_backend_could_gain(load: Callable[[str], Any]
     assert rows[2] == "| GPT | tensor | 2000.00 | 1000.00 | 2.00 (2.00 to 2.00) |  |"
 
 
-def test_a_program_whose_library_or_layers_are_missing_is_left_out(load: Callable[[str], Any]) -> None:
-    backend = load("backend")
-    assert backend.why_not("DDP", "tiny MLP") is None
-    assert "GPT" in backend.why_not("tensor", "tiny MLP")
-    backend.PROGRAMS["accelerate"] = backend.Program(backend.build_accelerate, needs="a_library_that_is_nowhere")
-    assert "not installed" in backend.why_not("accelerate", "GPT")
-
-
 def test_the_limit_is_bare_and_copies_and_a_barrier(load: Callable[[str], Any]) -> None:
     step = load("step")
     seconds = {"bare": [10.0] * 3, "evenstep": [14.0] * 3, "sharded": [16.0] * 3}

@@ -49,7 +49,8 @@ COUNTED: dict[str, list[tuple[Any, str]]] = {
 }
 # Those that are timed in the step itself, as they take longer there.
 TIMED: dict[str, list[tuple[Any, str]]] = {
-    "fingerprints": [(ProgramContext, "_read_headers")],
+    # With the reading of rows, which is no check.
+    "fingerprints": [(ProgramContext, "begin")],
     "sums": [(reduction, "check_sum")],
     "own gradients": [(bucket, "total_of"), (NonFinite, "inspect")],
 }

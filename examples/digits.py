@@ -191,9 +191,9 @@ def main():
 
     with evenstep.init(seed=0) as world:
         run = train(world, args.epochs, args.batch_size, checkpoints=args.checkpoints, resume=args.resume)
-        if world.is_main:
-            alone = evenstep.World.alone(seed=0, device=world.device)
-            report(run, train(alone, args.epochs, args.batch_size, name="once more on one process"), world, args.report)
+    if world.is_main:  # the other ranks have left
+        alone = evenstep.World.alone(seed=0, device=world.device)
+        report(run, train(alone, args.epochs, args.batch_size, name="once more on one process"), world, args.report)
 
 
 if __name__ == "__main__":

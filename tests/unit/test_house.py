@@ -176,7 +176,6 @@ ORDER: dict[str, list[str]] = {
     "launcher.spawn": ["zygote", "start_worker", "script_runner", "own_ranks", "remote", "child", "guard", "log_lines"],
     "logger": ["logger"],
     "tools.observing": [
-        "launch",
         "record",
         "changes",
         "devices",
@@ -185,6 +184,7 @@ ORDER: dict[str, list[str]] = {
         "models",
         "script",
         "patching",
+        "launch",
         "thresholds",
     ],
     "optim": [

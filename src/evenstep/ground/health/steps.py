@@ -132,13 +132,13 @@ def _call_listeners(optimizer: Optimizer, has_ended: bool) -> None:
 
 
 def count_batch() -> None:
-    """A batch for training has been drawn from a loader."""
+    """A batch was drawn from a loader, after the first optimizer step of its epoch."""
     global _num_batches
     _num_batches += 1
 
 
 def batches_drawn() -> int:
-    """How many batches for training this process has drawn from evenstep's loaders."""
+    """How many batches this process has drawn from evenstep's loaders, each after the first step of its epoch."""
     return _num_batches
 
 

@@ -169,6 +169,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     is_divided = False  # over ranks, by FSDP2 or tensor parallelism: see `parallel.model`
     _was_uneven = False  # ranks have made different numbers of steps in a `join`
     _has_warned_of_join = False
+    _has_warned_of_parts = False
     _is_within_dummy = False  # the module around this wrapped part runs on a dummy batch
     logger = None  # torch's class has its timings there; here `world.telemetry` has them
     mixed_precision = None
@@ -610,6 +611,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             yield from loop.loop(batch, n, self.dim, self.engine, self.world, self._virtual_rank_buffers, exchanging)
             return
         parts = self._pad(split(batch, n, self.dim), batch)
+        if exchanging and len(parts) > 1:
+            self._warn_of_parts(len(parts))
         models = self._with_parts
         before = [model.engine.synchronise for model in models]
         num_reductions = self.engine.num_reductions
@@ -877,6 +880,17 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._drop_gradients()
         self.sync_layers.shadow()
         self.engine.reduce_without_backward()
+
+    def _warn_of_parts(self, num_parts: int) -> None:
+        if self._has_warned_of_parts or self.world.world_size == 1 or not self.world.is_main:
+            return
+        self._has_warned_of_parts = True
+        warn(
+            f"microbatches with SyncBatchNorm: {num_parts} parts are normalised one after the other, each over all "
+            f"ranks. Which samples are in the same part depends on the numbers of ranks and of parts, so the result "
+            f"isn't that of one process. If it has to be, pass n=1, or use another normalisation (GroupNorm). This "
+            f"warning comes once."
+        )
 
     def _drop_gradients(self) -> None:
         drop_grads(self.engine.parameters)

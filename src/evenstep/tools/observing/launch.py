@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+MADE = "made-directories"
+"""A file of this name, in a directory of a run, has the paths of the directories that the script has made there."""
+
 _STOPS_WITHIN_S = 30.0
 _LONGEST_TAIL = 4000
 _Plan = TypeVar("_Plan", bound="Plan")
@@ -88,15 +91,18 @@ class Launched:
 
 @contextlib.contextmanager
 def launched(
-    observed: Observed, directory: Path, env: Mapping[str, str], plan: Sequence[str] = ()
+    observed: Observed, directory: Path, env: Mapping[str, str], plan: Sequence[str] = (), *, goes_on: bool = False
 ) -> Iterator[Launched]:
     """Start a run; at the end of the `with` it is stopped, with its ranks, if it hasn't ended.
+
+    The directories that the script has made are removed then if they are empty.
 
     Args:
         observed: What is run.
         directory: What the run says goes there.
         env: The environment.
         plan: What the module gets before the script.
+        goes_on: Another run resumes this one, so the script's directories stay.
     """
     log = directory / "output.txt"
     with log.open("wb") as output:
@@ -117,6 +123,16 @@ def launched(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if not goes_on:
+            _remove_made(directory)
+
+
+def _remove_made(directory: Path) -> None:
+    for file in list(directory.rglob(MADE)):
+        for path in sorted(set(file.read_bytes().split(b"\0")), key=len, reverse=True):
+            with contextlib.suppress(OSError):  # it holds something, or has gone
+                os.rmdir(path)
+        file.unlink()
 
 
 def leave_together(directory: Path, rank: int, world_size: int, limit_s: float) -> NoReturn:

@@ -1,8 +1,9 @@
 """An observed script writes into a directory of its run: files of earlier trainings aren't touched.
 
 What the script opens for writing, saves, renames or removes happens to a copy in that directory, and it reads its copy
-afterwards, on every rank. Files that a compiled library opens by itself (HDF5, SQLite) are written as ever, and a
-listing of a directory shows what was there before.
+afterwards, on every rank. Directories are made as ever, and removed after the run if they are empty. Files that a
+compiled library opens by itself (HDF5, SQLite) are written as ever, and a listing of a directory shows what was there
+before.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.logger.logger import Logger
+from evenstep.tools.observing.launch import MADE
 from evenstep.tools.observing.patching import Patches
 
 # Modules that write for the run and not for the script: their files stay where they are.
@@ -158,6 +160,10 @@ class Scratch:
             self._emptied.discard(_absolute(path, dir_fd))
         else:
             original(path, mode, dir_fd=dir_fd)
+            if not self._is_own(path, dir_fd):
+                self._directory.parent.mkdir(exist_ok=True)
+                with (self._directory.parent / MADE).open("ab") as file:
+                    file.write(os.fsencode(_absolute(path, dir_fd)) + b"\0")
 
     def _rmtree(self, original: Callable[..., Any], path: Any, *arguments: Any, **named: Any) -> None:
         directory = _absolute(path)

@@ -123,7 +123,16 @@ def _causes(base: Run, run: Run, step: int, rounding: float) -> Iterator[Cause]:
             "comparison verify switches dropout off, but it can't switch off other draws.",
             seen[0],
         )
-    if is_no_sum and len(seen) > 1:
+    if is_no_sum and len(seen) > 1 and seen[0].synced and len(seen[0].losses) > 1:
+        yield _cause(
+            "batch statistics",
+            f"batch normalisation over micro-batches: {seen[0].synced[0]!r} normalises the rows of all ranks in one "
+            f"backward pass, and a step has {len(seen[0].losses)} passes. Which samples are in the same pass depends on "
+            f"the number of ranks. Only a step of one pass (microbatches(batch, 1)) is one process's.",
+            seen[0],
+            whose=("model",),
+        )
+    elif is_no_sum and len(seen) > 1:
         yield _cause(
             "batch statistics",
             "a loss that is no sum over samples: no weighting of the ranks' gradients gives that of the whole batch. "

@@ -161,9 +161,10 @@ class Steps(Subscriber):
             return
         if len(self._seen.rows) == 1 and len(self._seen.modules) < _MOST_NAMES:
             self._seen.modules.append(name)
-        uses_own = isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
-        if uses_own and (module.training or not module.track_running_stats) and name not in self._seen.unsynced:
-            self._seen.unsynced.append(name)
+        if isinstance(module, BatchNorm) and (module.training or not module.track_running_stats):
+            names = self._seen.synced if isinstance(module, nn.SyncBatchNorm) else self._seen.unsynced
+            if name not in names:
+                names.append(name)
 
     def _about_to_drop(self) -> bool:
         if torch.is_grad_enabled() and not self._is_back and len(self._seen.dropouts) < _MOST_DRAWS:

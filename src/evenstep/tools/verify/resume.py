@@ -50,7 +50,7 @@ def verify_resume(
         def run(part: str, plan: RehearsalPlan, *, dies: bool = False) -> None:
             Path(plan.traces).mkdir(exist_ok=True)
             plan.write(root / "plan.json")
-            with launched(observed, root, with_settings(), ["", str(root / "plan.json")]) as made:
+            with launched(observed, root, with_settings(), ["", str(root / "plan.json")], goes_on=dies) as made:
                 status, said = made.process.wait(), made.said()
             if dies == (status == 0):
                 ending = "ended before it could be killed" if dies else f"failed with status {status}"

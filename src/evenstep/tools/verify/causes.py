@@ -126,9 +126,9 @@ def _causes(base: Run, run: Run, step: int, rounding: float) -> Iterator[Cause]:
     if is_no_sum and len(seen) > 1 and seen[0].synced and len(seen[0].losses) > 1:
         yield _cause(
             "batch statistics",
-            f"batch normalisation over micro-batches: {seen[0].synced[0]!r} normalises the rows of all ranks in one "
-            f"backward pass, and a step has {len(seen[0].losses)} passes. Which samples are in the same pass depends on "
-            f"the number of ranks. Only a step of one pass (microbatches(batch, 1)) is one process's.",
+            f"batch normalisation over micro-batches: {seen[0].synced[0]!r} normalises all ranks' rows of a pass, and "
+            f"a step has {len(seen[0].losses)} passes. Which samples are in the same pass depends on the number of "
+            f"ranks. Only a step of one pass (microbatches(batch, 1)) is one process's.",
             seen[0],
             whose=("model",),
         )

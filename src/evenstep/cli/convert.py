@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     if found.by is not None:
         hint = ""
         if found.by == "torch.distributed":
-            hint = " Its DistributedDataParallel may be evenstep's: see docs/reference/ddp-compatibility.md."
+            hint = " `from evenstep import DistributedDataParallel` is enough: see docs/how-to/migrate/torch-ddp.md."
         console.say(f"{args.script} is data-parallel already, by {found.by}: nothing to do.{hint}")
         return 0
     if found.problems:

@@ -36,11 +36,12 @@ class Observer:
     (`window.State.SINGLE`).
 
     Attributes:
-        num_numbers: How many numbers it has in the header of every window. A constant of the class.
+        num_numbers: How many numbers it has in the header of every window: the same on all ranks, and fixed when it is
+            made. Sums are all that arrives: for a maximum give each rank a place, with 0 in the others' places.
         is_read_at_once: Whether their sums are worth waiting for a GPU.
         inspects_buckets: Whether `totals_for` and `inspect` are called.
-        sent: Describes what the numbers of this window are about, for `judge`; None: nothing, so their sums aren't
-            judged.
+        sent: What the numbers of this window are about, for `judge`. `header_numbers` sets it; None: `judge` isn't
+            called.
         found: What `judge` has found, for `conclude`; None: nothing. The same on all ranks, except for a `sent` in it.
     """
 

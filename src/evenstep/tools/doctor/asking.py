@@ -392,7 +392,10 @@ def with_what(script: Script, saves: list[Call]) -> Iterator[Call]:
 
 
 def is_of_a_rank(script: Script, path: cst.CSTNode | None, call: Call) -> bool:
-    """True if a path is another one on each rank, or a file that nobody else has."""
+    """True if a path is another one on each rank, or a file that nobody else has.
+
+    Any name or text that the path is made of counts, if "rank", "gpu", "worker" or the like is in it.
+    """
     return bool(behind(script, path, call.frame, _OF_A_RANK))
 
 

@@ -45,8 +45,6 @@ RUN_BY = {
     "explanation/parameter-servers.md": "tests/procs/parameter_servers/test_docs.py",
     "how-to/parameter-server.md": "tests/procs/parameter_servers/test_docs.py",
     "how-to/remote-embeddings.md": "tests/procs/parameter_servers/test_docs.py",
-    "reference/bench.md": "tests/procs/tools/bench/test_bench.py",
-    "reference/verify.md": "tests/procs/tools/verify/test_verify_ranks.py",
     "reference/doctor.md": "tests/unit/tools/doctor/test_pages.py",
     "reference/api.md": "tests/unit/test_api_page.py",
     **dict.fromkeys((*TUTORIALS, *HOW_TO), "tests/procs/docs/test_tutorials.py"),

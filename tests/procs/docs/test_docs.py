@@ -32,10 +32,7 @@ RUN_BY = {
         "tests/procs/checkpoint/test_docs.py",
     ),
     "how-to/convert.md": "tests/unit/tools/convert/test_convert.py",
-    **{
-        f"how-to/{page}.md": "tests/procs/data/test_docs.py"
-        for page in ("data", "orders", "streams", "large-data", "evaluate")
-    },
+    **{f"how-to/{page}.md": "tests/procs/data/test_docs.py" for page in ("data", "streams", "large-data", "evaluate")},
     "how-to/examples.md": "tests/procs/docs/test_readme.py",
     **{
         f"how-to/{page}.md": "tests/procs/docs/test_optimizers_page.py"

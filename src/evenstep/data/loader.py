@@ -63,7 +63,7 @@ class DataLoader:
     differ from those of the interrupted run. A sampler's random numbers, from python, torch and numpy, are keyed by
     (seed, epoch), and the script's streams stay as they are. The loader calls `set_epoch` of the sampler and of the
     data set, and of a `.sampler`, `.batch_sampler` or `.dataset` inside, with the epoch of each iteration. If the
-    script calls one of them, it chooses the loader's epoch. See docs/how-to/orders.md.
+    script calls one of them, it chooses the loader's epoch. See docs/how-to/data.md.
 
     Streams (`IterableDataset`) are divided over ranks and workers by record, or by shard if the data set has shards:
     [Note: streams] in `data/sources/streams.py`. They keep their own order: `shuffle`, `max_tokens` and `sampler` are

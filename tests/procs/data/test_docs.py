@@ -13,7 +13,6 @@ from tests import pages
 
 PAGES = (
     "how-to/data.md",
-    "how-to/orders.md",
     "how-to/streams.md",
     "how-to/large-data.md",
     "how-to/evaluate.md",

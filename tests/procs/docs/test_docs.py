@@ -32,10 +32,7 @@ RUN_BY = {
         "tests/procs/checkpoint/test_docs.py",
     ),
     "how-to/convert.md": "tests/unit/tools/convert/test_convert.py",
-    **{
-        f"how-to/{page}.md": "tests/procs/data/test_docs.py"
-        for page in ("data", "orders", "streams", "large-data", "evaluate")
-    },
+    **{f"how-to/{page}.md": "tests/procs/data/test_docs.py" for page in ("data", "streams", "large-data", "evaluate")},
     "how-to/examples.md": "tests/procs/docs/test_readme.py",
     **{
         f"how-to/{page}.md": "tests/procs/docs/test_optimizers_page.py"
@@ -45,8 +42,6 @@ RUN_BY = {
     "explanation/parameter-servers.md": "tests/procs/parameter_servers/test_docs.py",
     "how-to/parameter-server.md": "tests/procs/parameter_servers/test_docs.py",
     "how-to/remote-embeddings.md": "tests/procs/parameter_servers/test_docs.py",
-    "reference/bench.md": "tests/procs/tools/bench/test_bench.py",
-    "reference/verify.md": "tests/procs/tools/verify/test_verify_ranks.py",
     "reference/doctor.md": "tests/unit/tools/doctor/test_pages.py",
     "reference/api.md": "tests/unit/test_api_page.py",
     **dict.fromkeys((*TUTORIALS, *HOW_TO), "tests/procs/docs/test_tutorials.py"),

@@ -178,7 +178,7 @@ def test_other_libraries_ray_restarts_a_killed_worker(tmp_path: Path) -> None:
     assert "resumed at 10" in printed[1]
 
 
-CELLS = [line.strip("| ").split(" | ") for line in pages.text("explanation/libraries.md").splitlines()]
+CELLS = [line.strip("| ").split(" | ") for line in pages.text("explanation/equal-replicas.md").splitlines()]
 ROWS = {cells[0]: cells for cells in CELLS if cells[0] in libraries.CASES}
 
 

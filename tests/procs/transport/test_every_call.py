@@ -56,7 +56,7 @@ NO_CALLS = {
         reduce_scatter_tensor_inplace batch_p2p_ops_inplace irecv_inplace isend_inplace""",
 }
 
-# What docs/how-to/backend.md says of calls that differ. Gloo's reasons where evenstep has a result:
+# What docs/reference/backend.md says of calls that differ. Gloo's reasons where evenstep has a result:
 MORE_THAN_GLOO = (
     "Invalid scalar type",  # dtypes that Gloo doesn't have
     "result type Float can't be cast to the desired output type",  # averages of integers

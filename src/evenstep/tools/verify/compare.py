@@ -25,7 +25,7 @@ from torch import Tensor
 from evenstep.checks import counted
 from evenstep.tools.verify.evidence import Run, Seen
 
-# What is a difference; docs/reference/thresholds.md shows these lines.
+# What is a difference; docs/reference/verify.md shows these lines.
 ROUNDING_FACTOR = 16.0  # times the base run's distance from float64 that other runs may lie from it
 SHRINKS_TO = 1e-4  # of a difference that may be left in float64, if it was rounding
 COARSE = 1e-4  # relative rounding above which float32 hides too much, so that float64 is compared in any case

@@ -347,17 +347,17 @@ def test_wrong_use(arguments: list[str], message: str, capsys: pytest.CaptureFix
 
 @pytest.mark.extended
 def test_the_page_is_true(tmp_path: Path):
-    """docs/reference/verify.md: its program and its command, and the JSON that it shows."""
-    page = "reference/verify.md"
-    (program,), (command,), (shown,) = (pages.blocks(language, page) for language in ("python", "bash", "json"))
-    (tmp_path / "train.py").write_text(program)
+    """docs/reference/verify.md: the JSON that it shows, of the tutorial's program."""
+    (shown,) = pages.blocks("json", "reference/verify.md")
+    (tmp_path / "train.py").write_text(pages.programs("tutorials/why-different.md")["train.py"])
+    command = "evenstep verify --nproc-per-node 1,2 --steps 3 --json verdict.json train.py || test $? = 1"
     done = subprocess.run(
         ["bash", "-ec", command], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=170
     )
     assert done.returncode == 0, done.stderr
     told, shown = json.loads((tmp_path / "verdict.json").read_text()), json.loads(shown)
     assert "differs: step 1: loss is off by" in done.stdout
-    assert "2 ranks: train.py:13: batch norm without synchronisation: '1'" in done.stdout
+    assert "2 ranks: train.py:14: batch norm without synchronisation: '1'" in done.stdout
     assert told.keys() == shown.keys()
     (run,), (example,) = told["runs"], shown["runs"]
     assert run.keys() == example.keys()

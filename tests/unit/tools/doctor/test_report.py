@@ -157,16 +157,3 @@ def test_sarif_names_files_below_the_working_directory_as_a_repository_does(
         (result,) = json.loads(Path("doctor.sarif").read_text())["runs"][0]["results"]
         location = result["locations"][0]["physicalLocation"]
         assert location["artifactLocation"]["uri"] == "sub%20folder/train.py"
-
-
-@pytest.mark.parametrize(("page", "script"), [("docs/reference/doctor.md", "tutorial_print")])
-def test_the_page_shows_what_is_printed(
-    page: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """On a terminal of 80 columns."""
-    root = SCRIPTS.parents[1]
-    monkeypatch.chdir(root)
-    monkeypatch.setenv("COLUMNS", "80")
-    command = f"doctor --no-run tests/scripts/planted/{script}.py"
-    main(command.split())
-    assert f"$ evenstep {command}\n{capsys.readouterr().out}```" in (root / page).read_text()

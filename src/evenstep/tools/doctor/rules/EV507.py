@@ -1,6 +1,6 @@
 """batch norm over few rows (warning).
 
-Batch normalisation takes its statistics from the few rows of one rank, eight or fewer.
+Batch normalisation takes its statistics from the few rows of one rank, fewer than eight.
 
 Statistics of few rows are noise; replicas normalise differently, and accuracy falls as ranks are added.
 

@@ -59,8 +59,3 @@ def test_what_a_run_alone_has_seen_is_added_in_order():
 def test_what_a_run_refutes_is_no_finding():
     assert merge([READ], Watched(refuted=[Refuted("EV101")])) == []
     assert merge([READ], Watched(refuted=[Refuted("EV102")])) == [READ]
-
-
-def test_every_way_of_finding_has_rules():
-    ways = {rule.found_by for rule in all_rules().values()}
-    assert ways == {"reading", "running", "reading, confirmed by running"}

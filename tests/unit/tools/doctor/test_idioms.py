@@ -172,30 +172,3 @@ def test_the_branch_without_a_scaler_has_nothing_to_unscale(first: str, second: 
     lines = script.read_text().splitlines()
     found = [lines[each.line - 2].strip() for each in read(script).findings if each.rule == "EV503"]
     assert found == ["scaler.scale(loss).backward()"] * is_found
-
-
-def test_gradients_that_the_scaler_has_stepped_by_are_not_multiplied_any_more(tmp_path: Path):
-    """Clipping for a second step: it is the second step that is wrong."""
-    head, tail = SCRIPT.split("    for epoch in range(10):\n")
-    body = BRANCHES.format(condition="False", first="scaler.step(optimizer)", second=CLIPS)
-    body = body.replace(
-        "            scaler.step(optimizer)\n            scaler.update()\n", "            optimizer.step()\n"
-    )
-    otherwise = "        if epoch > 99:\n            loss.backward()\n"
-    scaled, clip, behind = body.rpartition(f"            {CLIPS}\n            optimizer")
-    assert clip
-    body = f"{scaled}{otherwise}        {CLIPS}\n        optimizer{behind}"
-    script = tmp_path / "train.py"
-    script.write_text(f"{head}{body}{tail[tail.index('    dist.destroy') :]}")
-    found = [each.rule for each in read(script).findings]
-    assert "EV512" in found
-    assert "EV503" not in found
-
-
-@pytest.mark.parametrize(("device", "is_found"), [('"cuda"', True), ('"cuda", local_rank', False)])
-def test_a_device_with_a_number_of_its_own_is_not_gpu_0(device: str, is_found: bool, tmp_path: Path):
-    head, tail = SCRIPT.split("    for epoch in range(10):\n")
-    own = f'    local_rank = int(os.environ["LOCAL_RANK"])\n    net.to(torch.device({device}))\n'
-    script = tmp_path / "train.py"
-    script.write_text(f"import os\n{head}{own}    for epoch in range(10):\n{tail}")
-    assert ("EV301" in [each.rule for each in read(script).findings]) is is_found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -103,32 +102,3 @@ def test_the_factor_of_a_loss_is_told_without_that_of_a_scaler(factor: float, to
     events = watched(tmp_path, script)
     facts = [(each["factor"], each["is_mean"], each["is_sum"]) for each in of(events, "backward")]
     assert facts == [(told, True, False), (0.25, False, False)]
-
-
-def test_which_streams_a_data_set_moves(tmp_path: Path) -> None:
-    class Noisy(torch.utils.data.Dataset[Any]):
-        def __init__(self) -> None:
-            self.own = torch.Generator().manual_seed(0)
-
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.rand((), generator=self.own)
-
-    events = watched(tmp_path, lambda: list(DataLoader(Noisy(), batch_size=1)))
-    fetches = of(events, "fetch")
-    assert [list(each["streams"]) for each in fetches] == [["self.own"]] * 4
-    assert [(each["number"], each["worker"]) for each in fetches] == [(number, -1) for number in range(4)]
-    assert of(events, "iterate")[0]["looks"] == [], "a data set that draws by itself looks otherwise each time"
-
-
-def test_parameters_are_looked_at_before_the_first_step_and_after_the_second(tmp_path: Path) -> None:
-    trainer = Trainer()
-    events = watched(tmp_path, lambda: [trainer.step(*DATA[:2]) for _ in range(4)])
-    looks = of(events, "parameters")
-    assert [(each["model"], each["when"], sorted(each["digests"])) for each in looks] == [
-        (0, 0, ["bias", "weight"]),
-        (0, 1, ["bias", "weight"]),
-    ]
-    assert looks[0]["digests"] != looks[1]["digests"]

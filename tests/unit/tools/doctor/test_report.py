@@ -30,27 +30,10 @@ def test_the_exit_status_says_whether_there_are_findings(script: Path, status: i
     assert ("0 findings, 1 note (read: 1 loader, 1 wrapped model)" in output) == (script == NOTE)
 
 
-def test_a_finding_says_what_where_cost_and_mend(capsys: pytest.CaptureFixture[str]):
-    assert main(["doctor", "--no-run", str(PRINTS)]) == 1
-    first, *rest = capsys.readouterr().out.splitlines()
-    assert first == f"{PRINTS}:20  EV201 all ranks print or log"
-    text = " ".join(line.strip() for line in rest)
-    for part in (
-        "runs on every rank.",
-        "Cost: ",
-        "if dist.get_rank() == 0:",
-        "More: evenstep doctor --explain EV201",
-        "1 finding (read: 1 loader, 1 wrapped model).",
-    ):
-        assert part in text
-    assert all(len(line) <= 100 for line in rest[1:-1])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "the following arguments are required: script"),
-        (["--steps", "0", "train.py"], "argument --steps: '0' is less than 1"),
         (
             ["--ranks", "two", "train.py"],
             "argument --nproc-per-node: 'two' is no whole number",
@@ -58,10 +41,7 @@ def test_a_finding_says_what_where_cost_and_mend(capsys: pytest.CaptureFixture[s
         (["--nonsense", "train.py"], "--nonsense"),
         (["--no-run", "nowhere/train.py"], "nowhere/train.py: no such script"),
         (["--select", "EV999", str(CLEAN)], "--select EV999: there is no such rule. Did you mean"),
-        (["--ignore", "dota", str(CLEAN)], "Did you mean data?"),
-        (["--select", "EV", str(CLEAN)], "there is no such rule"),
         (["--json", "nowhere/out.json", str(CLEAN)], "--json nowhere/out.json: can't be written"),
-        (["--sarif", ".", str(CLEAN)], "--sarif .: can't be written"),
     ],
 )
 def test_a_wrong_call_ends_with_78_and_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
@@ -152,21 +132,15 @@ def test_sarif_names_files_below_the_working_directory_as_a_repository_does(
     script.parent.mkdir()
     script.write_text(PRINTS.read_text())
     monkeypatch.chdir(tmp_path)
-    for given in (str(script), "sub folder/train.py"):
-        main(["doctor", "--no-run", "--sarif", "doctor.sarif", given])
-        (result,) = json.loads(Path("doctor.sarif").read_text())["runs"][0]["results"]
-        location = result["locations"][0]["physicalLocation"]
-        assert location["artifactLocation"]["uri"] == "sub%20folder/train.py"
+    main(["doctor", "--no-run", "--sarif", "doctor.sarif", str(script)])
+    (result,) = json.loads(Path("doctor.sarif").read_text())["runs"][0]["results"]
+    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "sub%20folder/train.py"
 
 
-@pytest.mark.parametrize(("page", "script"), [("docs/reference/doctor.md", "tutorial_print")])
-def test_the_page_shows_what_is_printed(
-    page: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """On a terminal of 80 columns."""
-    root = SCRIPTS.parents[1]
-    monkeypatch.chdir(root)
+    monkeypatch.chdir(SCRIPTS.parents[1])
     monkeypatch.setenv("COLUMNS", "80")
-    command = f"doctor --no-run tests/scripts/planted/{script}.py"
+    command = "doctor --no-run tests/scripts/planted/tutorial_print.py"
     main(command.split())
-    assert f"$ evenstep {command}\n{capsys.readouterr().out}```" in (root / page).read_text()
+    assert f"$ evenstep {command}\n{capsys.readouterr().out}```" in Path("docs/reference/doctor.md").read_text()

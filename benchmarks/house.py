@@ -111,13 +111,7 @@ def count(root: Path) -> dict[str, Any]:
     lines = {where: sum((count_lines(each.read_text()) for each in of), Counter[str]()) for where, of in files.items()}
     entries = {package or "evenstep": len(inside) for package, inside in rules.entries(source).items()}
     rooms = constant(root / "tests" / "unit" / "test_house.py", "ROOMS")
-    upward = [
-        f"{module.relative_to(source)}:{line}"
-        for module in files["src"]
-        for line, target in rules.imports_of(module)
-        if target in rooms and rules.room_of(module, source) in rooms
-        if rooms.index(target) < rooms.index(rules.room_of(module, source))
-    ]
+    imports = rules.module_imports(source)
     private = [each for each in files["src"] if rules.private_torch(rules.tree_of(each))]
     tests = [
         node.name
@@ -132,8 +126,8 @@ def count(root: Path) -> dict[str, Any]:
         "tests": len(tests),
         "entries": entries,
         "public_names": len(constant(source / "__init__.py", "__all__")),
-        "upward_imports": upward,
-        "circles": circles(rules.module_imports(source), sorted(entries)),
+        "upward_imports": rules.misplaced({"": rooms}, imports),
+        "circles": circles(imports, sorted(entries)),
         "private_torch": sorted(each.relative_to(source).as_posix() for each in private),
         "words": sum(len(page.read_text().split()) for page in pages),
     }

@@ -105,17 +105,6 @@ def test_what_begins_anew_with_each_batch_or_is_no_part_of_a_loss_is_not_said_to
     assert not [each for each in notes(tmp_path, text) if "keeps" in each]
 
 
-def test_what_other_files_make_of_samples_is_said_not_to_be_read(tmp_path: Path):
-    """A loss class of a file beside the script may compare samples, and a buffer may keep them."""
-    head = "from losses import PairLoss\ncriterion = PairLoss(0.5)\n"
-    text = loop("loss = criterion(model(x), y)", "", head)
-    said = "if it compares samples, keeps them or adds them up, ranks compute another loss"
-    assert f"convert doesn't read criterion (losses.PairLoss): {said}" in notes(tmp_path, text)
-    assert said in after(tmp_path, text)
-    net = HEAD + "from nets import Net\n" + LOOP.replace("nn.Linear(4, 1)", "Net()")
-    assert not [each for each in notes(tmp_path, net) if "doesn't read" in each]
-
-
 @pytest.mark.parametrize("made", ["self.rows = nn.Parameter({})", "self.register_buffer('rows', {})"])
 def test_a_parameter_with_a_row_for_each_sample_is_refused(made: str, tmp_path: Path):
     made = made.format("torch.randn(batch_size, 4)")

@@ -92,12 +92,6 @@ def test_one_random_factor_leaves_a_mean_a_mean(tmp_path: Path):
     assert not found.notes
 
 
-def test_what_a_loop_gives_is_no_constant(tmp_path: Path):
-    body = "parts = [p.mean(), y.mean()]\n    for part in parts:\n        total += part.item()"
-    found = converted(tmp_path, evaluation(body, before="total = 0.0\n", behind="print(total)\n"))
-    assert any("every rank evaluates all of this" in note.text for note in found.notes)
-
-
 def test_a_sum_that_goes_on_over_epochs_is_added_up_step_by_step(tmp_path: Path):
     """Added up behind each epoch, the first epoch's would count several times."""
     text = after(tmp_path, f"{HEAD}seen = 0\n{LOOP}        seen += len(x)\n    print(seen)\n")

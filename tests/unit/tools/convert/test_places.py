@@ -96,14 +96,6 @@ def test_names_that_are_added_stand_behind_their_import(imports: str, tmp_path: 
     assert converted(tmp_path, text).by == "evenstep"
 
 
-def test_a_model_is_wrapped_before_a_function_that_reaches_for_it(tmp_path: Path):
-    """The function is called before the training and behind it, and asks the wrapper for the model both times."""
-    show = "def show():\n    print(model.bias)\ndef report():\n    show()\n"
-    text = after(tmp_path, HEAD + show + LOOP.replace("optimizer =", "report()\noptimizer =") + "report()\n")
-    assert "world.print(model.module.bias)" in text
-    assert "\nmodel = evenstep.DistributedDataParallel(model)\nreport()\noptimizer" in text
-
-
 SIZED = "shuffle=True, global_batch_size=kwargs['batch_size'], **{**kwargs, 'batch_size': None}"
 
 

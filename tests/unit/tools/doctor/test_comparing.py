@@ -84,20 +84,6 @@ def test_a_difference_without_a_cause_is_said(monkeypatch: pytest.MonkeyPatch):
     )
 
 
-def test_it_is_left_out_on_request_and_where_something_was_found(monkeypatch: pytest.MonkeyPatch):
-    assert examined(monkeypatch, causes=[], compares=False).compared is None
-    assert examined(monkeypatch, causes=[], num_ranks=1).compared is None
-    again = evidence()
-    events = [
-        *again.ranks[0],
-        Event("save", places=[(str(SCRIPT.absolute()), 9)], facts={"path": "/a/model.pt", "has_prefix": False}),
-    ]
-    monkeypatch.setattr(runs, "watch", lambda *args, **kwargs: Evidence([events, events]))
-    report = examine(str(SCRIPT))
-    assert [each.rule for each in report.findings] == ["EV204"]
-    assert report.compared is None
-
-
 def test_its_time_is_said_first_and_a_failure_is_no_finding(monkeypatch: pytest.MonkeyPatch):
     said: list[str] = []
 

@@ -71,14 +71,6 @@ def test_a_rank_that_has_left_is_never_awaited():
     assert set(hang.missing) == {1}
 
 
-def test_a_slow_rank_is_awaited_for_a_while():
-    ranks = [[call(1, time_s=1.0)], [event("idle", 12.0, line=7)]]
-    assert find_hang(ranks, 13.0) is None
-    hang = find_hang([[call(1, time_s=1.0)], [event("idle", t, line=7) for t in range(1, 40)]], 40.0)
-    assert hang is not None
-    assert hang.missing[1].place == (SCRIPT, 7)
-
-
 def test_ranks_are_awaited_as_long_as_one_of_those_that_are_missing_works():
     quiet = [event("idle", t, line=7) for t in range(1, 40)]
     works = [event("batch", float(t), line=8) for t in range(1, 40)]
@@ -127,23 +119,6 @@ def test_divisors():
     written_out = {"passes": 1, "world_size": 2, "in_all": 2}
     assert not wrong_factor([backward(0.5)], **written_out), "two lines of an accumulation, or a loss with a weight"
     assert "divided by 4: by 2 passes and the 2 ranks" in wrong_factor([backward(0.25)], **written_out)
-
-
-@pytest.mark.parametrize(("valid", "is_wrong"), [((8, 5), True), ((6, 5), True), ((5, 5), False)])
-def test_labels_may_be_left_out_on_one_rank_only(valid: tuple[int, int], is_wrong: bool):
-    ranks = []
-    for number in valid:
-        events = [event("wrapped", wrapper="torch", num_bytes=4)]
-        for step in range(4):
-            events += [
-                event("loss", line=13, step=step, valid=number, labels=8, reduction="mean"),
-                event(
-                    "backward", line=14, step=step, wrapped=True, factor=1.0, is_sum=False, is_mean=True, weighted=False
-                ),
-                event("stepped", line=15, step=step),
-            ]
-        ranks.append(events)
-    assert [each.line for each in judged(*ranks).findings if each.rule == "EV505"] == [13] * is_wrong
 
 
 def test_an_error_is_told_once_and_no_call_is_blamed_for_it():
@@ -199,14 +174,6 @@ def test_one_batch_that_is_looked_at_is_no_epoch():
     assert "EV102" in rules(judged(events, events))
 
 
-def test_a_run_that_came_to_its_end_did_not_hang():
-    ended = event("end", 9.0, status="0")
-    seen = judged([call(1, line=20), done(1), ended], [call(1, "gradients of the model", line=4), done(1), ended])
-    (finding,) = [each for each in seen.findings if each.rule == "EV401"]
-    assert "hang" not in finding.cost
-    assert "The run ended, but" in finding.cost
-
-
 def test_an_exit_for_want_of_gpus():
     message = "CUDA is not available"
     raised = [event("raised", 1.0, line=5, type="SystemExit", message=message), event("end", 1.0, status="1")]
@@ -216,11 +183,3 @@ def test_an_exit_for_want_of_gpus():
         assert seen.notes[0].startswith("The script needs a GPU that this machine lacks"), seen.notes
         assert not seen.failed
         assert "arguments" not in seen.notes[0]
-
-
-def test_ranks_that_are_all_in_one_call_hang_for_no_mistake():
-    """On a busy machine a wrapper's constructor may take longer than anybody waits."""
-    ranks = [[call(1, "DistributedDataParallel", line=7)], [call(1, "DistributedDataParallel", line=7)]]
-    seen = judged(*ranks, hang=Hang({0: ranks[0][0], 1: ranks[1][0]}, {}))
-    assert seen.findings == []
-    assert seen.notes[0].startswith("All ranks were in DistributedDataParallel at train.py:7 for too long.")

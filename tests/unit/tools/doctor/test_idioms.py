@@ -143,32 +143,3 @@ def test_an_idiom_and_the_mistake_that_it_resembles(name: str, tmp_path: Path):
     assert [rule for rule, _ in found] == [rule for rule, _ in expected], found
     for (_, line), (_, part) in zip(found, expected, strict=True):
         assert part in line
-
-
-BRANCHES = """\
-    scaler = torch.amp.GradScaler("cuda") if {condition} else None
-    for x, y in loader:
-        loss = F.cross_entropy(net(x), y)
-        if scaler is None:
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            optimizer.step()
-        else:
-            scaler.scale(loss).backward()
-            {first}
-            {second}
-            scaler.step(optimizer)
-            scaler.update()
-"""
-CLIPS, UNSCALES = "torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)", "scaler.unscale_(optimizer)"
-
-
-@pytest.mark.parametrize(("first", "second", "is_found"), [(UNSCALES, CLIPS, False), (CLIPS, UNSCALES, True)])
-def test_the_branch_without_a_scaler_has_nothing_to_unscale(first: str, second: str, is_found: bool, tmp_path: Path):
-    head, tail = SCRIPT.split("    for epoch in range(10):\n")
-    body = BRANCHES.format(condition="torch.cuda.is_available()", first=first, second=second)
-    script = tmp_path / "train.py"
-    script.write_text(f"{head}{body}{tail[tail.index('    dist.destroy') :]}")
-    lines = script.read_text().splitlines()
-    found = [lines[each.line - 2].strip() for each in read(script).findings if each.rule == "EV503"]
-    assert found == ["scaler.scale(loss).backward()"] * is_found

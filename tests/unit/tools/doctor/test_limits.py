@@ -115,20 +115,6 @@ def epoch(samples: str, **facts: Any) -> list[Event]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("mine", "other", "is_found"), [("abcd", "abcd", True), ("abc", "abc", False), ("abcd", "efgh", False)]
-)
-def test_few_samples_say_nothing(mine: str, other: str, is_found: bool):
-    assert ("EV101" in seen(epoch(mine), epoch(other))) is is_found
-
-
-def test_a_checkpoint_is_no_other_file():
-    both = [event("write", path="/a/model.pt"), event("save", path="/a/model.pt")]
-    assert seen(both, both) == {"EV204"}
-    assert seen(both[:1], both[:1]) == {"EV205"}
-    assert seen(both, [event("save", path="/a/other.pt")]) == set()
-
-
 LOOKS = [f"{part}{sample}" for sample in range(3) for part in "xy"]
 
 

@@ -67,29 +67,6 @@ def test_epochs_end_after_half_of_the_steps_and_then_after_a_batch(tmp_path: Pat
     assert "looks" not in of(events, "iterate")[1].facts
 
 
-def test_a_batch_that_is_asked_for_by_next_is_never_refused(tmp_path: Path) -> None:
-    """The script may take a StopIteration for a failure."""
-    trainer, loader = Trainer(), DataLoader(DATA, batch_size=2)
-
-    def script() -> None:
-        batches = iter(loader)
-        for _ in range(10):
-            trainer.step(*next(batches))
-
-    assert of(watched(tmp_path, script), "iterated") == []
-
-
-def test_a_loop_without_steps_ends_after_some_batches(tmp_path: Path) -> None:
-    trainer, loader = Trainer(), DataLoader(DATA, batch_size=1)
-
-    def script() -> None:
-        assert sum(1 for _ in loader) == 32, "before the first step nothing is cut"
-        trainer.step(*DATA[:2])
-        assert sum(1 for _ in loader) == 8
-
-    assert [each["cut"] for each in of(watched(tmp_path, script), "iterated")] == [False, True]
-
-
 @pytest.mark.parametrize(("factor", "told"), [(0.25, 0.25), (1.0, 1.0)])
 def test_the_factor_of_a_loss_is_told_without_that_of_a_scaler(factor: float, told: float, tmp_path: Path) -> None:
     trainer, scaler = Trainer(), torch.amp.GradScaler("cpu", init_scale=64.0)

@@ -109,32 +109,13 @@ def test_sarif_names_each_rule_once_and_each_place(tmp_path: Path, capsys: pytes
     script.write_text(PRINTS.read_text().replace("        print(", "        print(epoch)\n        print("))
     assert main(["doctor", "--no-run", "--sarif", str(target), str(script)]) == 1
     log = json.loads(target.read_text())
-    assert log["version"] == "2.1.0"
     (run,) = log["runs"]
-    driver = run["tool"]["driver"]
-    assert [rule["id"] for rule in driver["rules"]] == ["EV201"]
-    assert {"id", "name", "shortDescription", "fullDescription", "help", "defaultConfiguration"} <= driver["rules"][
-        0
-    ].keys()
+    assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == ["EV201"]
     assert [result["ruleIndex"] for result in run["results"]] == [0, 0]
     for result, line in zip(run["results"], (20, 21), strict=True):
-        assert result["level"] in ("none", "note", "warning", "error")
-        assert result["message"]["text"]
         location = result["locations"][0]["physicalLocation"]
         assert location["artifactLocation"]["uri"] == script.as_uri()  # it doesn't lie below the working directory
         assert location["region"] == {"startLine": line, "startColumn": 9}
-
-
-def test_sarif_names_files_below_the_working_directory_as_a_repository_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    script = tmp_path / "sub folder" / "train.py"
-    script.parent.mkdir()
-    script.write_text(PRINTS.read_text())
-    monkeypatch.chdir(tmp_path)
-    main(["doctor", "--no-run", "--sarif", "doctor.sarif", str(script)])
-    (result,) = json.loads(Path("doctor.sarif").read_text())["runs"][0]["results"]
-    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "sub%20folder/train.py"
 
 
 def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

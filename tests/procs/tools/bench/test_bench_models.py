@@ -91,13 +91,10 @@ def test_ranks_of_fsdp2_wait_for_each_other(ranks: RankPool) -> None:
 # ---------------------------------------------------------------------- one rank of a run
 
 
-@pytest.mark.parametrize("watches_losses", [False, True])
-def test_a_rank_leaves_what_it_has_seen(
-    watches_losses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patches: Patches
-) -> None:
+def test_a_rank_leaves_what_it_has_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patches: Patches) -> None:
     """Of a loop over three batches, the last one of a single sample, that is given other epochs until it has ended."""
     monkeypatch.setattr(Probe, "_leave", lambda self: sys.exit(0))  # else the next step ends this process
-    asked = Measurement(str(tmp_path), num_steps=5, watches_losses=watches_losses)
+    asked = Measurement(str(tmp_path), num_steps=5)
     probe = Probe(asked, Placement())
     model = torch.nn.Linear(4, 2)
     monkeypatch.setattr(probe._models, "find", lambda optimizer: find_only(probe._models, model))
@@ -115,21 +112,14 @@ def test_a_rank_leaves_what_it_has_seen(
         run()
     record = read_record(record_file(asked, 0))
     assert record.rows == (4, 4, 1, 4, 4, 1, 4, 4, 1, 4)
-    assert record.batches == record.rows
-    assert record.num_steps == 5
     assert record.rows_per_step == pytest.approx((1 + 4 + 4 + 1 + 4) / 5)
-    assert record.most_often(record.rows) == 4
     steps = steps_in_parts(record)
     assert 5 * record.facts.starting_s == pytest.approx(steps[1]["data"] + steps[4]["data"]), "where epochs begin"
     for step in steps:
         assert min(step[phase] for phase in ("data", "forward", "backward", "optimizer")) > 0
-    assert record.facts.has_loader
-    assert len(record.losses) == (10 if watches_losses else 0)
-    assert (record.profile is None) == watches_losses
-    assert (tmp_path / "trace-0.json.gz").exists() != watches_losses
-    if record.profile is not None:
-        assert record.profile.window[1] > record.profile.window[0]
-        assert record.profile.collectives == ()
+    assert (tmp_path / "trace-0.json.gz").exists()
+    assert record.profile is not None
+    assert record.profile.window[1] > record.profile.window[0]
 
 
 def find_only(watch: ModelWatch, model: torch.nn.Module) -> None:

@@ -31,7 +31,6 @@ from tests.procs.docs.test_readme import environment
 from tests.verify_scripts import (
     CORRECT,
     FUSED,
-    IDENTICAL,
     MISTAKES,
     NOT_REPRODUCIBLE,
     REPRODUCIBLE,
@@ -48,7 +47,7 @@ def run_script(script: str, plan: str, rehearsal: str, port: int) -> str:
     from evenstep.tools.verify.rank import recording
     from evenstep.tools.verify.rehearsal import rehearsing
 
-    _forget_groups()  # of tests before this one
+    forget_groups()  # of tests before this one
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     before, rank = sys.modules["__main__"], int(os.environ["RANK"])
     try:
@@ -62,11 +61,12 @@ def run_script(script: str, plan: str, rehearsal: str, port: int) -> str:
             _run_as_main(compile(Path(script).read_text(), script, "exec"), __file__=script)
     finally:
         sys.modules["__main__"] = before
-        _forget_groups()
+        forget_groups()
     return ""
 
 
-def _forget_groups() -> None:
+def forget_groups() -> None:
+    """End the world and the group that a script has left in a process that is kept."""
     world = worlds.initialised()
     if world is not None:
         world.close()
@@ -95,6 +95,13 @@ def _keep_groups(patches: Patches) -> None:
 _KEPT: list[object] = []
 
 
+def free_port() -> int:
+    """One on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
 class OnPool:
     """Starts scripts on ranks that are kept: milliseconds instead of seconds."""
 
@@ -102,10 +109,7 @@ class OnPool:
         self.ranks, self.script = ranks, script
 
     def __call__(self, plan: Path, rehearsal: Path, num_ranks: int) -> tuple[int, str]:
-        with contextlib.closing(socket.socket()) as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        self.ranks.run(run_script, num_ranks, str(self.script), str(plan), str(rehearsal), port, timeout_s=900.0)
+        self.ranks.run(run_script, num_ranks, str(self.script), str(plan), str(rehearsal), free_port(), timeout_s=900.0)
         return 0, ""
 
 
@@ -213,7 +217,7 @@ def gloos_threads() -> int:
 
 def threads_as_a_reducer_ends(directory: str) -> list[tuple[int, ...]]:
     """Of each of two process groups: when the reducer of torch's wrapper has just ended, and after that."""
-    _forget_groups()
+    forget_groups()
     patches = Patches()
     Recorder(InDouble(patches)).install(patches)
     told: list[tuple[int, ...]] = []
@@ -248,29 +252,6 @@ def test_reproducible_mode_is_held_to_its_bits_and_the_virtual_rank_is_named(ver
         assert verdict.difference is not None
         assert (verdict.difference.step, verdict.difference.virtual_rank) == (1, virtual_rank)
         assert verdict.causes[0].kind == "branch"
-
-
-@pytest.mark.extended
-def test_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """With `evenstep run` and torch's wrapper: sums of whole numbers have the same bits in any order."""
-    monkeypatch.chdir(tmp_path)
-    Path("script.py").write_text(IDENTICAL)
-    assert main(["verify", "--ranks", "2,1", "--steps", "3", "--json", "verdict.json", "script.py"]) == 0
-    out, err = capfd.readouterr()
-    assert "identical bits" in out
-    assert "script.py on 2 ranks" in err
-    assert json.loads(Path("verdict.json").read_text()) == {
-        "script": "script.py",
-        "steps": 3,
-        "compared_with": 1,
-        "virtual_ranks": 0,
-        "fine": True,
-        "faults": [],
-        "runs": [
-            {"ranks": 2, "verdict": "identical", "apart": 0.0, "rounding": None, "difference": None, "causes": []}
-        ],
-    }
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["script.py", "verdict.json"]
 
 
 @pytest.mark.extended

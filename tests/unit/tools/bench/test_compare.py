@@ -13,7 +13,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from evenstep.cli import bench
 from evenstep.cli.main import main
 from evenstep.errors import ConfigurationError
 from evenstep.tools.bench.compare import (
@@ -190,15 +189,3 @@ def test_commands_that_make_no_sense(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert told in err
-
-
-def test_arguments_behind_two_dashes_go_to_every_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    monkeypatch.setitem(
-        bench._SUBCOMMANDS,
-        "compare",
-        (lambda args: seen.append((args.scripts, args.arguments)) or 7, *bench._SUBCOMMANDS["compare"][1:]),
-    )
-    assert main(["bench", "compare", "a.py", "b.py", "--rounds", "2", "--", "--rounds", "9", "--", "x"]) == 7
-    assert main(["bench", "compare", "a.py", "b.py"]) == 7
-    assert seen == [(["a.py", "b.py"], ["--rounds", "9", "--", "x"]), (["a.py", "b.py"], [])]

@@ -97,13 +97,6 @@ def taken_apart(
     return make_run(Setting(size, 32), phases, exchange_ms=exchange_ms, noise=noise).decompose()
 
 
-def test_the_parts_of_equal_ranks() -> None:
-    parts = taken_apart(4).parts
-    told = (parts.data_s, parts.imbalance_s, parts.exposed_s, parts.engine_s, parts.optimizer_s, parts.compute_s)
-    assert told == pytest.approx((0.0005, 0.0, 0.004, 0.0002, 0.003, 0.091), abs=1e-6)
-    assert parts.total_s == pytest.approx(0.0987, abs=1e-6)
-
-
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_one_slow_rank_is_what_it_costs_the_others(size: int) -> None:
     """Also with two ranks, where the average rank is half slow: what would go without it is all of the 200 ms."""

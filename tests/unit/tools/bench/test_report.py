@@ -15,14 +15,12 @@ from rich.console import Console
 from evenstep.cli.bench import build_parser
 from evenstep.errors import ConfigurationError
 from evenstep.tools.bench.command import scaling
-from evenstep.tools.bench.plan import Setting
 from evenstep.tools.bench.report import (
     PART_NAMES,
     build_report,
-    draw_efficiency,
     print_report,
 )
-from tests.bench_runs import CALM, calm, make_run, measured, weak_pair
+from tests.bench_runs import CALM, calm, weak_pair
 
 
 def reported() -> dict[str, Any]:
@@ -63,18 +61,6 @@ def test_the_tables_fit_a_terminal(report: dict[str, Any]) -> None:
         "rank 1 was the last one in 100% of the steps",
     ):
         assert words in re.sub(r"\s+", " ", text), words
-
-
-def test_both_curves_in_one_report_and_one_plot(tmp_path: Path) -> None:
-    one, two, half = Setting(1, 32, 1), Setting(2, 64, 2), Setting(2, 32, 1)
-    halved = {k: v / 2 for k, v in CALM.items()}
-    runs = {one: make_run(one, calm), two: make_run(two, calm), half: make_run(half, lambda r, s: halved, rows=16)}
-    found = build_report(measured([runs], weak=(one, two), strong=(one, half)), "1")
-    assert set(found["curves"]) == {"weak", "strong"}
-    draw_efficiency(found["curves"], tmp_path / "efficiency.png")
-    content = (tmp_path / "efficiency.png").read_bytes()
-    assert content.startswith(b"\x89PNG")
-    assert len(content) > 8000
 
 
 # ---------------------------------------------------------------------- the command

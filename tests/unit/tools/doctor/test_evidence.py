@@ -150,7 +150,9 @@ def test_a_script_without_a_step():
     ]
 
 
-def looped(iteration: int, samples: Sequence[str], *, epoch: int, num_steps: int, ends: bool = True) -> list[Event]:
+def looped(
+    iteration: int, samples: Sequence[str], *, epoch: int | None, num_steps: int, ends: bool = True
+) -> list[Event]:
     facts = {"loader": 1, "iteration": iteration}
     kind = {"is_distributed": True, "is_shuffled": True, "num_samples": 64, "epoch": epoch}
     events = [event("iterate", line=30, **facts, **kind)]
@@ -172,6 +174,8 @@ def test_one_batch_that_is_looked_at_is_no_epoch():
     assert "EV102" not in rules(judged(events, events))
     events = [wrapped, *looped(1, "abcdefgh", epoch=0, num_steps=1), *looped(2, "abcdefgh", epoch=0, num_steps=1)]
     assert "EV102" in rules(judged(events, events))
+    events = [wrapped, *looped(1, "abcdefgh", epoch=None, num_steps=1), *looped(2, "hgfedcba", epoch=None, num_steps=1)]
+    assert "EV102" not in rules(judged(events, events)), "a sampler of the script's own tells no epoch"
 
 
 def test_an_exit_for_want_of_gpus():

@@ -37,22 +37,6 @@ finally:
         async def f(): await f(*x, key=y, **z)
     else: x += -1 or not a and b < c
 """
-# Nodes that hold nothing that is asked about.
-PUNCTUATION = (
-    *(cst.BaseParenthesizableWhitespace, cst.TrailingWhitespace, cst.EmptyLine, cst.Newline, cst.Comment, cst.Comma),
-    *(
-        cst.LeftParen,
-        cst.RightParen,
-        cst.Semicolon,
-        cst.Dot,
-        cst.AssignEqual,
-        cst.Colon,
-        cst.BaseBinaryOp,
-        cst.BaseAugOp,
-    ),
-    *(cst.BaseUnaryOp, cst.BaseBooleanOp, cst.BaseCompOp, cst.LeftSquareBracket, cst.RightSquareBracket),
-    *(cst.LeftCurlyBrace, cst.RightCurlyBrace, cst.ParamStar, cst.ParamSlash, cst.Asynchronous),
-)
 
 
 def file_of(text: str) -> File:
@@ -62,24 +46,6 @@ def file_of(text: str) -> File:
 def call(file: File, name: str) -> Call:
     (found,) = (each for each in file.calls if each.name == name)
     return found
-
-
-@pytest.mark.parametrize("text", [ODD, *(path.read_text() for path in SCRIPTS[::12])])
-def test_all_nodes_are_there_in_the_order_of_the_text(text: str):
-    file = file_of(text)
-    expected: list[object] = []
-    pending = [file.module]
-    while pending:
-        node = pending.pop()
-        expected.append(node)
-        if not isinstance(node, cst.Import | cst.ImportFrom):
-            pending += [each for each in reversed(node.children) if not isinstance(each, PUNCTUATION)]
-    assert set(map(id, file.nodes)) == set(map(id, expected))
-    places = [(file.line(node), file.column(node)) for node in file.nodes if not isinstance(node, cst.Module)]
-    named = [place for node, place in zip(file.nodes[1:], places, strict=True) if isinstance(node, cst.Name)]
-    assert named == sorted(named)
-    assert all(file.inside(node)[0] is node for node in file.nodes)
-    assert all(file.is_inside(node, file.parent(node)) for node in file.nodes[1:])
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])

@@ -70,11 +70,12 @@ def test_what_lies_further_is_named(exact, noise):
     assert "gradient of 'b' is off by" in str(found)
 
 
-def test_a_missing_gradient_and_nan_differ(exact):
+def test_a_missing_gradient_another_one_and_nan_differ(exact):
     base, reference = a_run(seen(), values=noisy(exact, 1e-7)), a_run(seen(), values=exact)
     without = {name: value for name, value in exact.items() if name != "grad/b"}
     with_nan = {**exact, "param/a": exact["param/a"] * math.nan}
-    for values, name in ((without, "b"), (with_nan, "a")):
+    with_another = {**exact, "grad/c": torch.ones(3)}
+    for values, name in ((without, "b"), (with_nan, "a"), (with_another, "c")):
         found = compare.first_difference(base, reference, a_run(seen(), values=values))
         assert found is not None
         assert found.name == name

@@ -64,11 +64,8 @@ def test_command_of_the_page(number: int, tmp_path: Path) -> None:
     report = bench(tmp_path, *words[2:], out=out)
     one, two = report["curves"]["weak"]
     assert (one["num_replicas"], two["num_replicas"]) == (1, 2)
-    assert (one["rows_per_replica"], two["rows_per_replica"]) == (256, 256)
-    assert (one["num_steps"], two["num_steps"]) == (10, 10)
     for point in (one, two):
         assert set(point["parts"]) == set(PART_NAMES)
-        assert min(point["parts"].values()) >= 0
         assert sum(point["parts"].values()) == pytest.approx(point["step_s"]["median"], rel=1e-6)
         for part in ("compute", "data", "optimizer"):
             assert point["parts"][part] > 0, part

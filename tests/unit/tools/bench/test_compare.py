@@ -69,15 +69,6 @@ def test_a_ratio_is_taken_within_a_round() -> None:
     ]
 
 
-def test_rounds_that_disagree_are_no_verdict() -> None:
-    rounds = [(run_of(1.0), run_of(pace)) for pace in (0.9, 1.05, 1.1)]
-    sides = summarise(NAMES, rounds)
-    assert sides[1].ratio.low < 1 < sides[1].ratio.high
-    assert "neither faster nor slower than a.py in every round" in verdicts(sides)[0]
-    faster = summarise(NAMES, [(run_of(1.0), run_of(0.5))])
-    assert verdicts(faster)[0].startswith("b.py: faster than a.py in every round, 0.50 times as long")
-
-
 def test_another_batch_is_told_and_compared_by_the_sample() -> None:
     rounds = [(run_of(1.0), run_of(1.5, rows=64))] * 3
     sides = summarise(NAMES, rounds)

@@ -21,7 +21,7 @@ from evenstep.ground.health.telemetry import (
 )
 from evenstep.tools.bench import runs
 from evenstep.tools.bench.decompose import Decomposition
-from evenstep.tools.bench.plan import Setting, default_replicas, plan_settings, validate_replicas
+from evenstep.tools.bench.plan import Setting, plan_settings
 from evenstep.tools.bench.records import (
     COLLECTIVE,
     COLLECTIVE_END,
@@ -179,15 +179,6 @@ def test_settings_of_both_curves_begin_with_the_same_one() -> None:
     assert curves["weak"] == (Setting(1, 32, 1), Setting(2, 64, 2), Setting(4, 128, 4))
     assert curves["strong"] == (Setting(1, 32, 1), Setting(2, 32, 1), Setting(4, 32, 1))
     assert plan_settings((2, 4), None, has_strong=False) == {"weak": (Setting(2, None, 1), Setting(4, None, 2))}
-
-
-def test_numbers_of_replicas() -> None:
-    assert default_replicas(1) == (1,)
-    assert default_replicas(6) == (1, 2, 4)
-    assert default_replicas(8) == (1, 2, 4, 8)
-    assert validate_replicas([4, 1, 2, 2]) == (1, 2, 4)
-    with pytest.raises(ConfigurationError, match="--nproc-per-node 2,3: 3 is no multiple of 2, the fewest"):
-        validate_replicas([2, 3])
 
 
 def test_a_batch_that_cannot_be_divided() -> None:

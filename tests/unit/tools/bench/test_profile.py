@@ -118,16 +118,6 @@ def run_of(profiles: list[Profile], *, data_ms: float = 0.5, step_ms: float | No
     return Run(run.setting, tuple(map(on_gpu, run.records, profiles)))
 
 
-def test_a_starved_loader_is_no_communication_and_no_idle_host(tmp_path: Path) -> None:
-    """All ranks are late by 20 ms, in which the host waits for data."""
-    profiles = traces(tmp_path, [20.0, 20.0], [0.0, 0.0])
-    found = run_of(profiles, data_ms=60.0, step_ms=60.0).decompose().parts
-    assert (found.data_s, found.idle_s, found.imbalance_s) == pytest.approx((0.020, 0.0, 0.0), abs=1e-5)
-    assert found.exposed_s == pytest.approx(0.006, rel=1e-3)
-    launching = run_of(profiles, data_ms=0.0, step_ms=60.0).decompose().parts
-    assert (launching.data_s, launching.idle_s) == pytest.approx((0.0, 0.020), abs=1e-5)
-
-
 def test_collectives_of_several_groups_are_matched_by_their_own_numbers(tmp_path: Path) -> None:
     """Two groups whose order differs between ranks, and one that only rank 0 has."""
     first, second = Trace(0.0), Trace(1e4)

@@ -18,7 +18,6 @@ from evenstep.tools.doctor.run.events import Event, EventFile, Evidence, Hang
 from evenstep.tools.doctor.run.hangs import find_hang, first_apart
 from evenstep.tools.doctor.scene import Scene, share_of_equal
 from evenstep.tools.doctor.verdict import watched
-from evenstep.tools.reading.looked import Facts
 
 SCRIPT = "/home/a/train.py"
 
@@ -176,14 +175,3 @@ def test_one_batch_that_is_looked_at_is_no_epoch():
     assert "EV102" in rules(judged(events, events))
     events = [wrapped, *looped(1, "abcdefgh", epoch=None, num_steps=1), *looped(2, "hgfedcba", epoch=None, num_steps=1)]
     assert "EV102" not in rules(judged(events, events)), "a sampler of the script's own tells no epoch"
-
-
-def test_an_exit_for_want_of_gpus():
-    message = "CUDA is not available"
-    raised = [event("raised", 1.0, line=5, type="SystemExit", message=message), event("end", 1.0, status="1")]
-    ended = [event("start"), event("end", 1.0, status="0")]
-    for events, text in ((raised, ""), (ended, message)):
-        seen = watched(Evidence([events, events], said=text), script="t.py", directory="/", facts=Facts(uses_gpus=True))
-        assert seen.notes[0].startswith("The script needs a GPU that this machine lacks"), seen.notes
-        assert not seen.failed
-        assert "arguments" not in seen.notes[0]

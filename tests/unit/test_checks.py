@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from evenstep import checks
-from evenstep.errors import ConfigurationError, MismatchError, UsageError
-from evenstep.ground.coordination.agreement import judge
+from evenstep.errors import ConfigurationError, MismatchError, OtherRankFailedError, UsageError
+from evenstep.ground.coordination.agreement import judge, validate_on_all_ranks
 
 numpy = pytest.importorskip("numpy")
 NAN, INF = float("nan"), float("inf")
@@ -55,3 +55,23 @@ def test_the_first_difference_is_told_with_both_values():
     assert str(error).startswith("Loader: seed is 1 on rank 0 and 2 on rank 2. Pass the same")
     assert "size is None on rank 0 and 4 on rank 1" in str(judge([said(), said(size=4)]))
     assert "rank 0 is at Loader, and rank 1 at Checkpointer" in str(judge([said(), said("Checkpointer")]))
+
+
+def test_what_the_users_own_code_raises_is_kept_on_its_rank_and_said_on_the_others():
+    class OfTwo:
+        world_size = 2
+        told = None
+
+        def exchange(self, value):
+            self.told = self.told or value
+            return [said(), self.told]
+
+    def broken():
+        raise KeyError("image")
+
+    ranks = OfTwo()
+    with pytest.raises(KeyError, match="image"):
+        validate_on_all_ranks(ranks, "Loader", broken)
+    with pytest.raises(OtherRankFailedError, match=r"^Loader on rank 1: KeyError: 'image'$") as caught:
+        validate_on_all_ranks(ranks, "Loader", dict)
+    assert caught.value.is_consequence

@@ -9,7 +9,6 @@ import signal
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -105,15 +104,10 @@ PLANTS = """
 """
 
 
-def load_benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    benchmarks = modules.ROOT / "benchmarks"
-    monkeypatch.syspath_prepend(benchmarks)
-    return modules.load(benchmarks / "faults.py", monkeypatch)
-
-
 def test_the_benchmark_of_faults_finds_what_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its "left behind: 0" means something only if it can find a process, a port, a segment, a socket and files."""
-    bench = load_benchmark(monkeypatch)
+    monkeypatch.syspath_prepend(modules.ROOT / "benchmarks")
+    bench = modules.load(modules.ROOT / "benchmarks" / "faults.py", monkeypatch)
     call = bench.Call([sys.executable, "-c", textwrap.dedent(PLANTS)], tmp_path)
     try:
         status, _ = call.wait()

@@ -26,6 +26,7 @@ from evenstep.tools.estimate.probe import (
     largest_unit_bytes,
     sizes_of,
     state_tensors,
+    storage_bytes,
 )
 from evenstep.tools.estimate.probe import main as run_probe
 from tests import pages
@@ -67,6 +68,8 @@ def test_an_estimate_is_within_a_tenth_of_what_a_step_takes(
         del logits
         optimizer.zero_grad()
     assert footprint(sizes, "one rank", 1).total == pytest.approx(live.peak, rel=0.1)
+    assert (sizes.fixed_bytes, sizes.num_samples) == (storage_bytes(model.buffers()), shape[0])
+    assert sizes.state_bytes == storage_bytes(state_tensors(optimizer))
 
 
 def specs(*shapes: tuple[int, ...]) -> tuple[ParameterSpec, ...]:

@@ -38,7 +38,6 @@ def test_pairs() -> None:
     assert choose_pairs([0, 0, 1]) == [(0, 1), (0, 2), (1, 2)]
     many = choose_pairs([rank // 4 for rank in range(16)], limit=12)
     assert many[:6] == [(0, 4), (0, 8), (0, 12), (4, 8), (4, 12), (8, 12)], "every host with every other first"
-    assert len(many) == 12
     assert many[6:] == [(0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7)], "and then neighbours of one host"
 
 

@@ -222,6 +222,20 @@ def patches():
     patches.restore()
 
 
+def test_patches_put_everything_back(patches: Patches):
+    class Base:
+        f = 1
+
+    class Derived(Base):
+        pass
+
+    for factor in (2, 10):
+        patches.replace(Derived, "f", lambda original, factor=factor: original * factor)
+    assert Derived.f == 20
+    patches.restore()
+    assert vars(Derived).get("f") is None
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_a_recurrent_layer_computes_in_float64(kind: type[nn.RNNBase], patches: Patches, fresh_seed: int):
     """It compares the dtypes of its input and its weights by itself."""

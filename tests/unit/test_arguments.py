@@ -10,7 +10,7 @@ from torch import nn
 
 import evenstep
 from evenstep.cli import main
-from evenstep.errors import CheckpointError, ConfigurationError, UsageError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.health import excepthook
 
 NAN, INF = float("nan"), float("inf")
@@ -296,8 +296,6 @@ def test_discard_load_and_resume_look_at_their_arguments(tmp_path):
             checkpoint.discard(after=after)
     with pytest.raises(ConfigurationError, match=r"^Checkpointer.load: step='x'"):
         checkpoint.load("x")
-    with pytest.raises(CheckpointError, match="no checkpoint of step -1"):
-        checkpoint.load(-1)
     with pytest.raises(ConfigurationError, match=r"^Checkpointer.resume: strict='no'"):
         checkpoint.resume(strict="no")
     for value in (torch.ones(2), None, "0.5"):
@@ -325,17 +323,11 @@ def test_a_metric_that_never_comes_is_told_at_the_first_save_and_an_error_at_the
     ("command", "status", "words"),
     [
         ("run --stopped-grace -1 x.py", 78, "--stopped-grace=-1.0"),
-        ("run --stopped-grace nan x.py", 78, "--stopped-grace=nan"),
-        ("run --node-timeout 0 x.py", 78, "--node-timeout=0.0"),
         ("run --max-restarts -1 x.py", 78, "--max-restarts=-1"),
-        ("run --monitor-interval 0 x.py", 78, "--monitor-interval=0.0"),
-        ("run --shutdown-timeout -3 x.py", 78, "--shutdown-timeout=-3"),
         ("run --master-port 70000 x.py", 78, "--master-port=70000"),
-        ("run --threads-per-rank 0 x.py", 78, "0 threads per rank"),
         (f"checkpoint list {'a' * 300}", 74, "File name too long"),
         ("checkpoint list nowhere", 74, "nowhere has no checkpoint"),
         ("checkpoint import x.py run", 74, "isn't a file of only tensors and plain data"),
-        ("verify --json nowhere/x.json x.py", 78, "--json nowhere/x.json: can't be written"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_one_line(tmp_path, monkeypatch, capsys, command, status, words):
@@ -345,13 +337,3 @@ def test_a_command_that_makes_no_sense_is_one_line(tmp_path, monkeypatch, capsys
     told = capsys.readouterr().err
     assert words in told
     assert told.count("\n") == 1
-
-
-def test_a_digit_that_is_no_number_is_said_in_words(capsys):
-    assert main.main(["checkpoint", "show", "--step", "²", "runs"]) == 78
-    assert "'²' is no whole number" in capsys.readouterr().err
-
-
-def test_verify_wants_at_least_one_rank(capsys):
-    assert main.main(["verify", "--resume", "--nproc-per-node", "0", "x.py"]) == 78
-    assert "argument --nproc-per-node: '0' is less than 1" in capsys.readouterr().err

@@ -24,11 +24,6 @@ def test_plain_lines_come_per_interval_and_at_the_end(capsys):
     assert last.startswith("epoch 0: 3/3 in ")
 
 
-def test_without_a_length_only_the_count_is_told(capsys):
-    list(console.progress(iter([1, 2]), description="steps"))
-    assert capsys.readouterr().err.startswith("steps: 2 in ")
-
-
 def test_on_a_terminal_there_is_a_bar(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

@@ -73,17 +73,6 @@ def test_a_run_under_pbs_is_asked_to_save_before_its_time_is_up(tmp_path: Path) 
     assert hours * 3600 + minutes * 60 + seconds - 120 == 14280
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_scheduler_is_asked_for_nodes_and_for_a_signal(script: str) -> None:
-    text = (JOBS / script).read_text()
-    asked = {
-        "slurm.sh": ("--nodes=2", "--ntasks-per-node=1", "--time=4:00:00", "--requeue", "--signal=USR1@120"),
-        "pbs.sh": ("-l select=2:ncpus=8:mpiprocs=1", "-l place=scatter", "-l walltime=4:00:00", "-r y"),
-    }
-    for each in asked[script]:
-        assert f"\n#{script.partition('.')[0].replace('slurm', 'sbatch').upper()} {each}\n" in text
-
-
 def test_the_manifest_for_kubernetes_says_the_same_everywhere() -> None:
     service, job = yaml.safe_load_all((JOBS / "kubernetes.yaml").read_text())
     spec, pod = job["spec"], job["spec"]["template"]["spec"]

@@ -37,18 +37,6 @@ def test_who_made_a_group_ends_it(
     assert len(calls) == given_up
 
 
-def test_a_group_that_the_script_has_replaced_is_no_world_any_more() -> None:
-    made = []
-    for _ in range(2):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        made.append(worlds.current())
-        assert worlds.current() is made[-1] is not made[0] or len(made) == 1
-        dist.destroy_process_group()
-        assert worlds.initialised() is None
-    for world in made:
-        world.close()
-
-
 @pytest.mark.parametrize(("code", "is_well"), [(None, True), (0, True), (3, False), ("a text", False)])
 def test_a_block_that_leaves_by_sys_exit_has_ended_well_if_its_status_is_0(code: object, is_well: bool) -> None:
     told: list[BaseException | None] = []
@@ -130,13 +118,6 @@ def test_init_behind_a_constructor_would_be_ignored_and_is_an_error(arguments: d
         loader.world.close()
     with evenstep.init(quiet=True, device="cpu", **arguments) as world:
         assert world is not loader.world
-
-
-def test_what_only_has_to_know_its_share_makes_no_world() -> None:
-    sampler = evenstep.DistributedSampler(range(6))
-    assert (sampler.rank, sampler.num_replicas, worlds.initialised()) == (0, 1, None)
-    with evenstep.init(quiet=True, device="cpu", seed=5) as world:
-        assert world.seed == 5
 
 
 def test_what_was_closed_is_not_kept_until_the_end_of_the_world(tmp_path: Path) -> None:

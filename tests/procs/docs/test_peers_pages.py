@@ -55,11 +55,16 @@ def start(*options: str, script: str, directory: Path, **variables: str) -> str:
     return done.stdout
 
 
+def needs(library: str) -> None:
+    """Skip a test where a library isn't installed."""
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(("module", "saved"), [("accelerate", "state"), ("lightning_fabric", "state.ckpt")])
 def test_other_libraries_loop_before(module: str, saved: str, tmp_path: Path) -> None:
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not installed")
+    needs(module)
     name = module.replace("_", ".")
     (loop,) = (each for each in pages.blocks("py", "how-to/migrate/accelerate-fabric.md") if f"from {name} " in each)
     # The page names the whole of Lightning; `lightning_fabric` is the part of it that is needed.
@@ -73,8 +78,7 @@ def test_other_libraries_loop_before(module: str, saved: str, tmp_path: Path) ->
 def test_other_libraries_trackers(tracker: str, tmp_path: Path) -> None:
     lines = {name: line for line, name in TRACKED.findall(pages.text("how-to/logging.md"))}
     assert set(lines) == {"wandb", "trackio"}
-    if importlib.util.find_spec(tracker) is None:
-        pytest.skip(f"{tracker} is not installed")
+    needs(tracker)
     program = pages.programs("how-to/logging.md")["track.py"]
     assert "run = PrintedRun() if" in program
     script = f"import {tracker}\n" + program.replace("run = PrintedRun() if", f"run = {lines[tracker]} if")
@@ -86,8 +90,7 @@ def test_other_libraries_trackers(tracker: str, tmp_path: Path) -> None:
 @pytest.mark.extended
 def test_other_libraries_tensorboard(tmp_path: Path) -> None:
     """Read back by TensorBoard itself; what a run makes again stands there once."""
-    if importlib.util.find_spec("tensorboard") is None:
-        pytest.skip("tensorboard is not installed")
+    needs("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     program = pages.programs("how-to/logging.md")["board.py"]
@@ -103,8 +106,7 @@ def test_other_libraries_tensorboard(tmp_path: Path) -> None:
 @pytest.mark.extended
 def test_other_libraries_line_of_pandas(tmp_path: Path) -> None:
     """Of two lines of a step the later attempt's counts, name by name; a rare name isn't lost."""
-    if importlib.util.find_spec("pandas") is None:
-        pytest.skip("pandas is not installed")
+    needs("pandas")
     (line,) = re.findall(r"`(pandas\.read_json[^`]*)`", pages.text("how-to/logging.md"))
     written = [(0, 0, {"loss": 1.0}), (1, 0, {"loss": 2.0}), (1, 0, {"accuracy": 0.5}), (2, 0, {"loss": 3.0})]
     written += [(1, 1, {"loss": 4.0}), (2, 1, {"loss": 5.0}), (3, 1, {"loss": 6.0})]
@@ -120,8 +122,7 @@ def test_other_libraries_line_of_pandas(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_other_libraries_arrow_files(tmp_path: Path) -> None:
-    if importlib.util.find_spec("datasets") is None:
-        pytest.skip("datasets is not installed")
+    needs("datasets")
     (program,) = pages.blocks("py", "how-to/large-data.md")
     assert run(program, tmp_path) == "1000 rows, each once: True\n"
     assert list((tmp_path / "table").glob("*.arrow"))
@@ -135,8 +136,7 @@ def page_program(name: str) -> str:
 @pytest.mark.extended
 def test_other_libraries_trainer_of_hugging_face(tmp_path: Path) -> None:
     """The same digits as over Gloo."""
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed")
+    needs("transformers")
     program = page_program("trainer.py")
     ours, gloos = (run(each, tmp_path) for each in (program, program.replace('group("evenstep")', 'group("gloo")')))
     (line,) = (each for each in ours.splitlines() if each.startswith("loss"))
@@ -146,8 +146,7 @@ def test_other_libraries_trainer_of_hugging_face(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_other_libraries_trainer_of_lightning(tmp_path: Path) -> None:
-    if importlib.util.find_spec("lightning") is None:
-        pytest.skip("lightning is not installed")
+    needs("lightning")
     assert "trained over evenstep" in start(script=page_program("lightning_trainer.py"), directory=tmp_path)
 
 
@@ -155,8 +154,7 @@ def test_other_libraries_trainer_of_lightning(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 def test_other_libraries_ray_restarts_a_killed_worker(tmp_path: Path) -> None:
     """Killed at step 13 of its first attempt, the run resumes at step 10 and ends with an undisturbed run's digits."""
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("ray is not installed")
+    needs("ray")
     program = page_program("ray_train.py")
     kill = """checkpoint.step()
                 done = sum(1 for _ in Path(config["directory"]).parent.glob("step-*"))
@@ -187,8 +185,7 @@ ROWS = {cells[0]: cells for cells in CELLS if cells[0] in libraries.CASES}
 @pytest.mark.parametrize("library", libraries.LIBRARIES)
 def test_other_libraries_answers(library: str) -> None:
     """What the page says that a library computes: the answer of one process but for rounding, or another one."""
-    if importlib.util.find_spec(libraries.LIBRARIES[library][0]) is None:
-        pytest.skip(f"{library} is not installed")
+    needs(libraries.LIBRARIES[library][0])
     column = 1 + list(libraries.LIBRARIES).index(library)
     is_right = {case: float(row[column]) < 1e-5 for case, row in ROWS.items()}
     assert is_right == {case: libraries.distance(library, case) < 1e-5 for case in libraries.CASES}

@@ -6,16 +6,12 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from argparse import SUPPRESS, ArgumentParser
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
-import evenstep
 from evenstep.cli import main as cli
 from evenstep.cli.commands import whole_parser
 from evenstep.cli.main import main
@@ -41,14 +37,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err
 
 
-def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no/such.py: no such script" in refused(capsys, "--nproc-per-node", "2", "no/such.py")
-
-
-def test_a_directory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "is a directory" in refused(capsys, str(tmp_path))
-
-
 def test_a_module_or_a_program_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no module named 'no_such_module.x'" in refused(capsys, "-m", "no_such_module.x")
     assert "no such program" in refused(capsys, "--no-python", "no-such-program")
@@ -71,12 +59,7 @@ def test_a_module_or_a_program_that_is_not_there(capsys: pytest.CaptureFixture[s
             "--node-rank 1 of 2: where is node 0? Give all nodes its address, with",
         ),
         (["--nproc-per-node", "2", "--local-ranks-filter", "7"], "--local-ranks-filter 7: no such rank on this host"),
-        (["--nproc-per-node", "2", "--local-ranks-filter", "0,2"], "there are 0 and 1"),
-        (["--nproc-per-node", "1", "--tee", "1:3"], "--tee 1:3: no such rank on this host; there is 0"),
-        (["--nproc-per-node", "8", "--redirects", "8:3"], "there are 0 to 7"),
-        (["--log-dir", "/proc/foo"], "--log-dir /proc/foo: No such file or directory"),
         (["--log-dir", __file__], f"--log-dir {__file__}: Not a directory"),
-        (["--no-such-flag"], "unrecognized arguments: --no-such-flag. See `evenstep run --help`."),
         (["--node-rank", "first"], "argument --node-rank: invalid int value: 'first'."),
         (["--redirects", "7"], "--redirects 7"),
         (["--rdzv-endpoint", "here"], "HOST:PORT"),
@@ -99,13 +82,7 @@ def test_a_command_that_is_refused_late_leaves_no_folder(
     assert [*(tmp_path / "logs").iterdir()] == []
 
 
-def test_more_ranks_than_gpus(capsys: pytest.CaptureFixture[str], script: str) -> None:
-    num_ranks = torch.cuda.device_count() + 1
-    said = refused(capsys, "--device", "cuda", "--nproc-per-node", str(num_ranks), script)
-    assert f"{num_ranks} rank{'s' if num_ranks > 1 else ''} on this node" in said
-
-
-@pytest.mark.parametrize("flag", ["--master-port={}", "--rdzv-endpoint=localhost:{}", "--rdzv-endpoint=127.0.0.1:{}"])
+@pytest.mark.parametrize("flag", ["--master-port={}", "--rdzv-endpoint=localhost:{}"])
 def test_a_port_in_use_is_named_with_its_owner(capsys: pytest.CaptureFixture[str], script: str, flag: str) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -115,17 +92,11 @@ def test_a_port_in_use_is_named_with_its_owner(capsys: pytest.CaptureFixture[str
     assert f"port {port} is in use by pid {os.getpid()}" in line
 
 
-def test_no_script(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys).startswith("evenstep: the following arguments are required: script. See `evenstep run")
-
-
 @pytest.mark.parametrize(
     ("given", "told"),
     [
         ("rnu", "evenstep: rnu is no command. Did you mean evenstep run? There are run, "),
         ("train.py", "evenstep: train.py is no command. Did you mean evenstep run train.py? There are run, "),
-        ("launch", "evenstep: launch is no command. Did you mean evenstep run? There are run, "),
-        ("torchrun", "evenstep: torchrun is no command. Did you mean evenstep run? There are run, "),
         ("memory", "evenstep: memory is no command. Did you mean evenstep estimate? There are run, "),
         ("xyzzy", "evenstep: xyzzy is no command. There are run, "),
     ],
@@ -151,41 +122,18 @@ def test_without_a_command_there_is_the_help(capsys: pytest.CaptureFixture[str])
     assert listed == list(cli.COMMANDS)
 
 
-def test_help_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["run", "--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert text.startswith("usage: evenstep run ")
-    for flag in ("--nproc-per-node", "--threads-per-rank", "--device", "--all-ranks", "--log-dir", "--max-restarts"):
-        assert flag in text
-    assert "--logs-specs" not in text
-
-
-def test_python_m_evenstep_is_the_same_command() -> None:
-    called = [sys.executable, "-m", "evenstep", "--version"]
-    assert (
-        subprocess.run(called, capture_output=True, text=True, check=True).stdout
-        == f"evenstep {evenstep.__version__}\n"
-    )
-
-
-@pytest.mark.parametrize(
-    "action", ["list", "show", "verify", "diff", "export", "import"], ids=lambda action: f"checkpoint-{action}"
-)
+@pytest.mark.parametrize("action", ["list", "export"], ids=lambda action: f"checkpoint-{action}")
 def test_a_directory_that_may_not_be_listed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
     """One line, and no traceback: root may list everything, so the refusal is played."""
-    torch.save({"model": {"weight": torch.ones(1)}}, tmp_path / "states.pt")
 
     def refuse(path: object) -> None:
         raise PermissionError(13, "Permission denied", os.fspath(path))  # type: ignore[call-overload]
 
     monkeypatch.setattr(os, "scandir", refuse)
-    more = {"diff": [str(tmp_path)], "export": [str(tmp_path / "out")]}.get(action, [])
-    first = [str(tmp_path / "states.pt")] if action == "import" else []
-    assert main(["checkpoint", action, *first, str(tmp_path), *more]) == 74
+    more = [str(tmp_path / "out")] if action == "export" else []
+    assert main(["checkpoint", action, str(tmp_path), *more]) == 74
     err = capsys.readouterr().err
     assert err == f"evenstep: {tmp_path} can't be used: Permission denied.\n"
 
@@ -293,21 +241,6 @@ def test_a_command_of_bench_may_be_left_out() -> None:
     assert [(args.script, args.arguments) for args in seen] == 3 * [("train.py", ["--x"])] + [("run", [])]
 
 
-def test_a_script_that_fails_is_2_and_a_function_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text("def build():\n    raise KeyError('nothing')\n")
-    assert main(["estimate", f"{tmp_path}/model.py:build"]) == 2
-    assert "KeyError: 'nothing'" in capsys.readouterr().err
-
-
-def test_flags_of_the_other_kind_of_target_are_refused(
-    capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path
-) -> None:
-    assert main(["estimate", "--optimizer", "sgd", script]) == 78
-    assert "--optimizer is for FILE.py:FUNCTION" in capsys.readouterr().err
-    assert main(["estimate", f"{script}:build", "--epochs", "1"]) == 78
-    assert "takes no arguments: --epochs 1" in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------------- pages
 
 
@@ -335,13 +268,6 @@ def test_an_option_that_was_meant_is_named(
     option: str, meant: str, script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert f" Did you mean {meant}?" in refused(capsys, option, "2", script)
-
-
-def test_other_commands_name_the_option_that_was_meant(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--no-rum", script]) == 78
-    assert " Did you mean --no-run?" in capsys.readouterr().err
-    assert main(["doctor", "--nothing-like-it", script]) == 78
-    assert "Did you mean" not in capsys.readouterr().err
 
 
 def test_a_fault_of_a_rank_that_there_is_not(script: str, capsys: pytest.CaptureFixture[str]) -> None:

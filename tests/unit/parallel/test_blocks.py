@@ -45,15 +45,6 @@ def test_every_kind_of_policy_chooses_inner_modules_first():
     assert "act" not in names(model, lambda name, module: True)
 
 
-def test_compiled_and_checkpointed_blocks_keep_their_class():
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    model = Model()
-    model.layers[0] = checkpoint_wrapper(model.layers[0])
-    assert names(model, Layer) == names(model, "Layer") == ["layers.1", "layers.0"]
-    assert names(model, None) == ["layers.1", "layers.0"]
-
-
 @pytest.mark.parametrize("blocks", [0, -1, True, 1.5, {"Layer": 1}, [3], nn.Linear(1, 1), int])
 def test_what_is_no_policy_is_refused(blocks):
     with pytest.raises(ConfigurationError, match="parallelize: blocks"):

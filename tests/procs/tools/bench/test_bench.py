@@ -100,11 +100,8 @@ def test_a_report_of_either_wrapper(wrapper: str, tmp_path: Path) -> None:
     report = bench(tmp_path, *FLAGS, "--out", out, name, out=out)
     one, two = report["curves"]["weak"]
     assert (one["num_replicas"], two["num_replicas"]) == (1, 2)
-    assert (one["rows_per_replica"], two["rows_per_replica"]) == (256, 256)
-    assert (one["num_steps"], two["num_steps"]) == (10, 10)
     for point in (one, two):
         assert set(point["parts"]) == set(PART_NAMES)
-        assert min(point["parts"].values()) >= 0
         assert sum(point["parts"].values()) == pytest.approx(point["step_s"]["median"], rel=1e-6)
         for part in ("compute", "data", "optimizer"):
             assert point["parts"][part] > 0, part
@@ -213,50 +210,6 @@ def test_a_planted_cause_is_found_and_no_other(cause: str, changed: dict[str, An
         assert f"2 ranks compute with {2 * NUM_THREADS} threads" in findings[0]["what"]
 
 
-DIVIDED = """
-import time
-import torch, evenstep
-from evenstep.transport.backend.calls import GroupCalls
-from torch.utils.data import TensorDataset
-
-gather = GroupCalls.all_gather_single
-def over_a_wire(self, output, input, *args):
-    time.sleep(output.nbytes / 8e6)
-    return gather(self, output, input, *args)
-GroupCalls.all_gather_single = GroupCalls._allgather_base = over_a_wire
-
-class Work(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList([torch.nn.Linear(16, 16), torch.nn.Linear(16, 16000)])
-    def forward(self, x):
-        time.sleep(0.1)
-        return self.blocks[1](self.blocks[0](x))
-
-with evenstep.init(seed=0, mesh={"shard": -1}) as world:
-    model = evenstep.parallelize(Work(), world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    loader = evenstep.DataLoader(TensorDataset(torch.randn(4096, 16)), global_batch_size=8)
-    for epoch in loader.epochs(1000):
-        for x, in loader:
-            model.backward(model(x).square().mean(), weight=len(x))
-            optimizer.step()
-            optimizer.zero_grad()
-"""
-
-
-@pytest.mark.extended
-def test_a_model_that_fsdp2_divides_is_told_to_gather_once(tmp_path: Path) -> None:
-    """Parameters of the second block travel for an eighth of a second, twice in a step."""
-    (tmp_path / "train.py").write_text(DIVIDED)
-    usual = ["--replicas", "1,2", "--steps", "8", "--rounds", "1", "--device", "cpu"]
-    report = bench(tmp_path, *usual, "train.py")
-    one, two = report["curves"]["weak"]
-    assert two["parts"]["exposed"] > one["parts"]["exposed"] + 0.2
-    (found,) = [finding for finding in report["findings"] if finding["cause"] == "exposed communication"]
-    assert "reshard_after_forward=False" in found["advice"], report
-
-
 LATE = """
 import sys, time
 import torch
@@ -297,24 +250,6 @@ def test_a_rank_that_sleeps_before_its_backward_pass_is_late_and_communication_i
 
 
 # ---------------------------------------------------------------------- what goes wrong
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("script", "says"),
-    [
-        ("raise ValueError('no data here')", "ValueError: no data here"),
-        ("print('done')", "the script made no step with a torch optimizer"),
-    ],
-    ids=["raises", "makes no steps"],
-)
-def test_a_script_that_cannot_be_measured(script: str, says: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(script)
-    command = Command(tmp_path, ["bench", "--replicas", "1", "train.py"])
-    assert wait(command) == 2
-    assert says in command.stderr
-    assert "Traceback" not in command.stderr.split("It said:")[0]
-    assert command.leaves_no_process()
 
 
 FAILING = """
@@ -424,21 +359,6 @@ def test_compare_of_either_wrapper(tmp_path: Path) -> None:
     assert ours["losses"]["difference"] > 1e-3
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "model.pt").exists()
-
-
-@pytest.mark.extended
-def test_a_script_without_a_loss_is_not_said_to_be_the_same(tmp_path: Path) -> None:
-    write_script(tmp_path, "a.py", work_s=0.01)
-    text = (tmp_path / "a.py").read_text()
-    (tmp_path / "b.py").write_text(
-        text.replace("model.backward(F.cross_entropy(model(x), y))", "out = model(x); out.backward(out.detach())")
-    )
-    flags = ["--nproc-per-node", "1", "--device", "cpu", "--rounds", "1", "--steps", "3"]
-    data, command = compare(tmp_path, *flags, "a.py", "b.py")
-    told = "not compared, as no step has one of both: backward must begin with a single number"
-    assert data["scripts"][1]["losses"]["told"] == told
-    assert f"losses: {told}" in command.stdout
-    assert any(remark.startswith("one round") for remark in data["remarks"])
 
 
 @pytest.mark.extended

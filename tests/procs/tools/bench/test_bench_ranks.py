@@ -79,24 +79,6 @@ def test_formulas_are_what_ranks_have(ranks: RankPool, nproc: int, way: str, fre
         assert abs(getattr(expected, kind) - most) <= allowed, (kind, getattr(expected, kind), most)
 
 
-def shard_fully(widths: list[int]) -> int:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    world = evenstep.init()
-    model = build(widths)
-    fully_shard(model, mesh=init_device_mesh("cpu", (world.world_size,)))
-    return sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[attr-defined]
-
-
-def test_parameters_of_fsdp2(ranks: RankPool, fresh_seed: int) -> None:
-    draw = random.Random(fresh_seed)
-    widths = [draw.randint(2, 300) for _ in range(4)]
-    with torch.device("meta"):
-        sizes = sizes_of(build(widths), lambda p: torch.optim.AdamW(p, foreach=False))
-    assert ranks.run(shard_fully, 2, widths)[0] == footprint(sizes, "FSDP2", 2).parameters
-
-
 def blocks_of(width: int, num_blocks: int) -> torch.nn.Module:
     def block() -> torch.nn.Module:
         return torch.nn.Sequential(
@@ -253,18 +235,3 @@ def log_nonsense(directory: str, kind: str) -> str:
 def test_what_is_wrong_on_one_rank_is_told_on_all(ranks: RankPool, tmp_path: Path, kind: str, told: str) -> None:
     for error in ranks.run(log_nonsense, 2, str(tmp_path), kind):
         assert error.startswith(told), error
-
-
-def skips_other_steps(directory: str) -> str:
-    world = evenstep.init(quiet=True)
-    try:
-        evenstep.Logger(directory, every=1 + world.rank)
-    except EvenstepError as error:
-        return str(error)
-    return ""
-
-
-def test_loggers_that_skip_other_steps_are_refused(ranks: RankPool, tmp_path: Path) -> None:
-    """`log(mean=True)` is collective: the ranks would wait for each other in different calls."""
-    said = "Logger: every is 1 on rank 0 and 2 on rank 1. Pass the same arguments on all ranks."
-    assert ranks.run(skips_other_steps, 2, str(tmp_path)) == [said] * 2

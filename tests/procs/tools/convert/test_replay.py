@@ -65,12 +65,17 @@ def test_a_script_without_a_seed_is_compared_to_the_end_of_its_epoch(replayed: C
             marks=pytest.mark.extended,
         ),
         (
+            ("optimizer.step()", "optimizer.step() if len(x) > 6 else None"),
+            "the script makes 5 steps with these batches, the converted one 4",
+        ),
+        (
             ("DataLoader(data, g", "DataLoader(torch.utils.data.Subset(data, [k % 99 for k in range(150)]), g"),
             "51 samples",
         ),
-        (
+        pytest.param(
             ("global_batch_size=16, shuffle=True)\n", "global_batch_size=16, shuffle=True, drop_last=True)\n"),
             "144 samples",
+            marks=pytest.mark.extended,
         ),
     ],
 )

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from evenstep import world as worlds
 from evenstep.errors import CollectiveTimeoutError
 from evenstep.testing import RankPool
 from evenstep.tools.doctor.examination import examine, read
@@ -22,6 +19,7 @@ from evenstep.tools.doctor.run.runs import watch
 from evenstep.tools.doctor.verdict import watched
 from evenstep.tools.observing.patching import Patches
 from tests.doctor_runs import FOUND, HANGS
+from tests.procs.tools.verify.test_verify_ranks import forget_groups, free_port
 
 NUM_STEPS = 8
 CORPUS = Path(__file__).parents[3] / "scripts"
@@ -32,7 +30,7 @@ def run_watched(script: str, plan: str, port: int) -> None:
     """On each rank of the pool: what `evenstep run` does with a script under watch, in a process that is kept."""
     from evenstep.tools.doctor.run.probe import Probe
 
-    _forget_groups()  # of tests before this one
+    forget_groups()  # of tests before this one
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     before, main, folder = dict(os.environ), sys.modules["__main__"], Path.cwd()
     os.chdir(Path(script).parent)  # what it saves by a relative path would be seen there
@@ -49,15 +47,7 @@ def run_watched(script: str, plan: str, port: int) -> None:
         os.environ.clear()
         os.environ |= before
         os.chdir(folder)
-        _forget_groups()
-
-
-def _forget_groups() -> None:
-    world = worlds.initialised()
-    if world is not None:
-        world.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        forget_groups()
 
 
 def watch_on_pool(ranks: RankPool, text: str, directory: Path) -> Watched:
@@ -67,11 +57,8 @@ def watch_on_pool(ranks: RankPool, text: str, directory: Path) -> Watched:
     (directory / "run").mkdir()
     plan = Plan(str(directory / "run"), NUM_STEPS, 2)
     plan.write(directory / "plan.json")
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     with contextlib.suppress(CollectiveTimeoutError):  # some versions of torch wait for themselves as a group ends
-        ranks.run(run_watched, 2, str(script), str(directory / "plan.json"), port, timeout_s=30.0)
+        ranks.run(run_watched, 2, str(script), str(directory / "plan.json"), free_port(), timeout_s=30.0)
     evidence = Evidence([EventFile(plan.file_of(rank)).read() for rank in range(2)])
     return watched(evidence, script=str(script), directory=str(directory), facts=read(script).facts)
 

@@ -18,7 +18,6 @@ from evenstep.tools.bench.scaling import curve
 from tests.bench_runs import CALM, Phases, calm, weak_pair
 
 FACTS = Facts(wrapper="evenstep", num_cores=8)
-TINY = {"data": 0.05, "forward": 0.3, "script": 0.1, "backward": 0.6, "engine": 0.08, "optimizer": 0.15}
 
 
 def findings(size: int, phases: Callable[[int, int], Phases], **given: Any) -> list[Finding]:
@@ -58,32 +57,6 @@ def test_a_slow_loader(size: int, fresh_seed: int) -> None:
     only(findings(1, with_(data=80.0), seed=fresh_seed), "slow loader")
 
 
-def test_a_loader_with_too_few_workers_is_told_how_many_it_takes(fresh_seed: int) -> None:
-    """Two workers deliver a batch in 180 ms, 360 ms of work, and the rest of the step takes 98 ms: four of them."""
-    for num_cores, told in (
-        (64, "with `num_workers=4`"),
-        (10, "with `num_workers=4`"),
-        (9, "make `__getitem__` cheaper"),
-    ):
-        facts = replace(FACTS, num_workers=2, num_cores=num_cores)
-        found = only(findings(2, with_(data=80.0), exchange_ms=4, seed=fresh_seed, facts=facts), "slow loader")
-        assert found.advice.startswith(told), "no more loaders than there are cores for"
-    on_gpu = replace(FACTS, num_workers=2, num_cores=10, device="cuda", num_threads=10)
-    found = only(findings(2, with_(data=80.0), exchange_ms=4, seed=fresh_seed, facts=on_gpu), "slow loader")
-    assert found.advice.startswith("with `num_workers=4`"), "its threads have other things to do than to compute"
-
-
-def test_workers_that_start_anew_in_each_epoch_are_kept_and_the_data_set_is_not_blamed(fresh_seed: int) -> None:
-    facts = replace(FACTS, num_workers=2, num_cores=9, starting_s=0.06)
-    given = {"exchange_ms": 4, "seed": fresh_seed}
-    found = only(findings(2, with_(data=80.0), **given, facts=facts), "slow loader")
-    assert "60 ms of it for the first batches of epochs, whose workers start anew" in found.what
-    assert found.advice.startswith("keep them with `persistent_workers=True`: 17")
-    for others in ({"keeps_workers": True}, {"starting_s": 0.03}, {"num_workers": 0}):
-        other = only(findings(2, with_(data=80.0), **given, facts=replace(facts, **others)), "slow loader")
-        assert "persistent_workers" not in str(other), others
-
-
 @SIZES
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "script"])
 def test_one_slow_rank_is_named_with_its_phase(size: int, phase: str, fresh_seed: int) -> None:
@@ -98,17 +71,6 @@ def test_one_slow_rank_is_named_with_its_phase(size: int, phase: str, fresh_seed
     assert found.what.startswith(f"rank {late} is the last one ready in 100% of the steps, 200 ms after")
     assert words in found.what
     assert found.gain == pytest.approx(298.2 / 98.2, rel=0.05)
-
-
-def test_a_rank_that_is_last_by_chance_is_not_named() -> None:
-    """Six times out of eight, of two ranks: a coin does that. Sixty times out of eighty it doesn't."""
-
-    def phases(rank: int, step: int) -> Phases:
-        return {**CALM, "backward": 60.0 + (40.0 if rank == (0 if step % 4 == 3 else 1) else 0.0)}
-
-    given = {"alone": calm, "exchange_ms": 4.0, "noise": 0.0}
-    assert "slow rank" not in str(findings(2, phases, **given, num_steps=8))
-    only(findings(2, phases, **given, num_steps=80), "slow rank")
 
 
 def test_beside_other_programs_only_what_is_large_is_told(fresh_seed: int) -> None:
@@ -137,12 +99,6 @@ def test_uneven_work_is_nobodys_fault(fresh_seed: int) -> None:
     assert re.match(r"imbalance is [\d.]+ ms of a step, \d\d%, and no cause of it is certain", line)
 
 
-@SIZES
-def test_a_tiny_batch(size: int, fresh_seed: int) -> None:
-    found = only(findings(size, lambda r, s: TINY, exchange_ms=0.3, seed=fresh_seed), "small batch")
-    assert "batch 32 to 64 a replica: exposed communication falls from" in found.advice
-
-
 def test_what_a_batch_twice_as_large_does_is_computed() -> None:
     """18 of 100 ms are communication; with twice the batch 82 ms become 164."""
     phases = {"forward": 30.0, "backward": 52.0}
@@ -161,25 +117,6 @@ def test_oversubscribed_threads(size: int, fresh_seed: int) -> None:
     assert findings(size, calm, seed=fresh_seed, facts=facts) == [], "too many threads that cost nothing"
 
 
-def test_what_too_many_threads_bring_with_them_is_not_told_beside_them(fresh_seed: int) -> None:
-    """Exchanges are slow then, and ranks late by turns."""
-    draw = random.Random(fresh_seed)
-    times = {(rank, step): draw.uniform(60, 260) for rank in range(4) for step in range(40)}
-
-    def phases(rank: int, step: int) -> Phases:
-        return {**CALM, "forward": 60.0, "backward": times[rank, step]}
-
-    given = {"alone": calm, "exchange_ms": 60.0, "seed": fresh_seed}
-    assert "threads on" not in str(findings(4, phases, **given))
-    only(findings(4, phases, **given, facts=replace(FACTS, num_threads=8)), "contention")
-
-
-def test_more_replicas_than_cores(fresh_seed: int) -> None:
-    facts = replace(FACTS, num_cores=2)
-    found = only(findings(4, with_(forward=60, backward=120), alone=calm, seed=fresh_seed, facts=facts), "contention")
-    assert "at most 2 replicas" in found.advice
-
-
 @SIZES
 def test_contention(size: int, fresh_seed: int) -> None:
     found = only(findings(size, with_(forward=45, backward=90), alone=calm, seed=fresh_seed), "contention")
@@ -190,24 +127,6 @@ def test_contention(size: int, fresh_seed: int) -> None:
 def test_a_smaller_batch_that_computes_more_slowly_is_no_contention(fresh_seed: int) -> None:
     found = weak_pair(2, with_(forward=45, backward=90), alone=calm, seed=fresh_seed, facts=FACTS)
     assert find(case_of(curve(found.curves["weak"], found.rounds)[-1], divides_batch=True)) == []
-
-
-def test_other_programs_are_not_put_down_to_the_script(fresh_seed: int) -> None:
-    found = weak_pair(2, with_(forward=45, backward=90), alone=calm, seed=fresh_seed, facts=FACTS)
-    case = case_of(curve(found.curves["weak"], found.rounds)[-1])
-    only(find(case), "contention")
-    assert find(replace(case, num_cores_elsewhere=1.5)) == []
-
-
-def test_ranks_that_other_programs_make_late_are_no_small_batch(fresh_seed: int) -> None:
-    """An exchange of 4 % of the step, and ranks that are late by turns by another 8 %."""
-    draw = random.Random(fresh_seed)
-    pairs = [sorted((draw.uniform(50, 80), draw.uniform(50, 80))) for _ in range(40)]
-    times = {(rank, step): pair[(rank + step) % 2] for step, pair in enumerate(pairs) for rank in range(2)}
-    found = weak_pair(2, lambda r, s: {**CALM, "backward": times[r, s]}, exchange_ms=6, seed=fresh_seed, facts=FACTS)
-    case = case_of(curve(found.curves["weak"], found.rounds)[-1])
-    only(find(case), "small batch")
-    assert find(replace(case, num_cores_elsewhere=1.5)) == []
 
 
 def on_gpu(**parts: float) -> Case:
@@ -235,40 +154,12 @@ def test_a_gpu_that_waits_for_its_host() -> None:
     ]
 
 
-def test_two_causes_are_both_found_the_costlier_first(fresh_seed: int) -> None:
-    def phases(rank: int, step: int) -> Phases:
-        return {**CALM, "data": 60.0, "backward": 60.0 + (300.0 if rank == 1 else 0.0)}
-
-    found = findings(4, phases, alone=with_(data=60.0), exchange_ms=4, seed=fresh_seed)
-    assert [finding.cause for finding in found] == ["slow rank", "slow loader"]
-
-
 def test_a_loss_smaller_than_what_rounds_differ_by_is_none(fresh_seed: int) -> None:
     """The quartiles of the step are 40 % apart: a part of 20 % is no finding."""
     measured = weak_pair(2, with_(data=24.0), exchange_ms=4, seed=fresh_seed, facts=FACTS)
     case = case_of(curve(measured.curves["weak"], measured.rounds)[-1])
     only(find(case), "slow loader")
     assert find(replace(case, spread=0.4)) == []
-
-
-def test_contention_of_a_short_step_is_a_finding_too(fresh_seed: int) -> None:
-    """A fifth of a step is worth a finding, also where it is less than two milliseconds."""
-    alone = {**TINY, "forward": 1.3, "backward": 2.6, "engine": 0.0}
-    slower = {**alone, "forward": 1.6, "backward": 3.3}
-    found = only(findings(2, lambda r, s: slower, alone=lambda r, s: alone, seed=fresh_seed), "contention")
-    assert re.match(r"computing takes 0\.9\d* ms longer|computing takes 1(\.0\d?)? ms longer", found.what), found.what
-
-
-def test_waiting_for_a_late_rank_is_not_said_to_be_the_exchange() -> None:
-    """Of a step of 3.5 ms the exchange takes 0.5 and waiting for the later of two ranks 1.0."""
-
-    def phases(rank: int, step: int) -> Phases:
-        return {"forward": 1.0, "backward": 2.0 if (rank + step) % 2 else 1.0}
-
-    found = only(findings(2, phases, exchange_ms=0.5, noise=0), "small batch")
-    assert found.what.startswith(
-        "of 3.5 ms a step 0.5 ms are the exchange of gradients, and 1 ms are waiting for whichever rank is last: 43%"
-    )
 
 
 def case(phases: Callable[[int, int], Phases], **given: Any) -> Case:
@@ -283,18 +174,6 @@ def test_parameters_that_fsdp2_gathers_twice_are_gathered_once() -> None:
     assert found.gain == pytest.approx(154.7 / 134.7, rel=1e-3)
     gloo = only(find(replace(shown, facts=replace(shown.facts, backend="gloo"))), found.cause)
     assert "over Gloo" in gloo.what
-
-
-def test_a_loss_without_a_finding_is_named(fresh_seed: int) -> None:
-    contended = case(with_(forward=45, backward=90), alone=calm, seed=fresh_seed)
-    assert unexplained(contended, find(contended)) == [], "it has a finding"
-    for changed in ({"divides_batch": True}, {"num_cores_elsewhere": 1.5}, {"spread": 0.45}):
-        changed_case = replace(contended, **changed)
-        assert find(changed_case) == []
-        (line,) = unexplained(changed_case, [])
-        assert re.match(r"contention is [0-9.]+ ms of a step, 3\d%, and no cause of it is certain", line), line
-    healthy = case(calm, exchange_ms=4, seed=fresh_seed)
-    assert unexplained(healthy, find(healthy)) == []
 
 
 def test_exchanges_over_gloo_on_cpus_have_a_faster_backend() -> None:

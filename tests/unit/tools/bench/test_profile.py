@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from evenstep.tools.bench.plan import Setting
-from evenstep.tools.bench.profile import NUM_STEPS, WINDOW, Profile, device_steps, read_trace, union
-from evenstep.tools.bench.records import PHASES, Facts, RankRecord
-from evenstep.tools.bench.scaling import Run, curve
-from tests.bench_runs import CALM, calm, make_run
+from evenstep.tools.bench.profile import NUM_STEPS, WINDOW, Profile, device_steps, read_trace
+from evenstep.tools.bench.records import Facts, RankRecord
+from evenstep.tools.bench.scaling import Run
+from tests.bench_runs import CALM, make_run
 
 FORWARD, BACKWARD, TRANSFER, OPTIMIZER = 10.0, 20.0, 6.0, 4.0  # milliseconds
 HIDDEN = 4.0  # of the first of two all-reduces, behind the rest of the backward pass
@@ -118,44 +118,6 @@ def run_of(profiles: list[Profile], *, data_ms: float = 0.5, step_ms: float | No
     return Run(run.setting, tuple(map(on_gpu, run.records, profiles)))
 
 
-def test_a_run_takes_its_shares_from_the_profile_and_its_times_from_steps_without(tmp_path: Path) -> None:
-    profiles = traces(tmp_path, [0.0, 20.0], [0.0, 50.0])
-    found = run_of(profiles, step_ms=30.0).decompose()  # half of the 60 ms under the profiler
-    assert found.parts.total_s == pytest.approx(0.030, rel=1e-6)
-    assert found.parts.exposed_s == pytest.approx(0.003, rel=1e-3)
-    assert found.parts.imbalance_s == pytest.approx(0.010, rel=1e-3)
-    assert found.parts.compute_s == pytest.approx(0.017, rel=1e-3)
-    assert found.num_steps == NUM_STEPS - 1
-    assert found.late is not None
-    assert (found.late.rank, found.late.share_of_steps, found.late.phase) == (1, 1.0, "idle")
-    assert found.late.excess_s == pytest.approx(0.010, rel=1e-2)
-
-
-def test_a_starved_loader_is_no_communication_and_no_idle_host(tmp_path: Path) -> None:
-    """All ranks are late by 20 ms, in which the host waits for data."""
-    profiles = traces(tmp_path, [20.0, 20.0], [0.0, 0.0])
-    found = run_of(profiles, data_ms=60.0, step_ms=60.0).decompose().parts
-    assert (found.data_s, found.idle_s, found.imbalance_s) == pytest.approx((0.020, 0.0, 0.0), abs=1e-5)
-    assert found.exposed_s == pytest.approx(0.006, rel=1e-3)
-    launching = run_of(profiles, data_ms=0.0, step_ms=60.0).decompose().parts
-    assert (launching.data_s, launching.idle_s) == pytest.approx((0.0, 0.020), abs=1e-5)
-
-
-def test_ranks_that_exchange_through_their_hosts_are_seen_there(tmp_path: Path) -> None:
-    """Gloo has no kernels: a GPU that waits for it would look like one with nothing to do."""
-    profiles = [Profile(each.window, each.computing) for each in traces(tmp_path, [0.0, 0.0], [0.0, 0.0])]
-    run = run_of(profiles)
-    assert not run.is_seen_on_device
-    assert set(run.steps()[0][0]) == set(PHASES)
-    alone = run_of(profiles[:1])
-    assert alone.is_seen_on_device, "one rank exchanges nothing"
-    assert alone.decompose().parts.compute_s > 0
-    assert not make_run(Setting(1, 32), calm).is_seen_on_device
-    # Its kernels take 34 of 95 ms, and that isn't what two computed less.
-    _, two = curve([alone.setting, run.setting], [{alone.setting: alone, run.setting: run}])
-    assert two.decomposition.parts.contention_s < 0.001
-
-
 def test_collectives_of_several_groups_are_matched_by_their_own_numbers(tmp_path: Path) -> None:
     """Two groups whose order differs between ranks, and one that only rank 0 has."""
     first, second = Trace(0.0), Trace(1e4)
@@ -187,19 +149,3 @@ def test_any_trace_gives_parts_that_add_up(tmp_path: Path, fresh_seed: int) -> N
         for steps in device_steps([trace.profile(tmp_path / "trace.json.gz") for trace in made]):
             for step in steps:
                 assert min(step.values()) >= -1e-9
-
-
-def test_intervals_that_overlap_are_one() -> None:
-    assert union([(1, 3), (0, 2), (5.5, 5.75), (5, 6)]) == [(0, 3), (5, 6)]
-    assert union([]) == []
-
-
-def test_steps_with_other_numbers_of_collectives_are_one(tmp_path: Path) -> None:
-    """A kernel more in one of the steps: no kernel tells where another step ends."""
-    (profile,) = traces(tmp_path, [0.0], [0.0])
-    assert len(device_steps([profile])[0]) == NUM_STEPS - 1
-    since, until = profile.window
-    more = replace(profile, collectives=(*profile.collectives, ("0: broadcast 0", until - 0.001, until)))
-    (whole,) = device_steps([more])
-    assert len(whole) == 1
-    assert sum(whole[0].values()) == pytest.approx(until - since)

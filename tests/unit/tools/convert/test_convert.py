@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 import textwrap
 from pathlib import Path
@@ -75,7 +74,7 @@ def test_the_corpus_is_as_large_as_it_has_to_be():
 
 
 @pytest.mark.parametrize("script", IN_PART)
-def test_converting_twice_changes_nothing(script: Path, tmp_path: Path):
+def test_converting_twice_changes_nothing_and_comments_stay(script: Path, tmp_path: Path):
     found = convert(str(script))
     if script.stem in REFUSED:
         assert [(each.line, each.text[:40]) for each in found.problems] == [
@@ -85,6 +84,8 @@ def test_converting_twice_changes_nothing(script: Path, tmp_path: Path):
         return
     assert not found.problems
     compile(found.after, script.name, "exec")
+    comments = [line.strip() for line in found.before.splitlines() if line.strip().startswith("#")]
+    assert all(comment in found.after for comment in comments)
     assert not any(line != line.rstrip() for line in found.after.splitlines())
     again = tmp_path / script.name
     again.write_bytes(found.content)
@@ -93,29 +94,7 @@ def test_converting_twice_changes_nothing(script: Path, tmp_path: Path):
     assert second.after == found.after
 
 
-@pytest.mark.parametrize("script", IN_PART)
-def test_comments_stay(script: Path):
-    found = convert(str(script))
-    comments = [line.strip() for line in found.before.splitlines() if line.strip().startswith("#")]
-    assert all(comment in found.after for comment in comments)
-
-
 # ---------------------------------------------------------------------- what is changed
-
-
-def test_a_plain_loop_becomes_the_loop_of_the_readme(tmp_path: Path):
-    text = after(tmp_path, HEAD + LOOP)
-    assert "world = evenstep.init(seed=0)\n" in text
-    assert "\nloader = evenstep.DataLoader(data, global_batch_size=16, shuffle=True)" in text
-    assert "\nmodel = evenstep.DistributedDataParallel(model)\noptimizer" in text
-    assert "model.backward(loss, weight=loader.num_samples)" in text
-    assert text.index("evenstep.init") < text.index("torch.randn(64, 4)")  # all ranks make the same data
-
-
-def test_names_that_the_script_uses_are_left_to_it(tmp_path: Path):
-    text = after(tmp_path, HEAD + "world = 3\n" + LOOP)
-    assert "ranks = evenstep.init(" in text
-    assert "is named evenstep" in why_not(tmp_path, HEAD + "evenstep = 3\n" + LOOP)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +102,11 @@ def test_names_that_the_script_uses_are_left_to_it(tmp_path: Path):
     [
         ("nn.functional.mse_loss(model(x), y)", "model.backward(loss, weight=loader.num_samples)"),
         ("nn.functional.mse_loss(model(x), y, reduction='sum')", "(loss * world.world_size).backward()"),
-        ("((model(x) - y) ** 2).mean()", "model.backward(loss, weight=loader.num_samples)"),
+        ("((model(x) - y) ** 2).mean(0).sum()", "model.backward(loss, weight=loader.num_samples)"),
+        ("((model(x) - y).abs() * (y > 0)).sum() / (y > 0).sum()", "weight=(y > 0).sum())"),
+        ("nn.functional.cross_entropy(model(x).view(-1, 4), y.view(-1))", "weight=(y.view(-1) != -100).sum())"),
         ("((model(x) - y) ** 2).sum() / x.size(0)", "model.backward(loss, weight=loader.num_samples)"),
-        ("((model(x) - y) ** 2).sum()", "(loss * world.world_size).backward()"),
+        ("((model(x) - y) ** 2).mean(dim=1).sum()", "(loss * world.world_size).backward()"),
         ("nn.functional.cross_entropy(model(x), y, ignore_index=-1)", "model.backward(loss, weight=(y != -1).sum())"),
         (
             "nn.functional.mse_loss(model(x), y) + 1e-4 * sum(p.pow(2).sum() for p in model.parameters())",
@@ -206,18 +187,9 @@ def test_numbers_weighted_by_the_batch_are_added_up_beside_their_count(tmp_path:
     text = after(tmp_path, NAMED_LOSSES)
     assert "sums[name] += sum(world.exchange(value.item() * len(x)))" in text
     assert "n += sum(world.exchange(len(x)))" in text or "n = sum(world.exchange(n))" in text
-
-
-def test_a_count_stays_that_of_a_rank_beside_a_sum_that_is_not_understood(tmp_path: Path):
     text = after(tmp_path, NAMED_LOSSES.replace("value.item() * len(x)", "measure(value, x)"))
     assert "exchange" not in text
     assert "what sums[name] adds up isn't understood" in text
-
-
-def test_a_copy_of_a_model_is_one_of_the_module(tmp_path: Path):
-    copied = "average = copy.deepcopy(model)\nfor epoch"
-    text = after(tmp_path, "import copy\n" + HEAD + LOOP.replace("for epoch", copied, 1))
-    assert "average = copy.deepcopy(model.module)" in text
 
 
 def test_what_rank_0_alone_would_compute_is_refused(tmp_path: Path):
@@ -228,73 +200,18 @@ def test_what_rank_0_alone_would_compute_is_refused(tmp_path: Path):
     assert reason.startswith("rank 0 alone runs this, and run(...) needs all ranks: call it in a line before")
 
 
-def test_an_evaluation_that_keeps_predictions_sees_all_samples_on_every_rank(tmp_path: Path):
-    found = converted(
-        tmp_path,
-        HEAD
-        + LOOP
-        + """
-test_loader = DataLoader(data, batch_size=16)
-predictions = []
-with torch.no_grad():
-    for x, y in test_loader:
-        predictions.append(model(x))
-print(torch.cat(predictions).mean())
-""",
-    )
-    assert "test_loader = DataLoader(data, batch_size=16)" in found.after
-    assert "# evenstep convert: every rank evaluates all of this: predictions.append is given" in found.after
-    assert [note.line for note in found.notes] == [16]
-
-
-def test_attributes_and_files_are_those_of_the_module(tmp_path: Path):
-    text = after(
-        tmp_path,
-        HEAD
-        + LOOP.replace("nn.Linear(4, 1)\n", "nn.Linear(4, 1)\nmodel.load_state_dict(torch.load('a.pt'))\n", 1)
-        + "print(model.in_features, sum(p.numel() for p in model.parameters()))\n",
-    )
-    assert "model.load_state_dict(torch.load('a.pt', map_location=world.device))" in text  # before it is wrapped
-    assert "world.print(model.module.in_features, sum(p.numel() for p in model.parameters()))" in text
-
-
-@pytest.mark.parametrize("newline", ["\n", "\r\n"])
-@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "utf-8-sig"])
-def test_encodings_and_line_ends_stay(newline: str, encoding: str, tmp_path: Path):
+@pytest.mark.parametrize(("encoding", "newline"), [("latin-1", "\n"), ("utf-8-sig", "\r\n")])
+def test_encodings_line_ends_and_tabs_stay(newline: str, encoding: str, tmp_path: Path):
     cookie = "" if encoding == "utf-8-sig" else f"# -*- coding: {encoding} -*-\n"
-    text = f"{cookie}{HEAD}# größer\n{LOOP}".replace("\n", newline)
+    text = f"{cookie}{HEAD}# größer\n{LOOP}".replace("    ", "\t").replace("\n", newline)
     path = tmp_path / "train.py"
     path.write_bytes(text.encode(encoding))
     found = convert(str(path))
     assert found.content.decode(encoding) == found.after.lstrip("\ufeff")
     assert "# größer" in found.after
+    assert "\t\tmodel.backward(loss, weight=loader.num_samples)" in found.after
     assert found.after.count("\n") == found.after.count(newline)
     compile(found.content, "train.py", "exec")
-
-
-def test_tabs_stay(tmp_path: Path):
-    text = after(tmp_path, HEAD + LOOP.replace("    ", "\t"))
-    assert "\t\tmodel.backward(loss, weight=loader.num_samples)" in text
-    compile(text, "train.py", "exec")
-
-
-@pytest.mark.extended
-def test_ten_thousand_lines(tmp_path: Path, fresh_seed: int):
-    draw = random.Random(fresh_seed)
-    lines = [f"def helper_{i}(a, b={draw.random()}):\n    return a + b\n\n" for i in range(3_333)]
-    text = after(tmp_path, HEAD + "".join(lines) + LOOP)
-    assert text.count("\n") > 10_000
-    assert "model.backward(loss, weight=loader.num_samples)" in text
-
-
-@pytest.mark.parametrize("sampler", ["sampler=chosen", "batch_sampler=chosen"])
-def test_samplers_stay(sampler: str, tmp_path: Path):
-    """The loader takes any, and draws from it on all ranks alike."""
-    loop = LOOP.replace("batch_size=16, shuffle=True", ("batch_size=16, " if sampler[0] == "s" else "") + sampler)
-    text = after(tmp_path, f"from samplers import chosen\n{HEAD}{loop}print(len(loader.sampler))\n")
-    size = "global_batch_size=16, " if sampler[0] == "s" else ""
-    assert f"evenstep.DataLoader(data, {size}{sampler})" in text
-    assert "world.print(len(loader.sampler))" in text or sampler[0] == "b"
 
 
 def test_the_weight_of_a_loss_in_a_function_is_said_in_the_callers_words(tmp_path: Path):
@@ -303,56 +220,22 @@ def test_the_weight_of_a_loss_in_a_function_is_said_in_the_callers_words(tmp_pat
     assert "model.backward(loss, weight=(y.view(-1) != -1).sum())" in after(tmp_path, HEAD + masked + loss)
 
 
-def test_a_model_is_wrapped_in_all_branches_and_where_a_function_trains_it(tmp_path: Path):
-    branches = "if torch.cuda.is_available():\n    model = nn.DataParallel(model).cuda()\nelse:\n    print('slow')\n"
-    text = after(tmp_path, HEAD + LOOP.replace("optimizer = ", f"{branches}optimizer = ", 1))
-    assert "    world.print('slow')\nmodel = evenstep.DistributedDataParallel(model)\n" in text
-    fit = textwrap.indent(LOOP.replace("model = nn.Linear(4, 1)\n", ""), "    ")
-    text = after(tmp_path, f"{HEAD}def fit(model):\n{fit}    return model\n\nnet = fit(nn.Linear(4, 1))\n")
-    assert "net = fit(evenstep.DistributedDataParallel(nn.Linear(4, 1)))" in text
-
-
-def test_a_model_of_another_file_may_have_batch_norm(tmp_path: Path):
-    script = HEAD + LOOP.replace("nn.Linear(4, 1)", "Net()")
-    text = after(tmp_path, script.replace("import torch\n", "import torch\nfrom model import Net\n", 1))
-    assert "model = evenstep.SyncBatchNorm.convert_sync_batchnorm(model)" in text
-
-
-def test_batches_of_a_generator_and_loaders_of_a_comprehension(tmp_path: Path):
+def test_batches_of_a_generator_are_counted(tmp_path: Path):
     endless = "def endless(batches):\n    while True:\n        yield from batches\n"
     text = LOOP.replace("for x, y in loader:", "for x, y in endless(loader):")
     assert "model.backward(loss, weight=loader.num_samples)" in after(tmp_path, HEAD + endless + text)
-    loaders = "loaders = {k: DataLoader(sets[k], batch_size=8, shuffle=True) for k in ['train', 'val']}\n"
-    script = HEAD + "sets = {'train': data, 'val': data}\n" + loaders + LOOP.partition("\n")[2]
-    text = after(tmp_path, script.replace("in loader:", "in loaders['train']:"))
-    assert "evenstep.DataLoader(sets[k], global_batch_size=8, shuffle=True)" in text
 
 
 def test_ranks_draw_other_noise_for_their_samples(tmp_path: Path):
     """The script's own seed is the same on all ranks."""
     line = "torch.manual_seed(torch.initial_seed() + world.rank)  # other noise on each rank"
-    of_numpy = "np.random.seed(np.random.randint(2**31) + world.rank)  # other noise on each rank"
     function = "def noise(x):\n    return torch.randn_like(x)\n"
     for noisy in ("x + torch.randn_like(x)", "x + noise(x)"):
         assert re.search(
             rf"{re.escape(line)}\nfor epoch in",
             after(tmp_path, HEAD + function + LOOP.replace("model(x)", f"model({noisy})")),
         )
-    drawn = "import numpy as np\n" + HEAD + LOOP.replace("model(x)", "model(x + float(np.random.normal()))")
-    assert re.search(rf"{re.escape(of_numpy)}\nfor epoch in", after(tmp_path, drawn))
     assert "other noise" not in after(tmp_path, HEAD + function + "start = noise(torch.ones(3))\n" + LOOP)
-
-
-def test_an_evaluation_that_counts_on_its_batch_size_is_whole_on_every_rank(tmp_path: Path):
-    found = converted(
-        tmp_path,
-        HEAD
-        + LOOP
-        + "test = DataLoader(data, batch_size=8)\nfor x, y in test:\n    print(model(x).view(8, 1).sum())\n",
-    )
-    assert [note.text for note in found.notes] == [
-        "every rank evaluates all of this: model(x).view(8, 1) expects a whole batch (line 16)"
-    ]
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -369,32 +252,15 @@ def test_an_evaluation_that_counts_on_its_batch_size_is_whole_on_every_rank(tmp_
             "**options passes arguments to DataLoader that convert doesn't see: write them out in the call "
             "(batch_size=...)",
         ),
-        (("DataLoader(data, batch_size=16, shuffle=True)", "DataLoader(*options)"), "*options passes arguments to"),
         (("in loader:", "in batches:"), "no torch DataLoader of this file"),
         (("model(x)", "model.score(x)"), "isn't the model's forward pass"),
         (("loss.backward()", "loss.backward(torch.ones(1))"), "the loss has to be one number"),
         (("torch.optim.SGD(model.parameters(), lr=0.1)", "None"), "no torch optimizer"),
-        (("in loader:", "in zip(data.tensors[0], data.tensors[1]):"), "no torch DataLoader of this file"),
     ],
 )
 def test_what_cannot_be_converted_is_left_with_the_reason(change: tuple[str, str], reason: str, tmp_path: Path):
     text = LOOP.replace(*change).replace("model =", "from data import get_loader\nbatches = get_loader()\nmodel =")
     assert reason in why_not(tmp_path, HEAD + text)
-
-
-def test_a_call_that_would_change_shows_its_arguments(tmp_path: Path):
-    head = "from tqdm import tqdm\n" + HEAD + "options = {'disable': True}\n"
-    reason = why_not(tmp_path, head + LOOP.replace("in loader:", "in tqdm(loader, **options):"))
-    assert reason.endswith("write them out in the call (disable=...)")
-    text = after(tmp_path, head + LOOP.replace("in loader:", "in tqdm(loader, disable=False, **options):"))
-    assert "tqdm(loader, disable=False or not world.is_main, **options)" in text
-    text = after(tmp_path, head.replace("disable", "leave") + LOOP.replace("in loader:", "in tqdm(loader, **options):"))
-    assert "tqdm(loader, **options, disable=not world.is_main)" in text
-
-
-def test_a_file_that_only_defines_functions_is_left(tmp_path: Path):
-    functions = f"def main(data):\n{textwrap.indent(LOOP, '    ')}"
-    assert "nothing in this file runs the training" in why_not(tmp_path, HEAD[: HEAD.index("data =")] + functions)
 
 
 @pytest.mark.parametrize(
@@ -404,8 +270,6 @@ def test_a_file_that_only_defines_functions_is_left(tmp_path: Path):
         ("import torch.distributed as dist", "torch.distributed"),
         ("from torch.nn.parallel import DistributedDataParallel as DDP", "torch.distributed"),
         ("from accelerate import Accelerator", "accelerate"),
-        ("import lightning as L", "Lightning"),
-        ("from transformers import Trainer", "the Trainer of transformers"),
     ],
 )
 def test_what_is_data_parallel_already_is_left(line: str, by: str, tmp_path: Path):
@@ -418,16 +282,10 @@ def test_what_is_data_parallel_already_is_left(line: str, by: str, tmp_path: Pat
     ("name", "content", "says"),
     [
         ("train.ipynb", b"{}", "is a notebook"),
-        ("TRAIN.IPYNB", b"{}", "is a notebook"),
-        ("train.py", b"", "is empty"),
         ("train.py", b"\n  \n", "is empty"),
         ("train.py", b"x = = 1\n", r"train\.py:1: this is not python 3\.\d+: invalid syntax"),
         ("train.py", b"if 1:\n\tx = 1\n        y = 2\n", r"train\.py:3: this is not python .*tabs"),
-        ("train.py", b"def f(:\n    pass\n", r"train\.py:1: this is not python"),
-        ("train.py", b"print 'python 2'\n", r"train\.py:1: this is not python"),
         ("train.py", b"x = '\xe9'\n", "not text in the encoding"),
-        ("train.py", b"# coding: nonsense\n", "not text in the encoding"),
-        ("train.py", b"# coding: rot13\n", "not text in the encoding"),
         ("train.py", b"x = '\0'\n", "zero bytes"),
         ("train.py", b"x = " + b"(" * 3000 + b")" * 3000, "nested"),  # LibCST's parser ends python
         ("train.py", b"x = " + b"1 + " * 1500 + b"1\n", "nested more than 300 deep"),
@@ -438,14 +296,6 @@ def test_files_that_are_no_scripts(name: str, content: bytes, says: str, tmp_pat
     with pytest.raises(ConfigurationError, match=says):
         convert(str(tmp_path / name))
     assert (tmp_path / name).read_bytes() == content
-
-
-def test_what_is_nested_up_to_the_limit_is_converted(tmp_path: Path):
-    sums = f"seed = {'1 + ' * 290}1\n"
-    found = converted(tmp_path, f"{HEAD}{sums}{LOOP}")
-    assert not found.problems
-    assert sums in found.after
-    assert "evenstep.DataLoader" in found.after
 
 
 # ---------------------------------------------------------------------- the command
@@ -473,30 +323,6 @@ def test_the_command_shows_and_writes(
     out, err = capsys.readouterr()
     assert (out, err) == ("", "train.py is data-parallel already, by evenstep: nothing to do.\n")
     assert script.read_text() == written
-
-
-@pytest.mark.parametrize(
-    "arguments", [[], ["no/such.py"], ["--to", "torch", "train.py"], ["train.py", "--epochs", "1"], ["."]]
-)
-def test_a_wrong_call(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(HEAD + LOOP)
-    assert main(["convert", *arguments]) == 78
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-
-
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path):
-    os.mkfifo(tmp_path / "train.py")
-    with pytest.raises(ConfigurationError, match="a regular file"):
-        convert(str(tmp_path / "train.py"))
-    with pytest.raises(ConfigurationError, match="a regular file"):
-        convert("/dev/zero")
-    with pytest.raises(ConfigurationError, match="too long"):
-        convert("x" * 300)
 
 
 def test_a_link_is_followed_and_a_file_that_is_read_only_or_was_changed_meanwhile_is_left(tmp_path: Path):

@@ -44,18 +44,6 @@ class Centered(nn.Module):
         self.center = 0.9 * self.center + 0.1 * out.mean(0)
 criterion = Centered()
 """
-SMOOTH = """\
-class Smooth(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.before = torch.zeros(1)
-
-    def forward(self, out):
-        loss = (out - self.before).pow(2).mean()
-        self.before = out.detach().mean(0)
-        return loss
-criterion = Smooth()
-"""
 
 
 @pytest.mark.parametrize(
@@ -77,22 +65,6 @@ criterion = Smooth()
             ),
         ),
         (
-            "center",
-            loop(
-                "out = model(x)\nif center is None:\n    center = out.detach().mean(0)\n"
-                "center = 0.9 * center + 0.1 * out.detach().mean(0)\nloss = nn.functional.mse_loss(out - center, y)",
-                before="center = None\n",
-            ),
-        ),
-        (
-            "seen",
-            loop(
-                "out = model(x)\nloss = (out @ seen.T).pow(2).mean()",
-                "seen = torch.cat([seen, out.detach()])[-12:]",
-                "seen = torch.ones(1, 1)\n",
-            ),
-        ),
-        (
             "queue",
             loop(
                 "out = model(x)\nqueue.append(out.detach())\nloss = (out - torch.stack(queue).mean()).pow(2).mean()",
@@ -109,7 +81,6 @@ criterion = Smooth()
         ),
         ("self.data", loop("out = model(x)\nloss = (out - history.push(out.detach())[0]).pow(2).mean()", "", HISTORY)),
         ("self.center", loop("loss = criterion(model(x))", "", CENTERED)),
-        ("self.before", loop("loss = criterion(model(x))", "", SMOOTH)),
     ],
 )
 def test_what_batches_leave_behind_is_of_each_rank(name: str, text: str, tmp_path: Path):
@@ -127,27 +98,11 @@ def test_what_batches_leave_behind_is_of_each_rank(name: str, text: str, tmp_pat
             "try:\n    x = next(other)\nexcept StopIteration:\n    x = y\nx = x.float()\n"
             "w = x.mean()\nif epoch:\n    w = w * 2\nloss = (w * model(x) - y).pow(2).mean()"
         ),
-        loop("out = model(x)\nif y.isnan().any():\n    continue\nw = x.mean()\nloss = (w * out - y).pow(2).mean()"),
-        loop("loss = scale * nn.functional.mse_loss(model(x), y)", "scale = scale * 0.9", "scale = 1.0\n"),
         loop("out = model(x)\nloss = (out - y).pow(2).mean()\nloss = loss + out.pow(2).mean()"),
     ],
 )
 def test_what_begins_anew_with_each_batch_or_is_no_part_of_a_loss_is_not_said_to_be_kept(text: str, tmp_path: Path):
     assert not [each for each in notes(tmp_path, text) if "keeps" in each]
-
-
-def test_what_other_files_make_of_samples_is_said_not_to_be_read(tmp_path: Path):
-    """A loss class of a file beside the script may compare samples, and a buffer may keep them."""
-    head = "from losses import PairLoss\ncriterion = PairLoss(0.5)\n"
-    text = loop("loss = criterion(model(x), y)", "", head)
-    said = "if it compares samples, keeps them or adds them up, ranks compute another loss"
-    assert f"convert doesn't read criterion (losses.PairLoss): {said}" in notes(tmp_path, text)
-    assert said in after(tmp_path, text)
-    head = "from buffers import Replay\nreplay = Replay()\n"
-    text = loop("out = model(x)\nloss = nn.functional.mse_loss(out, replay.push(out.detach()))", "", head)
-    assert f"convert doesn't read replay.push (buffers.Replay): {said}" in notes(tmp_path, text)
-    net = HEAD + "from nets import Net\n" + LOOP.replace("nn.Linear(4, 1)", "Net()")
-    assert not [each for each in notes(tmp_path, net) if "doesn't read" in each]
 
 
 @pytest.mark.parametrize("made", ["self.rows = nn.Parameter({})", "self.register_buffer('rows', {})"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -33,7 +32,6 @@ def evaluation(body: str, *, before: str = "", behind: str = "") -> str:
     [
         ("batch", "model(batch['x']).pow(2).mean()"),  # its length is the number of keys
         ("batch", "sum(model(images).mean() for images in batch[0]) / 2"),  # of images, the channels
-        ("batch", "nn.functional.mse_loss(model(batch.x), batch.y)"),  # nodes of graphs
         ("x, y", "nn.functional.mse_loss(model(x.transpose(0, 1)), y.transpose(0, 1))"),  # time comes first
         ("i, (x, y)", "nn.functional.mse_loss(model(x), y)"),
     ],
@@ -46,91 +44,11 @@ def test_the_loader_counts_the_samples_of_a_batch(target: str, loss: str, tmp_pa
     assert WEIGHTED in after(tmp_path, text)
 
 
-def test_a_look_at_the_loader_that_is_trained_on_is_refused(tmp_path: Path):
-    """A rank would see its part of the batch."""
-    look = "shown, classes = next(iter(loader))\nprint([int(classes[k]) for k in range(10)])\nmodel ="
-    by_name = f"peek = iter(loader)\n{look.replace('next(iter(loader))', 'next(peek)')}"
-    for line in (look, by_name):
-        reason = why_not(tmp_path, HEAD + LOOP.replace("model =", line, 1))
-        assert reason.startswith("iter(...) takes a whole batch, and this loader is divided over ranks")
-        assert reason.endswith("make a second DataLoader for it")
-
-
-def test_a_look_at_another_loader_leaves_it_and_the_training_as_they_are(tmp_path: Path):
-    look = "test = DataLoader(data, batch_size=5, shuffle=True)\ntest_x, test_y = next(iter(test))\nmodel ="
-    text = after(tmp_path, HEAD + LOOP.replace("model =", look, 1))
-    assert "test = DataLoader(data, batch_size=5, shuffle=True)\n" in text
-    assert "loader = evenstep.DataLoader(data, global_batch_size=16, shuffle=True)" in text
-    assert WEIGHTED in text
-
-
-def test_a_look_at_what_cannot_be_made_again_is_refused(tmp_path: Path):
-    look = "print(next(iter(loader)))\nmodel ="
-    text = LOOP.replace("shuffle=True", "shuffle=True, collate_fn=list").replace("model =", look, 1)
-    assert "make a second DataLoader for it" in why_not(tmp_path, HEAD + text)
-
-
-def test_another_loop_that_keeps_batches_of_the_loader_that_is_trained_on_is_refused(tmp_path: Path):
-    text = HEAD + LOOP + "kept = []\nfor x, y in loader:\n    kept.append(model(x))\n"
-    assert "make a second DataLoader for it" in why_not(tmp_path, text)
-
-
-STEP = """
-def step(model, batch, optimizer{parameter}):
-    x, y = batch
-    loss = nn.functional.mse_loss(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-
-def main(batches):
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in batches:
-        step(model, batch, optimizer{argument})
-
-main(DataLoader(data, batch_size=16))
-"""
-
-
-def test_a_loss_in_a_function_that_does_not_know_the_loader_is_refused(tmp_path: Path):
-    reason = why_not(tmp_path, HEAD + STEP.format(parameter="", argument=""))
-    assert reason.startswith("the loader of this batch has no name here")
-    text = after(tmp_path, HEAD + STEP.format(parameter=", source", argument=", batches"))
-    assert "model.backward(loss, weight=source.num_samples)" in text
-
-
-def test_a_method_calls_its_own_model_and_loader_and_no_globals(tmp_path: Path):
-    trainer = """
-class Trainer:
-    def __init__(self, net, batches):
-        self.net, self.batches = net, batches
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-
-    def step(self, x, y):
-        self.optimizer.zero_grad()
-        loss = nn.functional.mse_loss(self.net(x), y)
-        loss.backward()
-        self.optimizer.step()
-
-    def fit(self):
-        for x, y in self.batches:
-            self.step(x, y)
-
-if __name__ == "__main__":
-    model = nn.Linear(4, 1)
-    loader = DataLoader(data, batch_size=16)
-    Trainer(model, loader).fit()
-"""
-    assert "self.net.backward(loss, weight=self.batches.num_samples)" in after(tmp_path, HEAD + trainer)
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (("x, y in loader:", "(x, y), (z, _) in zip(loader, other):"), "the loader of this batch has no name here"),
         (("in loader:", "in list(loader):"), "no torch DataLoader of this file"),
-        (("model(x)", "model(x.view(size, -1))"), "x.view(size, -1) expects a whole batch"),
         (("model(x)", "model(x + torch.randn(16, 4))"), "torch.randn(16, 4) expects a whole batch"),
     ],
 )
@@ -138,8 +56,6 @@ def test_batches_that_nobody_counts_are_refused(change: tuple[str, str], reason:
     text = LOOP.replace(*change)
     if "zip" in change[1]:
         text = text.replace("model(x)", "model(x) + model(z)")
-    if "size" in change[1] and "batch" not in change[1]:
-        text = text.replace("batch_size=16", "batch_size=size")
     assert reason in why_not(tmp_path, f"{HEAD}size = 16\nother = DataLoader(data, batch_size=4)\n{text}")
 
 
@@ -158,29 +74,9 @@ def test_a_generator_that_reads_ahead_is_refused(tmp_path: Path):
     converted = after(tmp_path, HEAD + plain + loop)
     assert WEIGHTED in converted
     assert "    for batch in batches:\n" in converted  # of this rank's part: it isn't a loop that evaluates
-    parts = "def ahead(batches):\n    for x, y in batches:\n        yield x.float(), y\n"
-    assert WEIGHTED in after(tmp_path, HEAD + parts + loop)
     kept = "def ahead(batches):\n    kept = None\n    for batch in batches:\n        if kept:\n            yield kept\n"
     kept += "        kept = batch\n    yield kept\n"
     assert "no torch DataLoader of this file" in why_not(tmp_path, HEAD + kept + loop)
-
-
-@pytest.mark.parametrize(
-    ("loss", "backward"),
-    [
-        ("nn.functional.mse_loss(model(x), y, size_average=False)", "(loss * world.world_size).backward()"),
-        ("nn.functional.mse_loss(model(x), y).sum()", WEIGHTED),  # one number already
-        ("((model(x) - y) ** 2).sum(1).mean()", WEIGHTED),
-        ("((model(x) - y) ** 2).mean(0).sum()", WEIGHTED),
-        ("((model(x) - y) ** 2).mean(dim=1).sum()", "(loss * world.world_size).backward()"),
-        ("((model(x) - y).abs() * (y > 0)).sum() / (y > 0).sum()", "weight=(y > 0).sum())"),
-        ("nn.functional.cross_entropy(model(x).view(-1, 4), y.view(-1))", "weight=(y.view(-1) != -100).sum())"),
-        ("nn.CrossEntropyLoss(torch.ones(4))(model(x), y)", "weight="),
-    ],
-)
-def test_means_and_sums_are_told_apart(loss: str, backward: str, tmp_path: Path):
-    text = after(tmp_path, HEAD + LOOP.replace("nn.functional.mse_loss(model(x), y)", loss))
-    assert backward in text
 
 
 @pytest.mark.parametrize(
@@ -199,28 +95,7 @@ def test_a_loss_that_may_be_another_on_a_part_of_a_batch_is_marked(loss: str, sa
     assert re.search(f"# evenstep convert: .*{re.escape(says)}", after(tmp_path, text))
 
 
-def test_an_accumulation_is_the_mean_of_its_means_as_before(tmp_path: Path):
-    text = LOOP.replace("loss = nn.functional.mse_loss(model(x), y)", "loss = nn.functional.mse_loss(model(x), y) / 4")
-    assert WEIGHTED in after(tmp_path, HEAD + text)
-
-
 # ---------------------------------------------------------------------- gradients
-
-
-@pytest.mark.parametrize("add", ["style += part", "parts.append(part)", "style = style + part"])
-def test_what_a_gradient_flows_through_is_not_averaged(add: str, tmp_path: Path):
-    """A mean over ranks has no graph: the model would learn nothing of it."""
-    body = f"""\
-        style, parts = 0.0, []
-        for weight in (1, 2):
-            part = weight * nn.functional.mse_loss(model(x), y)
-            {add}
-        loss = style + sum(parts)
-        print(style.item())
-"""
-    text = after(tmp_path, HEAD + LOOP.replace("        loss = nn.functional.mse_loss(model(x), y)\n", body))
-    assert add in text
-    assert "backward(loss, weight=loader.num_samples)" in text
 
 
 # ---------------------------------------------------------------------- evaluations
@@ -230,14 +105,12 @@ def test_what_a_gradient_flows_through_is_not_averaged(add: str, tmp_path: Path)
     ("body", "reason"),
     [
         ("metric.add_batch(p, y)", "metric.add_batch is given results of samples"),
-        ("metric(p, y)", "metric is given results of samples"),
         ("score = metric(p, y)", "convert doesn't see whether metric(...) keeps what it is given"),
         ("table[p.argmax(), y] += 1", "what table[p.argmax(), y] adds up isn't understood"),
         ("meter.update(nn.functional.mse_loss(p, y).item(), len(x))", "is given results of samples"),
         ("for a, b in zip(p, y): hits += 1", "it goes through samples one by one"),
         ("if (p == y).all(): hits += 1", "what it does depends on samples"),
         ("hits += measure(p, y)", "what hits adds up isn't understood"),
-        ("hits += measure(p, y).item() * len(x)", "what hits adds up isn't understood"),
         ("last = p", "last is read behind the loop"),
     ],
 )
@@ -249,36 +122,12 @@ def test_an_evaluation_is_divided_only_where_every_use_is_understood(body: str, 
     assert any("every rank evaluates all of this" in each.text and reason in each.text for each in found.notes)
 
 
-def test_a_module_that_counts_is_no_pure_one(tmp_path: Path):
-    head = "class Meter(nn.Module):\n    def forward(self, p, y):\n        self.seen += len(p)\n        return p\n"
-    found = converted(
-        tmp_path, evaluation("q = meter(p, y)", before=f"{head}meter = Meter()\n", behind="print(meter.seen)\n")
-    )
-    assert any("convert doesn't see whether meter(...) keeps what it is given" in note.text for note in found.notes)
-    pure = evaluation(
-        "right += meter(p, y).sum().item()",
-        before=head.replace("self.seen += len(p)", "pass") + "meter = Meter()\nright = 0\n",
-    )
-    assert "test = evenstep.DataLoader(data, global_batch_size=8)" in after(tmp_path, pure)
-
-
 def test_an_evaluation_of_sums_and_means_is_divided(tmp_path: Path):
     body = "right += (p.argmax(1) == y).sum().item(); n += len(x); total += nn.functional.mse_loss(p, y).item()"
     text = after(tmp_path, evaluation(body, before="right, n, total = 0, 0, 0.0\n", behind="print(right / n, total)\n"))
     assert "test = evenstep.DataLoader(data, global_batch_size=8)" in text
     assert "total += world.mean(nn.functional.mse_loss(p, y).item(), weight=test.num_samples)" in text
     assert "right = sum(world.exchange(right))" in text or "right += sum(world.exchange(" in text
-
-
-def test_an_evaluation_over_globals_of_the_main_block_is_divided(tmp_path: Path):
-    """The function stands above the model's making, and a model that isn't known yet isn't a library's object."""
-    head, _, behind = LOOP.partition("for epoch")
-    function = "def evaluate():\n    right = 0\n    for x, y in loader:\n        out = model(x)\n"
-    function += "        right += (out.argmax(1) == y).sum().item()\n    return right\n\n"
-    block = "".join(f"    {line}\n" for line in f"{head}for epoch{behind}print(evaluate())".splitlines())
-    found = converted(tmp_path, f"{HEAD}{function}if __name__ == '__main__':\n{block}")
-    assert not found.notes
-    assert "right = sum(world.exchange(right))" in found.after
 
 
 # ---------------------------------------------------------------------- what a training loop shows
@@ -288,7 +137,6 @@ def test_an_evaluation_over_globals_of_the_main_block_is_divided(tmp_path: Path)
     ("line", "becomes"),
     [
         ("print(i * len(x), loss.item())", "print(sum(world.exchange(i * len(x))), world.mean(loss.item(), "),
-        ("bar.update(len(x))", "bar.update(sum(world.exchange(len(x))))"),
         ("meter.update(loss.item(), x.size(0))", ", weight=loader.num_samples), sum(world.exchange(x.size(0))))"),
         ("show(f'{i}: {loss:.3f}')", "show(f'{i}: {world.mean(loss, weight=loader.num_samples):.3f}')"),
         (
@@ -316,12 +164,6 @@ def test_numbers_that_are_rank_0s_alone_are_marked(line: str, tmp_path: Path):
     assert "from rank 0's samples alone" in text
 
 
-def test_counts_that_hang_on_samples_are_marked(tmp_path: Path):
-    body = "        if y.sum() > 0:\n            hits += 1\n"
-    text = after(tmp_path, f"{HEAD}hits = 0\n{LOOP}{body}print(hits)\n")
-    assert "what hits adds up isn't understood" in text
-
-
 def test_what_ranks_do_by_their_own_samples_is_the_same_or_marked(tmp_path: Path):
     """A learning rate that differs between ranks, or a step that one of them leaves out."""
     head = "from schedules import scheduler\n"
@@ -340,31 +182,12 @@ def test_what_ranks_do_by_their_own_samples_is_the_same_or_marked(tmp_path: Path
 # ---------------------------------------------------------------------- programs that start, and go on
 
 
-@pytest.mark.parametrize("line", ["train = random_split(data, [32, 32])[0]", "train = load()", "train = Own()"])
+@pytest.mark.parametrize("line", ["train = random_split(data, [32, 32])[0]", "train = load()"])
 def test_ranks_are_seeded_before_anything_may_draw(line: str, tmp_path: Path):
     head = "from torch.utils.data import DataLoader, TensorDataset, random_split\nimport torch\nfrom torch import nn\n"
-    head += "import argparse\nfrom files import data, load\nclass Own(list):\n    value = torch.ones(1)\n"
-    head += "def parse():\n    return argparse.ArgumentParser()\n"
-    args = "args = parse()\n"
-    text = after(tmp_path, f"{head}{args}{line}\n{LOOP.replace('DataLoader(data', 'DataLoader(train')}")
+    head += "from files import data, load\n"
+    text = after(tmp_path, f"{head}{line}\n{LOOP.replace('DataLoader(data', 'DataLoader(train')}")
     assert text.index("evenstep.init(") < text.index(line)
-
-
-def test_imports_inside_of_a_try(tmp_path: Path):
-    head = (
-        "from __future__ import print_function\ntry:\n    import torch\n    from torch.utils.data import DataLoader, "
-    )
-    head += "TensorDataset\nexcept ImportError as e:\n    raise\nfrom torch import nn\n"
-    text = after(tmp_path, head + HEAD.partition("TensorDataset\n")[2] + LOOP)
-    lines = text.splitlines()
-    assert lines.index("import evenstep") < next(i for i, line in enumerate(lines) if "evenstep.init" in line)
-    ast.parse(text)
-
-
-def test_what_runs_before_torch_is_imported_finds_evenstep(tmp_path: Path):
-    head = "import os\nos.mkdir('out')\n"
-    text = after(tmp_path, f"{head}{HEAD}{LOOP}")
-    assert text.index("import evenstep") < text.index("evenstep.init")
 
 
 def test_a_function_of_another_file_gets_the_model_itself(tmp_path: Path):
@@ -373,8 +196,6 @@ def test_a_function_of_another_file_gets_the_model_itself(tmp_path: Path):
     text = text.replace("nn.functional.mse_loss(model(x), y)", "loss_of(model, x, y)")
     assert any("loss_of gets the wrapped model" in note for note in notes(tmp_path, text))
     assert "torch.save(model.module, 'a.pt')" in after(tmp_path, f"{HEAD}{LOOP}torch.save(model, 'a.pt')\n")
-    both = "torch.save({'model': model, 'n': 1}, 'a.pt')"
-    assert both.replace("model,", "model.module,") in after(tmp_path, f"{HEAD}{LOOP}{both}\n")
 
 
 def test_names_and_kinds_of_a_model_are_those_of_the_module(tmp_path: Path):
@@ -383,11 +204,6 @@ def test_names_and_kinds_of_a_model_are_those_of_the_module(tmp_path: Path):
     text = after(tmp_path, HEAD + text + "    print(isinstance(model, nn.Linear), hasattr(model, 'bias'))\n")
     assert "for n, p in model.module.named_parameters() if" in text
     assert "world.print(isinstance(model.module, nn.Linear), hasattr(model.module, 'bias'))" in text
-
-
-def test_a_name_that_is_bound_to_a_list_of_its_own_items(tmp_path: Path):
-    text = "def kept_of(outputs, kept):\n    outputs = [outputs[k] for k in kept]\n    return outputs[0]\n"
-    assert WEIGHTED in after(tmp_path, HEAD + text + LOOP)
 
 
 # ---------------------------------------------------------------------- seeds, devices, files
@@ -404,8 +220,6 @@ def test_seeds_of_the_command_line_decide_the_order(tmp_path: Path):
     ("lines", "is_drawn"),
     [
         ("torch.manual_seed(random.randint(1, 10000))", True),
-        ("seed = random.randint(1, 10000)\ntorch.manual_seed(seed)", True),
-        ("a.seed = random.randint(1, 9)\ntorch.manual_seed(a.seed)", True),
         ("if a.seed is None:\n    a.seed = numpy.random.randint(9)\ntorch.manual_seed(int(a.seed))", True),
         ("torch.manual_seed(a.seed)\nwhere = random.randint(1, 9)", False),
     ],
@@ -415,13 +229,6 @@ def test_a_seed_that_is_drawn_is_said_to_be_the_same_in_every_run(lines: str, is
     said = "a seed that is drawn is the same in every run now: choose one in evenstep.init"
     assert notes(tmp_path, HEAD + head + LOOP) == [said] * is_drawn
     assert (f"# evenstep convert: {said}\ntorch.manual_seed(" in after(tmp_path, HEAD + head + LOOP)) == is_drawn
-
-
-def test_options_that_no_longer_choose_the_device_are_named(tmp_path: Path):
-    head = "from options import args\ndevice = torch.device('cuda' if args.cuda else 'cpu')\n"
-    assert "args.cuda no longer chooses the device: evenstep run --device does" in notes(tmp_path, HEAD + head + LOOP)
-    plain = "device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')\n"
-    assert not notes(tmp_path, HEAD + plain + LOOP)
 
 
 def test_every_rank_has_its_own_device(tmp_path: Path):
@@ -434,9 +241,8 @@ def test_every_rank_has_its_own_device(tmp_path: Path):
     assert "device = world.device" in text
 
 
-@pytest.mark.parametrize("use", ["folder = writer.log_dir", "with SummaryWriter() as board:\n    pass"])
-def test_what_every_rank_would_do_with_a_writer_is_refused(use: str, tmp_path: Path):
-    head = f"from torch.utils.tensorboard import SummaryWriter\nwriter = SummaryWriter()\n{use}\n"
+def test_what_every_rank_would_do_with_a_writer_is_refused(tmp_path: Path):
+    head = "from torch.utils.tensorboard import SummaryWriter\nwriter = SummaryWriter()\nfolder = writer.log_dir\n"
     assert "rank 0 alone has a writer" in why_not(tmp_path, HEAD + head + LOOP + "writer.close()\n")
 
 
@@ -459,48 +265,12 @@ board = Board('runs')
     assert "if world.is_main:\n            board.add_scalar" in text
 
 
-def test_a_loss_function_of_training_and_of_evaluation(tmp_path: Path):
-    """What one call gives is no other's; and names of a loop's own are no other loop's."""
-    function = "def loss_of(p, y):\n    return nn.functional.mse_loss(p, y)\n"
-    test = """
-test = DataLoader(data, batch_size=8)
-right = 0
-for x, y in test:
-    right += (loss_of(model(x), y) * len(x)).item()
-for x, y in ((a, b) for a, b in zip(data.tensors[0], data.tensors[1])):
-    print(x.shape)
-"""
-    text = after(
-        tmp_path, HEAD + function + LOOP.replace("nn.functional.mse_loss(model(x), y)", "loss_of(model(x), y)") + test
-    )
-    assert WEIGHTED in text
-    assert "test = evenstep.DataLoader(data, global_batch_size=8)" in text
-
-
-def test_a_loss_that_is_made_of_parts_leaves_other_sums_alone(tmp_path: Path):
-    body = """\
-        count += len(x)
-        double = [(lambda x: 2 * x)]
-        loss = 0.0
-        for a, b in zip([x, x], [y, y]):
-            loss += nn.functional.mse_loss(model(a), b)
-        print(f"{count} of {len(double)} samples, loss {loss.item() / 2}")
-"""
-    text = after(
-        tmp_path, HEAD + "count = 0\n" + LOOP.replace("        loss = nn.functional.mse_loss(model(x), y)\n", body)
-    )
-    assert "count += sum(world.exchange(len(x)))" in text
-    assert "from rank 0's" not in text
-
-
 @pytest.mark.parametrize(
     ("imports", "model"),
     [
         ("from torch import nn", "nn.Linear(4, 1)"),
         ("import models", "models.__dict__['net']()"),
-        ("from models import *", "net()"),
         ("from models import Net", "nn.Sequential(Net(), nn.Linear(4, 1))"),
-        ("import torchvision", "torchvision.models.__dict__['net']()"),
         ("from torch import hub", "torch.hub.load('some', 'net')"),
         ("norm = nn.BatchNorm1d", "nn.Sequential(norm(4), nn.Linear(4, 1))"),
     ],
@@ -524,27 +294,3 @@ def test_a_model_that_may_have_a_batch_norm_gets_that_of_all_ranks(imports: str,
 def test_a_loss_that_no_weight_makes_right_is_marked(loss: str, tmp_path: Path):
     text = after(tmp_path, HEAD + LOOP.replace("nn.functional.mse_loss(model(x), y)", loss))
     assert "the loss is taken to be the mean over the batch's samples" in text
-
-
-@pytest.mark.parametrize(
-    "loss", ["(z @ z.T).logsumexp(1).mean()", "torch.mm(z, z.t()).mean()", "torch.cdist(z, z).amax(1).mean()", "own(z)"]
-)
-def test_a_loss_over_pairs_is_refused(loss: str, tmp_path: Path):
-    own = """
-class Own(nn.Module):
-    def forward(self, z):
-        alike = z @ z.T / 0.1
-        return alike.logsumexp(1).mean()
-
-own = Own()
-"""
-    text = (
-        HEAD + own + LOOP.replace("loss = nn.functional.mse_loss(model(x), y)", f"z = model(x)\n        loss = {loss}")
-    )
-    assert "compared with all others" in str(why_not(tmp_path, text))
-
-
-def test_targets_that_may_be_ignored_don_t_count(tmp_path: Path):
-    loss = "nn.functional.cross_entropy(model(x), y.masked_fill(y < 0, -100))"
-    text = after(tmp_path, HEAD + LOOP.replace("nn.functional.mse_loss(model(x), y)", loss))
-    assert "weight=(y.masked_fill(y < 0, -100) != -100).sum()" in text

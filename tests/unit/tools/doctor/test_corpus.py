@@ -57,12 +57,6 @@ def test_every_rule_is_planted():
     assert len(CLEAN) >= 60
 
 
-@pytest.mark.parametrize("style", ["tutorial", "argparse", "trainer", "accelerate", "fabric", "gan", "language_model"])
-def test_every_style_is_there(style: str):
-    assert any(script.stem.startswith(style) for script in PLANTED)
-    assert any(script.stem.startswith(style) for script in CLEAN)
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("script", [*PLANTED, *CLEAN], ids=lambda path: path.stem)
 def test_renamed_variables_change_nothing(script: Path, tmp_path: Path):

@@ -37,14 +37,6 @@ def test_a_seen_finding_confirms_the_one_that_was_read():
     assert merged.cost == "2 times"
 
 
-@pytest.mark.parametrize("line", [12, 99])
-def test_the_only_finding_of_a_file_is_confirmed_from_another_line(line: int):
-    """A run sees where a loader is read, the text where it is made."""
-    (merged,) = merge([READ], Watched([replace(READ, line=line, confirmed=True)]))
-    assert merged.confirmed
-    assert merged.line == 12
-
-
 def test_what_a_run_alone_has_seen_is_added_in_order():
     other = replace(READ, line=3, confirmed=True)
     found = merge([READ, replace(READ, line=20)], Watched([other, replace(other, rule="EV109", line=40)]))
@@ -59,8 +51,3 @@ def test_what_a_run_alone_has_seen_is_added_in_order():
 def test_what_a_run_refutes_is_no_finding():
     assert merge([READ], Watched(refuted=[Refuted("EV101")])) == []
     assert merge([READ], Watched(refuted=[Refuted("EV102")])) == [READ]
-
-
-def test_every_way_of_finding_has_rules():
-    ways = {rule.found_by for rule in all_rules().values()}
-    assert ways == {"reading", "running", "reading, confirmed by running"}

@@ -13,7 +13,7 @@ from evenstep.tools.doctor.examination import read
 from evenstep.tools.doctor.fixes import fix
 from evenstep.tools.doctor.rules import all_rules
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
+PLANTED = Path(__file__).parents[3] / "scripts" / "planted"
 SCRIPT = """\
 import torch
 import torch.distributed as dist
@@ -99,32 +99,22 @@ def test_encodings_and_ends_of_lines_stay(tmp_path: Path):
         ('torch.save(model.module.state_dict(), "model.pt")', 'torch.save(model, "model.pt")\ntorch.load("model.pt")'),
         ("shuffle=True)", "shuffle=shuffles)"),
         ("DataLoader(data, batch_size=8, shuffle=True)", "DataLoader(make(), batch_size=8, shuffle=True)"),
-        ('dist.init_process_group("gloo")\nmy_rank', "start()\nmy_rank"),
-        ("range(3)", "count()"),
     ],
 )
 def test_what_is_not_certain_stays(before: str, after: str, tmp_path: Path):
     """A print that may communicate, more than one statement in a line, a file that is read, a data set made twice."""
     assert before in SCRIPT
     text = SCRIPT.replace(before, after)
-    text = text if "start()" not in text else f"{text}def start():\n    dist.init_process_group()\n"
-    mended = fixed(tmp_path / "train.py", text)
-    if after == "range(3)" or "count()" in after:
-        assert "set_epoch" not in mended
-    else:
-        (line,) = [each for each in after.splitlines() if each.strip()][:1]
-        assert line in mended.splitlines() or line in mended
+    assert after.splitlines()[0] in fixed(tmp_path / "train.py", text)
 
 
-@pytest.mark.parametrize("name", ["clip_before_unscale", "amp_steps_twice", "tutorial_print"])
-def test_a_mended_script_has_no_finding(name: str, tmp_path: Path):
-    path = tmp_path / "train.py"
-    mended = fixed(path, (SCRIPTS / "planted" / f"{name}.py").read_text())
-    compile(mended, "train.py", "exec")
-    assert read(path).findings == []
+def test_a_loader_stays_where_a_function_makes_the_group(tmp_path: Path):
+    text = SCRIPT.replace("dist.init_process_group", "def start():\n    dist.init_process_group")
+    mended = fixed(tmp_path / "train.py", text.replace("my_rank =", "start()\nmy_rank =", 1))
+    assert "DataLoader(data, batch_size=8, shuffle=True)" in mended
 
 
-@pytest.mark.parametrize("script", sorted((SCRIPTS / "planted").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", sorted(PLANTED.glob("*.py")), ids=lambda path: path.stem)
 def test_a_mend_adds_no_finding(script: Path, tmp_path: Path):
     path = tmp_path / "train.py"
     path.write_text(script.read_text())
@@ -132,13 +122,6 @@ def test_a_mend_adds_no_finding(script: Path, tmp_path: Path):
     fix(str(path), set(all_rules()))
     compile(path.read_text(), "train.py", "exec")
     assert {each.rule for each in read(path).findings} <= before
-
-
-def test_clean_scripts_stay_as_they_are():
-    for script in sorted((SCRIPTS / "clean").glob("*.py"))[::6]:
-        before = script.read_bytes()
-        assert fix(str(script), set(all_rules())) == ""
-        assert script.read_bytes() == before
 
 
 def test_the_command_shows_what_it_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -153,34 +136,12 @@ def test_the_command_shows_what_it_changed(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("condition", "changes"),
-    [
-        (
-            "accelerator.is_main_process",
-            ("my_rank = dist.get_rank()", "import accelerate\naccelerator = accelerate.Accelerator()"),
-        ),
-        ("is_first", ("my_rank = dist.get_rank()", "is_first = dist.get_rank() == 0")),
-        ("dist.get_rank() == 0", ("my_rank = dist.get_rank()\n", "")),
-        ("my_rank == 0", ("dist.get_rank()", 'int(os.environ["RANK"])')),
-    ],
-)
-def test_a_condition_has_the_scripts_own_names(condition: str, changes: tuple[str, str], tmp_path: Path):
-    path = tmp_path / "train.py"
-    path.write_text(f"import os\n{SCRIPT.replace(*changes)}")
-    mend = next(each.mend for each in read(path).findings if each.rule == "EV201")
-    assert mend.startswith(f"if {condition}:\n    print("), mend
-
-
-@pytest.mark.parametrize(
     ("rule", "changes", "mend"),
     [
         ("EV101", ('"gloo")\nmy', '"gloo")\nstart()\nmy'), "sampler=DistributedSampler(data, shuffle=True))"),
         ("EV102", ("shuffle=True)", "sampler=(mine := DistributedSampler(data)))"), "loader.sampler.set_epoch(number)"),
         ("EV301", (RANK, f"{LOCAL}\nx.to('cuda')"), "torch.cuda.set_device(gpu)"),
-        ("EV302", (RANK, f"{LOCAL}\nx.to('cuda:0')"), 'torch.device("cuda", gpu)'),
-        ("EV306", (RANK, f"{RANK}\n{LOCAL}\nx.cuda(my_rank)"), "torch.cuda.set_device(gpu)"),
         ("EV110", (RANK, f"{RANK}\na, b = torch.utils.data.random_split(data, [1, 2])"), "(data, [1, 2], generator="),
-        ("EV206", ("model.module.state_dict()", "model.state_dict()"), "model.module.state_dict()"),
         ("EV503", ("        optimizer.step()", CLIPPED), "grad_scaler.unscale_(optimizer)"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -68,29 +67,6 @@ def test_epochs_end_after_half_of_the_steps_and_then_after_a_batch(tmp_path: Pat
     assert "looks" not in of(events, "iterate")[1].facts
 
 
-def test_a_batch_that_is_asked_for_by_next_is_never_refused(tmp_path: Path) -> None:
-    """The script may take a StopIteration for a failure."""
-    trainer, loader = Trainer(), DataLoader(DATA, batch_size=2)
-
-    def script() -> None:
-        batches = iter(loader)
-        for _ in range(10):
-            trainer.step(*next(batches))
-
-    assert of(watched(tmp_path, script), "iterated") == []
-
-
-def test_a_loop_without_steps_ends_after_some_batches(tmp_path: Path) -> None:
-    trainer, loader = Trainer(), DataLoader(DATA, batch_size=1)
-
-    def script() -> None:
-        assert sum(1 for _ in loader) == 32, "before the first step nothing is cut"
-        trainer.step(*DATA[:2])
-        assert sum(1 for _ in loader) == 8
-
-    assert [each["cut"] for each in of(watched(tmp_path, script), "iterated")] == [False, True]
-
-
 @pytest.mark.parametrize(("factor", "told"), [(0.25, 0.25), (1.0, 1.0)])
 def test_the_factor_of_a_loss_is_told_without_that_of_a_scaler(factor: float, told: float, tmp_path: Path) -> None:
     trainer, scaler = Trainer(), torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -103,32 +79,3 @@ def test_the_factor_of_a_loss_is_told_without_that_of_a_scaler(factor: float, to
     events = watched(tmp_path, script)
     facts = [(each["factor"], each["is_mean"], each["is_sum"]) for each in of(events, "backward")]
     assert facts == [(told, True, False), (0.25, False, False)]
-
-
-def test_which_streams_a_data_set_moves(tmp_path: Path) -> None:
-    class Noisy(torch.utils.data.Dataset[Any]):
-        def __init__(self) -> None:
-            self.own = torch.Generator().manual_seed(0)
-
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.rand((), generator=self.own)
-
-    events = watched(tmp_path, lambda: list(DataLoader(Noisy(), batch_size=1)))
-    fetches = of(events, "fetch")
-    assert [list(each["streams"]) for each in fetches] == [["self.own"]] * 4
-    assert [(each["number"], each["worker"]) for each in fetches] == [(number, -1) for number in range(4)]
-    assert of(events, "iterate")[0]["looks"] == [], "a data set that draws by itself looks otherwise each time"
-
-
-def test_parameters_are_looked_at_before_the_first_step_and_after_the_second(tmp_path: Path) -> None:
-    trainer = Trainer()
-    events = watched(tmp_path, lambda: [trainer.step(*DATA[:2]) for _ in range(4)])
-    looks = of(events, "parameters")
-    assert [(each["model"], each["when"], sorted(each["digests"])) for each in looks] == [
-        (0, 0, ["bias", "weight"]),
-        (0, 1, ["bias", "weight"]),
-    ]
-    assert looks[0]["digests"] != looks[1]["digests"]

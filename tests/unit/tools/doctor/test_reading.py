@@ -45,14 +45,10 @@ def write(path: Path, text: str) -> Path:
     [
         (b"def f(:\n    pass\n", r"broken\.py:1: this is not python"),
         (b"x = 1\nif x\n    y = 2\n", r"broken\.py:2: this is not python"),
-        (b"print 'hello'\n", r"broken\.py:1: this is not python"),
-        (b"x = '\xff\xfe'\n", r"not text in the encoding it declares"),
         (b"# -*- coding: klingon -*-\nx = 1\n", r"not text in the encoding it declares.*unknown encoding"),
         (b"\x7fELF\x00\x00\x00", r"a python script"),
         (b"x = " + b"(" * 3000 + b")" * 3000, r"broken\.py:1: .*too many nested parentheses"),
-        (b"x = " + b"-" * 3000 + b"1", r"broken\.py: .*nest"),
         (b"x = 1" + b" + 1" * 5000, r"broken\.py: .*nest"),
-        (b"x = a" + b".a" * 5000, r"broken\.py: .*nest"),
     ],
 )
 def test_what_is_not_python_is_refused_with_its_place(tmp_path: Path, data: bytes, message: str):
@@ -61,16 +57,9 @@ def test_what_is_not_python_is_refused_with_its_place(tmp_path: Path, data: byte
         read(tmp_path / "broken.py")
 
 
-def test_a_directory_and_a_missing_file_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigurationError, match="is a directory"):
-        read(tmp_path)
-    with pytest.raises(ConfigurationError, match="no such script"):
-        read(tmp_path / "train.py")
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1", "cp1252", "shift_jis"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "latin-1", "shift_jis"])
 def test_other_encodings_and_line_ends_are_read(tmp_path: Path, encoding: str):
-    name = {"latin-1": "Größe", "cp1252": "Größe", "shift_jis": "大きさ"}.get(encoding, "Größe 大きさ")
+    name = {"latin-1": "Größe", "shift_jis": "大きさ"}.get(encoding, "Größe 大きさ")
     declared = "" if encoding.startswith("utf") else f"# -*- coding: {encoding} -*-"
     text = f"{declared}\n# {name}\n{SCRIPT}".replace("\n", "\r\n")
     (tmp_path / "train.py").write_bytes(text.encode(encoding))
@@ -139,9 +128,7 @@ if __name__ == "__main__":
         ("with helpers.main_goes_first(int(os.environ['RANK'])):\n    download()\n", []),
         ("if dist.get_rank() == 0:\n    helpers.save(model.module)\n", []),
         ("helpers.save(model.module)\n", [("EV204", "torch.save(")]),
-        ("helpers.note(pick_path(), [])\n", []),
         ("helpers.note('numbers.json', [])\n", [("EV205", "open(path")]),
-        ("unused = helpers.Unused()\n", [("EV203", 'SummaryWriter("runs")')]),
     ],
 )
 def test_of_an_imported_module_only_what_the_script_runs_counts(
@@ -160,21 +147,6 @@ def test_of_an_imported_module_only_what_the_script_runs_counts(
     for (rule, line), (expected_rule, part) in zip(shown, expected, strict=True):
         assert rule == expected_rule
         assert part in line
-
-
-def test_an_empty_script_has_no_findings(tmp_path: Path):
-    for text in ("", "\n\n", "# nothing\n", '"""Nothing."""'):
-        received = read(write(tmp_path / "train.py", text))
-        assert (received.findings, received.notes) == ([], [])
-
-
-@pytest.mark.extended
-def test_ten_thousand_lines_are_read(tmp_path: Path):
-    lines = [
-        f"def function_{i}(a, b=None):\n    c = a + {i}\n    return function_{i - i % 10}(c, b=b)" for i in range(3400)
-    ]
-    path = write(tmp_path / "train.py", "\n".join(lines) + "\n" + SCRIPT)
-    assert found(path) == [("EV101", 10_207)]
 
 
 def test_a_notebook_is_read_by_cell(tmp_path: Path):
@@ -198,101 +170,18 @@ def test_a_notebook_is_read_by_cell(tmp_path: Path):
     assert report.num_steps is None
 
 
-def test_a_broken_notebook_is_refused(tmp_path: Path):
-    for text in ("{", "[]", '{"cells": [{}]}'):
-        with pytest.raises(ConfigurationError, match="no notebook"):
-            read(write(tmp_path / "train.ipynb", text))
-    cells = [{"cell_type": "code", "source": "x = 1"}, {"cell_type": "code", "source": "\nif x"}]
-    with pytest.raises(ConfigurationError, match=r"cell 2:2: this is not python"):
-        read(write(tmp_path / "train.ipynb", json.dumps({"cells": cells})))
-
-
 @pytest.mark.parametrize(
     ("comment", "is_found"),
     [
         ("# evenstep: ignore[EV101]", False),
         ("# evenstep: ignore[EV102, EV101]", False),
-        ("#evenstep:ignore", False),
         ("# evenstep: ignore[EV102]", True),
-        ("# ignore[EV101]", True),
     ],
 )
 def test_a_comment_in_the_line_switches_a_rule_off(tmp_path: Path, comment: str, is_found: bool):
     text = SCRIPT.replace("batch_size=8)", f"batch_size=8)  {comment}")
     report = examine(str(write(tmp_path / "train.py", text)), runs=False)
     assert bool(report.findings) == is_found
-
-
-def test_modules_of_the_script_are_read(tmp_path: Path):
-    """The loader is made in one module, the loop is in another, and both are tied together by the script."""
-    head, tail = SCRIPT.split("loader = ")
-    write(
-        tmp_path / "data.py",
-        "from torch.utils.data import DataLoader\n\ndef load(data):\n    return DataLoader(data)\n",
-    )
-    write(tmp_path / "deeper.py", "import nothing_at_all\nthis is not python\n")
-    write(tmp_path / "library" / "__init__.py", "from deeper import x\n")
-    loop = "import deeper\n\nclass Trainer:\n    def __init__(self, model, loader, optimizer):\n"
-    loop += "        self.model, self.loader, self.optimizer = model, loader, optimizer\n\n    def train(self):\n"
-    loop += (
-        "        for x in self.loader:\n            self.model(x).sum().backward()\n            self.optimizer.step()\n"
-    )
-    write(tmp_path / "library" / "loop.py", loop)
-    main = head + "from data import load\nfrom library.loop import Trainer\n\nloader = load(make_data())\n"
-    main += tail[tail.index("model =") : tail.index("for x")] + "Trainer(model, loader, optimizer).train()\n"
-    path = write(tmp_path / "train.py", main + "dist.destroy_process_group()\n")
-    received = read(path)
-    findings, notes = received.findings, received.notes
-    assert [(each.rule, Path(each.path).name, each.line) for each in findings] == [("EV101", "data.py", 4)]
-    assert notes == []
-    write(tmp_path / "data.py", "def load(:\n")
-    received = read(path)
-    findings, notes = received.findings, received.notes
-    assert findings == []
-    assert len(notes) == 1
-    assert "data.py was not read" in notes[0]
-
-
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "from torch.nn.parallel import DistributedDataParallel as DDP\nfrom torch.utils.data import DataLoader",
-        "import torch.nn as nn\nimport torch.utils.data as data\nDDP = nn.parallel.DistributedDataParallel\n"
-        "DataLoader = data.DataLoader",
-        "from torch import nn\nfrom torch.utils import data as d\n\n"
-        "class DDP(nn.parallel.DistributedDataParallel):\n    pass\n\n"
-        "def DataLoader(*a, **k):\n    return d.DataLoader(*a, **k)",
-    ],
-)
-def test_other_ways_to_import_are_understood_or_silent(tmp_path: Path, imports: str):
-    plain = "from torch.nn.parallel import DistributedDataParallel as DDP\nfrom torch.utils.data import DataLoader"
-    rules = [rule for rule, _ in found(write(tmp_path / "train.py", SCRIPT.replace(plain, imports)))]
-    assert rules in (["EV101"], [])
-
-
-@pytest.mark.parametrize(
-    ("condition", "is_found"),
-    [
-        ("dist.get_rank() == 0", True),
-        ("not dist.get_rank()", True),
-        ("int(os.environ['RANK']) == 0", True),
-        ("is_main_process()", True),
-        ("is_main_process() and x is not None", True),
-        ("rank in (-1, 0)", True),
-        ("rank == dist.get_world_size() - 1", True),
-        ("not dist.is_initialized() or rank == 0", True),
-        ("rank == 0 or x is not None", False),
-        ("x is not None", False),
-        ("dist.get_world_size() > 1", False),
-        ("rank >= 0", False),
-    ],
-)
-def test_conditions_that_hold_on_some_ranks(tmp_path: Path, condition: str, is_found: bool):
-    text = "import os\nimport torch.distributed as dist\n\ndist.init_process_group()\nrank = dist.get_rank()\n\n"
-    text += "def is_main_process():\n    return dist.get_rank() == 0\n\n"
-    text += f"if {condition}:\n    dist.barrier()\ndist.destroy_process_group()\n"
-    expected = [("EV401", 11)] if is_found else []
-    assert found(write(tmp_path / "train.py", text)) == expected
 
 
 def test_what_was_looked_at_is_said(tmp_path: Path):
@@ -331,11 +220,6 @@ def test_a_long_chain_of_calls_is_read(tmp_path: Path):
     """Each call is asked for by all that follow: once each, and not twice as often with every further call."""
     chain = "".join(f".f{number}(x)" for number in range(60))
     assert found(write(tmp_path / "train.py", f"{SCRIPT}y = model{chain}\n")) == [("EV101", 7)]
-
-
-def test_a_function_that_calls_itself_is_read(tmp_path: Path):
-    text = "def build(size):\n    DataLoader(data, batch_size=size)\n    return build(size)\n\nbuild(8)\n"
-    assert found(write(tmp_path / "train.py", SCRIPT + text)) == [("EV101", 7)]
 
 
 def test_calls_behind_a_condition_on_the_rank_are_known_to_the_run(tmp_path: Path):

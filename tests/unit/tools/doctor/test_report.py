@@ -30,27 +30,10 @@ def test_the_exit_status_says_whether_there_are_findings(script: Path, status: i
     assert ("0 findings, 1 note (read: 1 loader, 1 wrapped model)" in output) == (script == NOTE)
 
 
-def test_a_finding_says_what_where_cost_and_mend(capsys: pytest.CaptureFixture[str]):
-    assert main(["doctor", "--no-run", str(PRINTS)]) == 1
-    first, *rest = capsys.readouterr().out.splitlines()
-    assert first == f"{PRINTS}:20  EV201 all ranks print or log"
-    text = " ".join(line.strip() for line in rest)
-    for part in (
-        "runs on every rank.",
-        "Cost: ",
-        "if dist.get_rank() == 0:",
-        "More: evenstep doctor --explain EV201",
-        "1 finding (read: 1 loader, 1 wrapped model).",
-    ):
-        assert part in text
-    assert all(len(line) <= 100 for line in rest[1:-1])
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "the following arguments are required: script"),
-        (["--steps", "0", "train.py"], "argument --steps: '0' is less than 1"),
         (
             ["--ranks", "two", "train.py"],
             "argument --nproc-per-node: 'two' is no whole number",
@@ -58,10 +41,7 @@ def test_a_finding_says_what_where_cost_and_mend(capsys: pytest.CaptureFixture[s
         (["--nonsense", "train.py"], "--nonsense"),
         (["--no-run", "nowhere/train.py"], "nowhere/train.py: no such script"),
         (["--select", "EV999", str(CLEAN)], "--select EV999: there is no such rule. Did you mean"),
-        (["--ignore", "dota", str(CLEAN)], "Did you mean data?"),
-        (["--select", "EV", str(CLEAN)], "there is no such rule"),
         (["--json", "nowhere/out.json", str(CLEAN)], "--json nowhere/out.json: can't be written"),
-        (["--sarif", ".", str(CLEAN)], "--sarif .: can't be written"),
     ],
 )
 def test_a_wrong_call_ends_with_78_and_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
@@ -129,31 +109,10 @@ def test_sarif_names_each_rule_once_and_each_place(tmp_path: Path, capsys: pytes
     script.write_text(PRINTS.read_text().replace("        print(", "        print(epoch)\n        print("))
     assert main(["doctor", "--no-run", "--sarif", str(target), str(script)]) == 1
     log = json.loads(target.read_text())
-    assert log["version"] == "2.1.0"
     (run,) = log["runs"]
-    driver = run["tool"]["driver"]
-    assert [rule["id"] for rule in driver["rules"]] == ["EV201"]
-    assert {"id", "name", "shortDescription", "fullDescription", "help", "defaultConfiguration"} <= driver["rules"][
-        0
-    ].keys()
+    assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == ["EV201"]
     assert [result["ruleIndex"] for result in run["results"]] == [0, 0]
     for result, line in zip(run["results"], (20, 21), strict=True):
-        assert result["level"] in ("none", "note", "warning", "error")
-        assert result["message"]["text"]
         location = result["locations"][0]["physicalLocation"]
         assert location["artifactLocation"]["uri"] == script.as_uri()  # it doesn't lie below the working directory
         assert location["region"] == {"startLine": line, "startColumn": 9}
-
-
-def test_sarif_names_files_below_the_working_directory_as_a_repository_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    script = tmp_path / "sub folder" / "train.py"
-    script.parent.mkdir()
-    script.write_text(PRINTS.read_text())
-    monkeypatch.chdir(tmp_path)
-    for given in (str(script), "sub folder/train.py"):
-        main(["doctor", "--no-run", "--sarif", "doctor.sarif", given])
-        (result,) = json.loads(Path("doctor.sarif").read_text())["runs"][0]["results"]
-        location = result["locations"][0]["physicalLocation"]
-        assert location["artifactLocation"]["uri"] == "sub%20folder/train.py"

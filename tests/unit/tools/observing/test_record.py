@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import TensorDataset
@@ -20,7 +17,7 @@ from torch.utils.data import TensorDataset
 import evenstep
 from evenstep.tools.observing.changes import replace_batch_sizes
 from evenstep.tools.observing.patching import Patches
-from evenstep.tools.observing.record import NO_CALL, Ended, Instead, Loop, Recorder, Subscriber
+from evenstep.tools.observing.record import Ended, Loop, Recorder, Subscriber
 
 
 @pytest.fixture
@@ -42,49 +39,6 @@ class Watch(Subscriber):
     def backward(self, root: Any, weight: Any, scale: float) -> Ended:
         self.told.append(("backward", root, weight, scale))
         return lambda: self.told.append("backward ended")
-
-
-def test_what_nobody_wants_to_know_stays_as_it_is(patches: Patches) -> None:
-    places = [
-        (nn.Module, "__call__"),
-        (torch.autograd, "backward"),
-        (dist, "all_reduce"),
-        (TorchDataLoader, "__iter__"),
-        (TorchDataLoader, "__init__"),
-        (functional, "cross_entropy"),
-        (torch, "save"),
-    ]
-    before = [getattr(owner, name) for owner, name in places]
-    Recorder(Subscriber()).install(patches)
-    assert [getattr(owner, name) for owner, name in places] == before
-    Recorder(Watch()).install(patches)
-    changed = [getattr(owner, name) is not it for (owner, name), it in zip(places, before, strict=True)]
-    assert changed == [True, True, False, False, False, False, False]
-    patches.restore()
-    assert [getattr(owner, name) for owner, name in places] == before
-
-
-def test_calls_inside_calls_have_a_depth(patches: Patches) -> None:
-    watch, model = Watch(), nn.Sequential(nn.Linear(2, 2))
-    Recorder(watch).install(patches)
-    model(torch.ones(1, 2))
-    assert watch.told == [("module", "Sequential", 0), ("module", "Linear", 1), "module ended", "module ended"]
-    watch.told.clear()
-
-    class Forces(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.enable_grad():
-                return model[0](x)  # type: ignore[no-any-return]
-
-    with torch.no_grad():
-        Forces()(torch.ones(1, 2))
-    assert [told for told in watch.told if told != "module ended"] == [("module", "Forces", 0), ("module", "Linear", 0)]
-    watch.told.clear()
-    with pytest.raises(RuntimeError):
-        model(torch.ones(1, 3))
-    assert watch.told.count("module ended") == 2, "also of a call that raises"
-    model(torch.ones(1, 2))
-    assert watch.told[4] == ("module", "Sequential", 0)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -123,50 +77,6 @@ def test_a_backward_pass_is_told_with_its_root_its_weight_and_the_scale_of_its_l
     assert watch.told[0][0] == "backward"
 
 
-class First(Subscriber):
-    """Keeps the first module of each step, as `evenstep estimate` does."""
-
-    def __init__(self) -> None:
-        self.model: nn.Module | None = None
-        self.num_calls = 0
-
-    def module(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
-        if self.model is None:
-            self.model = module
-            self.num_calls += 1
-
-
-@pytest.mark.extended
-def test_a_compiled_model_may_be_noted(patches: Patches) -> None:
-    """torch's compiler follows a hook of a module, and refuses to when that keeps the module."""
-    first, model = First(), torch.compile(nn.Linear(2, 2), backend="eager")
-    Recorder(first).install(patches)
-    for _ in range(2):
-        first.model = None
-        assert model(torch.ones(1, 2)).shape == (1, 2)
-    assert first.num_calls == 2
-
-
-class Adopting(Subscriber):
-    """Would change a graph that is being traced."""
-
-    def module(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> None:
-        assert not torch.jit.is_tracing()
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
-def test_a_model_is_traced_as_if_nobody_watched(patches: Patches) -> None:
-    """torch traces twice and compares: what a subscriber computes the first time would be a difference."""
-    watch = Watch()
-    Recorder(watch, Adopting()).install(patches)
-    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    traced = torch.jit.trace(model, torch.ones(1, 2))  # type: ignore[no-untyped-call]
-    watch.told.clear()
-    model(torch.ones(1, 2))
-    assert watch.told[0] == ("module", "Sequential", 0)
-    assert torch.equal(traced(torch.ones(1, 2)), model(torch.ones(1, 2)))
-
-
 class Steps(Subscriber):
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
@@ -194,32 +104,13 @@ def test_steps_of_the_busiest_optimizer_count(patches: Patches) -> None:
     assert len(steps.told) == 8
 
 
-def test_a_step_inside_a_step_is_a_part_of_it(patches: Patches) -> None:
-    p = nn.Parameter(torch.ones(2))
-    p.grad = torch.ones(2)
-
-    class Outer(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            return torch.optim.Adam(self.param_groups[0]["params"]).step()
-
-    steps = Steps()
-    Recorder(steps).install(patches)
-    Outer([p], lr=0.1).step()
-    assert steps.told == [("Outer", "begins"), ("Outer", 1, True)]
-
-
 class Calls(Subscriber):
     def __init__(self) -> None:
         self.told: list[Any] = []
-        self.instead: Ended = None
 
     def collective(self, op: str, args: Any, kwargs: Any) -> Ended:
         self.told.append((op, args, kwargs))
         return lambda: self.told.append(f"{op} ended")
-
-    def save(self, *args: Any, **kwargs: Any) -> Ended:
-        self.told.append("save")
-        return self.instead
 
 
 def test_a_collective_inside_another_one_is_not_told(patches: Patches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,59 +125,6 @@ def test_a_collective_inside_another_one_is_not_told(patches: Patches, monkeypat
     named = {"op": "max", "original": 1, "moment": 2, "module": 3}
     assert dist.broadcast(3, **named) == "sent", "names of a call's own arguments are the script's"
     assert calls.told[4:] == [("broadcast", (3,), named), "broadcast ended"]
-
-
-def test_a_call_may_be_replaced(patches: Patches) -> None:
-    calls, file = Calls(), io.BytesIO()
-    Recorder(calls).install(patches)
-    calls.instead = NO_CALL
-    assert torch.save(torch.ones(2), file) is None  # type: ignore[func-returns-value]
-    assert file.getvalue() == b""
-    calls.instead = Instead(lambda obj, f: obj.sum())
-    assert torch.save(torch.ones(2), file) == 2.0  # type: ignore[func-returns-value]
-    calls.instead = None
-    torch.save(torch.ones(2), file)
-    assert file.getvalue()
-    assert calls.told == ["save"] * 3
-
-
-class Counting(TorchFunctionMode):
-    num_calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_calls += 1
-        return func(*args, **(kwargs or {}))
-
-
-class Looks(Subscriber):
-    """Computes with what it is told."""
-
-    def module(self, module: nn.Module, args: Any, kwargs: Any, depth: int) -> Ended:
-        args[0].sum()
-        return lambda: args[0].sum()
-
-    def batch(self, loop: Loop, batch: Any) -> None:
-        batch[0].sum()
-
-    def step_ended(self, optimizer: Any, *, is_counted: bool) -> None:
-        optimizer.param_groups[0]["params"][0].sum()
-
-
-def test_subscribers_are_outside_of_the_scripts_modes(patches: Patches) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = TorchDataLoader(TensorDataset(torch.ones(2, 2)))
-
-    def train() -> int:
-        with Counting() as mode:
-            for (x,) in loader:
-                model(x).sum().backward()
-                optimizer.step()
-        return mode.num_calls
-
-    alone = train()
-    Recorder(Looks()).install(patches)
-    assert train() == alone
 
 
 # ---------------------------------------------------------------------- loops over loaders
@@ -346,20 +184,6 @@ def test_loaders_of_both_kinds_are_seen_once(reader: Reader, patches: Patches) -
     assert reader.ended == [(5, False)] * 4
 
 
-def test_a_loop_may_be_given_another_epoch(reader: Reader) -> None:
-    loader = TorchDataLoader(TensorDataset(torch.arange(20.0)), batch_size=4)
-    reader.repeat = lambda loop: len(reader.batches) < 13
-    assert sum(1 for _ in loader) == 15, "three epochs; the third one ends the loop"
-    assert reader.ended == [(15, False)]
-
-
-def test_a_loop_may_be_cut(reader: Reader) -> None:
-    loader = TorchDataLoader(TensorDataset(torch.arange(20.0)), batch_size=4)
-    reader.cut = lambda loop: loop.num_batches >= 2
-    assert sum(1 for _ in loader) == 2
-    assert reader.ended == [(2, True)]
-
-
 def test_a_loader_that_another_thread_reads_is_left_alone(reader: Reader) -> None:
     loader = TorchDataLoader(TensorDataset(torch.arange(20.0)), batch_size=4)
     begun = iter(loader)
@@ -370,10 +194,3 @@ def test_a_loader_that_another_thread_reads_is_left_alone(reader: Reader) -> Non
         thread.join()
     assert counts == [5, 5]
     assert (reader.batches, reader.ended) == ([], [])
-
-
-def test_loaders_that_choose_their_batches_keep_them(reader: Reader, patches: Patches) -> None:
-    replace_batch_sizes(patches, lambda size: 4 if size > 1 else size)
-    data = TensorDataset(torch.arange(6.0))
-    assert [len(x) for (x,) in TorchDataLoader(data, batch_sampler=[[0, 1], [2, 3, 4]])] == [2, 3]
-    assert [len(x) for (x,) in TorchDataLoader(data)] == [1] * 6

@@ -7,11 +7,8 @@ import torch
 
 from evenstep.cli.main import main
 from evenstep.errors import ConfigurationError
-from evenstep.ground.environment import detect
 from evenstep.launcher.options.flags import parse, placed_by
-from evenstep.tools.preflight.host_report import describe_placement, render
 from evenstep.tools.preflight.rank_check import choose_pairs, slow_pairs
-from tests.unit.ground.environment import recorded_environments as recorded
 
 _SET_BY_TORCH = ("PIP_DISABLE_PIP_VERSION_CHECK", "1")  # collect_env leaves it in the environment
 
@@ -28,17 +25,6 @@ def test_env_prints_every_section(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "sesame" not in text
 
 
-def test_env_says_why_torch_finds_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise RuntimeError("there is no pip")
-
-    monkeypatch.setattr("torch.utils.collect_env.get_env_info", fail)
-    assert main(["env"]) == 0
-    text = capsys.readouterr().out
-    assert "torch.utils.collect_env fails: there is no pip" in text
-    assert "open files" in text
-
-
 def test_env_shows_a_contradiction_instead_of_failing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,25 +34,11 @@ def test_env_shows_a_contradiction_instead_of_failing(
     assert "OMPI_COMM_WORLD_SIZE=2 look like Open MPI, but" in capsys.readouterr().out
 
 
-def test_what_was_recognised_and_why() -> None:
-    found = describe_placement(detect(recorded.SRUN_ON_THREE_HOSTS))
-    assert found["recognised"] == "srun"
-    assert found["because"].startswith("SLURM_PROCID=5, SLURM_STEP_NUM_TASKS=7")
-    assert found["this is"] == "rank 5 of 7, 2 of 3 on node 1 of 3"
-    assert found["rendezvous"].startswith("at gpu07:")
-    assert "not started by srun" in describe_placement(detect(recorded.SBATCH_BODY))["recognised"]
-
-
-def test_a_report_as_text() -> None:
-    assert render({"one": {"a": "1", "long": "2"}, "two": {"b": "3"}}) == "one\n  a     1\n  long  2\ntwo\n  b     3"
-
-
 def test_pairs() -> None:
     assert choose_pairs([0, 0, 1]) == [(0, 1), (0, 2), (1, 2)]
     many = choose_pairs([rank // 4 for rank in range(16)], limit=12)
     assert many[:6] == [(0, 4), (0, 8), (0, 12), (4, 8), (4, 12), (8, 12)], "every host with every other first"
-    assert len(many) == 12
-    assert all(second == first + 1 for first, second in many[6:])
+    assert many[6:] == [(0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7)], "and then neighbours of one host"
 
 
 def test_slow_pairs() -> None:

@@ -27,7 +27,6 @@ def test_equal_runs_differ_nowhere():
     ("changed", "message"),
     [
         (run(_4=Step((4, 15, 24), {"model/w": 4, "model/b": 9})), "step 4 on rank 1: sample 1 of the 3 that the model"),
-        (run(_4=Step((4, 24, 14), {"model/w": 4, "model/b": -4})), "differs; it was sample 2 of that step"),
         (run(_3=Step((3, 13), {"model/w": 3, "model/b": -3})), "step 3 on rank 1: 2 samples instead of 3"),
         (
             run(_3=Step((3, 13, 23), {"model/w": 3, "model/b": 1})),

@@ -124,10 +124,11 @@ def launched(
             process.kill()
             process.wait()
         if not goes_on:
-            _remove_made(directory)
+            remove_made(directory)
 
 
-def _remove_made(directory: Path) -> None:
+def remove_made(directory: Path) -> None:
+    """Remove the empty directories that scripts have made whose runs had directories beneath this one."""
     for file in list(directory.rglob(MADE)):
         for path in sorted(set(file.read_bytes().split(b"\0")), key=len, reverse=True):
             with contextlib.suppress(OSError):  # it holds something, or has gone

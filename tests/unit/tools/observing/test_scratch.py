@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 
 import evenstep
+from evenstep.tools.observing.launch import remove_made
 from evenstep.tools.observing.patching import Patches
 from evenstep.tools.observing.scratch import Scratch
 
@@ -179,3 +180,15 @@ def test_a_logger_writes_elsewhere(tmp_path: Path, patches: Patches) -> None:
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
     assert scratch.saved == [str(tmp_path / "run")]
     assert {path.name for path in (tmp_path / "scratch").rglob("metrics.*")} == {"metrics.jsonl"}
+
+
+def test_directories_that_the_script_makes_go_if_they_are_empty(tmp_path: Path, patches: Patches) -> None:
+    """Or a script that makes its own with `os.makedirs` would fail in its next run."""
+    Scratch(tmp_path / "run").install(patches)
+    os.makedirs(tmp_path / "out" / "images")
+    (tmp_path / "out" / "images" / "1.txt").write_text("elsewhere")
+    os.mkdir(tmp_path / "full")
+    os.close(os.open(tmp_path / "full" / "database", os.O_CREAT))
+    patches.restore()
+    remove_made(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["full", "run"]

@@ -47,12 +47,3 @@ def test_like_calls_have_one_line() -> None:
     ]
     group.unfinished.clear()
     assert "barrier numbers 1 to 3, uint8 [] over gloo, group 0: completed" in describe_last_calls()
-
-
-def test_only_the_last_calls_stay() -> None:
-    assert describe_last_calls() == "", "there were no calls"
-    group = RecordedGroup("0", "gloo")
-    packed = Fingerprint("barrier", None, torch.uint8, ()).pack()
-    for number in range(1, 102):
-        record((group, number, packed))
-    assert "barrier numbers 52 to 101, " in describe_last_calls()

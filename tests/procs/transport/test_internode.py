@@ -14,13 +14,12 @@ import pytest
 import torch
 
 import evenstep
-from evenstep.errors import EvenstepError, MismatchError
+from evenstep.errors import EvenstepError
 from evenstep.testing import RankPool
 from evenstep.transport import factory
 from evenstep.transport.core.fallback import fallback
 from evenstep.transport.factory import open_transports
 from evenstep.transport.internode.transport import InternodeTransport
-from tests import namespaces
 from tests.transport_cases import DTYPES, Coverage, check_transport
 
 SHAPES = ((), (0,), (1,), (3, 5), (1021,), (16_385,))
@@ -141,24 +140,6 @@ def test_odd_tensors(ranks: RankPool) -> None:
     ranks.run(odd_tensors, 4)
 
 
-def disagree() -> str:
-    transport = new_transport("aabb")
-    tensor = torch.zeros(3 if transport.rank < 2 else 5)
-    with pytest.raises(EvenstepError) as caught:
-        transport.all_reduce(tensor).wait()
-    with pytest.raises(EvenstepError):
-        transport.barrier().wait()
-    transport.close()
-    assert isinstance(caught.value, MismatchError)
-    return str(caught.value)
-
-
-def test_nodes_that_call_different_things_raise_the_same_error(ranks: RankPool) -> None:
-    told = ranks.run(disagree, 4)
-    assert len(set(told)) == 1
-    assert "ranks 0, 1: all_reduce(sum) of float32 [3]; ranks 2, 3: all_reduce(sum) of float32 [5]" in told[0]
-
-
 def train(names: str, seed: int) -> tuple[str, list[torch.Tensor], dict[str, int]]:
     """Three steps of a model in which module buffers travel too, in a world of several nodes."""
     before = evenstep.init(quiet=True)
@@ -193,40 +174,6 @@ def test_a_model_learns_the_same_as_on_one_node(ranks: RankPool, fresh_seed: int
         assert fallen == {}
         for one, other in zip(expected, got, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
-
-
-SCRIPT = """
-import sys
-import torch
-import evenstep
-
-with evenstep.init(quiet=True, device="cpu") as world:
-    vector = torch.arange(100_000, dtype=torch.float32) + world.rank
-    world.transport.all_reduce(vector).wait()
-    expected = world.world_size * torch.arange(100_000, dtype=torch.float32) + sum(range(world.world_size))
-    node_ranks = world.gather(torch.tensor([world.node_rank])).tolist()
-    if world.is_main:
-        with open(sys.argv[1], "w") as told:
-            told.write(f"{world.transport_name} {node_ranks} {torch.equal(vector, expected)}")
-"""
-
-
-@pytest.mark.extended
-@pytest.mark.skipif(namespaces.why_not() is not None, reason=f"no network namespaces: {namespaces.why_not()}")
-def test_real_addresses_and_process_numbers(tmp_path: Path) -> None:
-    """Two namespaces, which share neither: what the ranks say of themselves keeps the nodes apart."""
-    script, told = tmp_path / "script.py", tmp_path / "told"
-    script.write_text(SCRIPT)
-    with namespaces.Namespaces(2) as hosts:
-        started = [
-            subprocess.Popen(
-                hosts.evenstep_run(host, ["--nproc-per-node", "2", "--log-dir", str(tmp_path), str(script), str(told)]),
-                env={**os.environ, **hosts.environment(host)},
-            )
-            for host in range(2)
-        ]
-        assert [process.wait(timeout=120) for process in started] == [0, 0]
-    assert told.read_text() == "shared memory + gloo [0, 0, 1, 1] True"
 
 
 def close_in_a_call() -> str:

@@ -120,20 +120,6 @@ def test_tables_train_as_in_one_process_with_any_number_of_workers_and_servers(
     check(num_workers, num_servers, fresh_seed, ["sgd", "adagrad"])
 
 
-def first_rows_of(num_rows: int) -> Tensor:
-    with evenstep.parameter_server(lambda: evenstep.RemoteEmbedding(num_rows, 4, seed=5), torch.optim.SGD) as ps:
-        rows: Tensor = ps.model.rows()  # type: ignore[operator]
-        return rows
-
-
-@pytest.mark.extended
-def test_first_rows_do_not_depend_on_the_number_of_servers():
-    alone = first_rows_of(29)
-    for num_servers in (1, 3):
-        with group(1, num_servers) as ranks:
-            assert torch.equal(ranks.run(first_rows_of, (29,))[0], alone)
-
-
 def asynchronous(mode: str, bound: int | None) -> float:
     """Both workers push the same row, prefetched each time; its change at the end."""
     with evenstep.parameter_server(

@@ -58,11 +58,6 @@ def stop_for(process: BaseProcess, pause_s: float) -> None:
     os.kill(process.pid, signal.SIGCONT)
 
 
-def call_and_sleep(place: Place) -> None:
-    place.client().call("begin")
-    time.sleep(600)
-
-
 def call_fork_and_sleep(place: Place) -> None:
     client = place.client()
     client.call("begin")
@@ -74,17 +69,6 @@ def call_fork_and_sleep(place: Place) -> None:
 
 
 # ---------------------------------------------------------------------- who is lost
-
-
-def test_a_process_that_has_ended_is_lost(tmp_path: Path):
-    """Long before silent_s: the deadline of the test is shorter."""
-    with listening(tmp_path, silent_s=3600) as place, child(call_and_sleep, place) as process:
-        wait_until(lambda: place.calls == [(0, "begin")])
-        assert place.lost == []
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        assert place.has_lost.wait(60)
-        assert place.lost == [0]
 
 
 @pytest.mark.parametrize(("is_one_node", "silent_s"), [(True, 3600), (False, 1.0)])

@@ -52,16 +52,6 @@ def test_one_process_trains_as_without(mode: str, bound: int | None, fresh_seed:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_parameters_without_gradient_stay(fresh_seed: int):
-    """An optimizer with weight decay would change them, given zeros."""
-    torch.manual_seed(fresh_seed)
-    with evenstep.parameter_server(model, lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5)) as ps:
-        before = ps.model[2].weight.detach().clone()  # type: ignore[index]
-        ps.backward(ps.model[0](torch.randn(2, 4, dtype=torch.float64)).sum())  # type: ignore[index, operator]
-        ps.step()
-        assert torch.equal(before, ps.model[2].weight)  # type: ignore[index]
-
-
 class _Batchwise(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -101,6 +91,7 @@ def test_the_handle_says_what_is_wrong():
         ps.backward(ps.model(torch.full((1, 4), float("inf"), dtype=torch.float64)).sum())
         with pytest.raises(NonFiniteError, match=r"worker 0, step 0: the gradient of '0.weight'"):
             ps.step()
+        assert all(each.grad is None for each in ps.model.parameters()), "the step is forgotten"
     for call in (ps.step, ps.pull, ps.staleness):
         with pytest.raises(UsageError, match="inside"):
             call()
@@ -215,13 +206,6 @@ def test_a_loader_with_other_batches_does_not_go_on_in_the_middle_of_an_epoch():
     assert queue.take(0, (1, 3, 0), 3, other).batch == ((1, 2, 0), 4)
     queue.load_state(queue_state({"epoch": 2, "position": 0, "data": facts}))
     assert queue.take(0, (1, 2, 0), 3, other).batch == ((1, 2, 0), 0)
-
-
-def test_sparse_gradients_are_refused():
-    with evenstep.parameter_server(lambda: nn.Embedding(4, 2, sparse=True), sgd) as ps:
-        ps.backward(ps.model(torch.tensor([1])).sum())
-        with pytest.raises(UsageError, match="'weight' is sparse"):
-            ps.step()
 
 
 def train_from_queue(folder: Path, num_epochs: int, *, leaves_at: int = -1) -> tuple[dict[str, Tensor], list[int]]:
@@ -356,16 +340,6 @@ def test_batches_that_were_done_out_of_order_are_left_out():
     assert [each and each[1] for each in found] == [2, 5, 6, 7, 8, None]
 
 
-def test_an_epoch_that_is_done_is_no_loaders_next():
-    """It begins with the one behind, and would say so to whoever looks at the state."""
-    queue = BatchQueue()
-    for number in range(3):
-        queue.take(0, (1, 0, 0), 3, "{}")
-        queue.finish(0, [((1, 0, 0), number)])
-    state = loader_state(queue.state())
-    assert (state["epoch"], state["batches"]) == (1, {"first": 0, "done": {}})
-
-
 class Counting(nn.Module):
     """With a module buffer that is another tensor behind each pass."""
 
@@ -417,38 +391,3 @@ def test_a_loop_that_is_left_behind_a_backward_pass(*, steps: bool):
         held = ps.servers("test")._clients[0]._server._queue._held  # type: ignore[union-attr]
         assert sorted(done) == (list(range(12)) if steps else [*range(4), *range(8, 12)])
         assert sum(map(len, held.values())) == (0 if steps else 1), "until this worker leaves"
-
-
-def test_a_step_whose_gradients_are_not_finite_is_forgotten(fresh_seed: int):
-    torch.manual_seed(fresh_seed)
-    with evenstep.parameter_server(model, lambda p: torch.optim.SGD(p, lr=1.0)) as ps:
-        before = ps.model[0].weight.detach().clone()  # type: ignore[index]
-        ps.backward(ps.model(torch.full((1, 4), float("inf"), dtype=torch.float64)).sum(), weight=7)
-        with pytest.raises(NonFiniteError):
-            ps.step()
-        assert all(each.grad is None for each in ps.model.parameters())
-        x = torch.randn(2, 4, dtype=torch.float64)
-        ps.backward(ps.model(x).sum(), weight=3)
-        gradient = ps.model[0].weight.grad.clone()  # type: ignore[index, union-attr]
-        ps.step()
-        torch.testing.assert_close(ps.model[0].weight.detach(), before - gradient, rtol=0, atol=1e-12)  # type: ignore[index]
-
-
-def test_an_optimizer_that_raises_leaves_the_directory(tmp_path: Path):
-    class Failing(torch.optim.SGD):
-        fails = True
-
-        def step(self, closure: Any = None) -> None:
-            if self.fails:
-                raise ZeroDivisionError("of the optimizer")
-            super().step(closure)
-
-    def run() -> None:
-        with evenstep.parameter_server(model, lambda p: Failing(p, lr=0.1), checkpoint=tmp_path / "run") as ps:
-            ps.backward(ps(torch.ones(2, 4, dtype=torch.float64)).sum())
-            ps.step()
-
-    with pytest.raises(ZeroDivisionError, match="of the optimizer"):
-        run()
-    Failing.fails = False
-    run()

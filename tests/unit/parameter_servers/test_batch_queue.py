@@ -56,13 +56,6 @@ def test_what_a_worker_does_not_hold_is_neither_finished_nor_given_back():
     assert queue.take(0, wanted, 2, "").is_over
 
 
-def test_another_loader_is_named():
-    queue = BatchQueue()
-    assert queue.take(0, (1, 0, 0), 7, "shuffled").batch == ((1, 0, 0), 0)
-    assert "worker 1 has another loader" in queue.take(1, (1, 0, 0), 7, "sorted").failure
-    assert queue.take(1, (2, 0, 0), 5, "sorted").batch == ((2, 0, 0), 0), "another loader of the script has its own"
-
-
 def test_a_state_has_what_is_finished_and_no_more(fresh_seed: int):
     """Taken at any moment, and given to another queue: each batch is finished once."""
     draw = random.Random(fresh_seed)

@@ -101,14 +101,6 @@ def test_sync_waits_for_all_and_applies_their_weighted_mean(num_servers: int):
     assert run.value == pytest.approx(-16 / 6, abs=1e-15)
 
 
-def test_a_step_of_empty_shares_changes_nothing():
-    run = Run(Mode("sync"), 2)
-    run.push(0, 1.0, weight=0)
-    run.push(1, 1.0, weight=0)
-    assert run.released == {(0, 1): 0, (1, 1): 0}
-    assert run.value == 0
-
-
 def test_sync_goes_on_without_a_worker_that_has_left_or_was_lost():
     run = Run(Mode("sync"), 4, 2)
     waiting = run.push(0, 1.0)
@@ -123,21 +115,6 @@ def test_sync_goes_on_without_a_worker_that_has_left_or_was_lost():
     last = run.leave(0)
     assert run.released == {waiting: 1, left: 1, last: 1}
     assert run.decisions[-1].has_ended
-
-
-def test_who_joins_late_counts_from_then_on():
-    run = Run(Mode("sync"), 2, begins=False)
-    run.coordinator.join(0)
-    waiting = run.push(0, 1.0)
-    assert not run.released
-    run.execute(run.coordinator.give_up([1]))
-    assert run.released == {waiting: 1}
-    run.coordinator.join(1)
-    waiting = run.push(0, 1.0, version=1)
-    assert waiting not in run.released
-    run.push(1, 3.0, version=1)
-    assert waiting in run.released
-    assert run.value == -3.0
 
 
 def test_who_joins_late_begins_with_the_slowest():
@@ -217,15 +194,6 @@ def test_a_run_ends_when_all_have_left_and_one_of_them_was_killed():
     assert run.decisions[-1].released == [last]
 
 
-def test_what_is_packed_does_not_change():
-    shard = make_shard()
-    before = shard.packed()[0]
-    assert shard.packed()[0] is before, "packed once a version"
-    shard.apply([Pushed(1.0, [True], [torch.ones(2, dtype=torch.float64)], {})])
-    assert before.abs().sum() == 0
-    assert shard.packed()[0].tolist() == [-1, -1]
-
-
 def test_batches_that_nobody_is_left_to_take_are_named():
     run = Run(Mode("async"), 3)
     taken = {worker: run.queue.take(worker, (1, 4, 0), 3, "").batch for worker in range(3)}
@@ -239,21 +207,15 @@ def test_batches_that_nobody_is_left_to_take_are_named():
     assert run.coordinator.untrained == [(2, taken[2]), (1, taken[1])]
 
 
-def test_a_worker_that_dies_before_it_joins_is_waited_for_no_longer():
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_who_never_joins_is_waited_for_no_longer_and_a_run_without_any_worker_ends(is_lost: bool):
     run = Run(Mode("sync"), 2, begins=False)
     run.coordinator.join(0)
     waiting = run.push(0, 1.0)
     assert not run.released
-    run.lose(1)
+    run.execute(run.coordinator.lose(1) if is_lost else run.coordinator.give_up([1]))
     assert run.released == {waiting: 1}
-
-
-def test_a_run_without_any_worker_ends():
-    run = Run(Mode("async"), 2, begins=False)
-    run.coordinator.join(0)
     run.lose(0)
-    assert not run.decisions[-1].has_ended
-    run.execute(run.coordinator.give_up([1]))
     assert (run.decisions[-1].failure, run.decisions[-1].has_ended) == ("no worker is left", True)
 
 

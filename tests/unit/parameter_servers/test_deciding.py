@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import threading
-import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -185,15 +182,6 @@ def test_the_last_state_is_saved_before_workers_are_answered(saves: bool):
     assert (before[-1].saves is not None) == saves
 
 
-def test_a_run_ends_when_all_have_left_and_one_of_them_was_killed():
-    run = Run(Mode("async"), 2)
-    run.leave(0)
-    run.lose(0)
-    last = run.leave(1)
-    assert run.decisions[-1].has_ended
-    assert run.decisions[-1].released == [last]
-
-
 def test_batches_that_nobody_is_left_to_take_are_named():
     run = Run(Mode("async"), 3)
     taken = {worker: run.queue.take(worker, (1, 4, 0), 3, "").batch for worker in range(3)}
@@ -219,33 +207,6 @@ def test_who_never_joins_is_waited_for_no_longer_and_a_run_without_any_worker_en
     assert (run.decisions[-1].failure, run.decisions[-1].has_ended) == ("no worker is left", True)
 
 
-class Failing(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
-        raise ZeroDivisionError("of the optimizer")
-
-
-class Comes:
-    """In place of checkpoints: whether this server takes part in a save, and with which failure."""
-
-    def __init__(self) -> None:
-        self.failures: list[str] = []
-
-    def save(self, *_: Any, failure: str, **__: Any) -> None:
-        self.failures.append(failure)
-
-
-def test_a_server_that_has_failed_takes_part_in_a_save():
-    """Else the others would wait for it there."""
-    parameter = nn.Parameter(torch.zeros(2))
-    shard, checkpoints = Shard({"p": parameter}, Failing([parameter], lr=1.0), None, {}), Comes()
-    stands_in: Any = checkpoints
-    server = Server(Roles(2, 1, 2), Mode("async"), shard, {}, BatchQueue(), stands_in, timeout_s=60)
-    server._held[0, 1] = Pushed(1.0, [True], [torch.ones(2)], {})
-    server.execute([Decision(1, applied=[(0, 1)]), Decision(2, saves={})])
-    assert checkpoints.failures == ["server 1 (rank 2): ZeroDivisionError: of the optimizer"]
-    assert isinstance(server.error, ZeroDivisionError)
-
-
 def test_who_was_lost_gets_nothing_more():
     """Neither a batch, which nobody would train on, nor a beginning, for which others would wait."""
     server = Server(Roles(2, 2, 1), Mode("sync"), make_shard(), {}, BatchQueue(), None, timeout_s=60)
@@ -256,25 +217,6 @@ def test_who_was_lost_gets_nothing_more():
     for call in ({"kind": "join"}, take):
         assert "the servers have lost this worker" in server.answer(1, Message(dict(call))).head["failure"]
     assert server.answer(0, Message(dict(take))).head["batch"] == ((1, 0, 0), 0)
-
-
-def test_who_waits_is_woken_when_it_may_go_on(monkeypatch: pytest.MonkeyPatch):
-    """And doesn't only find out when it asks again."""
-    monkeypatch.setattr("evenstep.parameter_servers.server.TURN_S", 3600.0)
-    server = Server(Roles(1, 1, 1), Mode("async"), make_shard(), {}, BatchQueue(), None, timeout_s=60)
-    server.answer(0, Message({"kind": "join"}))
-    found: list[Message] = []
-    call = Message({"kind": "pull", "number": -1})
-    caller = threading.Thread(target=lambda: found.append(server.answer(0, call)), daemon=True)
-    caller.start()
-    decisions = server._wait_for_decisions(0, 30)
-    deadline = time.monotonic() + 30
-    while not server._changed._waiters and time.monotonic() < deadline:  # type: ignore[attr-defined]
-        time.sleep(0.01)
-    server.execute(decisions)
-    caller.join(30)
-    assert [each.head for each in found] == [{"version": 0, "leads": False}]
-    server._end("")
 
 
 def test_nothing_is_executed_behind_the_end():

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -270,13 +267,6 @@ def test_the_rate_may_change(table: Any):
         table.step()
 
 
-def test_copies_share_the_servers_and_pickles_have_none(table: Any):
-    ids = torch.tensor([1, 2])
-    assert torch.equal(copy.deepcopy(table.model)(ids), table.model(ids))
-    with pytest.raises(UsageError, match=r"'users': forward: no server has this table"):
-        pickle.loads(pickle.dumps(table.model))(ids)
-
-
 @pytest.mark.parametrize(("mode", "bound"), [("async", None), ("bounded", 2)])
 def test_rows_that_were_looked_up_ahead_are_those_of_then(mode: str, bound: int | None):
     """And a forward pass with other ids, or after the step that they were for, has those of now."""
@@ -346,16 +336,3 @@ def test_first_rows_of_another_shape(wrong: Any):
         pytest.raises(ConfigurationError, match="init_fn returned"),
     ):
         ps.model(torch.tensor([1]))
-
-
-def test_a_checkpoint_of_other_tables_is_refused(tmp_path: Path):
-    def run(name: str) -> None:
-        with evenstep.parameter_server(
-            lambda: evenstep.RemoteEmbedding(4, 2, name=name), torch.optim.SGD, checkpoint=tmp_path / "run"
-        ) as ps:
-            ps.backward(ps.model(torch.tensor([1])).sum())
-            ps.step()
-
-    run("t")
-    with pytest.raises(evenstep.EvenstepError, match=r"\['t'\].*\['u'\]"):
-        run("u")

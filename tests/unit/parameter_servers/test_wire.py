@@ -173,29 +173,6 @@ def test_a_peer_that_says_goodbye_is_not_lost(where: Path | str):
         assert place.lost == [1]
 
 
-def test_close_sends_the_answers_that_are_on_their_way(where: Path | str):
-    has_begun, found = threading.Event(), []
-
-    def answer(rank: int, message: Message) -> Message:
-        has_begun.set()
-        time.sleep(0.3)
-        return Message({}, [torch.arange(100_000.0)])
-
-    with listening(where, answer) as place:
-        client = place.client()
-
-        def call_and_leave() -> None:
-            found.append(client.call("slow"))
-            client.close()
-
-        caller = threading.Thread(target=call_and_leave)
-        caller.start()
-        assert has_begun.wait(30)
-        place.listener.close(30.0)
-        caller.join()
-        assert_same(found[0].tensors[0], torch.arange(100_000.0))
-
-
 def test_neither_side_keeps_what_has_come(where: Path | str):
     """Else a server would have a copy of its parameters, and of the gradients, for each worker that computes."""
     kept: list[weakref.ref[Tensor]] = []
@@ -387,19 +364,6 @@ def _rest(connection: socket.socket) -> bytes:
         return connection.recv(1)
     except ConnectionResetError:
         return b""
-
-
-def test_the_oldest_stranger_gives_way(where: Path | str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(wire, "_HANDSHAKE_S", 3600.0)
-    with listening(where) as place:
-        strangers = [place.reached() for _ in range(wire._NUM_WAITING + 1)]
-        assert len(strangers[0].recv(32, socket.MSG_WAITALL)) in (0, 32)
-        assert _rest(strangers[0]) == b""
-        assert len(strangers[-1].recv(32, socket.MSG_WAITALL)) == 32
-        client = place.client()
-        assert client.call("echo").head["rank"] == 0
-        for each in strangers:
-            each.close()
 
 
 def test_a_long_path(tmp_path: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
 import random
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
-    Dataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -204,16 +202,7 @@ class CountsYielded(WithState):
         self.skips = state["done"]
 
 
-class StateAndStreams(WithState):
-    """Draws from the process's streams, too, of which its state says nothing."""
-
-    def __iter__(self) -> Iterator[int]:
-        self.left = self.left or list(range(SIZE))
-        while self.left:
-            yield self.left.pop(random.randrange(len(self.left)))
-
-
-@pytest.mark.parametrize("sampler", [WithState, CountsYielded, StateAndStreams])
+@pytest.mark.parametrize("sampler", [WithState, CountsYielded])
 def test_a_sampler_with_a_state_goes_on_from_every_step(sampler: type[WithState]) -> None:
     """Also from the last of an epoch, after whose state the sampler would begin again, and from between two epochs."""
 
@@ -273,19 +262,6 @@ def test_the_scripts_streams_are_as_without_a_sampler(kind: str) -> None:
     assert found == (drawn[0], drawn[1], with_numpy)
 
 
-@pytest.mark.parametrize("kind", ["torch", "of the process", "by epoch", "batches"])
-def test_two_iterations_at_once_are_two_epochs(kind: str) -> None:
-    (alone,) = loaders(1, by(kind))
-    expected = [list(alone) for _ in range(2)]
-    (loader,) = loaders(1, by(kind))
-    one, two = iter(loader), iter(loader)
-    found: tuple[list[Any], list[Any]] = [], []
-    for pair in zip(one, two, strict=True):
-        for mine, batch in zip(found, pair, strict=True):
-            mine.append(batch)
-    assert list(found) == expected
-
-
 def test_rows_of_a_sampler_are_gathered_by_number() -> None:
     (loader,) = loaders(1, by("torch"))
     seen = torch.tensor(list(chain.from_iterable(loader)))
@@ -320,22 +296,6 @@ def test_another_global_batch_size_counts_from_the_next_batch_on(arguments: dict
         loader.load_state_dict(other.state_dict())
 
 
-class Numbered(Dataset[int]):
-    """Says in which epoch it is read."""
-
-    def __init__(self) -> None:
-        self.epoch = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        return self.epoch
-
-
 @pytest.mark.parametrize("kind", ["by epoch", "batches"])
 def test_a_set_epoch_of_the_script_is_the_loaders(kind: str) -> None:
     """As in `for epoch in range(2, n): sampler.set_epoch(epoch)` of a run that goes on."""
@@ -349,39 +309,3 @@ def test_a_set_epoch_of_the_script_is_the_loaders(kind: str) -> None:
         assert loader.epoch == sampler.epoch == epoch
         assert list(loader) == expected[epoch]
     assert list(islice(loader, 1)) != expected[3][:1], "none was set: the next"
-    data = Numbered()
-    loader = DataLoader(data, 4, world=stub_world())
-    data.set_epoch(5)
-    assert next(iter(loader)).tolist() == [5] * 4
-    for twin in (copy.deepcopy(data), pickle.loads(pickle.dumps(data))):
-        twin.set_epoch(9)
-        assert (twin.epoch, data.epoch, loader.epoch) == (9, 5, 6)
-
-
-class Words(Dataset[str]):
-    """Samples that have words for numbers, and one that has a number."""
-
-    words = [f"sample {number}" for number in range(SIZE - 1)] + [7]
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __getitem__(self, word: Any) -> Any:
-        return word
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.words)
-
-
-@pytest.mark.parametrize("step", [1, 2, 11])
-def test_samples_without_numbers_go_on_where_they_were(step: int) -> None:
-    """A resume draws them again all at once; the digest doesn't depend on that."""
-    words = Words()
-    loader = DataLoader(words, 4, sampler=words, collate_fn=list, world=stub_world())
-    for number, _ in enumerate(loader, start=1):
-        loader.commit()
-        if number == step:
-            break
-    again = DataLoader(words, 4, sampler=words, collate_fn=list, world=stub_world())
-    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-    assert list(chain.from_iterable(again)) == words.words[4 * step :]

@@ -354,7 +354,7 @@ def test_without_an_optimizer_epochs_count_and_commit_counts_batches() -> None:
         assert (loader.state_dict()["epoch"], loader.position) == (1, 4 * step + 4)
 
 
-def test_a_peek_and_torchs_own_loops_keep_the_place() -> None:
+def test_torchs_own_loops_keep_the_place_and_another_epoch_drops_it() -> None:
     optimizer = _optimizer()
     (loader,) = _loaders(12, 1, global_batch_size=4)
     loader.set_epoch(3)
@@ -362,17 +362,13 @@ def test_a_peek_and_torchs_own_loops_keep_the_place() -> None:
     optimizer.step()
     batches.close()
     state = loader.state_dict()
-    for use in ("epochs", "set_epoch"):
-        (resumed,) = _loaders(12, 1, global_batch_size=4)
-        resumed.load_state_dict(state)
-        assert next(iter(resumed)) == [4, 5, 6, 7]
-        seen = []
-        for epoch in resumed.epochs(2) if use == "epochs" else range(3, 5):
-            if use == "set_epoch":
-                resumed.set_epoch(epoch)
-            seen.append((epoch, len(list(resumed))))
-        assert seen == [(3, 2), (4, 3)], use
     (resumed,) = _loaders(12, 1, global_batch_size=4)
+    resumed.load_state_dict(state)
+    lengths = []
+    for epoch in range(3, 5):
+        resumed.set_epoch(epoch)
+        lengths.append(len(list(resumed)))
+    assert lengths == [2, 3]
     resumed.load_state_dict(state)
     with pytest.warns(UserWarning, match=r"a state at epoch 3, position 4, was loaded and is dropped"):
         resumed.set_epoch(0)
@@ -438,17 +434,3 @@ def test_a_look_at_a_first_batch_after_a_resume_drops_no_rest_of_the_epoch(num_w
     next(iter(resumed))
     assert resumed.state_dict()["epoch"] == 0, "the step has used a batch; a loop that stops early goes on to the next"
     assert resumed.epoch == 2
-
-
-def test_rows_are_those_of_the_iteration_that_began_last() -> None:
-    """A look that is collected after the loop isn't gathered in its place."""
-    (loader,) = _loaders(20, 1, global_batch_size=4)
-    look = iter(loader)
-    next(look)
-    seen = [torch.tensor(batch) for batch in loader]
-    look.close()
-    assert loader.gather(torch.cat(seen)).tolist() == list(range(20))
-    iterator = iter(loader)
-    part = [torch.tensor(next(iterator)) for _ in range(2)]
-    assert loader.gather(torch.cat(part)).tolist() == list(range(8)), "in the loop: what it has yielded"
-    iterator.close()

@@ -259,28 +259,6 @@ def test_workers_that_run_through_different_streams_are_an_error() -> None:
     assert sorted(torch.cat(list(loader)).tolist()) == list(range(40)), "one process alone may draw as it likes"
 
 
-def test_a_resumed_stream_compares_workers_from_its_first_step_on() -> None:
-    class Sometimes(Numbers):
-        """Another record in the fourth step, in every process."""
-
-        def __iter__(self) -> Iterator[int]:
-            numbers = list(range(self.count))
-            numbers[27] = random.SystemRandom().randrange(1 << 60)
-            return iter(numbers)
-
-    loader = DataLoader(Sometimes(64), 8, num_workers=2, world=stub_world())
-    with pytest.raises(MismatchError, match="step 4, the workers of rank 0"):
-        list(loader)
-    for position, has_passed in ((24, False), (32, True)):
-        resumed = DataLoader(Sometimes(64), 8, num_workers=2, world=stub_world())
-        resumed.load_state_dict(loader.state_dict() | {"position": position})
-        if has_passed:
-            assert len(list(resumed)) == 4
-        else:
-            with pytest.raises(MismatchError, match="step 4, the workers of rank 0"):
-                list(resumed)
-
-
 # ---------------------------------------------------------------------- a stream's own state
 
 
@@ -345,30 +323,8 @@ def test_workers_that_read_ahead_don_t_move_the_state() -> None:
     assert loader.state_dict()["streams"] == [[3, [{"read": 12}, {"read": 12}]]]
 
 
-def test_as_many_parts_are_not_enough() -> None:
-    """Two ranks with two workers, and four ranks: each step has records of other shards."""
-    there = DataLoader(Sharded(), 4, num_workers=2, world=stub_world(0, 2)).state_dict()
-    other = DataLoader(Sharded(), 4, world=stub_world(0, 4))
-    with pytest.raises(ConfigurationError, match="data: the number of workers of a rank was 2 and is 1"):
-        other.load_state_dict(there)
-
-
 def test_only_a_stream_with_a_state_resumes_by_it() -> None:
     with pytest.raises(ConfigurationError, match="resume_streams='state': Numbers has no state_dict"):
         DataLoader(Numbers(40), 5, resume_streams="state", world=stub_world())
     with pytest.raises(ConfigurationError, match="resume_streams='state' is for streams"):
         DataLoader(range(40), 5, resume_streams="state", world=stub_world())
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_the_part_that_is_iterated_is_told_the_epoch(persistent: bool) -> None:
-    class Parts(Sharded):
-        def shard(self, *, num_shards: int, index: int) -> Parts:
-            return Parts(self.shards[index::num_shards])
-
-        def __iter__(self) -> Iterator[int]:
-            return (1000 * self.epoch + number for number in super().__iter__())
-
-    loader = DataLoader(Parts(), 4, collate_fn=list, num_workers=2, persistent_workers=persistent, world=stub_world())
-    for epoch in loader.epochs(3):
-        assert sorted(chain.from_iterable(loader)) == sorted(1000 * epoch + number for number in Sharded())

@@ -8,7 +8,6 @@ import importlib.util
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,33 +114,6 @@ def futures_and_splits() -> dict[str, int]:
 
 def test_futures_and_splits(ranks: RankPool) -> None:
     assert ranks.run(futures_and_splits, 2) == [{}, {}]
-
-
-def sparse_on_all_ranks() -> list[Any]:
-    """By `wait`, by a future, coalesced, and by a call that shared memory carries in between."""
-    evenstep.init(quiet=True)
-    group = dist.new_group(backend="evenstep")
-    sums = []
-    for way in ("wait", "future", "look"):
-        tensor = (torch.eye(2) * (1 + group.rank())).to_sparse()
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-        dense = torch.ones(1)
-        dist.all_reduce(dense, group=group)
-        if way == "wait":
-            work.wait()
-        elif way == "future":
-            (tensor,) = work.get_future().wait()
-        else:
-            while not work.is_completed():
-                time.sleep(0.001)
-            assert work.is_success()
-        sums.append((tensor.to_dense().tolist(), float(dense)))
-    dist.destroy_process_group(group)
-    return sums
-
-
-def test_what_all_ranks_leave_to_gloo_works_as_ever(ranks: RankPool) -> None:
-    assert ranks.run(sparse_on_all_ranks, 2) == [[([[3.0, 0.0], [0.0, 3.0]], 2.0)] * 3] * 2
 
 
 def gloo_for_a_sum() -> tuple[list[list[float]], dict[str, int]]:

@@ -17,7 +17,6 @@ import evenstep
 from evenstep.errors import EvenstepError
 from evenstep.testing import RankPool
 from evenstep.transport import factory
-from evenstep.transport.core.fallback import fallback
 from evenstep.transport.factory import open_transports
 from evenstep.transport.internode.transport import InternodeTransport
 from tests.transport_cases import DTYPES, Coverage, check_transport
@@ -138,42 +137,6 @@ def odd_tensors() -> None:
 
 def test_odd_tensors(ranks: RankPool) -> None:
     ranks.run(odd_tensors, 4)
-
-
-def train(names: str, seed: int) -> tuple[str, list[torch.Tensor], dict[str, int]]:
-    """Three steps of a model in which module buffers travel too, in a world of several nodes."""
-    before = evenstep.init(quiet=True)
-    fallback.reset()
-    torch.manual_seed(seed)
-    with on_nodes(names):
-        world = evenstep.World.from_process_group()
-    model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.BatchNorm1d(60), torch.nn.Linear(60, 3)).double()
-    wrapped = evenstep.DistributedDataParallel(model, world=world)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    data = torch.randn(3, world.world_size, 7, 40, dtype=torch.float64)
-    for step in data:
-        rows = step[world.rank][: 5 + world.rank % 3]
-        wrapped.backward(wrapped(rows).square().mean(), weight=len(rows))
-        optimizer.step()
-        optimizer.zero_grad()
-    name = world.transport_name
-    mean = world.mean(float(world.rank))
-    world.close()
-    assert before.rank == world.rank
-    assert float(mean) == (world.world_size - 1) / 2
-    return name, [p.detach() for p in model.parameters()], fallback.counts()
-
-
-def test_a_model_learns_the_same_as_on_one_node(ranks: RankPool, fresh_seed: int) -> None:
-    """Nothing the engine does needs more than what has a way of its own."""
-    alone = ranks.run(train, 4, "aaaa", fresh_seed)
-    several = ranks.run(train, 4, "aabb", fresh_seed)
-    assert {name for name, _, _ in alone} == {"shared memory"}
-    assert {name for name, _, _ in several} == {"shared memory + gloo"}
-    for (_, expected, _), (_, got, fallen) in zip(alone, several, strict=True):
-        assert fallen == {}
-        for one, other in zip(expected, got, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
 
 
 def close_in_a_call() -> str:

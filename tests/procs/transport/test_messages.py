@@ -445,38 +445,6 @@ def test_a_loop_that_polls_ends_with_the_error(ranks: RankPool) -> None:
     assert "Missing: rank 1" in told
 
 
-def to_one_that_has_left(numel: int) -> str:
-    """Rank 1 leaves; what rank 0 is told that sends to it, and whose messages with rank 2 go on."""
-    group = make_group()
-    told = ""
-    if group.rank() == 1:
-        dist.destroy_process_group(group)
-    dist.barrier()
-    if group.rank() == 0:
-        for _ in range(2):
-            with pytest.raises(PeerLostError) as raised:
-                dist.send(torch.ones(numel), group=group, group_dst=1)
-            told = str(raised.value)
-        dist.send(torch.full((numel,), 3.0), group=group, group_dst=2)
-    if group.rank() == 2:
-        dist.recv(tensor := torch.zeros(numel), group=group, group_src=0)
-        assert tensor.eq(3).all()
-    dist.barrier()
-    if group.rank() != 1:
-        dist.destroy_process_group(group)
-    return told
-
-
-@pytest.mark.parametrize("numel", [SHORT, LONG])
-def test_a_send_to_a_rank_that_has_left_fails_alone(ranks: RankPool, numel: int) -> None:
-    """Nothing was sent, so messages between the others go on."""
-    told, *_ = ranks.run(to_one_that_has_left, 3, numel)
-    assert told == (
-        f"rank 0 can't start a send of {numel} float32 to rank 1, tag 0: rank 1 has given up, or closed its end of the "
-        f"group."
-    )
-
-
 # ---------------------------------------------------------------------- interrupts
 
 

@@ -262,18 +262,6 @@ def test_other_batches_go_as_torch_sends_them(batch: torch.Tensor) -> None:
     assert pack([torch.zeros(1), batch]) is None
 
 
-def test_large_and_small_batches_in_turn() -> None:
-    class Growing(Dataset[torch.Tensor]):
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.full((40_000 if index // 4 == 1 else 10,), index)
-
-    batches = list(DataLoader(Growing(), 4, num_workers=1, world=stub_world()))
-    assert [batch[:, 0].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-
-
 # ---------------------------------------------------------------------- epochs of numbered samples
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
@@ -92,50 +92,6 @@ def test_any_stops_on_any_ranks_give_the_epoch_of_one_rank(
         states = [loader.state_dict() for loader in loaders]
         assert all(other == states[0] for other in states)
         state = json.loads(json.dumps(states[0]))
-    assert seen == expected
-
-
-def _with_workers(loaders: list[DataLoader]) -> Iterator[list[int]]:
-    """`_steps` of loaders with workers, whose iterations are left at once, and not when they are collected."""
-    iterators = [iter(loader) for loader in loaders]
-    try:
-        for shares in zip(*iterators, strict=True):
-            yield list(chain.from_iterable(shares))
-    finally:
-        for iterator in iterators:
-            iterator.close()
-
-
-# Without shrinking, which would start workers for minutes.
-@settings(max_examples=8, deadline=None, phases=[Phase.reuse, Phase.generate])
-@given(
-    st.integers(100, 10_000),
-    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2), st.integers(1, 4)), min_size=1, max_size=2),
-    st.booleans(),
-)
-def test_any_stops_on_any_ranks_and_workers_give_the_epoch_of_one_rank(
-    size: int, stops: list[tuple[int, int, int]], by_length: bool
-) -> None:
-    """At least 9 steps, so that every stop is in the middle of the epoch."""
-    lengths = torch.randint(1, 50, (size,), generator=torch.Generator().manual_seed(size))
-    measure = {"max_tokens": 5 * size // 2, "lengths": lengths} if by_length else {"global_batch_size": size // 9}
-    arguments = {"shuffle": True, "seed": 1, **measure}
-    expected = list(_steps(_loaders(size, 1, **arguments)))
-    assert len(expected) > 8
-    optimizer = _optimizer()
-    state = None
-    seen: list[list[int]] = []
-    for world_size, num_workers, num_steps in [*stops, (2, 1, len(expected))]:
-        loaders = _loaders(size, world_size, num_workers=num_workers, **arguments)
-        for loader in loaders if state is not None else []:
-            loader.load_state_dict(state)
-        steps = _with_workers(loaders)
-        for batch in islice(steps, num_steps):
-            seen.append(batch)
-            optimizer.step()
-        state = loaders[0].state_dict()
-        assert all(loader.state_dict() == state for loader in loaders)
-        steps.close()
     assert seen == expected
 
 

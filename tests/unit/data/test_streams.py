@@ -136,15 +136,6 @@ def test_shards_are_divided_where_there_are_enough(num_workers: int) -> None:
         other.load_state_dict(loader.state_dict())
 
 
-def test_shards_have_no_last_batch_that_could_be_dropped() -> None:
-    with pytest.raises(ConfigurationError, match="drop_last=True: Sharded is a stream that is divided by shards"):
-        DataLoader(Sharded(), 4, num_workers=2, drop_last=True, world=stub_world())
-    by_record = DataLoader(
-        Sharded(), 8, collate_fn=list, drop_last=True, world=stub_world()
-    )  # one part: nothing to divide
-    assert [len(batch) for batch in by_record] == [8, 8, 8]
-
-
 def test_gathered_rows_have_the_stream_s_order() -> None:
     loader = DataLoader(Numbers(10), 4, world=stub_world())
     rows = torch.cat(list(loader))
@@ -309,18 +300,6 @@ def test_a_stream_s_own_state_is_faster_and_loses_its_buffer(buffer: int, lost: 
     told = "ranks times workers was 1 and is 2; the number of workers of a rank was 1 and is 2"
     with pytest.raises(ConfigurationError, match=told):
         other.load_state_dict(state)
-
-
-def test_workers_that_read_ahead_don_t_move_the_state() -> None:
-    loader = DataLoader(
-        Stateful(40), 4, collate_fn=list, num_workers=2, prefetch_factor=3, resume_streams="state", world=stub_world()
-    )
-    for step, _ in enumerate(loader):
-        if step == 2:
-            loader.commit()
-        if step == 4:
-            break
-    assert loader.state_dict()["streams"] == [[3, [{"read": 12}, {"read": 12}]]]
 
 
 def test_only_a_stream_with_a_state_resumes_by_it() -> None:

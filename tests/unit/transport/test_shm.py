@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import weakref
 
 import pytest
 import torch
@@ -13,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.errors import ConfigurationError
-from evenstep.ground.host.control_groups import count_cpus
 from evenstep.ground.host.processes import state_and_start
 from evenstep.transport.base import Row
 from evenstep.transport.core.header import NUMBER_OFFSET
 from evenstep.transport.shm import segment as segment_module
 from evenstep.transport.shm.allocator import Arena, FreeList, Views
-from evenstep.transport.shm.handshake import count_cores, describe_this_process, why_not_together
+from evenstep.transport.shm.handshake import describe_this_process, why_not_together
 from evenstep.transport.shm.peers import PeerProcess, PeerWatch
 from evenstep.transport.shm.segment import (
     HEADER_BYTES,
@@ -36,7 +33,6 @@ from evenstep.transport.shm.sync import (
     lane_semaphores,
     num_semaphores,
 )
-from tests.limits import no_descriptors
 
 
 def used_bytes(arena: Arena) -> int:
@@ -136,25 +132,6 @@ def test_memory_is_for_real_and_goes_back_with_the_last_tensor():
     assert os.fstat(segment.fd).st_blocks - before == 0
 
 
-def test_the_view_used_least_recently_goes_first_and_memory_goes_without_a_collection():
-    segment = make_segment()
-    views = Views(segment)
-    first, second = (views.common(8 * n, torch.float32, 2) for n in range(2))
-    for n in range(2, 4096):
-        views.common(8 * n, torch.float32, 2)
-    assert views.common(0, torch.float32, 2) is first
-    views.common(8 * 4096, torch.float32, 2)
-    assert views.common(0, torch.float32, 2) is first
-    assert views.common(8, torch.float32, 2) is not second
-    is_gone = weakref.ref(views)
-    gc.disable()
-    try:
-        del views
-        assert is_gone() is None
-    finally:
-        gc.enable()
-
-
 def test_too_little_memory_names_needed_and_available_bytes(monkeypatch):
     segment = make_segment()
     arena = Arena(segment, 0)
@@ -164,15 +141,6 @@ def test_too_little_memory_names_needed_and_available_bytes(monkeypatch):
     monkeypatch.undo()
     assert used_bytes(arena) == 0
     assert arena.allocate(100_000, torch.float32).shape == (100_000,)
-
-
-def test_cores_are_those_of_all_ranks_together():
-    here = describe_this_process()
-    assert count_cores([here] * 4) == count_cpus()
-    pinned = [{"cores": [rank], "core_limit": None} for rank in range(4)]
-    assert count_cores(pinned) == 4
-    assert count_cores([pinned[0], pinned[0], pinned[1]]) == 2
-    assert count_cores([each | {"core_limit": 2.5} for each in pinned]) == 3
 
 
 def test_who_can_share_memory():
@@ -193,19 +161,3 @@ def test_a_process_of_the_same_pid_but_another_start_is_another():
     assert watch.pid(0) == os.getpid()
     assert PeerWatch([type(me)(me.pid, me.start_ticks + 1)]).is_gone(0)
     assert PeerWatch([type(me)(1 << 22, 5)]).is_gone(0)
-
-
-def test_a_process_without_descriptors_still_knows_who_lives():
-    child = subprocess.Popen(["sleep", "60"])
-    watch = PeerWatch([PeerProcess(child.pid, state_and_start(child.pid)[1])])
-    with no_descriptors():
-        assert not watch.is_gone(0)
-        assert not watch.is_stopped(0)
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    with no_descriptors():
-        assert not watch.is_gone(0), "/proc can't say so now"
-    assert watch.is_gone(0), "its parent has not collected its status yet"
-    child.wait()
-    with no_descriptors():
-        assert watch.is_gone(0)

@@ -24,6 +24,7 @@ from evenstep.testing import RankPool
 from evenstep.transport import fallback
 from evenstep.transport.backend.backend import EvenstepGroup
 from evenstep.transport.shm.transport import SharedMemoryTransport
+from tests.ranks import on_ranks
 from tests.sockets import listening
 
 # torch 2.13 warns of the names that torch 2.11 knows.
@@ -57,7 +58,8 @@ def check_equal(got: Any, expected: Any, what: str) -> None:
         assert got == expected, what
 
 
-def several_in_one() -> dict[str, int]:
+@on_ranks(2)
+def test_coalesced_calls(world: evenstep.World) -> None:
     from torch.distributed.distributed_c10d import _coalescing_manager
 
     with both_groups() as (_, ours):
@@ -77,14 +79,11 @@ def several_in_one() -> dict[str, int]:
                     reduce_scatter_single(share, torch.full((share.numel() * size,), float(rank)), group=ours)
             assert all(each.eq(sum(range(size))).all() for each in (*sums, *shares))
             assert all(out.view(size, -1).eq(torch.arange(size).view(-1, 1)).all() for out in outs)
-        return fallback.counts()
+        assert fallback.counts() == {}
 
 
-def test_coalesced_calls(ranks: RankPool) -> None:
-    assert ranks.run(several_in_one, 2) == [{}] * 2
-
-
-def futures_and_splits() -> dict[str, int]:
+@on_ranks(2)
+def test_futures_and_splits(world: evenstep.World) -> None:
     with both_groups() as (_, ours):
         works = [dist.all_reduce(torch.full((n,), 1.0), group=ours, async_op=True) for n in (1, 300_000, 2)]
         doubled = [work.get_future().then(lambda done: done.value()[0] * 2) for work in works]
@@ -109,11 +108,7 @@ def futures_and_splits() -> dict[str, int]:
         assert first.item() == 1.0
         split.barrier().wait()
         split.shutdown()
-        return fallback.counts()
-
-
-def test_futures_and_splits(ranks: RankPool) -> None:
-    assert ranks.run(futures_and_splits, 2) == [{}, {}]
+        assert fallback.counts() == {}
 
 
 def gloo_for_a_sum() -> tuple[list[list[float]], dict[str, int]]:

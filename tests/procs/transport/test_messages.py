@@ -26,6 +26,7 @@ from evenstep.transport import fallback
 from evenstep.transport.shm import lanes
 from evenstep.transport.shm.lanes import SHORT_BYTES
 from evenstep.transport.shm.segment import NUM_RECORDS
+from tests.ranks import on_ranks
 
 SHORT, LONG = 3, 300_000
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int16, torch.uint8)
@@ -43,8 +44,13 @@ def end_group(group: Any) -> None:
     dist.destroy_process_group(group)
 
 
-def beside_a_collective(numel: int, members: list[int], sends_first: bool) -> None:
-    """Rank 0 of the group asks for a message and is at a collective; rank 1 sends before or behind its part in that."""
+@pytest.mark.parametrize("sends_first", [False, True])
+@pytest.mark.parametrize(("numel", "members"), [(SHORT, [0, 1]), (LONG, [2, 1])])
+@on_ranks(3)
+def test_a_message_blocks_no_collective_and_none_blocks_it(
+    world: evenstep.World, numel: int, members: list[int], sends_first: bool
+) -> None:
+    """`irecv`, `all_reduce`, `wait` against `all_reduce`, `send` and `send`, `all_reduce`; on sub-groups."""
     group = make_group(members)
     if not isinstance(group, int):  # what torch gives ranks that aren't in the group
         total, got = torch.ones(1), torch.zeros(numel)
@@ -66,17 +72,9 @@ def beside_a_collective(numel: int, members: list[int], sends_first: bool) -> No
     dist.barrier()
 
 
-@pytest.mark.parametrize("sends_first", [False, True])
-@pytest.mark.parametrize(("numel", "members"), [(SHORT, [0, 1]), (LONG, [2, 1])])
-def test_a_message_blocks_no_collective_and_none_blocks_it(
-    ranks: RankPool, numel: int, members: list[int], sends_first: bool
-) -> None:
-    """`irecv`, `all_reduce`, `wait` against `all_reduce`, `send` and `send`, `all_reduce`; on sub-groups."""
-    ranks.run(beside_a_collective, 3, numel, members, sends_first)
-
-
-def later_tag_first() -> None:
-    """Tag 2 is received before tag 1, of which a megabyte isn't read: as one message, and as many short ones."""
+@on_ranks(2)
+def test_a_later_tag_is_received_before_a_megabyte_of_an_earlier_one(world: evenstep.World) -> None:
+    """Messages are matched by tag, and not by the order in which they were sent."""
     group = make_group()
     count = 1_000_000 // SHORT_BYTES + 1
     if group.rank() == 0:
@@ -99,11 +97,6 @@ def later_tag_first() -> None:
             dist.recv(tensor := torch.zeros(SHORT_BYTES // 4), group=group, group_src=0, tag=1)
             assert tensor.eq(each).all()
     end_group(group)
-
-
-def test_a_later_tag_is_received_before_a_megabyte_of_an_earlier_one(ranks: RankPool) -> None:
-    """Messages are matched by tag, and not by the order in which they were sent."""
-    ranks.run(later_tag_first, 2)
 
 
 # ---------------------------------------------------------------------- random messages
@@ -175,8 +168,9 @@ def test_random_messages_are_what_was_sent(ranks: RankPool, fresh_seed: int) -> 
     assert sum(ranks.run(random_messages, 4, fresh_seed, 40, timeout_s=150)) > 100
 
 
-def in_threads() -> None:
-    """Several threads of a rank wait for a message each, which come in another order."""
+@on_ranks(2)
+def test_threads_wait_for_a_message_each(world: evenstep.World) -> None:
+    """One of them sleeps on the doorbell, and wakes the others."""
     group = make_group()
     tags = list(range(6))
     if group.rank() == 0:
@@ -197,11 +191,6 @@ def in_threads() -> None:
             time.sleep(0.02)
             dist.send(torch.full((2,), float(tag)), group=group, group_dst=0, tag=tag)
     end_group(group)
-
-
-def test_threads_wait_for_a_message_each(ranks: RankPool) -> None:
-    """One of them sleeps on the doorbell, and wakes the others."""
-    ranks.run(in_threads, 2)
 
 
 # ---------------------------------------------------------------------- errors
@@ -387,8 +376,9 @@ def test_messages_that_nobody_has_received_are_named_as_the_group_ends(ranks: Ra
     )
 
 
-def full_ring() -> None:
-    """More short messages than the ring has records: each is sent once it is in the ring, and no collective waits."""
+@on_ranks(2)
+def test_a_full_ring_blocks_nobody_but_who_waits_for_its_message(world: evenstep.World) -> None:
+    """`isend` returns, and the record follows when there is room."""
     group = make_group()
     count = 3 * NUM_RECORDS
     if group.rank() == 0:
@@ -406,11 +396,6 @@ def full_ring() -> None:
             dist.recv(tensor := torch.zeros(1), group=group, group_src=0)
             assert tensor.item() == each
     end_group(group)
-
-
-def test_a_full_ring_blocks_nobody_but_who_waits_for_its_message(ranks: RankPool) -> None:
-    """`isend` returns, and the record follows when there is room."""
-    ranks.run(full_ring, 2)
 
 
 def polled(is_killed: bool) -> str:

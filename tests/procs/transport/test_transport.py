@@ -28,6 +28,7 @@ from evenstep.transport.process_group.transport import ProcessGroupTransport
 from evenstep.transport.shm import handshake
 from evenstep.transport.shm.handshake import connect_shared_memory
 from evenstep.transport.shm.transport import SharedMemoryTransport
+from tests.ranks import on_ranks
 from tests.transport_cases import UNSIGNED, Coverage, check_transport
 
 TIMEOUT_S = 60.0
@@ -255,8 +256,10 @@ def test_what_nobody_expected_is_never_taken_for_a_later_calls(ranks: RankPool) 
     assert "in all_to_all number 1 (4 x float32) over gloo" in second[0]
 
 
-def with_and_without_inference_mode(modes: list[bool]) -> None:
-    """Whoever ends a call, and whatever mode the first one was made in."""
+@pytest.mark.parametrize("modes", [[True, False], [False, True]])
+@on_ranks(2, 3)
+def test_in_inference_mode_and_out_of_it(world: evenstep.World, modes: list[bool]) -> None:
+    """An evaluation under torch.inference_mode() leaves nothing behind that training can't write to."""
     transport = new_shared_memory()
     size = transport.world_size
     for numel, mode in itertools.product((5, 200_000), modes):
@@ -274,13 +277,6 @@ def with_and_without_inference_mode(modes: list[bool]) -> None:
         transport.all_reduce(bucket).wait()
         assert (bucket == size).all()
     transport.close()
-
-
-@pytest.mark.parametrize("modes", [[True, False], [False, True]])
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_in_inference_mode_and_out_of_it(ranks: RankPool, nproc: int, modes: list[bool]) -> None:
-    """An evaluation under torch.inference_mode() leaves nothing behind that training can't write to."""
-    ranks.run(with_and_without_inference_mode, nproc, modes)
 
 
 def open_and_close(num_times: int) -> None:

@@ -18,6 +18,7 @@ from evenstep.testing import RankPool
 from evenstep.transport.shm.handshake import connect_shared_memory
 from evenstep.transport.shm.queue import SharedWork
 from evenstep.transport.shm.transport import SharedMemoryTransport
+from tests.ranks import on_ranks
 
 NUMELS = (3, 20_000, 300_000)  # eager, added up whole, in chunks
 
@@ -48,7 +49,9 @@ def in_a_thread(function: Callable[[], object]) -> tuple[threading.Thread, list[
     return thread, errors
 
 
-def wait_in_threads(order: tuple[int, ...]) -> list[float]:
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
+@on_ranks(2)
+def test_each_thread_returns_when_its_own_call_has_ended(world: evenstep.World, order: tuple[int, ...]) -> None:
     """Rank 0 waits for three calls, each in a thread of its own; rank 1 makes the next one when the last has ended."""
     transport, told = connect(), connect()
     tensors = [torch.full((numel,), float(transport.rank + 1)) for numel in NUMELS]
@@ -67,12 +70,7 @@ def wait_in_threads(order: tuple[int, ...]) -> list[float]:
             told.barrier().wait()
     for each in (transport, told):
         each.close()
-    return [float(value) for tensor in tensors for value in tensor.unique()]
-
-
-@pytest.mark.parametrize("order", [*itertools.permutations(range(3))])
-def test_each_thread_returns_when_its_own_call_has_ended(ranks: RankPool, order: tuple[int, ...]) -> None:
-    assert ranks.run(wait_in_threads, 2, order) == [[3.0] * 3] * 2
+    assert [float(value) for tensor in tensors for value in tensor.unique()] == [3.0] * 3
 
 
 def give_up_alone(drives: bool) -> str:
@@ -161,7 +159,8 @@ def count_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def keep_descriptors() -> int:
+@on_ranks(2, 4)
+def test_a_transport_keeps_one_descriptor_and_looks_before_it_uses_it(world: evenstep.World) -> None:
     """How many one transport keeps; and a stranger closes them and takes their number."""
     evenstep.init(quiet=True).barrier()
     gc.collect()  # transports of earlier tests
@@ -182,9 +181,4 @@ def keep_descriptors() -> int:
     del bucket, transport
     os.fstat(taken)  # it is the stranger's
     os.close(taken)
-    return kept
-
-
-@pytest.mark.parametrize("nproc", [2, 4])
-def test_a_transport_keeps_one_descriptor_and_looks_before_it_uses_it(ranks: RankPool, nproc: int) -> None:
-    assert ranks.run(keep_descriptors, nproc) == [1] * nproc
+    assert kept == 1

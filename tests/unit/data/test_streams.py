@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from evenstep import DataLoader
-from evenstep.errors import ConfigurationError, MismatchError, UsageError
+from evenstep.errors import ConfigurationError, MismatchError
 from tests.stub_worlds import stub_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine of one core
@@ -119,10 +119,6 @@ def test_shards_are_divided_where_there_are_enough(num_workers: int) -> None:
     batches = list(loader)
     assert sorted(chain.from_iterable(batches)) == sorted(Sharded())
     assert all(len({number // 10 % 2 for number in batch}) == 1 for batch in batches), "each worker its own shards"
-    with pytest.raises(TypeError, match="no length"):
-        len(loader)
-    with pytest.raises(UsageError, match="no order to restore"):
-        loader.gather(torch.zeros(28))
     loader = DataLoader(Sharded(), 4, collate_fn=list, num_workers=2, world=stub_world())
     for step, _ in enumerate(loader):
         loader.commit()

@@ -45,7 +45,6 @@ def test_windows_of_a_file_and_of_a_tensor(tmp_path: Path, dtype: Any) -> None:
     x, y = next(iter(DataLoader(from_file, 100, world=stub_world())))
     assert torch.equal(x.flatten(), numbers[:1000])
     assert torch.equal(y.flatten(), numbers[1:1001])
-    assert torch.equal(pickle.loads(pickle.dumps(from_file))[99][0], numbers[990:1000])
     assert len(pickle.dumps(from_file)) < 1000, "a file isn't copied to workers"
     for index in (-1, 100):
         with pytest.raises(IndexError, match=f"windows {index} to {index} of 100"):

@@ -159,18 +159,6 @@ def test_bounded_lets_nobody_be_further_ahead(bound: int, fresh_seed: int):
     assert run.value == -float(sum(done))
 
 
-def test_a_failure_ends_the_run_and_nothing_is_decided_for_who_comes():
-    run = Run(Mode("sync"), 3)
-    run.push(0, 1.0)
-    run.leave(1, "worker 1 failed: ValueError")
-    assert (run.decisions[-1].failure, run.decisions[-1].has_ended) == ("worker 1 failed: ValueError", True)
-    run.push(2, 1.0)
-    assert run.coordinator.pull((2, -1)) == []
-    assert not run.released
-    run.execute(run.coordinator.fail("another"))
-    assert run.decisions[-1].failure == "worker 1 failed: ValueError", "the first one counts"
-
-
 @pytest.mark.parametrize("saves", [False, True])
 def test_the_last_state_is_saved_before_workers_are_answered(saves: bool):
     run = Run(Mode("async"), 2, saves_at_end=saves)

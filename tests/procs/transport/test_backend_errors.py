@@ -105,7 +105,7 @@ def with_gloo() -> Any:
 
 
 def sparse_on_one_rank() -> list[str]:
-    """What a rank is told at once, by `wait` and by a future where rank 1 alone has a tensor that goes over Gloo."""
+    """What a rank is told at once where rank 1 alone has a tensor that goes over Gloo."""
     evenstep.init(quiet=True)
     told = []
     group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=20))
@@ -115,15 +115,6 @@ def sparse_on_one_rank() -> list[str]:
     assert time.monotonic() - started < 5
     told.append(str(raised.value).partition("\n")[0])
     dist.destroy_process_group(group)
-    for by_future in (False, True):
-        group = with_gloo()
-        tensor = torch.eye(3).to_sparse() if group.rank() == 1 else torch.eye(3)
-        started = time.monotonic()
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-        told.append(str(failure_of(work, by_future=by_future)).partition("\n")[0])
-        assert time.monotonic() - started < 5
-        assert isinstance(work.exception(), MismatchError)
-        dist.destroy_process_group(group)
     group = with_gloo()
     try:
         # Gloo refuses it, on this rank.
@@ -136,13 +127,11 @@ def sparse_on_one_rank() -> list[str]:
 
 def test_what_one_rank_leaves_to_gloo_is_a_mismatch_at_once(ranks: RankPool) -> None:
     first, second = ranks.run(sparse_on_one_rank, 2, timeout_s=150)
-    for each in (*first[:3], *second[:3]):
-        assert (
-            "rank 0: all_reduce(sum) of float32 [3, 3]; rank 1: all_reduce over gloo of tensors that shared memory"
-            in each
-        )
-    assert "rank 0: broadcast from rank 0 of float32 [3, 3]; rank 1: no call, because its arguments were" in first[3]
-    assert f" Rank 1: {second[3][:200]}" in first[3]
+    sparse = "rank 0: all_reduce(sum) of float32 [3, 3]; rank 1: all_reduce over gloo of tensors that shared memory"
+    assert sparse in first[0]
+    assert first[0] == second[0]
+    assert "rank 0: broadcast from rank 0 of float32 [3, 3]; rank 1: no call, because its arguments were" in first[1]
+    assert f" Rank 1: {second[1][:200]}" in first[1]
 
 
 def told_another_deadline() -> tuple[float, str]:
@@ -152,21 +141,13 @@ def told_another_deadline() -> tuple[float, str]:
     shared = group._shared
     assert isinstance(shared, SharedMemoryTransport), group.why_gloo
     before = shared.counters.policy.timeout_s
+    group.set_timeout(timedelta(seconds=50))  # which `torch.distributed.set_timeout` of torch 2.15 calls
+    assert shared.counters.policy.timeout_s == 50
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.4), group)
     assert before > 60, "as it was made"
     assert shared.counters.policy.timeout_s == 0.4
     assert group._gloo is None, "a deadline needs no Gloo"
     assert group._timeout == timedelta(seconds=0.4), "what falls through has the same deadline"
-    return rank_1_comes_late(group, lambda: dist.all_reduce(torch.ones(8), group=group))
-
-
-def told_by_its_own_method() -> tuple[float, str]:
-    """As `told_another_deadline`, by the group's method that `torch.distributed.set_timeout` of torch 2.15 calls."""
-    evenstep.init(quiet=True)
-    group = dist.new_group(backend="evenstep")
-    group.set_timeout(timedelta(seconds=0.4))
-    assert group._gloo is None, "a deadline needs no Gloo"
-    dist.broadcast(torch.ones(1), 0, group=group)
     return rank_1_comes_late(group, lambda: dist.all_reduce(torch.ones(8), group=group))
 
 
@@ -194,7 +175,7 @@ def rank_1_comes_late(group: Any, call: Callable[[], object]) -> tuple[float, st
     return took_s, told
 
 
-@pytest.mark.parametrize("way", [told_another_deadline, told_by_its_own_method, monitored])
+@pytest.mark.parametrize("way", [told_another_deadline, monitored])
 def test_a_deadline_that_is_set_later_takes_effect(ranks: RankPool, way: Callable[[], tuple[float, str]]) -> None:
     """torch's own `_set_pg_timeout` knows Gloo and NCCL only."""
     (took_s, told), _ = ranks.run(way, 2)

@@ -337,7 +337,7 @@ def test_a_message_of_any_rank_comes_from_those_that_live_and_a_killed_one_is_na
         )
         for rank in range(3)
     ]
-    told = [process.communicate(timeout=60)[0] for process in started]
+    told = [process.communicate(timeout=150)[0] for process in started]
     assert [each.returncode for each in started] == [0, -signal.SIGKILL, 0], told
     got, lost, *_ = told[0].splitlines()
     assert got == "got [2.0] from rank 2"

@@ -111,9 +111,9 @@ def test_futures_and_splits(world: evenstep.World) -> None:
         assert fallback.counts() == {}
 
 
-def gloo_for_a_sum() -> tuple[list[list[float]], dict[str, int]]:
-    """Make Gloo with a sparse sum, for which ranks come at different times, and end it with the group."""
-    world = evenstep.init(quiet=True)
+@on_ranks(3)
+def test_gloo_is_made_with_the_first_call_of_all_ranks_that_needs_it(world: evenstep.World) -> None:
+    """Until then no port is open; it is counted, and ends with the group. Ranks come to the call at different times."""
     before = listening()
     group = dist.new_group(backend="evenstep")
     fallback.reset()
@@ -127,16 +127,11 @@ def gloo_for_a_sum() -> tuple[list[list[float]], dict[str, int]]:
     assert [address for address, _ in listening() - before] == ["127.0.0.1"]
     work.wait()
     dist.barrier(group)
-    counts = fallback.counts()
+    assert fallback.counts() == {"allreduce": 1}
     dist.destroy_process_group(group)
     del group, work
     assert listening() == before
-    return tensor.to_dense().tolist(), counts
-
-
-def test_gloo_is_made_with_the_first_call_of_all_ranks_that_needs_it(ranks: RankPool) -> None:
-    """Until then no port is open; it is counted, and ends with the group."""
-    assert ranks.run(gloo_for_a_sum, 3) == [([[3.0, 0.0], [0.0, 3.0]], {"allreduce": 1})] * 3
+    assert tensor.to_dense().tolist() == [[3.0, 0.0], [0.0, 3.0]]
 
 
 class Standing(torch.Tensor):
@@ -383,11 +378,12 @@ def held() -> tuple[int, int, int]:
     return len(list(Path("/proc/self/fd").iterdir())), maps, threading.active_count()
 
 
-def make_and_destroy(num_groups: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+@on_ranks(3)
+def test_groups_that_are_destroyed_leave_nothing(world: evenstep.World) -> None:
     """What a rank holds before and after groups, each with long and short collectives and messages."""
-    evenstep.init(quiet=True).barrier()
+    world.barrier()
     before = (0, 0, 0)
-    for number in range(num_groups + 2):
+    for number in range(12):
         if number == 2:  # what is made once is there
             before = held()
         group = dist.new_group(backend="evenstep")
@@ -402,10 +398,4 @@ def make_and_destroy(num_groups: int) -> tuple[tuple[int, int, int], tuple[int, 
             assert (tensor[-1].item(), got[-1].item()) == (size, (rank - 1) % size)
         dist.destroy_process_group(group)
         del group, sent, tensor, got
-    return before, held()
-
-
-@pytest.mark.parametrize("nproc", [3])
-def test_groups_that_are_destroyed_leave_nothing(ranks: RankPool, nproc: int) -> None:
-    for before, after in ranks.run(make_and_destroy, nproc, 10):
-        assert after == before
+    assert held() == before

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import evenstep
-from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, PeerLostError
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError, EvenstepError, MismatchError, PeerLostError
 from evenstep.testing import RankPool
 from evenstep.transport import fallback
 from evenstep.transport.shm import lanes
@@ -196,9 +196,15 @@ def test_threads_wait_for_a_message_each(world: evenstep.World) -> None:
 # ---------------------------------------------------------------------- errors
 
 
-def that_differ(numel: int, dtype: torch.dtype) -> str:
-    """What a rank is told of a message whose receiver expects something else."""
+@pytest.mark.parametrize("numel", [SHORT, 5_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@on_ranks(2)
+def test_a_message_whose_receiver_expects_another_one_is_an_error_on_both(
+    world: evenstep.World, numel: int, dtype: torch.dtype
+) -> None:
+    """Number of elements, or dtype and that: both ranks raise the same text."""
     group = make_group()
+    expected = f"^rank 0 sends {numel} float32 to rank 1, tag 0, which receives 4 {str(dtype)[6:]}\\. Both must"
 
     def exchange() -> None:
         if group.rank() == 0:
@@ -207,65 +213,39 @@ def that_differ(numel: int, dtype: torch.dtype) -> str:
         else:
             dist.recv(torch.zeros(4, dtype=dtype), group=group, group_src=0)
 
-    with pytest.raises(MismatchError) as raised:
+    with pytest.raises(MismatchError, match=expected):
         exchange()
-    told = str(raised.value)
     with pytest.raises(EvenstepError):
         dist.all_reduce(torch.ones(1), group=group)
     dist.destroy_process_group(group)
-    return told
 
 
-@pytest.mark.parametrize("numel", [SHORT, 5_000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_a_message_whose_receiver_expects_another_one_is_an_error_on_both(
-    ranks: RankPool, numel: int, dtype: torch.dtype
-) -> None:
-    """Number of elements, or dtype and that: both ranks raise the same text."""
-    first, second = ranks.run(that_differ, 2, numel, dtype)
-    assert first == second
-    expected = f"rank 0 sends {numel} float32 to rank 1, tag 0, which receives 4 {str(dtype)[6:]}."
-    assert first.startswith(expected)
-
-
-def refused_alone() -> list[str]:
-    """What one rank calls and shared memory doesn't carry; afterwards the group works."""
+@on_ranks(2)
+def test_what_one_rank_alone_calls_and_needs_gloo_is_refused_by_name(world: evenstep.World) -> None:
+    """Gloo is made by all ranks of a group, and the others know nothing of a message. Afterwards the group works."""
     group = make_group()
-    told = []
-    other = 1 - group.rank()
-    calls: list[Callable[[], object]] = [
-        lambda: dist.send(torch.eye(2).to_sparse(), group=group, group_dst=1),
-        lambda: dist.recv(torch.eye(2).to_sparse(), group=group, group_src=1),
-        lambda: dist.recv(torch.eye(2).to_sparse(), group=group),
-        lambda: group.send([torch.ones(1)], 0, 0),
-        lambda: group.send([torch.ones(1)], 1, -1),
-        lambda: group.recv([torch.zeros(1).expand(3)], 1, 0),
+    sparse, other = torch.eye(2).to_sparse(), 1 - group.rank()
+    dense = ": messages between ranks that share memory must be dense CPU tensors, and on rank 0.* a sparse_coo float32"
+    calls: list[tuple[str, Callable[[], object]]] = [
+        (f"send{dense}", lambda: dist.send(sparse, group=group, group_dst=1)),
+        (f"recv{dense}", lambda: dist.recv(sparse, group=group, group_src=1)),
+        (f"recv{dense}", lambda: dist.recv(sparse, group=group)),
+        ("send: rank 0 can't exchange a message with itself", lambda: group.send([torch.ones(1)], 0, 0)),
+        ("send: tag=-1 on rank 0", lambda: group.send([torch.ones(1)], 1, -1)),
+        (
+            r"recv on rank 0: float32 \[3\] with strides \[0\] has elements that share memory",
+            lambda: group.recv([torch.zeros(1).expand(3)], 1, 0),
+        ),
     ]
-    if group.rank() == 0:
-        for call in calls:
-            with pytest.raises(ConfigurationError) as raised:
-                call()
-            told.append(str(raised.value))
+    for words, call in calls if group.rank() == 0 else ():
+        with pytest.raises(ConfigurationError, match=f"^{words}"):
+            call()
     sent = dist.isend(torch.ones(2), group=group, group_dst=other)
     dist.recv(tensor := torch.zeros(2), group=group, group_src=other)
     assert sent is not None
     sent.wait()
     assert tensor.eq(1).all()
     end_group(group)
-    return told
-
-
-def test_what_one_rank_alone_calls_and_needs_gloo_is_refused_by_name(ranks: RankPool) -> None:
-    """Gloo is made by all ranks of a group, and the others know nothing of a message."""
-    told, _ = ranks.run(refused_alone, 2)
-    for each, what in zip(told[:3], ("send", "recv", "recv"), strict=True):
-        assert each.startswith(
-            f"{what}: messages between ranks that share memory must be dense CPU tensors, and on rank 0"
-        )
-        assert "a sparse_coo float32 Tensor on cpu" in each
-    assert told[3].startswith("send: rank 0 can't exchange a message with itself")
-    assert told[4].startswith("send: tag=-1 on rank 0")
-    assert told[5].startswith("recv on rank 0: float32 [3] with strides [0] has elements that share memory")
 
 
 def departed(numel: int, by_future: bool) -> str:
@@ -345,35 +325,25 @@ def test_a_message_of_any_rank_comes_from_those_that_live_and_a_killed_one_is_na
     assert words in lost
 
 
-def never_received() -> list[str]:
-    """What the ranks say at the end of a group of messages that nobody has received."""
+@on_ranks(2)
+def test_messages_that_nobody_has_received_are_named_as_the_group_ends(world: evenstep.World) -> None:
+    """By the rank that they were for: the sender can't know whether somebody still comes for them."""
     group = make_group()
     said: list[str] = []
     say, lanes.say = lanes.say, said.append
     try:
         if group.rank() == 0:
             dist.send(torch.ones(3), group=group, group_dst=1, tag=6)
-            work = dist.isend(torch.ones(100_000), group=group, group_dst=1, tag=7)
+            dist.isend(torch.ones(100_000), group=group, group_dst=1, tag=7)
             dist.send(torch.ones(1), group=group, group_dst=1, tag=8)
-            assert work is not None
         else:
             dist.recv(torch.ones(1), group=group, group_src=0, tag=8)
         dist.barrier(group)
         dist.destroy_process_group(group)
     finally:
         lanes.say = say
-    return said
-
-
-def test_messages_that_nobody_has_received_are_named_as_the_group_ends(ranks: RankPool) -> None:
-    """By the rank that they were for: the sender can't know whether somebody still comes for them."""
-    first, second = ranks.run(never_received, 2)
-    assert first == []
-    (line,) = second
-    assert (
-        "nobody has received 3 float32 from rank 0 to rank 1, tag 6; 100000 float32 from rank 0 to rank 1, tag 7"
-        in line
-    )
+    named = "nobody has received 3 float32 from rank 0 to rank 1, tag 6; 100000 float32 from rank 0 to rank 1, tag 7"
+    assert [named in line for line in said] == [True] * world.rank
 
 
 @on_ranks(2)
@@ -398,10 +368,11 @@ def test_a_full_ring_blocks_nobody_but_who_waits_for_its_message(world: evenstep
     end_group(group)
 
 
-def polled(is_killed: bool) -> str:
-    """What ends a loop that polls a receive: the peer's end, or the deadline."""
+@pytest.mark.parametrize("is_killed", [True, False])
+@on_ranks(2)
+def test_a_loop_that_polls_ends_with_the_error(world: evenstep.World, is_killed: bool) -> None:
+    """`is_completed` becomes true when the other rank has died, and at the deadline; `exception` is the error."""
     group = make_group(timeout_s=60 if is_killed else 0.5)
-    told = ""
     dist.barrier()
     if group.rank() == 0:
         arriving = dist.irecv(torch.zeros(3), group=group, group_src=1)
@@ -412,22 +383,11 @@ def polled(is_killed: bool) -> str:
         while not arriving.is_completed():
             assert time.monotonic() < until, "the loop doesn't end"
             time.sleep(0.005)
-        told = f"{type(arriving.exception()).__name__}: {arriving.exception()}"
-        dist.destroy_process_group(group)
+        error = arriving.exception()
+        assert isinstance(error, PeerLostError if is_killed else CollectiveTimeoutError)
+        assert ("lost rank 1 " if is_killed else "Missing: rank 1 ") in str(error)
     dist.barrier()
-    if group.rank() == 1:
-        dist.destroy_process_group(group)
-    return told
-
-
-def test_a_loop_that_polls_ends_with_the_error(ranks: RankPool) -> None:
-    """`is_completed` becomes true when the other rank has died, and at the deadline; `exception` is the error."""
-    told, _ = ranks.run(polled, 2, True)
-    assert told.startswith("PeerLostError: rank 0 lost rank 1")
-    assert "whose process has ended" in told
-    told, _ = ranks.run(polled, 2, False)
-    assert told.startswith("CollectiveTimeoutError: rank 0 waited")
-    assert "Missing: rank 1" in told
+    dist.destroy_process_group(group)
 
 
 # ---------------------------------------------------------------------- interrupts

@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import evenstep
 from evenstep import DataLoader
+from evenstep.data.position import Mark, Progress
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.replica.batches import input_watchers
 from tests.stub_worlds import stub_world
@@ -252,6 +253,20 @@ def test_a_step_counts_the_batches_that_the_model_was_given(given: str, num_step
         assert not input_watchers, "the model's short way is free again"
     finally:
         world.close()
+
+
+def test_a_step_before_which_no_batch_was_recognised_is_as_far_behind_as_the_one_before() -> None:
+    """The consumer reads one batch ahead, and the model is given a copy in the second step."""
+    progress, batches = Progress(), [torch.zeros(4) for _ in range(3)]
+    progress.start()
+    for number in (1, 2):
+        progress.add(Mark(0, 4 * number), batches[number - 1])
+    progress.see(batches[0])
+    progress.commit()
+    assert progress.committed.position == 4
+    progress.add(Mark(0, 12), batches[2])
+    progress.commit()
+    assert progress.committed.position == 8
 
 
 def test_a_consumer_that_reads_ahead_and_gives_the_model_copies_is_warned_of() -> None:

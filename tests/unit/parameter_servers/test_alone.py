@@ -309,31 +309,6 @@ def test_batches_that_were_done_out_of_order_are_left_out():
     assert [each and each[1] for each in found] == [2, 5, 6, 7, 8, None]
 
 
-class Counting(nn.Module):
-    """With a module buffer that is another tensor behind each pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3).double()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = self.seen + len(x)
-        return self.layer(x)
-
-
-def test_a_buffer_that_is_assigned_is_saved_as_it_is_last(tmp_path: Path):
-    def run(num_steps: int) -> float:
-        with evenstep.parameter_server(Counting, sgd, checkpoint=tmp_path / "run") as ps:
-            for _ in range(num_steps):
-                ps.backward(ps(torch.ones(2, 4, dtype=torch.float64)).sum())
-                ps.step()
-            return float(ps.model.seen)  # type: ignore[arg-type]
-
-    assert run(5) == 10
-    assert run(0) == 10
-
-
 def test_a_loop_that_is_left_behind_a_backward_pass():
     """The batch counts with the step that comes. Never twice."""
     with evenstep.parameter_server(model, sgd, mode="async") as ps:

@@ -232,33 +232,6 @@ def test_a_connection_that_is_cut_at_any_byte(every: int):
     check_cuts(lambda position: (None, position), range(0, 64 + 60, every))
 
 
-def test_a_call_that_is_repeated_while_it_is_answered_is_handled_once():
-    has_begun, may_end = threading.Event(), threading.Event()
-    found: list[Message] = []
-
-    def answer(rank: int, message: Message) -> Message:
-        has_begun.set()
-        assert may_end.wait(30)
-        return Message({"done": True})
-
-    with listening(answer=answer) as place:
-        client = place.client()
-        caller = threading.Thread(target=lambda: found.append(client.call("slow")))
-        caller.start()
-        for _ in range(3):
-            assert has_begun.wait(30)
-            connected = place.listener._peers[0].connection
-            assert connected is not None
-            connected.shutdown(socket.SHUT_RDWR)
-            while place.listener._peers[0].connection is connected:
-                time.sleep(0.01)
-        may_end.set()
-        caller.join()
-        assert found[0].head == {"done": True}
-        assert place.calls == [(0, "slow")]
-        assert place.lost == []
-
-
 def test_an_exception_in_the_middle_of_a_call_breaks_no_other(monkeypatch: pytest.MonkeyPatch):
     """Such as a signal handler's. The call that it has interrupted is sent as a whole before the next."""
     adds = Adds()

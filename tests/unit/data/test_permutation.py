@@ -100,18 +100,6 @@ def test_positions_outside_of_the_epoch_are_refused() -> None:
 # ---------------------------------------------------------------------- uniform
 
 
-@pytest.mark.parametrize("num_samples", [20, 260, 1000])
-def test_each_position_has_each_sample_equally_often(num_samples: int) -> None:
-    orders = torch.stack([_epoch(num_samples, seed=8, epoch=epoch) for epoch in range(800)])
-    for position in (0, 1, num_samples // 2, num_samples - 1):
-        _assert_uniform(orders[:, position] * 20 // num_samples, 20)
-    # All positions at once; the variance of the statistic is that of independent draws to within 1/20.
-    bins = torch.arange(num_samples) * 10 // num_samples * 10 + orders * 10 // num_samples
-    counts = torch.bincount(bins.reshape(-1), minlength=100)
-    expected = 800 * num_samples / 100
-    assert float((counts - expected).abs().max()) < _NUM_DEVIATIONS * expected**0.5
-
-
 @pytest.mark.parametrize("num_samples", [300_000, 10**9])
 @pytest.mark.parametrize("lag", [1, 2, 7, 548])
 def test_neighbours_in_the_order_are_unrelated(num_samples: int, lag: int) -> None:

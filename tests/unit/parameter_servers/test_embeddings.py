@@ -47,19 +47,6 @@ def test_first_rows_are_functions_of_their_numbers(fresh_seed: int):
     assert not torch.equal(*drawn(huge))
 
 
-def test_first_rows_are_normal_and_unrelated():
-    rows = drawn(torch.arange(25_000)).flatten()  # 200,000 values
-    assert abs(rows.mean()) < 0.01
-    assert abs(rows.var() - 1) < 0.02
-    assert abs((rows**3).mean()) < 0.03
-    assert abs((rows**4).mean() - 3) < 0.1
-    for lag in (1, 2, 8, 64):
-        assert abs((rows[lag:] * rows[:-lag]).mean()) < 0.01, lag
-    expected = torch.distributions.Normal(0, 1).cdf(torch.linspace(-3, 3, 13, dtype=DOUBLE))
-    found = torch.stack([(rows < each).double().mean() for each in torch.linspace(-3, 3, 13)])
-    assert (found - expected).abs().max() < 0.005
-
-
 def test_first_rows_are_pinned():
     """Tables of a saved run go on from them."""
     expected = torch.tensor(

@@ -17,6 +17,7 @@ import evenstep
 from evenstep import DataLoader
 from evenstep.errors import EvenstepError, MismatchError
 from evenstep.testing import RankPool
+from tests.ranks import on_ranks
 
 
 class OwnLoss:
@@ -165,6 +166,23 @@ def test_data_sets_that_differ_are_warned_of(ranks: RankPool, num_workers: int) 
         assert "the data set isn't the same on rank 0 and rank 1" in each[0]
     assert ranks.run(warnings_of, 2, num_workers, False, False) == [[], []]
     assert ranks.run(warnings_of, 2, num_workers, True, True) == [[], []], "augmented: no verdict"
+
+
+class Folder(Listed):
+    """As torchvision's: a list of (path, class)."""
+
+    def __init__(self, root: str, order: list[int]) -> None:
+        super().__init__(order)
+        self.samples = [(f"{root}/{number % 3}/{number}.png", number % 3) for number in order]
+
+
+@on_ranks(2)
+def test_files_in_another_order_are_an_error(world: evenstep.World) -> None:
+    """Folders may have other names."""
+    root, order = f"/tmp/of-rank-{world.rank}/data", list(range(40))
+    DataLoader(Folder(root, order), 8)
+    with pytest.raises(MismatchError, match="the digest of its file names is"):
+        DataLoader(Folder(root, order[:: 1 - 2 * world.rank]), 8)
 
 
 def evaluated_by_rank_0() -> int:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    Dataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -294,3 +295,30 @@ def test_a_set_epoch_of_the_script_is_the_loaders(kind: str) -> None:
         assert loader.epoch == sampler.epoch == epoch
         assert list(loader) == expected[epoch]
     assert list(islice(loader, 1)) != expected[3][:1], "none was set: the next"
+
+
+class Words(Dataset[str]):
+    """Samples that have words for numbers, and one that has a number."""
+
+    words = [f"sample {number}" for number in range(SIZE - 1)] + [7]
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, word: Any) -> Any:
+        return word
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.words)
+
+
+@pytest.mark.parametrize("step", [2, 11])
+def test_samples_without_numbers_go_on_where_they_were(step: int) -> None:
+    """A resume draws them again all at once; the digest doesn't depend on that."""
+    words = Words()
+    loader = DataLoader(words, 4, sampler=words, collate_fn=list, world=stub_world())
+    for _ in islice(loader, step):
+        loader.commit()
+    again = DataLoader(words, 4, sampler=words, collate_fn=list, world=stub_world())
+    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert list(chain.from_iterable(again)) == words.words[4 * step :]

@@ -56,15 +56,6 @@ def test_a_step_in_a_world_of_one_never_waits_for_the_device():
         model(x).square().mean()
 
 
-def test_batches_arrive_on_the_gpu():
-    world = evenstep.World.alone(device="cuda:0")
-    data = torch.utils.data.TensorDataset(torch.arange(10.0), torch.arange(10))
-    loader = evenstep.DataLoader(data, global_batch_size=4, world=world)
-    batches = list(loader)
-    assert all(x.is_cuda and y.is_cuda for x, y in batches)
-    assert torch.cat([y for _, y in batches]).tolist() == list(range(10))
-
-
 @pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], [0], ["cuda:0"] * 3])
 def test_replicas_on_a_gpu_equal_the_bare_module(devices):
     """Their graphs are differentiated by autograd's own thread of the device, from within a node that runs there."""

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +13,6 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import MismatchError
-from evenstep.replica.gradients.exchange.header import Header
-from evenstep.replica.gradients.window import Window
-from evenstep.replica.monitors.checks import OptionsWatch
-from tests.gpu.sharing import never_waiting
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use"),
@@ -29,49 +24,6 @@ ROOT = Path(__file__).parents[2]
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).double()
-
-
-@pytest.mark.parametrize("way", ["plain", "sharded"])
-def test_clipping_never_waits_for_the_device(way):
-    world = evenstep.World.alone(device="cuda:0")
-    model = evenstep.DistributedDataParallel(make_model().cuda(), world=world)
-    if way == "sharded":
-        optimizer: torch.optim.Optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model.backward(model(torch.randn(4, 8, dtype=torch.float64, device="cuda")).square().mean(), weight=4)
-    evenstep.clip_grad_norm_(optimizer, 0.1)
-    with never_waiting():
-        norm = evenstep.clip_grad_norm_(optimizer, 0.1)
-        evenstep.clip_grad_norm_(optimizer, 0.1, float("inf"))
-        evenstep.clip_grad_value_(optimizer, 0.01)
-    assert norm.is_cuda
-    assert float(norm) <= 0.1 + 1e-6
-
-
-def test_comparing_options_never_waits_for_the_device():
-    rate = torch.tensor(0.1, device="cuda")
-    optimizer = torch.optim.AdamW(make_model().cuda().parameters(), lr=rate, capturable=True)
-    world = SimpleNamespace(world_size=2, rank=1)
-    watch = OptionsWatch(world, None, lambda: True)  # type: ignore[arg-type]
-    watch.add(optimizer)
-    watch.header_numbers(Window())  # weights of the digest come to the device
-    header = Header(1, rate.device, [watch])
-    seen = []
-    with never_waiting():
-        for _ in range(10):
-            rate.mul_(0.99)
-            header.fill(Window(), [True])
-            seen.append(header.tensor[4].clone())
-    assert len({float(each) for each in seen}) == 10
-    rate.mul_(1 + 1e-12)
-    assert float(watch.header_numbers(Window())[1]) == float(seen[-1]), "that is rounding"
-    for _ in range(3):  # the first windows are waited for
-        header.read()
-    with never_waiting():
-        header.fill(Window(), [True])
-        header.read()
-    assert watch.found is not None
 
 
 def other_rate(device: str) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import evenstep
-from evenstep.errors import EvenstepError, NonFiniteError
+from evenstep.errors import NonFiniteError
 from evenstep.testing import RankPool
 from evenstep.transport import fallback
 from tests.commands import call
@@ -151,37 +151,6 @@ def test_a_step_over_nccl_never_waits_for_the_device(gpu_ranks: RankPool, is_sha
     gpu_ranks.run(steps_without_waiting, 2, is_sharded, is_tensor)
 
 
-def uneven(transport: str) -> None:
-    with world_over(transport) as world:
-        model = evenstep.DistributedDataParallel(double_net(), bucket_cap_mb=1e-3, world=world)
-        one = double_net().to(world.device)
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, one)]
-        batches = [
-            [
-                torch.randn(2 + r, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(9 * r + n))
-                for n in range(2 + 2 * r)
-            ]
-            for r in range(2)
-        ]
-        with model.join():
-            for x in batches[world.rank]:
-                model.backward(model(x.to(world.device)).square().mean(), weight=len(x))
-                optimizers[0].step()
-                optimizers[0].zero_grad()
-        for n in range(4):
-            rows = torch.cat([each[n] for each in batches if n < len(each)])
-            one(rows.to(world.device)).square().mean().backward()
-            optimizers[1].step()
-            optimizers[1].zero_grad()
-        for a, b in zip(model.parameters(), one.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-
-
-@TRANSPORTS
-def test_ranks_that_run_out_of_data(gpu_ranks: RankPool, transport: str) -> None:
-    gpu_ranks.run(uneven, 2, transport)
-
-
 def compiled(transport: str, backend: str) -> None:
     with world_over(transport) as world:
         torch._dynamo.reset()
@@ -205,31 +174,6 @@ def compiled(transport: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_compiled_model(gpu_ranks: RankPool, transport: str, backend: str) -> None:
     gpu_ranks.run(compiled, 2, transport, backend, timeout_s=150)
-
-
-def sparse(transport: str) -> None:
-    with world_over(transport) as world:
-
-        def make() -> nn.Module:
-            torch.manual_seed(0)
-            return nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 2)).double()
-
-        model, one = evenstep.DistributedDataParallel(make(), world=world), make().to(world.device)
-        rows = [torch.tensor([1, 2, 2]), torch.tensor([2, 7, 19])]
-        for _ in range(3):
-            model(rows[world.rank].to(world.device)).square().mean().backward()
-            one(torch.cat(rows).to(world.device)).square().mean().backward()
-            for a, b in zip(model.parameters(), one.parameters(), strict=True):
-                assert a.grad is not None
-                assert b.grad is not None
-                torch.testing.assert_close(a.grad.to_dense(), b.grad.to_dense(), rtol=1e-10, atol=1e-12)
-            model.zero_grad()
-            one.zero_grad()
-
-
-@TRANSPORTS
-def test_sparse_gradients(gpu_ranks: RankPool, transport: str) -> None:
-    gpu_ranks.run(sparse, 2, transport)
 
 
 # ---------------------------------------------------------------------- SyncBatchNorm
@@ -379,47 +323,6 @@ def test_not_a_number_on_one_rank(gpu_ranks: RankPool, transport: str, on_nonfin
 
 
 # ---------------------------------------------------------------------- diagnosis
-
-
-def apart(transport: str) -> list[str]:
-    with world_over(transport) as world:
-        model = evenstep.DistributedDataParallel(double_net(), world=world, compare_every=2)
-        told = []
-        for step in range(8):
-            try:
-                model.backward(model(batch_of(world, step, 4, 8)).square().mean(), weight=4)
-            except EvenstepError as error:
-                return [str(error)]
-            if step == 2 and world.rank == 1:
-                with torch.no_grad():
-                    model.module[2].weight[3, 1] += 1e-3
-            model.zero_grad()
-        return told
-
-
-@TRANSPORTS
-def test_replicas_that_drift_apart_are_named(gpu_ranks: RankPool, transport: str) -> None:
-    told = gpu_ranks.run(apart, 2, transport)
-    assert told[0] == told[1]
-    assert "2.weight" in told[0][0]
-    assert "ranks 0 and 1" in told[0][0]
-
-
-def other_models(transport: str) -> str:
-    with world_over(transport) as world:
-        module = nn.Linear(4, 3 + world.rank)
-        try:
-            evenstep.DistributedDataParallel(module, world=world)
-        except EvenstepError as error:
-            return str(error)
-        return ""
-
-
-@TRANSPORTS
-def test_models_of_other_shapes_are_named(gpu_ranks: RankPool, transport: str) -> None:
-    first, second = gpu_ranks.run(other_models, 2, transport)
-    assert first == second
-    assert "weight" in first
 
 
 RAISES = """\

@@ -31,19 +31,6 @@ FAILS = """
 """
 
 
-def test_hosts_that_save_nothing_themselves_know_that_the_run_gets_on(
-    make_hosts: Callable[[int], Hosts], tmp_path: Path
-) -> None:
-    """Rank 0's host alone makes checkpoints of what all have written."""
-    script = FAILS.format(saved=str(tmp_path / "saved"), gets_anywhere=True, num_failures=5, culprit=1)
-    hosts = make_hosts(2)
-    started = [hosts.start(host, script, ["--max-restarts", "9"]) for host in range(2)]
-    for host in started:
-        assert host.wait() == 0, host.stderr
-        assert host.stderr.count("restarting all ranks") == 5, host.stderr
-        assert "evenstep: the newest saved step is 5\n" in host.stderr
-
-
 def test_all_hosts_end_a_run_that_gets_nowhere(make_hosts: Callable[[int], Hosts], tmp_path: Path) -> None:
     script = FAILS.format(saved=str(tmp_path / "saved"), gets_anywhere=False, num_failures=9, culprit=0)
     hosts = make_hosts(2)

@@ -150,22 +150,6 @@ def test_strangers_change_nothing(has_secret: bool, make_hosts: Callable[[int], 
     assert ("there is no secret file" in server.stderr) is not has_secret
 
 
-def test_a_worker_whose_node_has_another_secret_is_refused(make_hosts: Callable[[int], Hosts], tmp_path: Path) -> None:
-    hosts = make_hosts(2)
-    there = tmp_path / "there"
-    there.mkdir()
-    script = TRAINS.format(mode="sync", saved=str(there / "saved"), steps=60, there=str(there))
-    secrets = [tmp_path / "one", tmp_path / "other"]
-    for each in secrets:
-        each.write_text(each.name)
-        each.chmod(0o600)
-    plays = "import os\n    os.environ['EVENSTEP_SECRET_FILE'] = {} [int(os.environ['RANK'])]\n    import hashlib"
-    script = script.replace("import hashlib", plays.format([str(each) for each in secrets]), 1)
-    worker, _ = start(hosts, script, 2, node_timeout_s=3.0)
-    assert worker.wait() != 0
-    assert "it refuses this process: is the secret file the same on all nodes?" in worker.stderr
-
-
 def test_a_worker_whose_node_loses_its_power_is_lost_and_the_others_go_on(
     make_hosts: Callable[[int], Hosts], tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy
@@ -107,20 +107,6 @@ def train_on_shards(num_workers: int) -> tuple[list[int], int, float]:
         seen += batch.tolist()
         num_steps += 1
     return seen, num_steps, weights
-
-
-def pairs_of_shards() -> list[tuple[list[int], list[int]]]:
-    evenstep.init(quiet=True)
-    loader = DataLoader(Shards(), 6)
-    return [(a.tolist(), b.tolist()) for a, b in islice(zip(loader, loader, strict=True), 20)]
-
-
-def test_two_iterations_of_a_sharded_stream_at_once(ranks: RankPool) -> None:
-    """Neither begins anew when the other goes on."""
-    of_ranks = ranks.run(pairs_of_shards, 2)
-    for side in (0, 1):
-        seen = chain.from_iterable(pair[side] for pairs in of_ranks for pair in pairs)
-        assert sorted(seen) == sorted(Shards())
 
 
 @pytest.mark.parametrize(("nproc", "num_workers"), [(2, 0), (2, 2), (3, 0)])

@@ -6,18 +6,18 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import Dataset, RandomSampler
 
 import evenstep
 from evenstep import DataLoader
 from evenstep.errors import EvenstepError, MismatchError
 from evenstep.testing import RankPool
+from tests.ranks import on_ranks
 
 
 class OwnLoss:
@@ -39,16 +39,6 @@ class Shorter:
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(20 - 8 * (self.rank == 1)))
-
-
-class Divided:
-    """Divides by rank, as timm's."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.rank, 20, 3))
 
 
 def error_of(make: Callable[[int], Any], num_workers: int) -> tuple[list[int], str, float]:
@@ -81,7 +71,6 @@ def error_of(make: Callable[[int], Any], num_workers: int) -> tuple[list[int], s
     [
         (OwnLoss, 12, "rank 1 got other samples than rank 0"),
         (Shorter, 12, "it has ended on rank 1 and continues on rank 0"),
-        (Divided, 0, "rank 1 got other samples than rank 0"),
     ],
 )
 def test_samplers_that_differ_are_an_error_on_all_ranks_before_that_batch(
@@ -187,21 +176,13 @@ class Folder(Listed):
         self.samples = [(f"{root}/{number % 3}/{number}.png", number % 3) for number in order]
 
 
-def made_with(names_differ: bool) -> str:
-    world = evenstep.init(quiet=True)
-    order = sorted(range(40), key=lambda number: (number * 7) % 40 if names_differ and world.rank else number)
-    try:
-        DataLoader(Folder(f"/tmp/of-rank-{world.rank}/data", order), 8)
-    except MismatchError as error:
-        return str(error)
-    return ""
-
-
-def test_files_in_another_order_are_an_error(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(made_with, 2, False) == ["", ""], "folders may have other names"
-    one, other = ranks.run(made_with, 2, True)
-    assert one == other
-    assert "the digest of its file names is" in one
+@on_ranks(2)
+def test_files_in_another_order_are_an_error(world: evenstep.World) -> None:
+    """Folders may have other names."""
+    root, order = f"/tmp/of-rank-{world.rank}/data", list(range(40))
+    DataLoader(Folder(root, order), 8)
+    with pytest.raises(MismatchError, match="the digest of its file names is"):
+        DataLoader(Folder(root, order[:: 1 - 2 * world.rank]), 8)
 
 
 def evaluated_by_rank_0() -> int:
@@ -215,43 +196,3 @@ def evaluated_by_rank_0() -> int:
 
 def test_a_rank_may_iterate_alone(ranks: RankPool) -> None:
     assert ranks.run(evaluated_by_rank_0, 2) == [20, 0]
-
-
-def looked_at_by_rank_0_and_another_by_all() -> list[int]:
-    world = evenstep.init(quiet=True)
-    shown = DataLoader(range(40), 8)
-    if world.rank == 0:
-        next(iter(shown))
-    del shown
-    loader = DataLoader(range(23), 5, sampler=SequentialSampler(range(23)))
-    return [number for batch in loader for number in batch.tolist()]
-
-
-def test_a_look_of_one_rank_is_not_taken_for_a_call_of_the_next_loader(ranks: RankPool) -> None:
-    one, other = ranks.run(looked_at_by_rank_0_and_another_by_all, 2)
-    assert sorted(one + other) == list(range(23))
-
-
-class InOrder:
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(20))
-
-
-def left_early(num_workers: list[int]) -> list[list[int]]:
-    """The last epoch after loops that were left early, on ranks that draw ahead by different numbers of batches."""
-    world = evenstep.init(quiet=True)
-    workers = num_workers[world.rank]
-    context = "fork" if workers else None
-    loader = DataLoader(range(20), 4, sampler=InOrder(), num_workers=workers, multiprocessing_context=context)
-    next(iter(loader))
-    for place, _ in enumerate(loader):
-        if place == 1:
-            break
-    seen = [batch.tolist() for batch in loader]
-    assert float(world.mean(torch.tensor(float(world.rank)))) == 0.5
-    return seen
-
-
-def test_ranks_with_different_numbers_of_workers_compare_the_same_steps(ranks: RankPool) -> None:
-    seen = ranks.run(left_early, 2, [0, 2])
-    assert seen == [[[4 * step + 2 * rank, 4 * step + 2 * rank + 1] for step in range(5)] for rank in range(2)]

@@ -86,18 +86,6 @@ def test_other_libraries_shuffles_are_keyed(urls: str, fresh_seed: int) -> None:
             assert parts == [order(again, fresh_seed, 1, num_parts, index) for index in range(num_parts)]
 
 
-def test_other_libraries_parts_shuffle_otherwise(tmp_path: Path) -> None:
-    needs("webdataset")
-    import webdataset as wds
-
-    def numbered(source: Iterator[Any]) -> Iterator[Any]:
-        yield from ({"cls": number} for number, _ in zip(range(20), source, strict=False))
-
-    pipeline = wds.DataPipeline(wds.SimpleShardList(["x"] * 60), numbered, wds.shuffle(20, initial=20))
-    assert order(pipeline, 0, 0, 2, 0) != order(pipeline, 0, 0, 2, 1)
-    assert sorted(order(pipeline, 0, 0, 2, 1)) == list(range(20))
-
-
 def test_other_libraries_draws_of_shards_and_mixes(urls: str) -> None:
     """Shards drawn with replacement, for an epoch of a given length; two sources in turns."""
     import webdataset as wds

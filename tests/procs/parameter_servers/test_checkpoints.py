@@ -78,20 +78,3 @@ def test_other_numbers_of_servers_go_on(tmp_path: Path, fresh_seed: int):
     assert_same(found, {name: expected[name] for name in found})
     assert found.keys() == expected.keys()
     torch.testing.assert_close(rows, expected_rows, rtol=0, atol=1e-12)
-
-
-def test_a_model_of_another_shape_is_refused_on_all(tmp_path: Path):
-    with group(1, 2) as ranks:
-        ranks.run(train, (str(tmp_path / "run"), 1, 0, 2))
-    with pytest.raises(evenstep.EvenstepError, match="other"):
-        evenstep.launch(with_another_layer, 1, (str(tmp_path / "run"),), servers=2, device="cpu", timeout_s=60)
-
-
-def with_another_layer(path: str) -> None:
-    def model() -> nn.Module:
-        found = Model()
-        found.other = nn.Linear(2, 2)
-        return found
-
-    with evenstep.parameter_server(model, optimizer_of, mode="sync", scheduler_fn=schedule, checkpoint=path):
-        pass

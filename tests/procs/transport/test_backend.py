@@ -8,7 +8,6 @@ import importlib.util
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from evenstep.testing import RankPool
 from evenstep.transport import fallback
 from evenstep.transport.backend.backend import EvenstepGroup
 from evenstep.transport.shm.transport import SharedMemoryTransport
+from tests.ranks import on_ranks
 from tests.sockets import listening
 
 # torch 2.13 warns of the names that torch 2.11 knows.
@@ -58,7 +58,8 @@ def check_equal(got: Any, expected: Any, what: str) -> None:
         assert got == expected, what
 
 
-def several_in_one() -> dict[str, int]:
+@on_ranks(2)
+def test_coalesced_calls(world: evenstep.World) -> None:
     from torch.distributed.distributed_c10d import _coalescing_manager
 
     with both_groups() as (_, ours):
@@ -69,28 +70,20 @@ def several_in_one() -> dict[str, int]:
                 for each in sums:
                     dist.all_reduce(each, group=ours)
             manager.wait()
-            for each in sums:
-                assert each.eq(sum(range(size))).all()
-            outs = [torch.zeros(size * 3), torch.zeros(size * 20_000)]
+            outs, shares = ([torch.zeros(n * factor) for n in (3, 20_000)] for factor in (size, 1))
             with _coalescing_manager(group=ours, device=device):
                 for out in outs:
                     all_gather_single(out, torch.full((out.numel() // size,), float(rank)), group=ours)
-            for out in outs:
-                assert out.view(size, -1).eq(torch.arange(size).view(-1, 1)).all()
-            shares = [torch.zeros(3), torch.zeros(20_000)]
             with _coalescing_manager(group=ours, device=device):
                 for share in shares:
-                    reduce_scatter_single(share, torch.ones(share.numel() * size), group=ours)
-            for share in shares:
-                assert share.eq(size).all()
-        return fallback.counts()
+                    reduce_scatter_single(share, torch.full((share.numel() * size,), float(rank)), group=ours)
+            assert all(each.eq(sum(range(size))).all() for each in (*sums, *shares))
+            assert all(out.view(size, -1).eq(torch.arange(size).view(-1, 1)).all() for out in outs)
+        assert fallback.counts() == {}
 
 
-def test_coalesced_calls(ranks: RankPool) -> None:
-    assert ranks.run(several_in_one, 2) == [{}] * 2
-
-
-def futures_and_threads() -> dict[str, int]:
+@on_ranks(2)
+def test_futures_and_splits(world: evenstep.World) -> None:
     with both_groups() as (_, ours):
         works = [dist.all_reduce(torch.full((n,), 1.0), group=ours, async_op=True) for n in (1, 300_000, 2)]
         doubled = [work.get_future().then(lambda done: done.value()[0] * 2) for work in works]
@@ -107,26 +100,6 @@ def futures_and_threads() -> dict[str, int]:
         future = dist.all_reduce(torch.ones(200_000), group=ours, async_op=True).get_future().then(chained)
         assert future.wait().eq(ours.size() ** 2).all()
 
-        groups = [dist.new_group(backend="evenstep") for _ in range(3)]
-        sums: list[float] = []
-
-        def run(group: dist.ProcessGroup) -> None:
-            for _ in range(50):
-                tensor = torch.ones(100)
-                dist.all_reduce(tensor, group=group)
-                sums.append(float(tensor[0]))
-
-        threads = [threading.Thread(target=run, args=(group,)) for group in groups]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sums == [ours.size()] * 150
-        half = dist.new_group([1], backend="evenstep")
-        if ours.rank() == 1:
-            alone = torch.ones(3)
-            dist.all_reduce(alone, group=half)
-            assert alone.eq(1).all()
         split = ours.split_group([1, 0], group_name="turned")
         assert split is not None
         assert (split.rank(), split.group_name, split.name()) == (1 - ours.rank(), "turned", "evenstep")
@@ -135,45 +108,12 @@ def futures_and_threads() -> dict[str, int]:
         assert first.item() == 1.0
         split.barrier().wait()
         split.shutdown()
-        for group in groups:
-            dist.destroy_process_group(group)
-        return fallback.counts()
+        assert fallback.counts() == {}
 
 
-def test_futures_threads_and_groups(ranks: RankPool) -> None:
-    assert ranks.run(futures_and_threads, 2) == [{}, {}]
-
-
-def sparse_on_all_ranks() -> list[Any]:
-    """By `wait`, by a future, coalesced, and by a call that shared memory carries in between."""
-    evenstep.init(quiet=True)
-    group = dist.new_group(backend="evenstep")
-    sums = []
-    for way in ("wait", "future", "look"):
-        tensor = (torch.eye(2) * (1 + group.rank())).to_sparse()
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-        dense = torch.ones(1)
-        dist.all_reduce(dense, group=group)
-        if way == "wait":
-            work.wait()
-        elif way == "future":
-            (tensor,) = work.get_future().wait()
-        else:
-            while not work.is_completed():
-                time.sleep(0.001)
-            assert work.is_success()
-        sums.append((tensor.to_dense().tolist(), float(dense)))
-    dist.destroy_process_group(group)
-    return sums
-
-
-def test_what_all_ranks_leave_to_gloo_works_as_ever(ranks: RankPool) -> None:
-    assert ranks.run(sparse_on_all_ranks, 2) == [[([[3.0, 0.0], [0.0, 3.0]], 2.0)] * 3] * 2
-
-
-def gloo_for_a_sum() -> tuple[list[list[float]], dict[str, int]]:
-    """Make Gloo with a sparse sum, for which ranks come at different times, and end it with the group."""
-    world = evenstep.init(quiet=True)
+@on_ranks(3)
+def test_gloo_is_made_with_the_first_call_of_all_ranks_that_needs_it(world: evenstep.World) -> None:
+    """Until then no port is open; it is counted, and ends with the group. Ranks come to the call at different times."""
     before = listening()
     group = dist.new_group(backend="evenstep")
     fallback.reset()
@@ -187,16 +127,11 @@ def gloo_for_a_sum() -> tuple[list[list[float]], dict[str, int]]:
     assert [address for address, _ in listening() - before] == ["127.0.0.1"]
     work.wait()
     dist.barrier(group)
-    counts = fallback.counts()
+    assert fallback.counts() == {"allreduce": 1}
     dist.destroy_process_group(group)
     del group, work
     assert listening() == before
-    return tensor.to_dense().tolist(), counts
-
-
-def test_gloo_is_made_with_the_first_call_of_all_ranks_that_needs_it(ranks: RankPool) -> None:
-    """Until then no port is open; it is counted, and ends with the group."""
-    assert ranks.run(gloo_for_a_sum, 3) == [([[3.0, 0.0], [0.0, 3.0]], {"allreduce": 1})] * 3
+    assert tensor.to_dense().tolist() == [[3.0, 0.0], [0.0, 3.0]]
 
 
 class Standing(torch.Tensor):
@@ -374,22 +309,6 @@ def test_torchs_wrappers_give_what_they_give_on_gloo(ranks: RankPool, way: str, 
     assert ranks.run(trained_alike, 2, way, hook, timeout_s=120) == [{}] * 2
 
 
-def checkpointed(directory: str) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    with both_groups() as (_, ours):
-        state = {f"own {ours.rank()}": torch.full((5,), float(ours.rank())), "common": torch.arange(1000.0)}
-        dcp.save(state, checkpoint_id=directory, process_group=ours)
-        loaded = {name: torch.zeros_like(value) for name, value in state.items()}
-        dcp.load(loaded, checkpoint_id=directory, process_group=ours)
-        for name, value in state.items():
-            check_equal(loaded[name], value, name)
-
-
-def test_torchs_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(checkpointed, 2, str(tmp_path / "checkpoint"))
-
-
 # ---------------------------------------------------------------------- peers
 
 END = r"""
@@ -459,11 +378,12 @@ def held() -> tuple[int, int, int]:
     return len(list(Path("/proc/self/fd").iterdir())), maps, threading.active_count()
 
 
-def make_and_destroy(num_groups: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+@on_ranks(3)
+def test_groups_that_are_destroyed_leave_nothing(world: evenstep.World) -> None:
     """What a rank holds before and after groups, each with long and short collectives and messages."""
-    evenstep.init(quiet=True).barrier()
+    world.barrier()
     before = (0, 0, 0)
-    for number in range(num_groups + 2):
+    for number in range(12):
         if number == 2:  # what is made once is there
             before = held()
         group = dist.new_group(backend="evenstep")
@@ -478,10 +398,4 @@ def make_and_destroy(num_groups: int) -> tuple[tuple[int, int, int], tuple[int, 
             assert (tensor[-1].item(), got[-1].item()) == (size, (rank - 1) % size)
         dist.destroy_process_group(group)
         del group, sent, tensor, got
-    return before, held()
-
-
-@pytest.mark.parametrize("nproc", [3])
-def test_groups_that_are_destroyed_leave_nothing(ranks: RankPool, nproc: int) -> None:
-    for before, after in ranks.run(make_and_destroy, nproc, 10):
-        assert after == before
+    assert held() == before

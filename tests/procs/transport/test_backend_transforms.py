@@ -17,47 +17,6 @@ from evenstep.transport import fallback
 from .test_backend import both_groups
 
 
-def renamed(functional: Any, name: str, old: str) -> Any:
-    """A functional collective, by the name that this torch doesn't warn of."""
-    return getattr(functional, name, None) or getattr(functional, old)
-
-
-def required_later() -> list[Any]:
-    """A tensor that comes to require gradients while its sum is under way."""
-    with both_groups() as (_, ours):
-        found: list[Any] = []
-        for numel in (4, 40_000):
-            tensor = torch.ones(numel)
-            work = dist.all_reduce(tensor, group=ours, async_op=True)
-            tensor.requires_grad_()
-            work.wait()
-            found += [tensor.eq(ours.size()).all().item(), tensor.grad_fn]
-        return found
-
-
-def test_a_tensor_may_come_to_require_gradients_while_it_travels(ranks: RankPool) -> None:
-    assert ranks.run(required_later, 2) == [[True, None, True, None]] * 2
-
-
-def alone() -> list[Any]:
-    """A group of one: results of strided tensors, and of one that requires gradients."""
-    with both_groups() as (_, ours):
-        group = dist.new_group([ours.rank()], backend="evenstep", use_local_synchronization=True)
-        given = torch.arange(6.0).view(2, 3).t().requires_grad_()
-        out, share = torch.empty(3, 2), torch.empty(3, 2)
-        gather = renamed(dist, "all_gather_single", "all_gather_into_tensor")
-        scatter = renamed(dist, "reduce_scatter_single", "reduce_scatter_tensor")
-        gather(out, given, group=group)
-        scatter(share, given, group=group)
-        dist.destroy_process_group(group)
-        return [out.tolist(), share.tolist(), out.requires_grad, share.requires_grad]
-
-
-def test_one_rank_copies_without_a_trace_of_the_gradient(ranks: RankPool) -> None:
-    rows = [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
-    assert ranks.run(alone, 2) == [[rows, rows, False, False]] * 2
-
-
 def summed(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
     total = tensor.clone()
     dist.all_reduce(total, group=group)

@@ -215,17 +215,8 @@ def coalesced() -> Iterator[tuple[str, Call]]:
         dist.all_reduce_coalesced(tensors, group=ranks.group)
         return tensors
 
-    def managed(ranks: Ranks) -> Any:
-        tensors = [ranks.draw(torch.float32, (n,)) for n in (3, 1, 7)]
-        with dist.distributed_c10d._coalescing_manager(group=ranks.group, async_ops=True) as manager:
-            for tensor in tensors:
-                dist.all_reduce(tensor, group=ranks.group)
-        manager.wait()
-        return tensors
-
     yield "all_reduce_coalesced", all_reduce_coalesced
     yield "of two dtypes", of_two_dtypes
-    yield "managed", managed
 
 
 # ---------------------------------------------------------------------- what moves tensors
@@ -335,33 +326,6 @@ def messages() -> Iterator[tuple[str, Call]]:
 
         yield f"around {str(dtype)[6:]}", around
 
-    def two_tags(ranks: Ranks) -> Any:
-        first, second = ranks.draw(torch.float32, (3,)), ranks.draw(torch.float32, (3,))
-        if ranks.rank == 0:
-            works = [
-                dist.isend(each, group=ranks.group, group_dst=1, tag=tag) for tag, each in ((1, first), (2, second))
-            ]
-        elif ranks.rank == 1:
-            works = [
-                dist.irecv(each, group=ranks.group, group_src=0, tag=tag) for tag, each in ((2, first), (1, second))
-            ]
-        else:
-            works = []
-        for work in works:
-            assert work is not None
-            work.wait()
-        return [first, second]
-
-    def from_anyone(ranks: Ranks) -> Any:
-        if ranks.rank > 0:
-            dist.send(torch.full((2,), float(ranks.rank)), group=ranks.group, group_dst=0, tag=4)
-            return None
-        got = {}  # by a tag of its own: a rank that is done sends for the next case already
-        for _ in range(ranks.size - 1):
-            tensor = torch.zeros(2)
-            got[dist.recv(tensor, group=ranks.group, tag=4)] = tensor
-        return sorted((source, tensor.tolist()) for source, tensor in got.items())
-
     def in_a_batch(ranks: Ranks) -> Any:
         out = torch.zeros(3)
         to, source = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
@@ -380,8 +344,6 @@ def messages() -> Iterator[tuple[str, Call]]:
                     torch.zeros(1), group=ranks.group, **{f"group_{'dst' if call is dist.send else 'src'}": ranks.size}
                 )
 
-    yield "two tags", two_tags
-    yield "from anyone", from_anyone
     yield "in a batch", in_a_batch
     yield "to itself", lambda ranks: dist.send(torch.zeros(1), group=ranks.group, group_dst=ranks.rank)
     yield "to nobody", lambda ranks: to_nobody(ranks) if ranks.backend == "evenstep" else None  # Gloo: SIGSEGV
@@ -468,15 +430,6 @@ def groups() -> Iterator[tuple[str, Call]]:
     def made(ranks: Ranks, members: list[int], **given: Any) -> Any:
         return sum_of(dist.new_group(members, backend=ranks.backend, **given))
 
-    def made_locally(ranks: Ranks) -> Any:
-        # Rank 0 takes part with a group of its own: in torch 2.15 these groups count, too, and where one rank has made
-        # more than another, the next group of all has a name for each of them, and never comes to be, over Gloo either.
-        members = list(range(1, ranks.size)) if ranks.rank else [0]
-        return made(ranks, members, use_local_synchronization=True, group_desc="some", timeout=timedelta(seconds=40))
-
-    def subgroups(ranks: Ranks) -> Any:
-        return sum_of(dist.new_subgroups(1, backend=ranks.backend)[0])
-
     def enumerated(ranks: Ranks) -> Any:
         mine, _ = dist.new_subgroups_by_enumeration([[1], [0, *range(2, ranks.size)]], backend=ranks.backend)
         return sum_of(mine)
@@ -487,50 +440,22 @@ def groups() -> Iterator[tuple[str, Call]]:
         assert work is not None
         return work.wait(timedelta(seconds=40))
 
-    def barrier_with_timeout(ranks: Ranks) -> Any:
-        return ranks.group.barrier(timeout=timedelta(seconds=40)).wait()
-
     def monitored_barrier(ranks: Ranks) -> Any:
         return ranks.group.monitored_barrier(timedelta(seconds=40), wait_all_ranks=True)
 
     def monitored_barrier_of_torchs(ranks: Ranks) -> Any:
         return dist.monitored_barrier(ranks.group, timedelta(seconds=40))
 
-    def late_at_a_barrier(ranks: Ranks) -> Any:
-        group = dist.new_group(backend=ranks.backend)
-        try:
-            if ranks.rank == 0:
-                group.monitored_barrier(timedelta(seconds=0.3))
-        finally:
-            dist.barrier()
-            dist.destroy_process_group(group)
-
-    def another_deadline(ranks: Ranks) -> Any:
-        group = dist.new_group(backend=ranks.backend)
-        try:
-            set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
-            set_timeout(timedelta(seconds=0.3), group)
-            if ranks.rank == 0:
-                dist.all_reduce(torch.zeros(1), group=group)
-        finally:
-            dist.barrier()
-            dist.destroy_process_group(group)
-
     yield "told", told
     yield "made of one rank", lambda ranks: made(ranks, [1])
     yield "made of all, turned round", lambda ranks: made(ranks, list(range(ranks.size))[::-1], sort_ranks=False)
-    yield "made locally", made_locally
-    yield "subgroups", subgroups
     yield "enumerated", enumerated
     yield "no rank", lambda ranks: dist.new_group([ranks.size], backend=ranks.backend)
     yield "one rank twice", lambda ranks: dist.new_subgroups_by_enumeration([[0], [0]], backend=ranks.backend)
     yield "subgroups that don't add up", lambda ranks: dist.new_subgroups(ranks.size + 1, backend=ranks.backend)
     yield "barriers", barriers
-    yield "barrier with timeout", barrier_with_timeout
     yield "monitored_barrier", monitored_barrier
     yield "monitored_barrier of torch's", monitored_barrier_of_torchs
-    yield "late at a barrier", late_at_a_barrier
-    yield "another deadline", another_deadline
     yield "shrink_group", lambda ranks: dist.shrink_group([ranks.size - 1], group=ranks.group)
     yield "split_group", lambda ranks: sum_of(dist.split_group(ranks.group, [[0], list(range(1, ranks.size))]))
 

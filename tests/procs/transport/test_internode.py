@@ -14,13 +14,12 @@ import pytest
 import torch
 
 import evenstep
-from evenstep.errors import EvenstepError, MismatchError
+from evenstep.errors import EvenstepError
 from evenstep.testing import RankPool
 from evenstep.transport import factory
-from evenstep.transport.core.fallback import fallback
 from evenstep.transport.factory import open_transports
 from evenstep.transport.internode.transport import InternodeTransport
-from tests import namespaces
+from tests.ranks import on_ranks
 from tests.transport_cases import DTYPES, Coverage, check_transport
 
 SHAPES = ((), (0,), (1,), (3, 5), (1021,), (16_385,))
@@ -114,7 +113,8 @@ def test_random_calls_have_the_sums_of_one_node(ranks: RankPool, names: str, fre
     assert ranks.run(random_calls, len(names), names, fresh_seed) == [[]] * len(names)
 
 
-def odd_tensors() -> None:
+@on_ranks(4)
+def test_odd_tensors(world: evenstep.World) -> None:
     """A thread of the transport writes the results: also to what was made in inference mode, and to single elements."""
     transport = new_transport("aabb")
     size = transport.world_size
@@ -137,100 +137,9 @@ def odd_tensors() -> None:
     transport.close()
 
 
-def test_odd_tensors(ranks: RankPool) -> None:
-    ranks.run(odd_tensors, 4)
-
-
-def disagree() -> str:
-    transport = new_transport("aabb")
-    tensor = torch.zeros(3 if transport.rank < 2 else 5)
-    with pytest.raises(EvenstepError) as caught:
-        transport.all_reduce(tensor).wait()
-    with pytest.raises(EvenstepError):
-        transport.barrier().wait()
-    transport.close()
-    assert isinstance(caught.value, MismatchError)
-    return str(caught.value)
-
-
-def test_nodes_that_call_different_things_raise_the_same_error(ranks: RankPool) -> None:
-    told = ranks.run(disagree, 4)
-    assert len(set(told)) == 1
-    assert "ranks 0, 1: all_reduce(sum) of float32 [3]; ranks 2, 3: all_reduce(sum) of float32 [5]" in told[0]
-
-
-def train(names: str, seed: int) -> tuple[str, list[torch.Tensor], dict[str, int]]:
-    """Three steps of a model in which module buffers travel too, in a world of several nodes."""
-    before = evenstep.init(quiet=True)
-    fallback.reset()
-    torch.manual_seed(seed)
-    with on_nodes(names):
-        world = evenstep.World.from_process_group()
-    model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.BatchNorm1d(60), torch.nn.Linear(60, 3)).double()
-    wrapped = evenstep.DistributedDataParallel(model, world=world)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    data = torch.randn(3, world.world_size, 7, 40, dtype=torch.float64)
-    for step in data:
-        rows = step[world.rank][: 5 + world.rank % 3]
-        wrapped.backward(wrapped(rows).square().mean(), weight=len(rows))
-        optimizer.step()
-        optimizer.zero_grad()
-    name = world.transport_name
-    mean = world.mean(float(world.rank))
-    world.close()
-    assert before.rank == world.rank
-    assert float(mean) == (world.world_size - 1) / 2
-    return name, [p.detach() for p in model.parameters()], fallback.counts()
-
-
-def test_a_model_learns_the_same_as_on_one_node(ranks: RankPool, fresh_seed: int) -> None:
-    """Nothing the engine does needs more than what has a way of its own."""
-    alone = ranks.run(train, 4, "aaaa", fresh_seed)
-    several = ranks.run(train, 4, "aabb", fresh_seed)
-    assert {name for name, _, _ in alone} == {"shared memory"}
-    assert {name for name, _, _ in several} == {"shared memory + gloo"}
-    for (_, expected, _), (_, got, fallen) in zip(alone, several, strict=True):
-        assert fallen == {}
-        for one, other in zip(expected, got, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
-
-
-SCRIPT = """
-import sys
-import torch
-import evenstep
-
-with evenstep.init(quiet=True, device="cpu") as world:
-    vector = torch.arange(100_000, dtype=torch.float32) + world.rank
-    world.transport.all_reduce(vector).wait()
-    expected = world.world_size * torch.arange(100_000, dtype=torch.float32) + sum(range(world.world_size))
-    node_ranks = world.gather(torch.tensor([world.node_rank])).tolist()
-    if world.is_main:
-        with open(sys.argv[1], "w") as told:
-            told.write(f"{world.transport_name} {node_ranks} {torch.equal(vector, expected)}")
-"""
-
-
-@pytest.mark.extended
-@pytest.mark.skipif(namespaces.why_not() is not None, reason=f"no network namespaces: {namespaces.why_not()}")
-def test_real_addresses_and_process_numbers(tmp_path: Path) -> None:
-    """Two namespaces, which share neither: what the ranks say of themselves keeps the nodes apart."""
-    script, told = tmp_path / "script.py", tmp_path / "told"
-    script.write_text(SCRIPT)
-    with namespaces.Namespaces(2) as hosts:
-        started = [
-            subprocess.Popen(
-                hosts.evenstep_run(host, ["--nproc-per-node", "2", "--log-dir", str(tmp_path), str(script), str(told)]),
-                env={**os.environ, **hosts.environment(host)},
-            )
-            for host in range(2)
-        ]
-        assert [process.wait(timeout=120) for process in started] == [0, 0]
-    assert told.read_text() == "shared memory + gloo [0, 0, 1, 1] True"
-
-
-def close_in_a_call() -> str:
-    """Node a calls, and closes while its thread waits for node b, which comes later. The error of this rank."""
+@on_ranks(4)
+def test_a_node_that_closes_in_a_call_ends_it_on_all_nodes(world: evenstep.World) -> None:
+    """By the connections, and not by the deadline: a thread inside Gloo kept them open."""
     transport = new_transport("aabb")
     world = evenstep.init(quiet=True)
     work = transport.all_reduce(torch.ones(3)) if transport.rank < 2 else None
@@ -241,12 +150,7 @@ def close_in_a_call() -> str:
     with pytest.raises(EvenstepError) as caught:
         (work or transport.all_reduce(torch.ones(3))).wait(10)
     transport.close()
-    return type(caught.value).__name__
-
-
-def test_a_node_that_closes_in_a_call_ends_it_on_all_nodes(ranks: RankPool) -> None:
-    """By the connections, and not by the deadline: a thread inside Gloo kept them open."""
-    assert ranks.run(close_in_a_call, 4) == ["PeerLostError"] * 4
+    assert type(caught.value).__name__ == "PeerLostError"
 
 
 ENDS = """

@@ -23,9 +23,10 @@ import evenstep
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, EvenstepError, MismatchError, PeerLostError
 from evenstep.testing import RankPool
 from evenstep.transport import fallback
-from evenstep.transport.shm import lanes, progress
+from evenstep.transport.shm import lanes
 from evenstep.transport.shm.lanes import SHORT_BYTES
 from evenstep.transport.shm.segment import NUM_RECORDS
+from tests.ranks import on_ranks
 
 SHORT, LONG = 3, 300_000
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.int16, torch.uint8)
@@ -43,49 +44,37 @@ def end_group(group: Any) -> None:
     dist.destroy_process_group(group)
 
 
-def beside_a_collective(numel: int, members: list[int]) -> None:
-    """A message whose receiver, or whose sender, is at a collective first."""
+@pytest.mark.parametrize("sends_first", [False, True])
+@pytest.mark.parametrize(("numel", "members"), [(SHORT, [0, 1]), (LONG, [2, 1])])
+@on_ranks(3)
+def test_a_message_blocks_no_collective_and_none_blocks_it(
+    world: evenstep.World, numel: int, members: list[int], sends_first: bool
+) -> None:
+    """`irecv`, `all_reduce`, `wait` against `all_reduce`, `send` and `send`, `all_reduce`; on sub-groups."""
     group = make_group(members)
     if not isinstance(group, int):  # what torch gives ranks that aren't in the group
-        for sender_first in (False, True) if numel == SHORT else (False,):
-            total, got = torch.ones(1), torch.zeros(numel)
-            if group.rank() == 0:
-                arriving = dist.irecv(got, group=group, group_src=1)
-                dist.all_reduce(total, group=group)
-                assert arriving is not None
-                arriving.wait()
-                assert got.eq(7).all()
-            elif sender_first:  # a long one is sent once it is received, and nobody has to wait for that
-                dist.send(torch.full((numel,), 7.0), group=group, group_dst=0)
-                dist.all_reduce(total, group=group)
-            else:
-                dist.all_reduce(total, group=group)
-                dist.send(torch.full((numel,), 7.0), group=group, group_dst=0)
-            assert total.item() == 2
-        # The receiver waits for a collective, and takes the message meanwhile.
-        total = torch.ones(1)
+        total, got = torch.ones(1), torch.zeros(numel)
         if group.rank() == 0:
-            arriving = dist.irecv(got := torch.zeros(numel), group=group, group_src=1)
+            arriving = dist.irecv(got, group=group, group_src=1)
             dist.all_reduce(total, group=group)
             assert arriving is not None
             arriving.wait()
-            assert got.eq(3).all()
+            assert got.eq(7).all()
         else:
-            dist.send(torch.full((numel,), 3.0), group=group, group_dst=0)
-            dist.all_reduce(total, group=group)
+            calls = [
+                lambda: dist.send(torch.full((numel,), 7.0), group=group, group_dst=0),
+                lambda: dist.all_reduce(total, group=group),
+            ]
+            for call in calls if sends_first else reversed(calls):
+                call()
+        assert total.item() == 2
         end_group(group)
     dist.barrier()
 
 
-@pytest.mark.parametrize("numel", [SHORT, LONG])
-@pytest.mark.parametrize("members", [[0, 1], [2, 1]])
-def test_a_message_blocks_no_collective_and_none_blocks_it(ranks: RankPool, numel: int, members: list[int]) -> None:
-    """`irecv`, `all_reduce`, `wait` against `all_reduce`, `send` and `send`, `all_reduce`; on sub-groups."""
-    ranks.run(beside_a_collective, 3, numel, members)
-
-
-def later_tag_first() -> None:
-    """Tag 2 is received before tag 1, of which a megabyte isn't read: as one message, and as many short ones."""
+@on_ranks(2)
+def test_a_later_tag_is_received_before_a_megabyte_of_an_earlier_one(world: evenstep.World) -> None:
+    """Messages are matched by tag, and not by the order in which they were sent."""
     group = make_group()
     count = 1_000_000 // SHORT_BYTES + 1
     if group.rank() == 0:
@@ -108,11 +97,6 @@ def later_tag_first() -> None:
             dist.recv(tensor := torch.zeros(SHORT_BYTES // 4), group=group, group_src=0, tag=1)
             assert tensor.eq(each).all()
     end_group(group)
-
-
-def test_a_later_tag_is_received_before_a_megabyte_of_an_earlier_one(ranks: RankPool) -> None:
-    """Messages are matched by tag, and not by the order in which they were sent."""
-    ranks.run(later_tag_first, 2)
 
 
 # ---------------------------------------------------------------------- random messages
@@ -184,8 +168,9 @@ def test_random_messages_are_what_was_sent(ranks: RankPool, fresh_seed: int) -> 
     assert sum(ranks.run(random_messages, 4, fresh_seed, 40, timeout_s=150)) > 100
 
 
-def in_threads() -> None:
-    """Several threads of a rank wait for a message each, which come in another order."""
+@on_ranks(2)
+def test_threads_wait_for_a_message_each(world: evenstep.World) -> None:
+    """One of them sleeps on the doorbell, and wakes the others."""
     group = make_group()
     tags = list(range(6))
     if group.rank() == 0:
@@ -208,17 +193,18 @@ def in_threads() -> None:
     end_group(group)
 
 
-def test_threads_wait_for_a_message_each(ranks: RankPool) -> None:
-    """One of them sleeps on the doorbell, and wakes the others."""
-    ranks.run(in_threads, 2)
-
-
 # ---------------------------------------------------------------------- errors
 
 
-def that_differ(numel: int, dtype: torch.dtype) -> str:
-    """What a rank is told of a message whose receiver expects something else."""
+@pytest.mark.parametrize("numel", [SHORT, 5_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+@on_ranks(2)
+def test_a_message_whose_receiver_expects_another_one_is_an_error_on_both(
+    world: evenstep.World, numel: int, dtype: torch.dtype
+) -> None:
+    """Number of elements, or dtype and that: both ranks raise the same text."""
     group = make_group()
+    expected = f"^rank 0 sends {numel} float32 to rank 1, tag 0, which receives 4 {str(dtype)[6:]}\\. Both must"
 
     def exchange() -> None:
         if group.rank() == 0:
@@ -227,113 +213,39 @@ def that_differ(numel: int, dtype: torch.dtype) -> str:
         else:
             dist.recv(torch.zeros(4, dtype=dtype), group=group, group_src=0)
 
-    with pytest.raises(MismatchError) as raised:
+    with pytest.raises(MismatchError, match=expected):
         exchange()
-    told = str(raised.value)
     with pytest.raises(EvenstepError):
         dist.all_reduce(torch.ones(1), group=group)
     dist.destroy_process_group(group)
-    return told
 
 
-@pytest.mark.parametrize("numel", [SHORT, 5_000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_a_message_whose_receiver_expects_another_one_is_an_error_on_both(
-    ranks: RankPool, numel: int, dtype: torch.dtype
-) -> None:
-    """Number of elements, or dtype and that: both ranks raise the same text."""
-    first, second = ranks.run(that_differ, 2, numel, dtype)
-    assert first == second
-    expected = f"rank 0 sends {numel} float32 to rank 1, tag 0, which receives 4 {str(dtype)[6:]}."
-    assert first.startswith(expected)
-
-
-def refused_and_a_collective() -> str:
-    """Rank 0 has sent its message, which rank 1 refuses, and is at a collective."""
+@on_ranks(2)
+def test_what_one_rank_alone_calls_and_needs_gloo_is_refused_by_name(world: evenstep.World) -> None:
+    """Gloo is made by all ranks of a group, and the others know nothing of a message. Afterwards the group works."""
     group = make_group()
-
-    def exchange() -> None:
-        if group.rank() == 0:
-            dist.send(torch.ones(3), group=group, group_dst=1)
-            dist.all_reduce(torch.ones(1), group=group)
-        else:
-            dist.recv(torch.zeros(4), group=group, group_src=0)
-
-    with pytest.raises(EvenstepError) as raised:
-        exchange()
-    dist.destroy_process_group(group)
-    return str(raised.value)
-
-
-def test_a_collective_names_the_message_that_the_other_rank_has_refused(ranks: RankPool) -> None:
-    """The sender of a short message learns of it in whatever it calls next."""
-    for told in ranks.run(refused_and_a_collective, 2):
-        assert "rank 0 sends 3 float32 to rank 1, tag 0, which receives 4 float32" in told
-
-
-def refused_alone() -> list[str]:
-    """What one rank calls and shared memory doesn't carry; afterwards the group works."""
-    group = make_group()
-    told = []
-    other = 1 - group.rank()
-    calls: list[Callable[[], object]] = [
-        lambda: dist.send(torch.eye(2).to_sparse(), group=group, group_dst=1),
-        lambda: dist.recv(torch.eye(2).to_sparse(), group=group, group_src=1),
-        lambda: dist.recv(torch.eye(2).to_sparse(), group=group),
-        lambda: group.send([torch.ones(1)], 0, 0),
-        lambda: group.send([torch.ones(1)], 1, -1),
-        lambda: group.recv([torch.zeros(1).expand(3)], 1, 0),
+    sparse, other = torch.eye(2).to_sparse(), 1 - group.rank()
+    dense = ": messages between ranks that share memory must be dense CPU tensors, and on rank 0.* a sparse_coo float32"
+    calls: list[tuple[str, Callable[[], object]]] = [
+        (f"send{dense}", lambda: dist.send(sparse, group=group, group_dst=1)),
+        (f"recv{dense}", lambda: dist.recv(sparse, group=group, group_src=1)),
+        (f"recv{dense}", lambda: dist.recv(sparse, group=group)),
+        ("send: rank 0 can't exchange a message with itself", lambda: group.send([torch.ones(1)], 0, 0)),
+        ("send: tag=-1 on rank 0", lambda: group.send([torch.ones(1)], 1, -1)),
+        (
+            r"recv on rank 0: float32 \[3\] with strides \[0\] has elements that share memory",
+            lambda: group.recv([torch.zeros(1).expand(3)], 1, 0),
+        ),
     ]
-    if group.rank() == 0:
-        for call in calls:
-            with pytest.raises(ConfigurationError) as raised:
-                call()
-            told.append(str(raised.value))
+    for words, call in calls if group.rank() == 0 else ():
+        with pytest.raises(ConfigurationError, match=f"^{words}"):
+            call()
     sent = dist.isend(torch.ones(2), group=group, group_dst=other)
     dist.recv(tensor := torch.zeros(2), group=group, group_src=other)
     assert sent is not None
     sent.wait()
     assert tensor.eq(1).all()
     end_group(group)
-    return told
-
-
-def test_what_one_rank_alone_calls_and_needs_gloo_is_refused_by_name(ranks: RankPool) -> None:
-    """Gloo is made by all ranks of a group, and the others know nothing of a message."""
-    told, _ = ranks.run(refused_alone, 2)
-    for each, what in zip(told[:3], ("send", "recv", "recv"), strict=True):
-        assert each.startswith(
-            f"{what}: messages between ranks that share memory must be dense CPU tensors, and on rank 0"
-        )
-        assert "a sparse_coo float32 Tensor on cpu" in each
-    assert told[3].startswith("send: rank 0 can't exchange a message with itself")
-    assert told[4].startswith("send: tag=-1 on rank 0")
-    assert told[5].startswith("recv on rank 0: float32 [3] with strides [0] has elements that share memory")
-
-
-def late() -> str:
-    """Nobody sends: what the receiver is told, after its own deadline and after the group's."""
-    group = make_group(timeout_s=0.6)
-    told = ""
-    if group.rank() == 0:
-        arriving = dist.irecv(torch.zeros(2), group=group, group_src=1, tag=4)
-        assert arriving is not None
-        with pytest.raises(CollectiveTimeoutError):
-            arriving.wait(timedelta(seconds=0.1))
-        with pytest.raises(CollectiveTimeoutError) as raised:
-            arriving.wait()
-        told = str(raised.value)
-    dist.barrier()
-    dist.destroy_process_group(group)
-    return told
-
-
-def test_a_message_that_does_not_come_is_an_error_at_the_deadline(ranks: RankPool) -> None:
-    """It names the ranks, and what was waited for."""
-    told, _ = ranks.run(late, 2)
-    assert "recv of 2 float32 from rank 1, tag 4" in told
-    assert "Missing: rank 1" in told
-    assert "timeout_s=0.6" in told
 
 
 def departed(numel: int, by_future: bool) -> str:
@@ -362,53 +274,7 @@ def test_a_rank_that_has_left_is_noticed_at_once(ranks: RankPool, by_future: boo
 KILLED = """
 import os, signal, sys, time
 import torch, torch.distributed as dist, evenstep
-rank, way = int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("evenstep", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
-dist.send(torch.ones(2), 1 - rank) if rank else dist.recv(torch.zeros(2), 1)
-if rank == 1:
-    time.sleep(0.2)
-    os.kill(os.getpid(), signal.SIGKILL)
-began = time.monotonic()
-try:
-    if way == "recv":
-        dist.recv(torch.zeros(2), 1)
-    elif way == "any":
-        dist.recv(torch.zeros(2))
-    else:
-        dist.send(torch.zeros(1_000_000), 1)
-except evenstep.errors.PeerLostError as error:
-    print(f"after {time.monotonic() - began:.1f} s: {error}")
-    sys.stdout.flush()
-    os._exit(5)
-"""
-
-
-@pytest.mark.parametrize("way", ["recv", "any", "send"])
-def test_a_killed_rank_is_named_at_once(tmp_path: Path, way: str) -> None:
-    """The other rank waits for its message, for a message of any rank, or for it to take one."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(tmp_path / "store"), str(rank), way],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    told = [process.communicate(timeout=60)[0] for process in started]
-    assert started[1].returncode == -signal.SIGKILL
-    assert started[0].returncode == 5, told
-    assert (
-        f"lost rank 1 (pid {started[1].pid}), whose process has ended in {'send' if way == 'send' else 'recv'}"
-        in told[0]
-    )
-
-
-ONE_OF_THREE_KILLED = """
-import os, signal, sys, time
-import torch, torch.distributed as dist, evenstep
-rank, numel, by_future = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "True"
+rank, numel, by_future, way = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "True", sys.argv[5]
 dist.init_process_group("evenstep", store=dist.FileStore(sys.argv[1], 3), rank=rank, world_size=3)
 dist.barrier()
 if rank == 1:
@@ -416,66 +282,73 @@ if rank == 1:
 if rank == 2:
     time.sleep(0.5)  # meanwhile rank 0 looks several times which ranks can still send
     dist.send(torch.full((numel,), 2.0), 0)
-else:
-    work = dist.group.WORLD.recv([tensor := torch.zeros(numel)], None, 0)
-    (work.get_future() if by_future else work).wait()
-    print(f"got {tensor.unique().tolist()} from rank {work._source_rank()}", flush=True)
+    os._exit(0)
+work = dist.group.WORLD.recv([tensor := torch.zeros(numel)], None, 0)
+(work.get_future() if by_future else work).wait()
+print(f"got {tensor.unique().tolist()} from rank {work._source_rank()}")
+try:
+    if way == "send":
+        dist.send(torch.zeros(1_000_000), 1)
+    else:
+        dist.recv(torch.zeros(2), 1 if way == "recv" else None)
+except evenstep.errors.PeerLostError as error:
+    print(error)
+sys.stdout.flush()
 os._exit(0)
 """
 
 
-@pytest.mark.parametrize("by_future", [False, True])
-@pytest.mark.parametrize("numel", [SHORT, LONG])
-def test_a_message_of_any_rank_comes_from_those_that_live(tmp_path: Path, numel: int, by_future: bool) -> None:
-    """A killed rank can't send any more; another rank does, while the receiver waits."""
+@pytest.mark.parametrize(
+    ("numel", "by_future", "way", "words"),
+    [(SHORT, False, "recv", "in recv of"), (LONG, True, "send", "in send of"), (SHORT, True, "any", "in recv of")],
+)
+def test_a_message_of_any_rank_comes_from_those_that_live_and_a_killed_one_is_named(
+    tmp_path: Path, numel: int, by_future: bool, way: str, words: str
+) -> None:
+    """The receiver gets what another rank sends; then it waits for the killed one, or for a rank that can't come."""
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    given = [str(numel), str(by_future), way]
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", ONE_OF_THREE_KILLED, str(tmp_path / "store"), str(rank), str(numel), str(by_future)],
+            [sys.executable, "-c", KILLED, str(tmp_path / "store"), str(rank), *given],
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
         )
         for rank in range(3)
     ]
-    told = [process.communicate(timeout=60)[0] for process in started]
+    told = [process.communicate(timeout=150)[0] for process in started]
     assert [each.returncode for each in started] == [0, -signal.SIGKILL, 0], told
-    assert told[0] == "got [2.0] from rank 2\n"
+    got, lost, *_ = told[0].splitlines()
+    assert got == "got [2.0] from rank 2"
+    assert f"lost rank 1 (pid {started[1].pid}), whose process has ended" in lost
+    assert words in lost
 
 
-def never_received() -> list[str]:
-    """What the ranks say at the end of a group of messages that nobody has received."""
+@on_ranks(2)
+def test_messages_that_nobody_has_received_are_named_as_the_group_ends(world: evenstep.World) -> None:
+    """By the rank that they were for: the sender can't know whether somebody still comes for them."""
     group = make_group()
     said: list[str] = []
     say, lanes.say = lanes.say, said.append
     try:
         if group.rank() == 0:
             dist.send(torch.ones(3), group=group, group_dst=1, tag=6)
-            work = dist.isend(torch.ones(100_000), group=group, group_dst=1, tag=7)
+            dist.isend(torch.ones(100_000), group=group, group_dst=1, tag=7)
             dist.send(torch.ones(1), group=group, group_dst=1, tag=8)
-            assert work is not None
         else:
             dist.recv(torch.ones(1), group=group, group_src=0, tag=8)
         dist.barrier(group)
         dist.destroy_process_group(group)
     finally:
         lanes.say = say
-    return said
+    named = "nobody has received 3 float32 from rank 0 to rank 1, tag 6; 100000 float32 from rank 0 to rank 1, tag 7"
+    assert [named in line for line in said] == [True] * world.rank
 
 
-def test_messages_that_nobody_has_received_are_named_as_the_group_ends(ranks: RankPool) -> None:
-    """By the rank that they were for: the sender can't know whether somebody still comes for them."""
-    first, second = ranks.run(never_received, 2)
-    assert first == []
-    (line,) = second
-    assert (
-        "nobody has received 3 float32 from rank 0 to rank 1, tag 6; 100000 float32 from rank 0 to rank 1, tag 7"
-        in line
-    )
-
-
-def full_ring() -> None:
-    """More short messages than the ring has records: each is sent once it is in the ring, and no collective waits."""
+@on_ranks(2)
+def test_a_full_ring_blocks_nobody_but_who_waits_for_its_message(world: evenstep.World) -> None:
+    """`isend` returns, and the record follows when there is room."""
     group = make_group()
     count = 3 * NUM_RECORDS
     if group.rank() == 0:
@@ -495,94 +368,11 @@ def full_ring() -> None:
     end_group(group)
 
 
-def test_a_full_ring_blocks_nobody_but_who_waits_for_its_message(ranks: RankPool) -> None:
-    """`isend` returns, and the record follows when there is room."""
-    ranks.run(full_ring, 2)
-
-
-def taken_while_the_ring_is_full(refuses: bool) -> str:
-    """Rank 1 fills its ring to rank 0, takes or refuses its long message, and leaves; what rank 0 is told."""
-    group = make_group()
-    told = ""
-    if group.rank() == 0:
-        long = dist.isend(torch.full((LONG,), 2.0), group=group, group_dst=1)
-        assert long is not None
-        with group._shared._lanes_lock:  # as in a long call that keeps the interpreter: nobody reads the ring
-            dist.barrier()
-            dist.barrier()
-            time.sleep(0.3)
-        try:
-            long.wait()
-            for each in range(NUM_RECORDS):
-                dist.recv(tensor := torch.zeros(1), group=group, group_src=1, tag=7)
-                assert tensor.item() == each
-        except EvenstepError as error:
-            told = str(error)
-    else:
-        dist.barrier()
-        for each in range(NUM_RECORDS):
-            dist.send(torch.full((1,), float(each)), group=group, group_dst=0, tag=7)
-        dist.barrier()
-        tensor = torch.zeros(LONG - refuses)
-        if refuses:
-            with pytest.raises(MismatchError):
-                dist.recv(tensor, group=group, group_src=0)
-        else:
-            dist.recv(tensor, group=group, group_src=0)
-            assert tensor.eq(2).all()
-        dist.destroy_process_group(group)
-    dist.barrier()
-    if group.rank() == 0:
-        dist.destroy_process_group(group)
-    return told
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-def test_an_answer_for_which_the_ring_has_no_room_is_not_lost_as_a_rank_leaves(ranks: RankPool, refuses: bool) -> None:
-    """The sender of a long message learns that it was received, or why not."""
-    told, _ = ranks.run(taken_while_the_ring_is_full, 2, refuses)
-    if refuses:
-        assert f"rank 0 sends {LONG} float32 to rank 1, tag 0, which receives {LONG - 1} float32" in told
-    else:
-        assert told == ""
-
-
-def broken_in_the_background() -> None:
-    """The process's thread can't map a ring, and goes on."""
-    group = make_group()
-    if group.rank() == 0:
-
-        def refuse(*_: object, **__: object) -> None:
-            raise OSError(12, "no memory, says the test")
-
-        mapping, lanes.Mapping = lanes.Mapping, refuse  # type: ignore[misc,assignment]
-        try:
-            future = group.recv([torch.zeros(3)], 1, 0).get_future()
-            dist.barrier()
-            with pytest.raises(RuntimeError, match="interrupted by OSError"):
-                future.wait()
-        finally:
-            lanes.Mapping = mapping  # type: ignore[misc]
-        time.sleep(0.1)
-        thread = progress.background._thread
-        assert thread is not None
-        assert thread.is_alive()
-    else:
-        dist.barrier()
-        dist.send(torch.ones(3), group=group, group_dst=0)
-    dist.barrier()
-    dist.destroy_process_group(group)
-
-
-def test_an_error_of_the_system_does_not_end_the_thread_of_the_process(ranks: RankPool) -> None:
-    """It advances the calls of all other groups, too."""
-    ranks.run(broken_in_the_background, 2)
-
-
-def polled(is_killed: bool) -> str:
-    """What ends a loop that polls a receive: the peer's end, or the deadline."""
+@pytest.mark.parametrize("is_killed", [True, False])
+@on_ranks(2)
+def test_a_loop_that_polls_ends_with_the_error(world: evenstep.World, is_killed: bool) -> None:
+    """`is_completed` becomes true when the other rank has died, and at the deadline; `exception` is the error."""
     group = make_group(timeout_s=60 if is_killed else 0.5)
-    told = ""
     dist.barrier()
     if group.rank() == 0:
         arriving = dist.irecv(torch.zeros(3), group=group, group_src=1)
@@ -593,54 +383,11 @@ def polled(is_killed: bool) -> str:
         while not arriving.is_completed():
             assert time.monotonic() < until, "the loop doesn't end"
             time.sleep(0.005)
-        told = f"{type(arriving.exception()).__name__}: {arriving.exception()}"
-        dist.destroy_process_group(group)
+        error = arriving.exception()
+        assert isinstance(error, PeerLostError if is_killed else CollectiveTimeoutError)
+        assert ("lost rank 1 " if is_killed else "Missing: rank 1 ") in str(error)
     dist.barrier()
-    if group.rank() == 1:
-        dist.destroy_process_group(group)
-    return told
-
-
-def test_a_loop_that_polls_ends_with_the_error(ranks: RankPool) -> None:
-    """`is_completed` becomes true when the other rank has died, and at the deadline; `exception` is the error."""
-    told, _ = ranks.run(polled, 2, True)
-    assert told.startswith("PeerLostError: rank 0 lost rank 1")
-    assert "whose process has ended" in told
-    told, _ = ranks.run(polled, 2, False)
-    assert told.startswith("CollectiveTimeoutError: rank 0 waited")
-    assert "Missing: rank 1" in told
-
-
-def to_one_that_has_left(numel: int) -> str:
-    """Rank 1 leaves; what rank 0 is told that sends to it, and whose messages with rank 2 go on."""
-    group = make_group()
-    told = ""
-    if group.rank() == 1:
-        dist.destroy_process_group(group)
-    dist.barrier()
-    if group.rank() == 0:
-        for _ in range(2):
-            with pytest.raises(PeerLostError) as raised:
-                dist.send(torch.ones(numel), group=group, group_dst=1)
-            told = str(raised.value)
-        dist.send(torch.full((numel,), 3.0), group=group, group_dst=2)
-    if group.rank() == 2:
-        dist.recv(tensor := torch.zeros(numel), group=group, group_src=0)
-        assert tensor.eq(3).all()
-    dist.barrier()
-    if group.rank() != 1:
-        dist.destroy_process_group(group)
-    return told
-
-
-@pytest.mark.parametrize("numel", [SHORT, LONG])
-def test_a_send_to_a_rank_that_has_left_fails_alone(ranks: RankPool, numel: int) -> None:
-    """Nothing was sent, so messages between the others go on."""
-    told, *_ = ranks.run(to_one_that_has_left, 3, numel)
-    assert told == (
-        f"rank 0 can't start a send of {numel} float32 to rank 1, tag 0: rank 1 has given up, or closed its end of the "
-        f"group."
-    )
+    dist.destroy_process_group(group)
 
 
 # ---------------------------------------------------------------------- interrupts

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import evenstep
-from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, PeerLostError
+from evenstep.errors import ConfigurationError, MismatchError, PeerLostError
 from evenstep.testing import RankPool
+from evenstep.transport.base import Collective, Row
 from evenstep.transport.core.transport import Transport
-from tests.faults.test_transport_faults import sums_between_refusals
 
 from .test_internode import new_transport
 
-LONG = 1 << 19  # 2 MiB of float32: more than one chunk
+DOUBLE, LONG = torch.float64, 1 << 19  # 2 MiB of float32: more than one chunk
 
 Make = Callable[[Transport, bool], Any]  # a call of a rank, and whether that is the odd one
 
@@ -26,6 +26,11 @@ def in_and_out(transport: Transport, is_odd: bool) -> Any:
     """Of a long and a short tensor none can be both."""
     given = torch.ones(transport.world_size * 3)
     return transport.reduce_scatter(given if is_odd else torch.empty(3), given)
+
+
+def summed(transport: Transport, tensor: torch.Tensor, row: Row | None, plain: float) -> Any:
+    """A sum of gradients."""
+    return transport.run(Collective("all_reduce", tensor, tensor, "sum", row=row, plain=plain))
 
 
 REFUSED: dict[str, tuple[str, Make]] = {
@@ -55,6 +60,10 @@ REFUSED: dict[str, tuple[str, Make]] = {
     "no place of a share": (
         "share memory",
         lambda t, odd: t.scatter(torch.ones(1).expand(3) if odd else torch.ones(3), torch.ones(t.world_size * 3), 0),
+    ),
+    "divisor of integers": (
+        "a divisor needs a sum of real or complex floats, not sum of int32",
+        lambda t, odd: summed(t, torch.ones(3, dtype=torch.int32 if odd else torch.float32), Row(2.0, 1.0, 0.0), 4.0),
     ),
     "splits": (
         "out_splits",
@@ -97,6 +106,26 @@ OTHERS: dict[str, tuple[str, Make]] = {
     "all_to_all": (
         "barrier",
         lambda t, odd: t.barrier() if odd else t.all_to_all(torch.ones(t.world_size), torch.ones(t.world_size)),
+    ),
+    "divisor": (
+        "divided by the weights or by 5",
+        lambda t, odd: summed(t, torch.ones(LONG), Row(2.0, 1.0, 0.0), 5.0 if odd else 4.0),
+    ),
+    "divisor or none": (
+        "all_reduce(sum) of float32 [3]",
+        lambda t, odd: summed(t, torch.ones(3), None if odd else Row(2.0, 1.0, 0.0), 4.0),
+    ),
+    "beside": (
+        "7 float64 numbers beside it",
+        lambda t, odd: t.all_reduce(torch.ones(3), beside=torch.zeros(5 + 2 * odd, dtype=torch.float64)),
+    ),
+    "beside, of another dtype": (
+        "5 float64 numbers beside it",
+        lambda t, odd: t.all_reduce(torch.ones(LONG), beside=torch.zeros(5, dtype=DOUBLE if odd else torch.float32)),
+    ),
+    "beside or not": (
+        "5 float32 numbers beside it",
+        lambda t, odd: t.all_reduce(torch.ones(3), beside=torch.zeros(5) if odd else None),
     ),
     "over gloo": (
         "all_reduce over gloo",
@@ -184,98 +213,6 @@ def test_who_is_sent_another_number_than_it_expects_is_the_same_error_on_all(
     told = set(ranks.run(unlike_splits, len(names), names, sent))
     assert len(told) == 1
     assert f"rank {len(names) - 1} sends {sent} elements to rank 0, which expects 2." in told.pop()
-
-
-BESIDE = {
-    "lengths": (lambda rank: torch.zeros(5 + 2 * (rank % 2), dtype=torch.float64), "7 float64 numbers beside it"),
-    "none": (lambda rank: torch.zeros(5) if rank % 3 else None, "5 float32 numbers beside it"),
-    "dtypes": (
-        lambda rank: torch.zeros(5, dtype=torch.float32 if rank % 2 else torch.float64),
-        "5 float32 numbers beside it",
-    ),
-}
-
-
-def errors_beside(names: str) -> list[str]:
-    """Of every case, eager and large: what this rank is told."""
-    first, told = new_transport(names), []
-    for _, (beside_of, _) in BESIDE.items():
-        for numel in (3, LONG):
-            transport = first.split()
-            whole = transport.allocate(numel, dtype=torch.float32, device=torch.device("cpu"))
-            with pytest.raises(MismatchError) as caught:
-                transport.all_reduce(whole, beside=beside_of(transport.rank)).wait()
-            told.append(str(caught.value))
-            transport.close()
-    first.close()
-    return told
-
-
-@pytest.mark.parametrize("names", ["aaa", "ab", "aabb", "aab"])
-def test_numbers_of_other_lengths_or_dtypes_beside_a_call_are_the_same_error_on_all(
-    ranks: RankPool, names: str
-) -> None:
-    """On one node, on nodes of one rank each, of two, and of different sizes: of five and seven numbers and of none."""
-    of_ranks = ranks.run(errors_beside, len(names), names, timeout_s=150)
-    assert of_ranks == [of_ranks[0]] * len(names)
-    for number, (_, words) in enumerate(BESIDE.values()):
-        for message in of_ranks[0][2 * number : 2 * number + 2]:
-            assert words in message
-
-
-def refused_on_all_ranks(names: str) -> list[float]:
-    return sums_between_refusals(new_transport(names), 10)
-
-
-@pytest.mark.parametrize("names", ["aabb", "aab"])
-def test_what_all_ranks_refuse_is_no_call(ranks: RankPool, names: str) -> None:
-    assert ranks.run(refused_on_all_ranks, len(names), names) == [[float(len(names))] * 5] * len(names)
-
-
-def refused_by_a_host(names: str) -> str:
-    """All ranks of node b refuse, each for a reason of its own."""
-    transport = new_transport(names)
-    refuses = names[transport.rank] == "b"
-    try:
-        transport.broadcast(torch.ones(3), 7 + transport.rank if refuses else 0).wait()
-        raise AssertionError
-    except EvenstepError:
-        with pytest.raises(MismatchError) as caught:
-            transport.barrier().wait()
-    transport.close()
-    return str(caught.value)
-
-
-@pytest.mark.extended
-def test_what_a_whole_node_refuses_is_the_same_error_on_all(ranks: RankPool) -> None:
-    told = set(ranks.run(refused_by_a_host, 5, "aabba"))
-    assert len(told) == 1, told
-    text = told.pop()
-    assert "ranks 0, 1, 4: broadcast from rank 0 of float32 [3]; ranks 2, 3: no call" in text
-    assert "Rank 2: broadcast: src=9 on rank 2" in text
-
-
-def refuse_and_close() -> str:
-    """Who refuses closes at once, as a script does that ends with the error; the others come late."""
-    transport = new_transport("aabb")
-    if transport.rank == 1:
-        with pytest.raises(ConfigurationError):
-            transport.broadcast(torch.ones(3), 9)
-        transport.close()
-        return ""
-    time.sleep(0.5)
-    with pytest.raises(EvenstepError) as caught:
-        transport.broadcast(torch.ones(3), 0).wait()
-    transport.close()
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-@pytest.mark.extended
-def test_who_closes_after_refusing_has_told_why(ranks: RankPool) -> None:
-    told = ranks.run(refuse_and_close, 4)
-    assert told[0] == told[2] == told[3]
-    assert told[0].startswith("MismatchError")
-    assert "Rank 1: broadcast: src=9 on rank 1" in told[0]
 
 
 def stay_away() -> str:

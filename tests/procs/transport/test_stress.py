@@ -211,23 +211,6 @@ def test_random_collectives_while_ranks_are_stopped_and_go_on(fresh_seed: int) -
         assert stopped
 
 
-@on_ranks(2)
-def test_a_rank_that_waits_elsewhere_holds_nobody_up(world: evenstep.World) -> None:
-    """Rank 0 launches, and waits for something else first, which rank 1 does only after the call."""
-    transport = connect_shared_memory(world.control, timeout_s=30)
-    assert not isinstance(transport, str)
-    tensors = [torch.ones(size) for size in (10, 500_000)]
-    works = [transport.all_reduce(tensor) for tensor in tensors]
-    if world.rank == 0:
-        world.barrier()
-    for work in works:
-        work.wait()
-    if world.rank == 1:
-        world.barrier()
-    assert all(tensor.eq(2).all() for tensor in tensors)
-    transport.close()
-
-
 def appear(path: Path) -> None:
     """Wait for a file, which no collective and no helper can make."""
     end = time.monotonic() + 20
@@ -258,25 +241,6 @@ def test_the_helper_stays_awake_while_one_call_waits_and_another_is_in_flight(
         time.sleep(0.2)  # rank 0 has returned from its wait
         transport.all_reduce(second).wait()
         (tmp_path / "second").touch()
-    assert second.eq(2).all()
-    transport.close()
-
-
-@on_ranks(2)
-def test_callbacks_run_while_a_thread_waits_for_a_later_call(world: evenstep.World, tmp_path: Path) -> None:
-    """Rank 0 waits for its second call, which rank 1 makes only after the callback of rank 0's first."""
-    transport = connect_shared_memory(world.control, timeout_s=30)
-    assert not isinstance(transport, str)
-    first, second = torch.ones(10), torch.ones(500_000)
-    if world.rank == 0:
-        works = [transport.all_reduce(first), transport.all_reduce(second)]
-        works[0].add_done_callback(lambda error: (tmp_path / "called").touch())
-        works[1].wait()
-    else:
-        time.sleep(0.3)  # rank 0 waits
-        transport.all_reduce(first).wait()
-        appear(tmp_path / "called")
-        transport.all_reduce(second).wait()
     assert second.eq(2).all()
     transport.close()
 

@@ -6,8 +6,8 @@ import contextlib
 import datetime
 import gc
 import io
+import itertools
 import os
-import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,15 +21,14 @@ import evenstep
 from evenstep.errors import ConfigurationError, EvenstepError
 from evenstep.testing import RankPool
 from evenstep.transport import factory
-from evenstep.transport.base import Collective, Op, Row
-from evenstep.transport.core.reduction import divisor_of
+from evenstep.transport.base import Op
 from evenstep.transport.local import LocalTransport
 from evenstep.transport.process_group.gloo import connect_gloo, open_gloo
 from evenstep.transport.process_group.transport import ProcessGroupTransport
 from evenstep.transport.shm import handshake
 from evenstep.transport.shm.handshake import connect_shared_memory
-from evenstep.transport.shm.sync import WaitPolicy
 from evenstep.transport.shm.transport import SharedMemoryTransport
+from tests.ranks import on_ranks
 from tests.transport_cases import UNSIGNED, Coverage, check_transport
 
 TIMEOUT_S = 60.0
@@ -66,68 +65,6 @@ def check_gloo(seed: int) -> int:
 
 def test_local_conforms() -> None:
     assert check_transport(LocalTransport) > 1000
-
-
-def with_rows_that_differ(case: str) -> str:
-    """One rank names another divisor, gives none, or gives one for integers; large and eager."""
-    world = evenstep.init(quiet=True)
-    transport = new_shared_memory()
-    differs = transport.rank == transport.world_size - 1
-    row, plain, numel = Row(2.0, 1.0, 0.0), 4.0, 300_000 if "large" in case else 3
-    tensor = torch.ones(numel, dtype=torch.int32 if "integers" in case and differs else torch.float32)
-    if differs and "plain" in case:
-        plain = 5.0
-    given = None if differs and "none" in case else row
-    with pytest.raises(EvenstepError) as caught:
-        transport.run(Collective("all_reduce", tensor, tensor, "sum", row=given, plain=plain)).wait()
-    world.barrier()
-    transport.close()
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-@pytest.mark.parametrize("size", ["eager", "large"])
-@pytest.mark.parametrize("case", ["plain", "none", "integers"])
-def test_which_divisor_comes_along_is_compared(ranks: RankPool, case: str, size: str) -> None:
-    *others, last = ranks.run(with_rows_that_differ, 2, f"{case} {size}")
-    divided = "divided by the weights or by 4"
-    for message in others if case == "integers" else [*others, last]:
-        assert message.startswith("MismatchError: the ranks disagree in collective number 1 over shared memory"), (
-            message
-        )
-        assert divided in message
-        assert {"plain": "by 5", "none": "rank 1: all_reduce(sum)", "integers": "refused"}[case] in message
-    if case == "integers":
-        assert "all_reduce on rank 1: a divisor needs a sum of real or complex floats, not sum of int32" in last
-
-
-def divide_by_rows(seed: int) -> int:
-    """Sums that have rows, against the same sums without any, divided afterwards: bit for bit."""
-    evenstep.init(quiet=True).barrier()
-    transport = new_shared_memory()
-    shared, own = random.Random(seed), torch.Generator().manual_seed(seed + transport.rank)
-    num_checked = 0
-    for numel in (1, 1000, 40_000, 200_000, 1_000_003):
-        for dtype in (torch.float32, torch.float64):
-            for is_bucket in (False, True):
-                weights = [shared.uniform(0.0, 9.0) for _ in range(transport.world_size)]
-                tensor = torch.randn(numel, dtype=dtype, generator=own)
-                if is_bucket:
-                    tensor = transport.allocate(numel, dtype=dtype, device=tensor.device).copy_(tensor)
-                summed, row = tensor.clone(), Row(weights[transport.rank], 1.0, 0.0)
-                transport.all_reduce(summed).wait()
-                transport.run(Collective("all_reduce", tensor, tensor, "sum", row=row, plain=3.0)).wait()
-                divisor = divisor_of([Row(weight, 1.0, 0.0) for weight in weights], 3.0)
-                assert torch.equal(tensor, summed / divisor), (numel, dtype, is_bucket)
-                num_checked += 1
-    transport.close()
-    return num_checked
-
-
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_a_sum_is_divided_once_and_never_multiplied_by_the_inverse(
-    ranks: RankPool, nproc: int, fresh_seed: int
-) -> None:
-    assert ranks.run(divide_by_rows, nproc, fresh_seed) == [20] * nproc
 
 
 @pytest.mark.extended(ranks=3)
@@ -319,65 +256,27 @@ def test_what_nobody_expected_is_never_taken_for_a_later_calls(ranks: RankPool) 
     assert "in all_to_all number 1 (4 x float32) over gloo" in second[0]
 
 
-def with_and_without_inference_mode(modes: list[bool]) -> None:
-    """Whoever ends a call, and whatever mode the first one was made in."""
+@pytest.mark.parametrize("modes", [[True, False], [False, True]])
+@on_ranks(2, 3)
+def test_in_inference_mode_and_out_of_it(world: evenstep.World, modes: list[bool]) -> None:
+    """An evaluation under torch.inference_mode() leaves nothing behind that training can't write to."""
     transport = new_shared_memory()
     size = transport.world_size
-    for numel in (5, 200_000):
-        for mode in modes:
-            with torch.inference_mode(mode):
-                total, with_gaps = torch.ones(numel), torch.ones(numel, 2)[:, 0]
-                transport.all_reduce(total).wait()
-                by_another_thread = transport.all_reduce(with_gaps)
-                ended, told = threading.Event(), []
-
-                def hear(error: Exception | None, ended: threading.Event = ended, told: list[Any] = told) -> None:
-                    told.append(error)
-                    ended.set()
-
-                by_another_thread.add_done_callback(hear)
-                assert ended.wait(30)
-                assert told == [None]
-                assert (total == size).all()
-                assert (with_gaps == size).all()
-                everybodys = torch.zeros(size * numel)
-                work = transport.all_gather(everybodys, total)
-            work.wait()  # in no such mode any more
-            assert (everybodys == size).all()
-            bucket = transport.allocate(numel, dtype=torch.bfloat16, device=torch.device("cpu")).fill_(1)
-            transport.all_reduce(bucket).wait()
-            assert (bucket == size).all()
+    for numel, mode in itertools.product((5, 200_000), modes):
+        with torch.inference_mode(mode):
+            total, everybodys = torch.ones(numel, 2)[:, 0], torch.zeros(size * numel)
+            by_another_thread = transport.all_reduce(total)
+            ended = threading.Event()
+            by_another_thread.add_done_callback(lambda error, ended=ended: ended.set())
+            assert ended.wait(30)
+            by_another_thread.wait()
+            work = transport.all_gather(everybodys, total)
+        work.wait()  # in no such mode any more
+        assert (everybodys == size).all()
+        bucket = transport.allocate(numel, dtype=torch.bfloat16, device=torch.device("cpu")).fill_(1)
+        transport.all_reduce(bucket).wait()
+        assert (bucket == size).all()
     transport.close()
-
-
-@pytest.mark.parametrize("modes", [[True, False], [False, True]])
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_in_inference_mode_and_out_of_it(ranks: RankPool, nproc: int, modes: list[bool]) -> None:
-    """An evaluation under torch.inference_mode() leaves nothing behind that training can't write to."""
-    ranks.run(with_and_without_inference_mode, nproc, modes)
-
-
-def no_place_for_a_result() -> list[str]:
-    transport = new_shared_memory()
-    told = []
-    for numel in (5, 100_000):
-        with pytest.raises(ConfigurationError) as refused:
-            transport.all_reduce(torch.zeros(1).expand(numel))
-        told.append(str(refused.value))
-        given = torch.full((1,), float(transport.rank)).expand(numel)
-        out = torch.empty(transport.world_size * numel)
-        transport.all_gather(out, given).wait()  # what is only read may look like that, and calls still work
-        assert torch.equal(out, torch.arange(float(transport.world_size)).repeat_interleave(numel))
-    transport.close()
-    return told
-
-
-def test_elements_that_share_memory_are_refused_where_a_result_goes(ranks: RankPool) -> None:
-    for rank, (small, large) in enumerate(ranks.run(no_place_for_a_result, 2)):
-        assert small.startswith(
-            f"all_reduce on rank {rank}: float32 [5] with strides [0] has elements that share memory"
-        )
-        assert "float32 [100000]" in large
 
 
 def open_and_close(num_times: int) -> None:
@@ -432,86 +331,3 @@ def test_a_forked_child_leaves_memory_and_peers_alone(ranks: RankPool) -> None:
     for rank, (said, is_right) in enumerate(ranks.run(fork_and_go_on, 2, 1 << 18, timeout_s=10)):
         assert said == f"this process was forked from rank {rank}; only ranks can call collectives."
         assert is_right
-
-
-def call_in_a_fork(kind: str) -> str:
-    """What a forked child says that calls a collective, or waits for one that its parent has begun."""
-    transport = new_gloo() if kind == "named" else open_gloo([0, 1], timeout_s=20)
-    begun = transport.all_reduce(torch.ones(3))
-    begun.wait()
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        said = []
-        try:
-            for attempt in (
-                transport.barrier,
-                begun.wait,
-                transport.split,
-                lambda: transport.all_reduce(torch.ones(3)),
-            ):
-                try:
-                    attempt()
-                except evenstep.errors.UsageError as error:
-                    said.append(str(error))
-            transport.close()
-            del transport, begun
-            gc.collect()
-        finally:
-            os.write(writer, "|".join(said).encode())
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as said_there:
-        found = said_there.read()
-    os.waitpid(pid, 0)
-    transport.all_reduce(torch.ones(3)).wait()
-    transport.close()
-    return found
-
-
-@pytest.mark.parametrize("kind", ["named", "unnamed"])
-def test_a_forked_child_does_not_wait_for_threads_of_gloo(ranks: RankPool, kind: str) -> None:
-    for rank, said in enumerate(ranks.run(call_in_a_fork, 2, kind, timeout_s=30)):
-        assert said.split("|") == [f"this process was forked from rank {rank}; only ranks can call collectives."] * 4
-
-
-def policy_of_pinned_ranks():
-    world, cores = evenstep.init(quiet=True), os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {sorted(cores)[world.rank]})
-        transport = new_shared_memory()
-    finally:
-        os.sched_setaffinity(0, cores)
-    policy = transport.counters.policy
-    transport.close()
-    return policy
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks are pinned to a core each")
-def test_ranks_pinned_to_a_core_each_spin_as_if_they_were_not(ranks):
-    """As Slurm and mpirun pin them."""
-    assert ranks.run(policy_of_pinned_ranks, 2) == [WaitPolicy(timeout_s=TIMEOUT_S)] * 2
-
-
-def exchange_in_place(seed: int) -> None:
-    """A tensor that is what all ranks send and what they receive, short and long, a bucket or not."""
-    evenstep.init(quiet=True).barrier()
-    transport = new_shared_memory()
-    size, rank = transport.world_size, transport.rank
-    for numel in (2, 40_000, 700_001):
-        given = [
-            torch.randn(numel * size, generator=torch.Generator().manual_seed(seed + each)) for each in range(size)
-        ]
-        expected = torch.cat([each[rank * numel : (rank + 1) * numel] for each in given])
-        for is_bucket in (False, True):
-            tensor = given[rank].clone()
-            if is_bucket:
-                tensor = transport.allocate(numel * size, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-            transport.all_to_all(tensor, tensor).wait()
-            assert torch.equal(tensor, expected), (numel, is_bucket)
-    transport.close()
-
-
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_parts_may_be_exchanged_in_place(ranks: RankPool, nproc: int, fresh_seed: int) -> None:
-    ranks.run(exchange_in_place, nproc, fresh_seed)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, WeightedRandomSampler
 
 from evenstep import DataLoader
-from evenstep.data.order.epochs import Epochs
 from evenstep.data.order.max_tokens import TokenBatches, cut
 from evenstep.data.order.weighted import WeightedOrder, Weights
 from evenstep.errors import ConfigurationError, UsageError
@@ -108,17 +107,6 @@ def test_batches_of_tokens_keep_the_budget_and_lose_nothing(lengths: list[int], 
             assert (len(batch) + 1) * int(given_lengths[[*batch, after[0]]].max()) > budget
 
 
-def test_the_number_of_batches_is_that_of_the_epoch() -> None:
-    """Asked for before and after another epoch was chosen."""
-    sampler = TokenBatches(torch.arange(1, 31).repeat(40), 50, shuffle=True)
-    found = []
-    for epoch in range(8):
-        sampler.set_epoch(epoch)
-        found.append(len(sampler))
-        assert found[-1] == len(list(sampler))
-    assert len(set(found)) > 1
-
-
 def test_cutting_looks_as_far_as_it_must() -> None:
     assert cut(torch.ones(1000, dtype=torch.int64), 999) == [999, 1]
     assert cut(torch.tensor([1] * 500 + [100]), 600) == [500, 1]
@@ -148,21 +136,3 @@ def test_bad_divisions(arguments: dict[str, Any], told: str) -> None:
 
 
 # ---------------------------------------------------------------------- epochs
-
-
-def test_an_epoch_is_told_again_where_an_object_has_to_begin_it_anew() -> None:
-    """Such as a stream whose `set_epoch` seeds its generator."""
-
-    class Stream:
-        def __init__(self) -> None:
-            self.told: list[int] = []
-
-        def set_epoch(self, epoch: int) -> None:
-            self.told.append(epoch)
-
-    stream = Stream()
-    Epochs(stream).tell(3)
-    Epochs(stream).tell(3)
-    assert stream.told == [3]
-    Epochs(stream).tell(3, again=True)
-    assert stream.told == [3, 3]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import permutations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from evenstep.data.order import permutation as order_module
-from evenstep.data.order.batch_plan import ComputedEpoch, divide
 from evenstep.data.order.permutation import EpochOrder
 from evenstep.errors import ConfigurationError
 
@@ -71,16 +68,6 @@ def test_a_slice_does_not_depend_on_how_it_is_asked_for(data: st.DataObject) -> 
         assert int(order.at(torch.tensor(start))) == int(order.slice(start, start + 1)[0])
 
 
-def test_without_shuffling_position_and_sample_are_the_same() -> None:
-    assert EpochOrder(10, seed=1, epoch=2, shuffle=False).slice(3, 7).tolist() == [3, 4, 5, 6]
-
-
-def test_seeds_and_epochs_have_orders_of_their_own() -> None:
-    for num_samples in (100, 1000):
-        orders = {tuple(_epoch(num_samples, seed, epoch).tolist()) for seed in range(10) for epoch in range(10)}
-        assert len(orders) == 100
-
-
 def test_the_order_is_pinned() -> None:
     """A checkpoint says (seed, epoch, position): another order would resume on the wrong samples without a sound."""
     assert EpochOrder(10, seed=1, epoch=2).slice(0, 10).tolist() == [9, 1, 5, 6, 7, 3, 4, 2, 8, 0]
@@ -113,25 +100,6 @@ def test_positions_outside_of_the_epoch_are_refused() -> None:
 # ---------------------------------------------------------------------- uniform
 
 
-@pytest.mark.parametrize("num_samples", [3, 4, 5])
-def test_all_orders_of_small_sets_are_equally_likely(num_samples: int) -> None:
-    numbers = {order: number for number, order in enumerate(permutations(range(num_samples)))}
-    seen = [numbers[tuple(_epoch(num_samples, seed=7, epoch=epoch).tolist())] for epoch in range(4800)]
-    _assert_uniform(torch.tensor(seen), len(numbers))
-
-
-@pytest.mark.parametrize("num_samples", [20, 260, 1000])
-def test_each_position_has_each_sample_equally_often(num_samples: int) -> None:
-    orders = torch.stack([_epoch(num_samples, seed=8, epoch=epoch) for epoch in range(800)])
-    for position in (0, 1, num_samples // 2, num_samples - 1):
-        _assert_uniform(orders[:, position] * 20 // num_samples, 20)
-    # All positions at once; the variance of the statistic is that of independent draws to within 1/20.
-    bins = torch.arange(num_samples) * 10 // num_samples * 10 + orders * 10 // num_samples
-    counts = torch.bincount(bins.reshape(-1), minlength=100)
-    expected = 800 * num_samples / 100
-    assert float((counts - expected).abs().max()) < _NUM_DEVIATIONS * expected**0.5
-
-
 @pytest.mark.parametrize("num_samples", [300_000, 10**9])
 @pytest.mark.parametrize("lag", [1, 2, 7, 548])
 def test_neighbours_in_the_order_are_unrelated(num_samples: int, lag: int) -> None:
@@ -143,25 +111,3 @@ def test_neighbours_in_the_order_are_unrelated(num_samples: int, lag: int) -> No
 
 
 # ---------------------------------------------------------------------- global batches
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.integers(0, 10_000), st.integers(1, 300), st.booleans(), st.integers(1, 7))
-def test_shares_cut_every_global_batch_completely_evenly_and_in_order(
-    num_samples: int, size: int, drop_last: bool, world_size: int
-) -> None:
-    plan = ComputedEpoch(EpochOrder(num_samples), size, drop_last)
-    position = 0
-    for step in range(plan.num_batches):
-        start, stop = plan.global_batch(step)
-        assert start == position
-        assert stop - start == (size if drop_last else min(size, num_samples - start))
-        shares = [divide(start, stop, rank=rank, world_size=world_size) for rank in range(world_size)]
-        for first, last in shares:
-            assert first == position
-            position = last
-        lengths = [last - first for first, last in shares]
-        assert max(lengths) - min(lengths) <= 1
-        assert lengths[0] >= 1
-        assert position == stop
-    assert position == (num_samples // size * size if drop_last else num_samples)

@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 import torch
 
 from evenstep.data.loading.digests import digest_of
-from evenstep.data.sources.same_data import SameData
-from evenstep.errors import CollectiveTimeoutError
 
 
 class Pair(NamedTuple):
@@ -96,31 +93,3 @@ def test_another_process_has_the_same_digest() -> None:
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert int(told) == digest_of([{"text": "abc", "label": 2.5, "kind": {"b"}}])
-
-
-class _Late:
-    """The work of a collective in which some rank didn't take part in time."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        raise CollectiveTimeoutError("rank 1 is not there")
-
-
-class _Alone:
-    world_size = 2
-
-    def all_gather(self, found: torch.Tensor, own: torch.Tensor) -> _Late:
-        return _Late()
-
-
-def test_a_rank_that_iterates_alone_hears_of_no_comparison(recwarn: pytest.WarningsRecorder) -> None:
-    """As in a look at a first batch on rank 0, of which the others come minutes later, or never."""
-    data = SameData()
-    assert data.begins(2)
-    data.start([1, 1], _Alone())  # type: ignore[arg-type]
-    data.look()
-    data.look()
-    assert not data.begins(2)
-    assert not recwarn.list

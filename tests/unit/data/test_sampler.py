@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
@@ -49,23 +48,6 @@ def test_crossing_its_chunks_loses_nothing() -> None:
     size = 40_000
     shares = [list(DistributedSampler(range(size), 2, rank)) for rank in range(2)]
     assert sorted(shares[0] + shares[1]) == list(range(size))
-
-
-def test_torch_takes_it_for_its_own() -> None:
-    sampler = DistributedSampler(range(10), 2, 0)
-    assert isinstance(sampler, TorchDistributedSampler)
-    batches = list(torch.utils.data.DataLoader(range(10), batch_size=2, sampler=sampler))
-    assert [len(batch) for batch in batches] == [2, 2, 1]
-    assert repr(sampler) == "<DistributedSampler epoch 0, 5 of 10 samples for rank 0 of 2, shuffled>"
-
-
-def test_the_epoch_belongs_to_the_iteration() -> None:
-    sampler = DistributedSampler(range(100), 1, 0)
-    iterator = iter(sampler)
-    sampler.set_epoch(1)
-    first, second = list(iterator), list(sampler)
-    assert first != second
-    assert sorted(first) == sorted(second) == list(range(100))
 
 
 # ---------------------------------------------------------------------- what torch's doesn't have
@@ -123,6 +105,9 @@ def test_a_sampler_resumes_on_any_ranks(size: int, before: int, after: int, stop
     for sampler in seconds:
         sampler.set_epoch(2)
         assert len(list(sampler)) == len(sampler), "the next iteration is whole again"
+        sampler.load_state_dict(states[0])
+        sampler.set_epoch(3)
+        assert len(list(sampler)) == len(sampler), "another epoch begins at its beginning"
 
 
 @pytest.mark.parametrize("size", [7, 11])

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from evenstep import DataLoader
-from evenstep.errors import ConfigurationError, MismatchError, UsageError
+from evenstep.errors import ConfigurationError, MismatchError
 from tests.stub_worlds import stub_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine of one core
@@ -119,10 +119,6 @@ def test_shards_are_divided_where_there_are_enough(num_workers: int) -> None:
     batches = list(loader)
     assert sorted(chain.from_iterable(batches)) == sorted(Sharded())
     assert all(len({number // 10 % 2 for number in batch}) == 1 for batch in batches), "each worker its own shards"
-    with pytest.raises(TypeError, match="no length"):
-        len(loader)
-    with pytest.raises(UsageError, match="no order to restore"):
-        loader.gather(torch.zeros(28))
     loader = DataLoader(Sharded(), 4, collate_fn=list, num_workers=2, world=stub_world())
     for step, _ in enumerate(loader):
         loader.commit()
@@ -134,15 +130,6 @@ def test_shards_are_divided_where_there_are_enough(num_workers: int) -> None:
     other = DataLoader(Sharded(), 4, collate_fn=list, num_workers=num_workers, world=stub_world())
     with pytest.raises(ConfigurationError, match="the number of ranks times workers was 2 and is"):
         other.load_state_dict(loader.state_dict())
-
-
-def test_shards_have_no_last_batch_that_could_be_dropped() -> None:
-    with pytest.raises(ConfigurationError, match="drop_last=True: Sharded is a stream that is divided by shards"):
-        DataLoader(Sharded(), 4, num_workers=2, drop_last=True, world=stub_world())
-    by_record = DataLoader(
-        Sharded(), 8, collate_fn=list, drop_last=True, world=stub_world()
-    )  # one part: nothing to divide
-    assert [len(batch) for batch in by_record] == [8, 8, 8]
 
 
 def test_gathered_rows_have_the_stream_s_order() -> None:
@@ -259,28 +246,6 @@ def test_workers_that_run_through_different_streams_are_an_error() -> None:
     assert sorted(torch.cat(list(loader)).tolist()) == list(range(40)), "one process alone may draw as it likes"
 
 
-def test_a_resumed_stream_compares_workers_from_its_first_step_on() -> None:
-    class Sometimes(Numbers):
-        """Another record in the fourth step, in every process."""
-
-        def __iter__(self) -> Iterator[int]:
-            numbers = list(range(self.count))
-            numbers[27] = random.SystemRandom().randrange(1 << 60)
-            return iter(numbers)
-
-    loader = DataLoader(Sometimes(64), 8, num_workers=2, world=stub_world())
-    with pytest.raises(MismatchError, match="step 4, the workers of rank 0"):
-        list(loader)
-    for position, has_passed in ((24, False), (32, True)):
-        resumed = DataLoader(Sometimes(64), 8, num_workers=2, world=stub_world())
-        resumed.load_state_dict(loader.state_dict() | {"position": position})
-        if has_passed:
-            assert len(list(resumed)) == 4
-        else:
-            with pytest.raises(MismatchError, match="step 4, the workers of rank 0"):
-                list(resumed)
-
-
 # ---------------------------------------------------------------------- a stream's own state
 
 
@@ -333,42 +298,8 @@ def test_a_stream_s_own_state_is_faster_and_loses_its_buffer(buffer: int, lost: 
         other.load_state_dict(state)
 
 
-def test_workers_that_read_ahead_don_t_move_the_state() -> None:
-    loader = DataLoader(
-        Stateful(40), 4, collate_fn=list, num_workers=2, prefetch_factor=3, resume_streams="state", world=stub_world()
-    )
-    for step, _ in enumerate(loader):
-        if step == 2:
-            loader.commit()
-        if step == 4:
-            break
-    assert loader.state_dict()["streams"] == [[3, [{"read": 12}, {"read": 12}]]]
-
-
-def test_as_many_parts_are_not_enough() -> None:
-    """Two ranks with two workers, and four ranks: each step has records of other shards."""
-    there = DataLoader(Sharded(), 4, num_workers=2, world=stub_world(0, 2)).state_dict()
-    other = DataLoader(Sharded(), 4, world=stub_world(0, 4))
-    with pytest.raises(ConfigurationError, match="data: the number of workers of a rank was 2 and is 1"):
-        other.load_state_dict(there)
-
-
 def test_only_a_stream_with_a_state_resumes_by_it() -> None:
     with pytest.raises(ConfigurationError, match="resume_streams='state': Numbers has no state_dict"):
         DataLoader(Numbers(40), 5, resume_streams="state", world=stub_world())
     with pytest.raises(ConfigurationError, match="resume_streams='state' is for streams"):
         DataLoader(range(40), 5, resume_streams="state", world=stub_world())
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_the_part_that_is_iterated_is_told_the_epoch(persistent: bool) -> None:
-    class Parts(Sharded):
-        def shard(self, *, num_shards: int, index: int) -> Parts:
-            return Parts(self.shards[index::num_shards])
-
-        def __iter__(self) -> Iterator[int]:
-            return (1000 * self.epoch + number for number in super().__iter__())
-
-    loader = DataLoader(Parts(), 4, collate_fn=list, num_workers=2, persistent_workers=persistent, world=stub_world())
-    for epoch in loader.epochs(3):
-        assert sorted(chain.from_iterable(loader)) == sorted(1000 * epoch + number for number in Sharded())

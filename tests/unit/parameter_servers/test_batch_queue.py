@@ -9,7 +9,10 @@ from evenstep.parameter_servers.deciding.batch_queue import Batch, BatchQueue
 
 
 def test_every_batch_is_finished_once_in_any_order(fresh_seed: int):
-    """Workers take, finish and end at random; in place of one that ended comes another, as from the beginning."""
+    """Workers take, finish and end at random; in place of one that ended comes another, as from the beginning.
+
+    Also from a state that was taken at any moment, and given to another queue.
+    """
     draw = random.Random(fresh_seed)
     queue = BatchQueue()
     finished: list[Batch] = []
@@ -18,7 +21,13 @@ def test_every_batch_is_finished_once_in_any_order(fresh_seed: int):
     for _ in range(1000):
         worker = draw.choice(list(held))
         action = draw.random()
-        if action < 0.1:
+        if action < 0.02:
+            state = json.loads(json.dumps(queue.state()))
+            queue = BatchQueue()
+            queue.load_state(state)
+            assert queue.state() == state
+            held, epochs = {each: [] for each in held}, dict.fromkeys(held, 0)
+        elif action < 0.1:
             assert queue.give_back(worker) == sorted(held.pop(worker))
             new = max(epochs) + 1
             epochs[new], held[new] = 0, []
@@ -54,48 +63,3 @@ def test_what_a_worker_does_not_hold_is_neither_finished_nor_given_back():
     assert not queue.take(0, wanted, 2, "").is_over
     queue.finish(1, [batch])
     assert queue.take(0, wanted, 2, "").is_over
-
-
-def test_another_loader_is_named():
-    queue = BatchQueue()
-    assert queue.take(0, (1, 0, 0), 7, "shuffled").batch == ((1, 0, 0), 0)
-    assert "worker 1 has another loader" in queue.take(1, (1, 0, 0), 7, "sorted").failure
-    assert queue.take(1, (2, 0, 0), 5, "sorted").batch == ((2, 0, 0), 0), "another loader of the script has its own"
-
-
-def test_a_state_has_what_is_finished_and_no_more(fresh_seed: int):
-    """Taken at any moment, and given to another queue: each batch is finished once."""
-    draw = random.Random(fresh_seed)
-    queue = BatchQueue()
-    finished: list[Batch] = []
-    held: list[tuple[int, Batch]] = []
-    for _ in range(30):
-        for _ in range(draw.randrange(25)):
-            if held and draw.random() < 0.5:
-                worker, batch = held.pop(draw.randrange(len(held)))
-                if draw.random() < 0.2:
-                    queue.give_back(worker, [batch])
-                else:
-                    queue.finish(worker, [batch])
-                    finished.append(batch)
-                continue
-            worker, known = draw.randrange(3), [*finished, *(each for _, each in held)]
-            epoch = next((each for each in range(3) if sum(at[1] == each for at, _ in known) < 11), 2)
-            taken = queue.take(worker, (1, epoch, 0), 11, '{"seed": 3}')
-            if taken.batch is not None:
-                held.append((worker, taken.batch))
-        state = json.loads(json.dumps(queue.state()))
-        queue = BatchQueue()
-        queue.load_state(state)
-        held = []
-        assert queue.state() == state
-    while True:
-        taken = queue.take(9, (1, 2, 0), 11, '{"seed": 3}')
-        if taken.batch is None:
-            break
-        queue.finish(9, [taken.batch])
-        finished.append(taken.batch)
-    assert len(finished) == len(set(finished))
-    begun = {at[1] for at, _ in finished}
-    assert sorted(finished) == [((1, epoch, 0), batch) for epoch in sorted(begun) for batch in range(11)]
-    assert taken.is_over

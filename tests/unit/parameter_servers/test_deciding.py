@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import threading
-import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -101,14 +98,6 @@ def test_sync_waits_for_all_and_applies_their_weighted_mean(num_servers: int):
     assert run.value == pytest.approx(-16 / 6, abs=1e-15)
 
 
-def test_a_step_of_empty_shares_changes_nothing():
-    run = Run(Mode("sync"), 2)
-    run.push(0, 1.0, weight=0)
-    run.push(1, 1.0, weight=0)
-    assert run.released == {(0, 1): 0, (1, 1): 0}
-    assert run.value == 0
-
-
 def test_sync_goes_on_without_a_worker_that_has_left_or_was_lost():
     run = Run(Mode("sync"), 4, 2)
     waiting = run.push(0, 1.0)
@@ -123,21 +112,6 @@ def test_sync_goes_on_without_a_worker_that_has_left_or_was_lost():
     last = run.leave(0)
     assert run.released == {waiting: 1, left: 1, last: 1}
     assert run.decisions[-1].has_ended
-
-
-def test_who_joins_late_counts_from_then_on():
-    run = Run(Mode("sync"), 2, begins=False)
-    run.coordinator.join(0)
-    waiting = run.push(0, 1.0)
-    assert not run.released
-    run.execute(run.coordinator.give_up([1]))
-    assert run.released == {waiting: 1}
-    run.coordinator.join(1)
-    waiting = run.push(0, 1.0, version=1)
-    assert waiting not in run.released
-    run.push(1, 3.0, version=1)
-    assert waiting in run.released
-    assert run.value == -3.0
 
 
 def test_who_joins_late_begins_with_the_slowest():
@@ -185,18 +159,6 @@ def test_bounded_lets_nobody_be_further_ahead(bound: int, fresh_seed: int):
     assert run.value == -float(sum(done))
 
 
-def test_a_failure_ends_the_run_and_nothing_is_decided_for_who_comes():
-    run = Run(Mode("sync"), 3)
-    run.push(0, 1.0)
-    run.leave(1, "worker 1 failed: ValueError")
-    assert (run.decisions[-1].failure, run.decisions[-1].has_ended) == ("worker 1 failed: ValueError", True)
-    run.push(2, 1.0)
-    assert run.coordinator.pull((2, -1)) == []
-    assert not run.released
-    run.execute(run.coordinator.fail("another"))
-    assert run.decisions[-1].failure == "worker 1 failed: ValueError", "the first one counts"
-
-
 @pytest.mark.parametrize("saves", [False, True])
 def test_the_last_state_is_saved_before_workers_are_answered(saves: bool):
     run = Run(Mode("async"), 2, saves_at_end=saves)
@@ -206,24 +168,6 @@ def test_the_last_state_is_saved_before_workers_are_answered(saves: bool):
     *before, end = run.decisions
     assert (end.has_ended, sorted(end.released)) == (True, [(0, 2), (1, 1)])
     assert (before[-1].saves is not None) == saves
-
-
-def test_a_run_ends_when_all_have_left_and_one_of_them_was_killed():
-    run = Run(Mode("async"), 2)
-    run.leave(0)
-    run.lose(0)
-    last = run.leave(1)
-    assert run.decisions[-1].has_ended
-    assert run.decisions[-1].released == [last]
-
-
-def test_what_is_packed_does_not_change():
-    shard = make_shard()
-    before = shard.packed()[0]
-    assert shard.packed()[0] is before, "packed once a version"
-    shard.apply([Pushed(1.0, [True], [torch.ones(2, dtype=torch.float64)], {})])
-    assert before.abs().sum() == 0
-    assert shard.packed()[0].tolist() == [-1, -1]
 
 
 def test_batches_that_nobody_is_left_to_take_are_named():
@@ -239,49 +183,16 @@ def test_batches_that_nobody_is_left_to_take_are_named():
     assert run.coordinator.untrained == [(2, taken[2]), (1, taken[1])]
 
 
-def test_a_worker_that_dies_before_it_joins_is_waited_for_no_longer():
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_who_never_joins_is_waited_for_no_longer_and_a_run_without_any_worker_ends(is_lost: bool):
     run = Run(Mode("sync"), 2, begins=False)
     run.coordinator.join(0)
     waiting = run.push(0, 1.0)
     assert not run.released
-    run.lose(1)
+    run.execute(run.coordinator.lose(1) if is_lost else run.coordinator.give_up([1]))
     assert run.released == {waiting: 1}
-
-
-def test_a_run_without_any_worker_ends():
-    run = Run(Mode("async"), 2, begins=False)
-    run.coordinator.join(0)
     run.lose(0)
-    assert not run.decisions[-1].has_ended
-    run.execute(run.coordinator.give_up([1]))
     assert (run.decisions[-1].failure, run.decisions[-1].has_ended) == ("no worker is left", True)
-
-
-class Failing(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:
-        raise ZeroDivisionError("of the optimizer")
-
-
-class Comes:
-    """In place of checkpoints: whether this server takes part in a save, and with which failure."""
-
-    def __init__(self) -> None:
-        self.failures: list[str] = []
-
-    def save(self, *_: Any, failure: str, **__: Any) -> None:
-        self.failures.append(failure)
-
-
-def test_a_server_that_has_failed_takes_part_in_a_save():
-    """Else the others would wait for it there."""
-    parameter = nn.Parameter(torch.zeros(2))
-    shard, checkpoints = Shard({"p": parameter}, Failing([parameter], lr=1.0), None, {}), Comes()
-    stands_in: Any = checkpoints
-    server = Server(Roles(2, 1, 2), Mode("async"), shard, {}, BatchQueue(), stands_in, timeout_s=60)
-    server._held[0, 1] = Pushed(1.0, [True], [torch.ones(2)], {})
-    server.execute([Decision(1, applied=[(0, 1)]), Decision(2, saves={})])
-    assert checkpoints.failures == ["server 1 (rank 2): ZeroDivisionError: of the optimizer"]
-    assert isinstance(server.error, ZeroDivisionError)
 
 
 def test_who_was_lost_gets_nothing_more():
@@ -294,25 +205,6 @@ def test_who_was_lost_gets_nothing_more():
     for call in ({"kind": "join"}, take):
         assert "the servers have lost this worker" in server.answer(1, Message(dict(call))).head["failure"]
     assert server.answer(0, Message(dict(take))).head["batch"] == ((1, 0, 0), 0)
-
-
-def test_who_waits_is_woken_when_it_may_go_on(monkeypatch: pytest.MonkeyPatch):
-    """And doesn't only find out when it asks again."""
-    monkeypatch.setattr("evenstep.parameter_servers.server.TURN_S", 3600.0)
-    server = Server(Roles(1, 1, 1), Mode("async"), make_shard(), {}, BatchQueue(), None, timeout_s=60)
-    server.answer(0, Message({"kind": "join"}))
-    found: list[Message] = []
-    call = Message({"kind": "pull", "number": -1})
-    caller = threading.Thread(target=lambda: found.append(server.answer(0, call)), daemon=True)
-    caller.start()
-    decisions = server._wait_for_decisions(0, 30)
-    deadline = time.monotonic() + 30
-    while not server._changed._waiters and time.monotonic() < deadline:  # type: ignore[attr-defined]
-        time.sleep(0.01)
-    server.execute(decisions)
-    caller.join(30)
-    assert [each.head for each in found] == [{"version": 0, "leads": False}]
-    server._end("")
 
 
 def test_nothing_is_executed_behind_the_end():

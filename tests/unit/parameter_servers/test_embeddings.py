@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +18,6 @@ from evenstep.parameter_servers.embedding.table import (
     RowGradients,
     Table,
     TableSpec,
-    add_up,
     split_by_server,
 )
 
@@ -49,19 +45,6 @@ def test_first_rows_are_functions_of_their_numbers(fresh_seed: int):
     huge = torch.tensor([2**40, 2**40 + 1])
     assert drawn(huge).isfinite().all()
     assert not torch.equal(*drawn(huge))
-
-
-def test_first_rows_are_normal_and_unrelated():
-    rows = drawn(torch.arange(25_000)).flatten()  # 200,000 values
-    assert abs(rows.mean()) < 0.01
-    assert abs(rows.var() - 1) < 0.02
-    assert abs((rows**3).mean()) < 0.03
-    assert abs((rows**4).mean() - 3) < 0.1
-    for lag in (1, 2, 8, 64):
-        assert abs((rows[lag:] * rows[:-lag]).mean()) < 0.01, lag
-    expected = torch.distributions.Normal(0, 1).cdf(torch.linspace(-3, 3, 13, dtype=DOUBLE))
-    found = torch.stack([(rows < each).double().mean() for each in torch.linspace(-3, 3, 13)])
-    assert (found - expected).abs().max() < 0.005
 
 
 def test_first_rows_are_pinned():
@@ -165,18 +148,6 @@ def test_one_step_has_one_rate():
         Table(spec("sgd"), 0, 1).mean(pushes)
 
 
-def test_rows_add_up(fresh_seed: int):
-    torch.manual_seed(fresh_seed)
-    ids = [torch.randperm(9)[:n] for n in (4, 0, 6)]
-    values = [torch.randn(len(each), 2, dtype=DOUBLE) for each in ids]
-    unique, total = add_up(ids, values)
-    dense = torch.zeros(9, 2, dtype=DOUBLE)
-    for one, other in zip(ids, values, strict=True):
-        dense.index_add_(0, one, other)
-    assert unique.tolist() == sorted({int(i) for each in ids for i in each})
-    torch.testing.assert_close(total, dense[unique])
-
-
 # ------------------------------------------------------------------ the module, in a world of one
 
 
@@ -263,12 +234,6 @@ def test_ids_that_are_not_in_the_table(table: Any):
             table.model.rows(first, last)
 
 
-def test_no_ids_at_all(table: Any):
-    table.backward(table.model(torch.empty(0, 4, dtype=torch.int64)).sum(), weight=0)
-    assert table.model(torch.empty(0, 4, dtype=torch.int64)).shape == (0, 4, 2)
-    table.step()
-
-
 def test_a_gradient_that_is_not_finite(table: Any):
     rows = table.model(torch.tensor([2, 5, 7]))
     table.backward((rows * torch.tensor([[1.0], [float("nan")], [float("inf")]])).sum())
@@ -283,24 +248,6 @@ def test_the_rate_may_change(table: Any):
         table.backward(table.model(torch.tensor([4])).sum())
         table.step()
     assert torch.equal(before[4] - 1.25, table.model.rows(4, 5)[0])
-    table.model.lr = "fast"
-    table.backward(table.model(torch.tensor([4])).sum())
-    with pytest.raises(ConfigurationError, match="lr='fast'"):
-        table.step()
-
-
-def test_copies_share_the_servers_and_pickles_have_none(table: Any):
-    ids = torch.tensor([1, 2])
-    assert torch.equal(copy.deepcopy(table.model)(ids), table.model(ids))
-    with pytest.raises(UsageError, match=r"'users': forward: no server has this table"):
-        pickle.loads(pickle.dumps(table.model))(ids)
-
-
-def test_what_was_looked_up_ahead_is_forgotten_after_a_step(table: Any):
-    for _ in range(5):
-        table.model.prefetch(torch.tensor([1]))
-        table.step()
-    assert len(table.model._ahead) == 1
 
 
 @pytest.mark.parametrize(("mode", "bound"), [("async", None), ("bounded", 2)])
@@ -363,24 +310,6 @@ def test_what_is_refused(options: dict[str, Any], text: str):
         evenstep.RemoteEmbedding(**given)
 
 
-def test_models_that_are_refused():
-    def twice() -> nn.Module:
-        return nn.ModuleList([evenstep.RemoteEmbedding(4, 2, name="users") for _ in range(2)])
-
-    def half() -> nn.Module:
-        return evenstep.RemoteEmbedding(4, 2).half()
-
-    for model_fn, text in ((twice, "two tables of the model are named 'users'"), (half, "rows of torch.float16")):
-        with (
-            pytest.raises(ConfigurationError, match=text),
-            evenstep.parameter_server(model_fn, torch.optim.SGD),
-        ):
-            pass
-    shared = evenstep.RemoteEmbedding(4, 2)
-    with evenstep.parameter_server(lambda: nn.ModuleList([shared, shared]), torch.optim.SGD):
-        assert shared(torch.tensor([1])).shape == (1, 2)
-
-
 @pytest.mark.parametrize("wrong", [torch.zeros(1, 3), torch.zeros(1, 2, dtype=torch.int64), None])
 def test_first_rows_of_another_shape(wrong: Any):
     with (
@@ -390,39 +319,3 @@ def test_first_rows_of_another_shape(wrong: Any):
         pytest.raises(ConfigurationError, match="init_fn returned"),
     ):
         ps.model(torch.tensor([1]))
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
-def test_a_run_with_tables_goes_on_from_a_checkpoint(optimizer: str, tmp_path: Path, fresh_seed: int):
-    torch.manual_seed(fresh_seed)
-    given = [torch.randint(40, (5,)) for _ in range(8)]
-
-    def run(first: int, last: int, directory: Path | None) -> Tensor:
-        with evenstep.parameter_server(
-            lambda: evenstep.RemoteEmbedding(40, 3, optimizer=optimizer, lr=0.1, dtype=DOUBLE),
-            torch.optim.SGD,
-            checkpoint=directory,
-        ) as ps:
-            for ids in given[first:last]:
-                ps.backward(ps.model(ids).square().sum())
-                ps.step()
-            rows: Tensor = ps.model.rows()  # type: ignore[operator]
-            return rows
-
-    whole = run(0, 8, None)
-    run(0, 3, tmp_path / "run")
-    run(3, 5, tmp_path / "run")
-    assert torch.equal(run(5, 8, tmp_path / "run"), whole)
-
-
-def test_a_checkpoint_of_other_tables_is_refused(tmp_path: Path):
-    def run(name: str) -> None:
-        with evenstep.parameter_server(
-            lambda: evenstep.RemoteEmbedding(4, 2, name=name), torch.optim.SGD, checkpoint=tmp_path / "run"
-        ) as ps:
-            ps.backward(ps.model(torch.tensor([1])).sum())
-            ps.step()
-
-    run("t")
-    with pytest.raises(evenstep.EvenstepError, match=r"\['t'\].*\['u'\]"):
-        run("u")

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import random
-import threading
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from evenstep.errors import ConfigurationError
 from evenstep.ground.environment import Placement
-from evenstep.parameter_servers.embedding.table import RowGradients
 from evenstep.parameter_servers.preparation import assign_roles
-from evenstep.parameter_servers.shard import Pushed, Shard, pack, plan_division, unpack
+from evenstep.parameter_servers.shard import pack, plan_division, unpack
 
 
 def test_every_parameter_has_one_server(fresh_seed: int):
@@ -41,44 +37,6 @@ def test_packed_tensors_come_back(fresh_seed: int):
     like[3].add_(1)
     assert not torch.equal(unpack(like, packed)[3], like[3]), "what is packed must be a copy"
     assert unpack(like, pack(like, [None] * 5))[0].abs().sum() == 0
-
-
-def test_rows_are_looked_up_before_a_step_or_behind_it():
-    begun, goes_on, order = threading.Event(), threading.Event(), list[str]()
-
-    def apply(_: Any) -> None:
-        begun.set()
-        assert goes_on.wait(30)
-        order.append("applied")
-
-    table: Any = SimpleNamespace(mean=list, apply=apply, look_up=lambda _: order.append("looked up"))
-    shard, ids = Shard({}, None, None, {"t": table}), torch.tensor([1])
-    pushed = Pushed(1.0, [], [], {"t": RowGradients(ids, torch.ones(1, 2), 0.1)})
-    step = threading.Thread(target=shard.apply, args=([pushed],))
-    look = threading.Thread(target=shard.look_up, args=("t", ids))
-    step.start()
-    assert begun.wait(30)
-    look.start()
-    look.join(0.2)
-    goes_on.set()
-    step.join()
-    look.join()
-    assert order == ["applied", "looked up"]
-
-
-def test_the_last_ranks_are_servers():
-    roles = [
-        assign_roles(Placement(rank=rank, world_size=5, local_rank=rank, local_world_size=5), 2) for rank in range(5)
-    ]
-    assert [each.name for each in roles] == [
-        "worker 0 (rank 0)",
-        "worker 1 (rank 1)",
-        "worker 2 (rank 2)",
-        "server 0 (rank 3)",
-        "server 1 (rank 4)",
-    ]
-    assert [each.is_server for each in roles] == [False, False, False, True, True]
-    assert assign_roles(Placement(), 3).is_alone
 
 
 @pytest.mark.parametrize(("num_servers", "text"), [(0, "no server among 4 ranks"), (4, "leave no worker")])

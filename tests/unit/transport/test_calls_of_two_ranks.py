@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -15,14 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenstep.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+from evenstep.errors import PeerLostError
 from evenstep.transport.core.store_gather import StoreGather
 from evenstep.transport.shm.handshake import connect_shared_memory
 from evenstep.transport.shm.lanes import SHORT_BYTES
-from evenstep.transport.shm.progress import background
 from evenstep.transport.shm.queue import SharedWork
-from evenstep.transport.shm.segment import CHUNK_BYTES, EAGER_BYTES, NUM_RECORDS, NUM_SLOTS
-from evenstep.transport.shm.sync import Phase, sem_trywait
+from evenstep.transport.shm.segment import CHUNK_BYTES, EAGER_BYTES, NUM_SLOTS
 from evenstep.transport.shm.transport import SharedMemoryTransport
 
 TIMEOUT_S = 20.0
@@ -130,17 +127,6 @@ def test_a_call_inside_another_ones_start_is_refused(
     assert result.tolist() == [2.0] * 3
 
 
-def test_the_first_failure_is_the_one_that_later_calls_raise(pair: list[SharedMemoryTransport]) -> None:
-    first, second = pair
-    works = [first.all_reduce(torch.ones(3)), second.all_reduce(torch.ones(4))]
-    for work in works:
-        with pytest.raises(MismatchError):
-            work.wait()
-    first._fail(PeerLostError("a consequence"))
-    with pytest.raises(MismatchError):
-        first.all_reduce(torch.ones(3))
-
-
 @pytest.mark.parametrize("numel", [3, 300_000])
 def test_a_call_that_is_only_asked_about_notices_a_lost_rank(pair: list[SharedMemoryTransport], numel: int) -> None:
     first, second = pair
@@ -175,55 +161,14 @@ def test_a_rank_that_arrives_as_it_leaves_has_arrived(
     assert result.tolist() == [3.0] * 3
 
 
-@pytest.mark.parametrize("is_silent", [False, True])
-def test_a_rank_overwrites_no_slot_that_is_still_in_use(by_hand: list[SharedMemoryTransport], is_silent: bool) -> None:
-    """A rank starts more calls than there are slots, as the other has finished all of them, or has begun none."""
-    first, second = by_hand
-    results: list[list[Tensor]] = [[], []]
-    works: list[list[SharedWork]] = [[], []]
-
-    def start(rank: int, number: int) -> None:
-        results[rank].append(torch.full((3,), float(10 * number + rank)))
-        works[rank].append(by_hand[rank].all_reduce(results[rank][-1]))  # type: ignore[arg-type]
-
-    for number in range(NUM_SLOTS):
-        start(0, number)
-    if not is_silent:
-        for number in range(NUM_SLOTS):
-            start(1, number)
-            works[1][-1].wait()
-    start(0, NUM_SLOTS)
-    for number in range(len(works[1]), NUM_SLOTS + 1):
-        start(1, number)
-    for _ in range(NUM_SLOTS + 1):  # nobody waits: each needs the other's steps
-        for each in by_hand:
-            while (work := each._first()) is not None and each._step(work, blocking=False):
-                pass
-    assert all(work.is_done for each in works for work in each), (first, second)
-    expected = [[20.0 * number + 1] * 3 for number in range(NUM_SLOTS + 1)]
-    assert [[each.tolist() for each in of_rank] for of_rank in results] == [expected] * 2
-
-
-def test_an_earlier_header_is_not_taken_for_a_calls(pair: list[SharedMemoryTransport]) -> None:
-    """The other rank has signalled that it arrived, but not shown its header, nor its data."""
-    first, second = pair
-    for _ in range(NUM_SLOTS):
-        works = [each.all_reduce(torch.ones(3)) for each in pair]
-        for work in works:
-            work.wait()
-    work = first.all_reduce(torch.ones(3))
-    second.counters.signal(Phase.ARRIVED)
-    with pytest.raises(PeerLostError, match="rank 1 is in another one"):
-        work.wait()
-
-
 Ready = tuple[SharedWork, list[Tensor], Tensor, Tensor]  # the call, all of its tensors, its result, and what that is
 
 
-def start_long_call(pair: list[SharedMemoryTransport], kind: str, rank: int, seed: int) -> Ready:
-    """One rank's part of a call in several chunks, of tensors that lie in its zone or elsewhere."""
+def start_call(pair: list[SharedMemoryTransport], kind: str, rank: int, seed: int) -> Ready:
+    """One rank's part of a call, eager or in several chunks, of tensors that lie in its zone or elsewhere."""
     of_all = random.Random(seed)
-    numel = 2 * of_all.randrange(EAGER_BYTES // 4, 3 * CHUNK_BYTES // 8)  # of 4 bytes: up to three chunks
+    long = of_all.randrange(EAGER_BYTES // 4, 3 * CHUNK_BYTES // 8)  # of 4 bytes: up to three chunks
+    numel = 2 * of_all.choice([3, 3, long])
     values = [torch.arange(numel) % of_all.randrange(50, 500) + of_all.randrange(1000) for _ in pair]
     root, own = of_all.randrange(2), random.Random(10 * seed + rank)
     transport = pair[rank]
@@ -265,15 +210,18 @@ KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_long_calls_have_their_results_whichever_rank_is_ahead(
+def test_calls_have_their_results_whichever_rank_is_ahead(
     by_hand: list[SharedMemoryTransport], kind: str, fresh_seed: int
 ) -> None:
-    """Ranks start calls and take steps in any order, and overwrite their tensors as soon as a call has ended."""
+    """Ranks start calls and take steps in any order, and overwrite their tensors as soon as a call has ended.
+
+    Also more calls than there are slots, of which the other rank has begun none.
+    """
     rng = random.Random(fresh_seed)
-    for _ in range(5):
-        seeds = [rng.randrange(1 << 30) for _ in range(3)]
+    for num_calls in (3, 3, NUM_SLOTS + 3):
+        seeds = [rng.randrange(1 << 30) for _ in range(num_calls)]
         num_started, under_way = [0, 0], [list[Ready](), list[Ready]()]
-        weight = rng.choice([0.1, 0.5, 0.9])  # one rank runs ahead, or both take turns
+        weight = rng.choice([0.02, 0.1, 0.5, 0.9])  # one rank runs ahead, or both take turns
         num_turns = 0
         while min(num_started) < len(seeds) or any(under_way):
             num_turns += 1
@@ -281,7 +229,7 @@ def test_long_calls_have_their_results_whichever_rank_is_ahead(
             rank = int(rng.random() < weight)
             transport, own = by_hand[rank], under_way[rank]
             if num_started[rank] < len(seeds) and rng.random() < 0.3:
-                own.append(start_long_call(by_hand, kind, rank, seeds[num_started[rank]]))
+                own.append(start_call(by_hand, kind, rank, seeds[num_started[rank]]))
                 num_started[rank] += 1
             elif own:
                 work, tensors, result, expected = own[0]
@@ -296,33 +244,6 @@ def test_long_calls_have_their_results_whichever_rank_is_ahead(
                     own.pop(0)
 
 
-def test_who_gives_up_waiting_for_a_message_fails_nothing(pair: list[SharedMemoryTransport]) -> None:
-    """A deadline of the waiter's own: the message comes later, and calls go on."""
-    first, second = pair
-    result = torch.zeros(3)
-    message, _ = first.receive(result, 1)
-    with pytest.raises(CollectiveTimeoutError, match="recv of 3 float32 from rank 1"):
-        message.wait(0.01)
-    works = [each.all_reduce(torch.ones(3)) for each in pair]
-    second.send(torch.ones(3), 0).wait()
-    message.wait()
-    for work in works:
-        work.wait()
-    assert result.tolist() == [1.0] * 3
-
-
-def test_messages_that_nobody_has_asked_for_outlast_their_place_in_the_ring(pair: list[SharedMemoryTransport]) -> None:
-    """Later messages are written where they lay."""
-    first, second = pair
-    for number in range(3 * NUM_RECORDS):
-        second.send(torch.full((3,), float(number)), 0, tag=number)
-        first._guarded(first._advance_lanes)
-    for number in range(3 * NUM_RECORDS):
-        result = torch.zeros(3)
-        first.receive(result, 1, tag=number)[0].wait()
-        assert result.tolist() == [float(number)] * 3
-
-
 def test_a_long_message_of_a_rank_that_has_left_is_not_delivered(pair: list[SharedMemoryTransport]) -> None:
     """Its memory may be in other use by then."""
     first, second = pair
@@ -330,50 +251,6 @@ def test_a_long_message_of_a_rank_that_has_left_is_not_delivered(pair: list[Shar
     second.close()
     with pytest.raises(PeerLostError, match="lost rank 1"):
         first.receive(torch.zeros(SHORT_BYTES), 1)[0].wait()
-
-
-def test_who_catches_the_interrupt_of_a_message_gets_no_later_one(
-    pair: list[SharedMemoryTransport], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second `receive` would get what comes behind the message that the first one waited for."""
-    first, second = pair
-
-    def interrupt(*args: object) -> None:
-        raise Interrupted
-
-    message, _ = first.receive(torch.zeros(3), 1)
-    monkeypatch.setattr(first, "_sleep", interrupt)
-    with pytest.raises(Interrupted):
-        message.wait()
-    with pytest.raises(PeerLostError, match="was interrupted by Interrupted"):
-        first.receive(torch.zeros(3), 1)
-    with pytest.raises(PeerLostError, match="rank 0 has given up"):
-        second.send(torch.ones(3), 0)
-
-
-def test_after_close_memory_is_refused_and_a_deadline_is_nothing(pair: list[SharedMemoryTransport]) -> None:
-    first, _ = pair
-    first.close()
-    with pytest.raises(PeerLostError, match="has been closed"):
-        first.allocate(1 << 20, dtype=torch.float32, device=torch.device("cpu"))
-    first.set_timeout(3.0)
-
-
-def test_a_handler_may_close_a_transport_while_the_thread_is_being_woken(pair: list[SharedMemoryTransport]) -> None:
-    """A handler runs in the thread that holds the lock."""
-    first, second = pair
-    closed = []
-
-    def close_inside() -> None:
-        with background._lock:
-            first.close()
-            second.close()
-        closed.append(os.getpid())
-
-    thread = threading.Thread(target=close_inside, daemon=True)
-    thread.start()
-    thread.join(10.0)
-    assert closed == [os.getpid()]
 
 
 PROGRAM = """
@@ -408,18 +285,6 @@ def test_a_callback_that_runs_as_the_process_ends_is_finished() -> None:
     assert (ended.returncode, ended.stdout) == (0, "ended None\n"), ended.stderr
 
 
-def test_several_callbacks_of_one_call_are_all_called(pair: list[SharedMemoryTransport]) -> None:
-    first, second = pair
-    called: list[int] = []
-    over = threading.Event()
-    work = first.all_reduce(torch.ones(3))
-    work.add_done_callback(lambda error: called.append(1))
-    work.add_done_callback(lambda error: (called.append(2), over.set()))
-    second.all_reduce(torch.ones(3)).wait()
-    assert over.wait(TIMEOUT_S)
-    assert called == [1, 2]
-
-
 @pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "all_gather"])
 def test_who_reads_the_memory_of_a_rank_that_has_left_has_no_result(
     by_hand: list[SharedMemoryTransport], kind: str
@@ -441,18 +306,3 @@ def test_who_reads_the_memory_of_a_rank_that_has_left_has_no_result(
     first._fail(KeyboardInterrupt())
     with pytest.raises(PeerLostError, match=r"rank 1 lost rank 0 \(pid \d+\), which has given up"):
         theirs.wait()
-
-
-def test_who_only_sends_does_not_gather_rings(pair: list[SharedMemoryTransport]) -> None:
-    """The other rank rings for all that it reads, and a rank that has no reason to sleep took none of that."""
-    first, second = pair
-    given, got = torch.ones(3), torch.zeros(3)
-    for _ in range(3 * NUM_RECORDS):
-        first.send(given, 1).wait()
-        second.receive(got, 0)[0].wait()
-    first.send(given, 1)
-    num_rings = 0
-    while sem_trywait(first._doorbells[0]) == 0:
-        num_rings += 1
-    assert num_rings <= NUM_RECORDS
-    second.receive(got, 0)[0].wait()

@@ -56,14 +56,6 @@ def gloos(compared: Heard, carried: Carried, ended: Callable[[Any], object] = la
     return GlooWork(compared, carried, ended)  # type: ignore[arg-type]
 
 
-def test_who_has_waited_for_gloo_tells() -> None:
-    compared, carried, ended = Heard(), Carried(), list[Carried]()
-    work = gloos(compared, carried, ended.append)
-    carried.future.set_result([])
-    work.wait()
-    assert ended == [carried]
-
-
 def test_a_future_waits_for_what_gloo_carries_beside_the_rest() -> None:
     compared, carried, last, copy = Heard(), Carried(), Heard(), torch.zeros(2)
     work = GroupWork([gloos(compared, carried), last], [copy], [(copy, torch.ones(2))])
@@ -88,10 +80,6 @@ def test_a_future_ends_with_the_first_that_fails() -> None:
     assert isinstance(work.exception(), MismatchError)
 
 
-def test_a_future_of_nothing_has_ended() -> None:
-    assert merge([]).get_future().done()
-
-
 def test_several_calls_in_one_are_waited_for_as_long_as_the_shortest_allows() -> None:
     works = [Heard(), Heard(), Heard()]
     merge([GroupWork([works[0]], []), GroupWork([works[1]], [], (), 7.0), GroupWork([works[2]], [], (), 3.0)]).wait()
@@ -107,14 +95,3 @@ def test_a_future_ends_also_where_the_result_cannot_be_copied() -> None:
     with pytest.raises(RuntimeError, match="must match"):
         future.wait()
     assert not work.is_success()
-
-
-def test_what_is_called_at_the_end_is_called_once() -> None:
-    called: list[int] = []
-    before, behind = GroupWork([], []), GroupWork([], [])
-    before.call_at_end(lambda: called.append(1))
-    before.wait()
-    before._conclude()
-    behind.wait()
-    behind.call_at_end(lambda: called.append(2))
-    assert called == [1, 2]

@@ -29,30 +29,3 @@ def test_states_and_shapes() -> None:
         "  all_gather number 2, bfloat16 [5] over shared memory, group ab12: started",
         "  reduce_scatter number 3, int64 [6] over shared memory, group ab12: scheduled",
     ]
-
-
-def test_like_calls_have_one_line() -> None:
-    group, other = RecordedGroup("0", "gloo"), RecordedGroup("1", "gloo")
-    packed = Fingerprint("barrier", None, torch.uint8, ()).pack()
-    for number in (1, 2, 3):
-        record((group, number, packed))
-    record((other, 1, packed))
-    group.num_started = group.num_completed = 3
-    group.unfinished.add(2)
-    assert [line.strip() for line in describe_last_calls().splitlines()[2:]] == [
-        "barrier number 1, uint8 [] over gloo, group 0: completed",
-        "barrier number 2, uint8 [] over gloo, group 0: started",
-        "barrier number 3, uint8 [] over gloo, group 0: completed",
-        "barrier number 1, uint8 [] over gloo, group 1: scheduled",
-    ]
-    group.unfinished.clear()
-    assert "barrier numbers 1 to 3, uint8 [] over gloo, group 0: completed" in describe_last_calls()
-
-
-def test_only_the_last_calls_stay() -> None:
-    assert describe_last_calls() == "", "there were no calls"
-    group = RecordedGroup("0", "gloo")
-    packed = Fingerprint("barrier", None, torch.uint8, ()).pack()
-    for number in range(1, 102):
-        record((group, number, packed))
-    assert "barrier numbers 52 to 101, " in describe_last_calls()

@@ -14,22 +14,10 @@ def seen(boot: str, **changed: Any) -> dict[str, Any]:
     return {"problem": None, "boot": boot, "namespaces": ["pid", "user"], "user": 0, "machine": "m"} | changed
 
 
-def test_ranks_that_say_the_same_share_a_host() -> None:
-    """Two nodes of three ranks; the groups between them have one rank of each."""
-    plan = plan_nodes([seen(boot) for boot in "abaabb"])
-    assert plan.nodes == ((0, 2, 3), (1, 4, 5))
-    assert [plan.inter_node_group(number) for number in range(3)] == [[0, 1], [2, 4], [3, 5]]
-
-
 @pytest.mark.parametrize("changed", [{"boot": "b"}, {"user": 1}, {"namespaces": ["x", "y"]}, {"machine": "n"}])
 def test_ranks_that_say_something_else_share_none(changed: dict[str, Any]) -> None:
     """Of two ranks."""
     assert plan_nodes([seen("a"), seen("a") | changed]).nodes == ((0,), (1,))
-
-
-def test_where_nodes_have_different_numbers_of_ranks_every_rank_is_a_node() -> None:
-    """Every rank carries a slice then."""
-    assert plan_nodes([seen(boot) for boot in "aab"]).nodes == ((0,), (1,), (2,))
 
 
 @pytest.mark.parametrize(

@@ -2,55 +2,37 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import subprocess
-import time
-import weakref
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.errors import ConfigurationError, PeerLostError
-from evenstep.ground.host.control_groups import count_cpus
+from evenstep.errors import ConfigurationError
 from evenstep.ground.host.processes import state_and_start
 from evenstep.transport.base import Row
 from evenstep.transport.core.header import NUMBER_OFFSET
-from evenstep.transport.shm import allocator
 from evenstep.transport.shm import segment as segment_module
 from evenstep.transport.shm.allocator import Arena, FreeList, Views
-from evenstep.transport.shm.handshake import count_cores, describe_this_process, why_not_together
+from evenstep.transport.shm.handshake import describe_this_process, why_not_together
 from evenstep.transport.shm.peers import PeerProcess, PeerWatch
 from evenstep.transport.shm.segment import (
     HEADER_BYTES,
     NUM_RECORDS,
-    PAGE_BYTES,
     RECORD_BYTES,
     ROW_OFFSET,
-    Mapping,
     Segment,
     host_memory_bytes,
     plan_segment,
 )
 from evenstep.transport.shm.sync import (
     SEMAPHORE_BYTES,
-    Phase,
-    ProgressCounters,
-    WaitPolicy,
-    adapt_spin,
     doorbell,
     lane_semaphores,
-    make_semaphores,
     num_semaphores,
-    plan_waiting,
-    sem_post,
-    sem_trywait,
-    take,
 )
-from tests.limits import no_descriptors
 
 
 def used_bytes(arena: Arena) -> int:
@@ -150,56 +132,6 @@ def test_memory_is_for_real_and_goes_back_with_the_last_tensor():
     assert os.fstat(segment.fd).st_blocks - before == 0
 
 
-def test_memory_that_has_ended_is_nowhere_in_the_zone():
-    """Its address may be that of a tensor which lies elsewhere."""
-    arena = Arena(make_segment(), 0)
-    tensor = arena.allocate(1000, torch.float32)
-    address = tensor.data_ptr()
-    assert arena.locate(address, 4000) == 0
-    del tensor
-    assert arena.locate(address, 4000) is None
-
-
-def test_memory_may_get_the_address_of_a_tensor_that_ends_meanwhile(monkeypatch):
-    """The tensor ends behind the look for those that have, and the kernel chooses its address again."""
-    arena = Arena(make_segment(), 0)
-    held = [arena.allocate(1000, torch.float32)]
-    address = held[0].data_ptr()
-
-    def map_there(*args, **options):
-        held.clear()
-        mapping = Mapping(*args, **options)
-        mapping.address = address
-        return mapping
-
-    monkeypatch.setattr(allocator, "Mapping", map_there)
-    second = arena.allocate(1000, torch.float32)
-    assert arena.locate(address, 4000) == PAGE_BYTES
-    assert used_bytes(arena) == PAGE_BYTES
-    del second
-    assert used_bytes(arena) == 0
-    assert arena.locate(address, 4000) is None
-
-
-def test_the_view_used_least_recently_goes_first_and_memory_goes_without_a_collection():
-    segment = make_segment()
-    views = Views(segment)
-    first, second = (views.common(8 * n, torch.float32, 2) for n in range(2))
-    for n in range(2, 4096):
-        views.common(8 * n, torch.float32, 2)
-    assert views.common(0, torch.float32, 2) is first
-    views.common(8 * 4096, torch.float32, 2)
-    assert views.common(0, torch.float32, 2) is first
-    assert views.common(8, torch.float32, 2) is not second
-    is_gone = weakref.ref(views)
-    gc.disable()
-    try:
-        del views
-        assert is_gone() is None
-    finally:
-        gc.enable()
-
-
 def test_too_little_memory_names_needed_and_available_bytes(monkeypatch):
     segment = make_segment()
     arena = Arena(segment, 0)
@@ -209,64 +141,6 @@ def test_too_little_memory_names_needed_and_available_bytes(monkeypatch):
     monkeypatch.undo()
     assert used_bytes(arena) == 0
     assert arena.allocate(100_000, torch.float32).shape == (100_000,)
-
-
-def test_semaphores_count():
-    memory = ctypes.create_string_buffer(256)
-    address = -(-ctypes.addressof(memory) // 64) * 64
-    make_semaphores(address, 1)
-    assert sem_trywait(address) != 0
-    assert take(address, 0.01) is False
-    sem_post(address)
-    sem_post(address)
-    assert take(address, 0.01) is True
-    assert sem_trywait(address) == 0
-    assert sem_trywait(address) != 0
-
-
-def test_a_rank_that_has_left_is_not_lost_while_another_one_is_still_missing():
-    """A rank signals one receiver after the other: the first may be through, and gone, before the last is reached."""
-    world_size = 3
-    memory = ctypes.create_string_buffer((num_semaphores(world_size) + 1) * SEMAPHORE_BYTES)
-    address = -(-ctypes.addressof(memory) // 64) * 64
-    make_semaphores(address, num_semaphores(world_size))
-    left = set()
-
-    def counters_of(rank):
-        here = [PeerProcess(os.getpid(), state_and_start(os.getpid())[1])] * world_size
-        policy = WaitPolicy(timeout_s=60, spin_s=0.0, check_every_s=0.01)
-        return ProgressCounters(
-            address,
-            rank=rank,
-            watch=PeerWatch(here),
-            policy=policy,
-            has_left=left.__contains__,
-            known_as=range(world_size),
-        )
-
-    waiting, quick = counters_of(0), counters_of(1)
-    until = time.monotonic() + 0.1
-
-    def comes_and_leaves():
-        if not left:
-            quick.signal(Phase.ARRIVED)
-            left.add(1)
-
-    # Rank 1 comes and leaves while this rank looks for those that it misses.
-    assert not waiting.wait(Phase.ARRIVED, 1, lambda: "a call", until, comes_and_leaves)
-    assert waiting.missing(Phase.ARRIVED, 1) == [2]
-    left.add(2)
-    with pytest.raises(PeerLostError, match=r"lost rank 2 \("):
-        waiting.wait(Phase.ARRIVED, 1, lambda: "a call")
-
-
-def test_cores_are_those_of_all_ranks_together():
-    here = describe_this_process()
-    assert count_cores([here] * 4) == count_cpus()
-    pinned = [{"cores": [rank], "core_limit": None} for rank in range(4)]
-    assert count_cores(pinned) == 4
-    assert count_cores([pinned[0], pinned[0], pinned[1]]) == 2
-    assert count_cores([each | {"core_limit": 2.5} for each in pinned]) == 3
 
 
 def test_who_can_share_memory():
@@ -279,24 +153,6 @@ def test_who_can_share_memory():
     assert why_not_together([here, {"problem": "no memfd"}]) == "rank 1: no memfd"
 
 
-def test_spinning_adapts_to_the_cores():
-    roomy = plan_waiting(2, num_cores=2, timeout_s=1.0)
-    crowded = plan_waiting(4, num_cores=2, timeout_s=1.0)
-    assert crowded.num_tries_before_yield < roomy.num_tries_before_yield
-    assert crowded.spin_s < roomy.spin_s
-
-
-def test_spinning_adapts_to_how_long_waits_are():
-    policy = WaitPolicy(timeout_s=1.0)
-    spin_s = policy.spin_s
-    for _ in range(10):
-        spin_s = adapt_spin(spin_s, 0.01, policy)
-    assert spin_s == policy.min_spin_s
-    for _ in range(10):
-        spin_s = adapt_spin(spin_s, 50e-6, policy)
-    assert spin_s == policy.spin_s
-
-
 def test_a_process_of_the_same_pid_but_another_start_is_another():
     me = PeerProcess(os.getpid(), state_and_start(os.getpid())[1])
     watch = PeerWatch([me])
@@ -305,19 +161,3 @@ def test_a_process_of_the_same_pid_but_another_start_is_another():
     assert watch.pid(0) == os.getpid()
     assert PeerWatch([type(me)(me.pid, me.start_ticks + 1)]).is_gone(0)
     assert PeerWatch([type(me)(1 << 22, 5)]).is_gone(0)
-
-
-def test_a_process_without_descriptors_still_knows_who_lives():
-    child = subprocess.Popen(["sleep", "60"])
-    watch = PeerWatch([PeerProcess(child.pid, state_and_start(child.pid)[1])])
-    with no_descriptors():
-        assert not watch.is_gone(0)
-        assert not watch.is_stopped(0)
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    with no_descriptors():
-        assert not watch.is_gone(0), "/proc can't say so now"
-    assert watch.is_gone(0), "its parent has not collected its status yet"
-    child.wait()
-    with no_descriptors():
-        assert watch.is_gone(0)

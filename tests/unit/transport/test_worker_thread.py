@@ -5,48 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
-import torch
 
 from evenstep.errors import EvenstepError, PeerLostError
-from evenstep.transport.backend.work import GroupWork
 from evenstep.transport.core.worker_thread import WorkerThread
-
-
-def test_calls_may_write_to_what_was_made_in_inference_mode_and_futures_make_what_can_be_trained_with() -> None:
-    thread = WorkerThread("evenstep test", on_close=lambda: None)
-    with torch.inference_mode():
-        result = torch.zeros(3)
-    go_on, heard, made = threading.Event(), threading.Event(), []
-
-    def run() -> None:
-        assert go_on.wait(20)
-        result.fill_(2.0)
-
-    def hear(error: EvenstepError | None) -> None:
-        made.append((error, result / 4))
-        heard.set()
-
-    thread.submit("a call", lambda number: run()).add_done_callback(hear)
-    go_on.set()
-    assert heard.wait(20)
-    ((error, quarter),) = made
-    assert error is None
-    assert not quarter.is_inference()
-    factor = torch.ones(3, requires_grad=True)
-    (factor * quarter).sum().backward()  # autograd keeps no tensor of inference mode
-    assert factor.grad is not None
-    assert factor.grad.tolist() == [0.5] * 3
-    thread.close(PeerLostError("closed"))
-
-
-def test_results_are_copied_to_tensors_of_both_modes() -> None:
-    ordinary = torch.zeros(2)
-    with torch.inference_mode():
-        other = torch.zeros(2)
-    copies = [(ordinary, torch.ones(2)), (other, torch.full((2,), 2.0))]
-    assert GroupWork([], [ordinary, other], copies).wait()
-    assert ordinary.tolist() == [1.0, 1.0]
-    assert other.tolist() == [2.0, 2.0]
 
 
 def test_a_callback_that_raises_is_logged_and_stops_neither_others_nor_later_calls(

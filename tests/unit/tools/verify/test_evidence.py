@@ -173,7 +173,7 @@ def test_batch_norm_is_blamed_only_where_no_weights_explain_the_difference():
 def test_statistics_of_several_passes_are_blamed_before_the_loss():
     base, run = of_passes([0.5, 0.5], [0.5, 0.5], foreign=0.1)
     for each in run.at(0):
-        each.synced, each.losses = ["bn1"], [(1.0, None)] * 4
+        each.synced, each.losses, each.virtual_ranks = ["bn1"], [(1.0, None)] * 4, [{"grad/a": "digest"}]
     text = causes.find_causes(base, run, 0, rounding=1e-12)[0].text
     assert "batch normalisation over micro-batches: 'bn1'" in text
     assert "a step has 4 passes" in text

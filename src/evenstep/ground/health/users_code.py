@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -22,10 +23,12 @@ def is_users(file: str) -> bool:
 
 
 def user_site() -> str:
-    """The innermost line of this thread's stack in the user's code."""
-    for frame, line in traceback.walk_stack(sys._getframe(1)):
-        if is_users(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+    """The innermost line of this thread's stack in the user's code; in a thread of ours, the main thread's line."""
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    for stack in (sys._getframe(1), main):
+        for frame, line in traceback.walk_stack(stack):
+            if is_users(frame.f_code.co_filename):
+                return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
     return "nowhere in a script"
 
 

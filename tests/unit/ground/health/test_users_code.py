@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 
@@ -22,3 +23,12 @@ def test_a_warning_is_shown_at_the_users_line_whoever_notices_it() -> None:
 def test_a_site_names_file_line_and_function() -> None:
     line = sys._getframe().f_lineno + 1
     assert user_site() == f"{__file__}:{line} in test_a_site_names_file_line_and_function"
+
+
+def test_a_thread_of_ours_names_the_main_threads_line() -> None:
+    namespace = {"user_site": user_site, "found": [], "__name__": "evenstep.somewhere"}
+    exec(compile("def serve():\n    found.append(user_site())", f"{PACKAGE}somewhere.py", "exec"), namespace)
+    thread = threading.Thread(target=namespace["serve"])  # type: ignore[arg-type]
+    thread.start()
+    thread.join()
+    assert namespace["found"][0].endswith(" in test_a_thread_of_ours_names_the_main_threads_line")  # type: ignore[index]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -157,34 +156,3 @@ def test_state_keeps_the_dtype_that_its_optimizer_chose_when_a_group_is_added(ra
 
 
 # ---------------------------------------------------------------------- gradients that aren't in memory of their own
-
-
-def warnings_of_nan(seed: int, kind: str) -> list[str]:
-    """The warnings of three steps, in the second of which rank 1 has a NaN."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
-    module = nn.Sequential(nn.Embedding(9, 300, sparse=kind == "sparse"), nn.Linear(300, 300))
-    model = evenstep.DistributedDataParallel(module)
-    optimizer: Any = None
-    if kind == "lent":
-        optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, shard_gradients=True)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for step in range(3):
-            out = model(torch.arange(4))
-            is_bad = step == 1 and world.rank == 1
-            (out.square().mean() * (float("nan") if is_bad else 1.0)).backward()
-            if optimizer is not None:
-                optimizer.step()
-            model.zero_grad()
-    return [str(each.message) for each in told if "not a number" in str(each.message)]
-
-
-@pytest.mark.parametrize("kind", ["lent", "sparse"])
-def test_a_nan_in_lent_or_sparse_gradients_is_reported(ranks, fresh_seed, kind):
-    first, second = ranks.run(warnings_of_nan, 2, fresh_seed, kind)
-    assert second == []
-    assert len(first) == 1
-    assert "rank 1: " in first[0]
-    assert "'0.weight'" in first[0]
-    assert "in backward pass 2" in first[0]

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.errors import MismatchError, UsageError
-from tests.ranks import on_ranks
+from evenstep.errors import MismatchError
 
 
 def build(seed: int) -> nn.Sequential:
@@ -47,26 +46,6 @@ NUM_STEPS, NUM_ROUNDINGS = 5, 32  # of a step: sums of at most 24 numbers and 3 
 
 
 # ---------------------------------------------------------------------- clipping
-
-
-@on_ranks(2)
-def test_clipping_within_a_window_is_an_error_however_parameters_are_given(world: evenstep.World) -> None:
-    model, other = wrap(0), wrap(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.ones(2, 6, dtype=torch.float64)
-    with model.accumulate():
-        model(x * (1 + world.rank)).sum().backward()
-    other(x).sum().backward()
-    targets = [optimizer, list(model.parameters()), (p for p in model.parameters()), model.module[0].weight, model]
-    for target in [*targets, (p for p in model.parameters()), model.module[2]]:
-        clip = evenstep.clip_grad_norm_ if target is not targets[-1] else evenstep.clip_grad_value_
-        with pytest.raises(UsageError, match="this rank's alone"):
-            clip(target, 1.0)
-    assert float(evenstep.clip_grad_norm_(other.parameters(), 1.0, "inf")) > 0  # those have been averaged
-    model(x).sum().backward()
-    norms = world.exchange(float(evenstep.clip_grad_norm_(optimizer, 1.0)))
-    assert norms[0] > 0
-    assert len(set(norms)) == 1
 
 
 # ---------------------------------------------------------------------- LocalSGD

@@ -70,11 +70,15 @@ def test_the_same_bits_where_the_order_of_summation_is_the_same(world, fresh_see
 # ---------------------------------------------------------------------- one case after the other
 
 
-def make(seed: int, kind=torch.optim.AdamW, world=None, layers=None, **options):
-    world = evenstep.init(quiet=True) if world is None else world
+def build(seed: int, layers=None) -> nn.Module:
     torch.manual_seed(seed)
     module = nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 3)) if layers is None else layers()
-    model = evenstep.DistributedDataParallel(module.double(), bucket_cap_mb=5e-4, world=world)
+    return module.double()
+
+
+def make(seed: int, kind=torch.optim.AdamW, world=None, layers=None, **options):
+    world = evenstep.init(quiet=True) if world is None else world
+    model = evenstep.DistributedDataParallel(build(seed, layers), bucket_cap_mb=5e-4, world=world)
     return model, evenstep.ShardedOptimizer(model, kind, **{"lr": 0.01, **options})
 
 
@@ -342,8 +346,10 @@ def test_torchs_functions_for_states_step_nothing(world, fresh_seed, elementwise
 
     pair = []
     for is_sharded in (True, False):
-        model, optimizer = make(fresh_seed, elementwise=elementwise)
-        if not is_sharded:
+        if is_sharded:
+            model, optimizer = make(fresh_seed, elementwise=elementwise)
+        else:
+            model = evenstep.DistributedDataParallel(build(fresh_seed))
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         train(model, optimizer, fresh_seed, 3)
         pair.append((model, optimizer, get_optimizer_state_dict(model, optimizer)))

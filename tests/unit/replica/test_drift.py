@@ -42,10 +42,6 @@ def test_portions_cover_each_row_once_and_cost_about_the_same(fresh_seed):
         assert max(costs, default=0) <= max(512 << 10, in_all / every) + 4096 + (32 << 10)
 
 
-def test_a_model_without_trained_elements_has_no_portion():
-    assert plan_portions([(0, 4)], 64) == ()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
 def test_a_digest_sees_every_change_of_bits_and_nothing_else(fresh_seed, dtype):
     torch.manual_seed(fresh_seed)
@@ -221,38 +217,26 @@ def test_what_is_put_right_before_the_next_step_is_no_drift(fresh_seed, is_late)
             ranks.change(1)
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_with_one_doubt_nobody_compares(fresh_seed, is_late):
-    ranks = Ranks(fresh_seed, [0, 0, 0], is_late=is_late)
-    ranks.end_window()
-    ranks.watches[1].doubt()
-    ranks.change(2)
-    assert not any(any(ranks.end_window()) for _ in range(20))
-    assert not any(watch.is_on for watch in ranks.watches)
-
-
 def unlike_machines():
     """Whatever is built inside is on a machine of its own."""
     return mock.patch.object(checks.determinism, "facts", side_effect=({"cpu": str(n)} for n in itertools.count()))
 
 
+@pytest.mark.parametrize("is_vouched", [False, True])
 @pytest.mark.parametrize("is_late", [False, True])
-def test_on_unlike_machines_nobody_compares(fresh_seed, is_late):
-    with unlike_machines():
-        ranks = Ranks(fresh_seed, [0, 0], is_late=is_late)
-    ranks.change(1)
-    assert not any(any(ranks.end_window()) for _ in range(20))
-    assert not any(watch.is_on for watch in ranks.watches)
-
-
-def test_who_is_asked_for_doubts_nothing(fresh_seed):
-    with unlike_machines():
-        ranks = Ranks(fresh_seed, [0, 0], is_late=False, is_vouched=True)
-    for watch in ranks.watches:
-        watch.doubt()
-    assert not any(any(ranks.end_window()) for _ in range(6))
-    ranks.change(1)
-    assert any(all(ranks.end_window()) for _ in range(7))
+@pytest.mark.parametrize("why", ["one doubts", "unlike machines"])
+def test_with_a_doubt_nobody_compares_unless_it_was_asked_for(fresh_seed, why, is_late, is_vouched):
+    ranks = Ranks(fresh_seed, [0, 0, 0], is_late=is_late, is_vouched=is_vouched)
+    if why == "one doubts":
+        ranks.end_window()
+        ranks.watches[1].doubt()
+    else:
+        with unlike_machines():
+            ranks = Ranks(fresh_seed, [0, 0, 0], is_late=is_late, is_vouched=is_vouched)
+    ranks.change(2)
+    found = [any(ranks.end_window()) for _ in range(20)]
+    assert any(found) is is_vouched
+    assert [watch.is_on for watch in ranks.watches] == [is_vouched] * 3
 
 
 @pytest.mark.parametrize(("is_late", "num_unread"), [(False, 0), (True, 0), (True, 1)])

@@ -127,38 +127,6 @@ def test_a_step_is_one_to_hooks_and_profilers(world: evenstep.World, kind: str) 
     assert [each is sharded for each in told] == [True] * 2 * 4
 
 
-class Holder(nn.Module):
-    """Parameters of given values, of which the loss is the sum of squares."""
-
-    def __init__(self, values: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.values = nn.ParameterList(nn.Parameter(value.clone()) for value in values)
-
-    def forward(self) -> torch.Tensor:
-        return sum((p * p.conj()).real.sum() for p in self.values)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
-def test_parameters_of_16_bits_are_stepped(world: evenstep.World, kind: str, dtype: torch.dtype) -> None:
-    """torch's own fused SGD of a CPU leaves all of them as they are, but for the last few."""
-    torch.manual_seed(0)
-    start, grad = torch.randn(100).to(dtype), torch.randn(100).to(dtype)
-    bare = Holder([start])
-    model = evenstep.DistributedDataParallel(copy.deepcopy(bare), world=world)
-    made = getattr(torch.optim, kind)
-    plain = made(bare.parameters(), lr=0.05, foreach=False)
-    sharded = evenstep.ShardedOptimizer(model, made, lr=0.05)
-    for _ in range(2):
-        for module, optimizer in ((bare, plain), (model, sharded)):
-            for parameter in module.parameters():
-                parameter.grad = grad.clone()
-            optimizer.step()
-    ours, theirs = next(model.parameters()).detach(), next(bare.parameters()).detach()
-    assert bool((theirs != start).float().mean() > 0.9)
-    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
-
-
 def test_hooks_of_state_dicts_see_the_state_and_may_change_it(world: evenstep.World) -> None:
     model = evenstep.DistributedDataParallel(build(5), world=world)
     sharded = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.01, momentum=0.9)

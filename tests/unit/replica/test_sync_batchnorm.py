@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import evenstep
 from evenstep.errors import ConfigurationError
-from evenstep.replica.normalization.arithmetic import combine, local_statistics
 from evenstep.replica.normalization.sync_batchnorm import SyncLayers, replace_torchs
 
 
@@ -94,24 +93,6 @@ def test_an_empty_share_counts_nothing_and_leaves_no_trace(world):
     assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
     model(torch.ones(2, 3) * torch.arange(2.0)[:, None])
     assert model.module[1].num_batches_tracked == 1
-
-
-@pytest.mark.parametrize("shape", [(7, 3), (4, 3, 5), (4, 3, 5, 2), (2, 3, 2, 2, 2)])
-def test_statistics_of_parts_are_those_of_the_whole(shape):
-    generator = torch.Generator().manual_seed(len(shape))
-    whole = torch.randn(shape, dtype=torch.float64, generator=generator) + 1000
-    rows = [local_statistics(part) for part in whole.split(1)] + [torch.zeros(7, dtype=torch.float64)]
-    count, mean, var = combine(torch.stack(rows))
-    dims = [dim for dim in range(len(shape)) if dim != 1]
-    expected_var, expected_mean = torch.var_mean(whole, dims, correction=0)
-    assert count == whole.numel() / 3
-    torch.testing.assert_close(mean, expected_mean, rtol=1e-13, atol=0)
-    torch.testing.assert_close(var, expected_var, rtol=1e-10, atol=0)
-
-
-def test_statistics_of_nothing_normalise_by_one():
-    count, mean, var = combine(torch.zeros(3, 5, dtype=torch.float64))
-    assert (count.item(), mean.tolist(), var.tolist()) == (0, [0, 0], [1, 1])
 
 
 def test_a_second_derivative_is_refused(world):

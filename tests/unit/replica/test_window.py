@@ -50,10 +50,6 @@ def test_the_scale_is_a_power_of_two_near_the_total(total):
     assert 0.7 < total / scale < 1.42
 
 
-def test_no_weight_has_scale_one():
-    assert nearest_power_of_two(0.0) == 1.0
-
-
 @pytest.mark.parametrize("is_tensor", [False, True])
 def test_a_weight_counts_as_far_as_a_loss_of_16_bits_can_be_multiplied_by_it(is_tensor):
     weight = torch.tensor(20001.0, dtype=torch.float64) if is_tensor else 20001.0
@@ -175,8 +171,3 @@ def test_observers_judge_what_they_have_sent(is_late, is_read_at_once):
     at_once = [0, 1, 2, 2, 3, 4, 4, 5]
     assert seen == (at_once if is_read_at_once or not is_late else [0, *at_once[:-1]])
     assert header.used_anywhere() == [True, False]
-
-
-def test_without_any_weight_gradients_become_zero():
-    header = header_of((Kind.WEIGHTED, 0.0, [True]))
-    assert 5.0 / header.divisor(1.0) == 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import re
 import warnings
 from typing import Any
@@ -204,65 +205,6 @@ def equal_sums(model, expected, divisor):
         torch.testing.assert_close(grad, q.grad / divisor, rtol=1e-12, atol=1e-14)
 
 
-def told_of_a_scaler():
-    """Rank 0 alone tells the model of a scaler; rank 1 scales its losses by itself, or has none."""
-    with world_of({"shard": 2}) as world:
-        torch.manual_seed(4)
-        drawn = torch.Generator().manual_seed(4)  # the ranks' own streams differ
-        alone = nn.Linear(3, 2).double()
-        model = evenstep.parallelize(copy.deepcopy(alone), world)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for weights in ((16, 16), (16, 0), (3, 2)):
-            x = torch.randn(2, 5, 3, dtype=torch.float64, generator=drawn)
-            loss, weight = model(x[world.rank]).square().mean(), weights[world.rank]
-            if world.rank == 0:
-                model.backward(loss, weight=weight, scaler=scaler)
-            else:
-                model.backward(scaler.scale(loss) if weight else loss, weight=weight)
-            for rows, each in zip(x, weights, strict=True):
-                (alone(rows).square().mean() * 4 * each).backward()
-            equal_sums(model, alone, sum(weights))
-            model.zero_grad()
-            alone.zero_grad()
-
-
-def test_weights_count_alike_whatever_a_rank_says_of_its_scaler(ranks):
-    ranks.run(told_of_a_scaler, 2)
-
-
-def adversaries(order):
-    """Gradients of a generator and a critic, which has a window of its own between those of both; shares differ."""
-    with world_of({"shard": 2}) as world:
-        torch.manual_seed(7)
-        drawn = torch.Generator().manual_seed(7)  # the ranks' own streams differ
-        alone = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, n)).double() for n in (3, 1)]
-        models = [evenstep.parallelize(copy.deepcopy(each), world, blocks="Linear") for each in alone]
-        for sizes in ([8, 8], [3, 2], [8, 0], [5, 5]):
-            shares = [torch.randn(size, 3, dtype=torch.float64, generator=drawn) for size in sizes]
-            mine = shares[world.rank]
-            for each in (models[1], alone[1]):
-                each.zero_grad()
-            with models[1].accumulate():
-                models[1].backward(models[1](mine).square().mean(), weight=len(mine))
-            fake = models[0](mine.flip(1))
-            models[1].backward((models[1](fake.detach()) - 1).square().mean(), weight=len(mine))
-            for x in filter(len, shares):
-                (alone[1](x).square().mean() * len(x)).backward()
-                ((alone[1](alone[0](x.flip(1)).detach()) - 1).square().mean() * len(x)).backward()
-            equal_sums(models[1], alone[1], 2 * sum(sizes))
-            for each in (models[0], alone[0]):
-                each.zero_grad()
-            evenstep.backward([models[n] for n in order], models[1](fake).square().mean(), weight=len(mine))
-            for x in filter(len, shares):
-                (alone[1](alone[0](x.flip(1))).square().mean() * len(x)).backward()
-            equal_sums(models[0], alone[0], sum(sizes))
-
-
-def test_a_generator_and_a_critic_are_those_of_one_process(ranks):
-    for order in ((0, 1), (1, 0)):
-        ranks.run(adversaries, 2, order)
-
-
 class WithHalf(nn.Module):
     """In float64, with a layer of 16 bits for whose sake weights are scaled."""
 
@@ -274,33 +216,54 @@ class WithHalf(nn.Module):
         return self.wide(x) + 0 * self.thin(torch.ones(1).half())
 
 
-def sharing_a_loss():
-    """Gradients of a decoder whose window has a pass by itself, then one of the encoder's scale."""
+def made_pair(has_half):
+    """An encoder and a decoder."""
+    if has_half:
+        return [WithHalf(), WithHalf()]
+    return [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double() for _ in range(2)]
+
+
+def sharing_a_loss(seed, has_half):
+    """Windows of two models: the decoder may have a pass by itself, before one through both or through its own inputs.
+
+    Shares differ, and some are empty. The losses may be scaled: all ranks tell the model of the scaler, or only the
+    first does. Orders of the models differ from window to window.
+    """
     with world_of({"shard": 2}) as world:
-        torch.manual_seed(7)
-        drawn = torch.Generator().manual_seed(7)  # the ranks' own streams differ
-        alone = WithHalf(), WithHalf()
-        encoder, decoder = (evenstep.parallelize(copy.deepcopy(each), world, blocks="Linear") for each in alone)
-        for turn in range(2):
-            x = torch.randn(2, 2, 5, 3, dtype=torch.float64, generator=drawn)
-            if turn:
-                with decoder.accumulate():
-                    decoder.backward(decoder(x[0, world.rank]).square().mean(), weight=(3, 2)[world.rank])
-            loss = decoder(encoder(x[1, world.rank])).square().mean()
-            evenstep.backward([encoder, decoder], loss, weight=8)
-            for rank in range(2):
-                if turn:
-                    (alone[1](x[0, rank]).square().mean() * (3, 2)[rank]).backward()
-                (alone[1](alone[0](x[1, rank])).square().mean() * 8).backward()
-            equal_sums(decoder.module.wide, alone[1].wide, 21 if turn else 16)
-            for each in (encoder, decoder, *alone):
-                each.zero_grad()
-        assert encoder.engine.exchange.scale.agree(0.0, opens_window=True, is_urgent=False) == 16
-        assert decoder.engine.exchange.scale.agree(0.0, opens_window=True, is_urgent=False) == 4
+        torch.manual_seed(seed)
+        chance, drawn = random.Random(seed), torch.Generator().manual_seed(seed)  # the ranks' own streams differ
+        alone = made_pair(has_half)
+        models = [evenstep.parallelize(copy.deepcopy(each), world, blocks="Linear") for each in alone]
+        for _ in range(10):
+            sizes = chance.choice([[8, 8], [3, 2], [8, 0], [5, 5]])
+            shares = [torch.randn(size, 3, dtype=torch.float64, generator=drawn) for size in sizes]
+            mine, weight = shares[world.rank], float(sizes[world.rank])
+            has_own, reaches, all_tell, is_scaled = (chance.random() < 0.5 for _ in range(4))
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=is_scaled)
+            tells = world.rank == 0 or all_tell
+            told = {"weight": weight, "scaler": scaler if tells else None}
+            hidden = models[0](mine) if reaches else mine.flip(1)
+            losses = [models[1](mine).square().mean()] if has_own else []
+            losses.append(models[1](hidden).square().mean())
+            if not tells and weight:
+                losses = [scaler.scale(each) for each in losses]
+            if has_own:
+                with models[1].accumulate():
+                    models[1].backward(losses[0], **told)
+            evenstep.backward(chance.choice([models, models[::-1]]) if reaches else models[1:], losses[-1], **told)
+            for x in filter(len, shares):
+                losses = [alone[1](x)] * has_own + [alone[1](alone[0](x) if reaches else x.flip(1))]
+                sum(each.square().mean() for each in losses).mul(len(x) * scaler.get_scale()).backward()
+            for model, other, passes in zip(models, alone, (1, 1 + has_own), strict=True):
+                if reaches or model is models[1]:
+                    equal_sums(getattr(model.module, "wide", model), getattr(other, "wide", other), passes * sum(sizes))
+                model.zero_grad()
+                other.zero_grad()
 
 
-def test_models_that_share_a_loss_have_one_scale_in_each_pass(ranks):
-    ranks.run(sharing_a_loss, 2)
+@pytest.mark.parametrize("has_half", [False, True])
+def test_models_that_share_a_loss_have_one_scale_in_each_pass(ranks, fresh_seed, has_half):
+    ranks.run(sharing_a_loss, 2, fresh_seed, has_half)
 
 
 def with_a_pair():

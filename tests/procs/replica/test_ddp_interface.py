@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
@@ -140,7 +141,7 @@ def zero_redundancy(model, **settings):
 
 @pytest.mark.extended(ranks=3)
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("order", ["first, second", "second, first", "models, optimizer"])
+@pytest.mark.parametrize("order", ["first, second", "second, first", "models, optimizer", "with hooks"])
 @pytest.mark.parametrize("through_both", [False, True])
 @on_ranks(2, 3)
 def test_several_models_join_in_any_order(world, fresh_seed, through_both, order, weighted):
@@ -150,6 +151,9 @@ def test_several_models_join_in_any_order(world, fresh_seed, through_both, order
     behind them, of which each rank steps its share of the parameters, also after it has left its loop.
     """
     models = [evenstep.DistributedDataParallel(square(s), bucket_cap_mb=1e-4) for s in (1, 2)]
+    if order == "with hooks":  # a bucket that a hook sends comes behind the announcement of its window
+        for model in models:
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
     modules = [square(s) for s in (1, 2)]
     settings = {"lr": 0.1, "momentum": 0.9 if order == "models, optimizer" else 0.0}
     whole, reference = nn.ModuleList(models), torch.optim.SGD(nn.ModuleList(modules).parameters(), **settings)

@@ -17,7 +17,9 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
@@ -142,17 +144,15 @@ def test_a_loss_with_weight_zero_is_ignored_even_if_it_is_nan(world, as_tensor):
     others = [torch.full((3, 4), r + 1.0, dtype=torch.float64) for r in range(world.world_size) if r != 1]
     torch.stack([module(x, [0, 1]).sum() for x in others]).mean().backward()
     assert_same_grads(grads(model), grads(module), "NaN with weight 0")
-
-
-def no_weight_at_all():
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Branches(1, 4, 0), world=world)
-    model.backward(model(torch.ones(2, 4, dtype=torch.float64), [0]).sum(), weight=0)
-    return [None if g is None else float(g.abs().sum()) for g in grads(model)]
-
-
-def test_a_window_without_any_weight_has_no_gradient(ranks):
-    assert ranks.run(no_weight_at_all, 2) == [[None, None]] * 2
+    model.zero_grad()
+    model.backward(model(x, [0]).sum(), weight=0)
+    assert grads(model) == [None] * 4, "a window without any weight has no gradient"
+    for wrong, told in (
+        (torch.ones(2), r"the loss is \[2\], not a tensor of one number"),
+        (1.0, "of type float, not a"),
+    ):
+        with pytest.raises(ConfigurationError, match=told):
+            model.backward(wrong, weight=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -392,21 +392,6 @@ def test_a_pass_counts_for_what_its_loss_goes_through(world, fresh_seed, sharded
 # ---------------------------------------------------------------------- unused parameters, buffers
 
 
-def unused_parameters():
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(Branches(4, 4, 0), bucket_cap_mb=1e-5, world=world)
-    for _ in range(3):
-        model(torch.ones(1, 4, dtype=torch.float64), [0, 1 + world.rank]).sum().backward()
-        pattern = [g is not None for g in grads(model)]
-        model.zero_grad()
-    return pattern
-
-
-def test_unused_parameters_need_no_flag(ranks):
-    """Layer 0 is used by all, 1 and 2 by one rank each, 3 by nobody."""
-    assert ranks.run(unused_parameters, 2) == [[True] * 6 + [False] * 2] * 2
-
-
 # ---------------------------------------------------------------------- overlap, views, cost
 
 
@@ -621,18 +606,6 @@ def test_after_a_failed_backward_the_replicas_do_not_go_on(world, weighted):
         model(x, [0])
 
 
-def bad_losses():
-    model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=evenstep.init(quiet=True))
-    with pytest.raises(ConfigurationError, match=r"the loss is \[2\], not a tensor of one number"):
-        model.backward(torch.ones(2), weight=1)
-    with pytest.raises(ConfigurationError, match="the loss is of type float, not a tensor of one number"):
-        model.backward(1.0, weight=1)
-
-
-def test_what_is_no_loss_is_refused(ranks):
-    ranks.run(bad_losses, 2)
-
-
 @pytest.mark.parametrize("how", ["assigned", "put there"])
 @on_ranks(2)
 def test_a_parameter_that_was_replaced_is_named(world, how):
@@ -749,13 +722,20 @@ def test_averaged_gradients_can_be_differentiated(world, fresh_seed, weighted):
         model.zero_grad()
 
 
-def empty_shares_through_two_models(seed, num_steps):
-    """A generator and a critic, wrapped, with several buckets each and shares of which some are empty."""
+def empty_shares_through_two_models(seed, num_steps, hooked):
+    """A generator and a critic, wrapped, with several buckets each and shares of which some are empty.
+
+    Perhaps with communication hooks, of the world's group or of one for each model.
+    """
     world = evenstep.init(quiet=True)
     shared = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     networks = [Branches(3, 4, shared.randrange(1 << 30)) for _ in range(2)]
     models = [evenstep.DistributedDataParallel(copy.deepcopy(n), bucket_cap_mb=1e-4) for n in networks]
+    groups = [dist.new_group() if hooked == "own groups" else None for _ in models]
+    for model, group in zip(models, groups, strict=True):
+        if hooked:
+            model.register_comm_hook(group, default_hooks.allreduce_hook)
     transports = [model.engine.transport for model in models]
     assert transports[0] is not transports[1] or world.world_size == 1
     for step in range(num_steps):
@@ -782,11 +762,14 @@ def empty_shares_through_two_models(seed, num_steps):
             assert_same_grads(got, [p.grad for p in network.parameters()], context)
             network.zero_grad()
             model.zero_grad()
+    for group in groups:
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3])
-def test_several_models_with_empty_shares(ranks, fresh_seed, nproc):
-    ranks.run(empty_shares_through_two_models, nproc, fresh_seed, 12)
+@pytest.mark.parametrize(("nproc", "hooked"), [(1, ""), (2, ""), (3, ""), (2, "the world's group"), (2, "own groups")])
+def test_several_models_with_empty_shares(ranks, fresh_seed, nproc, hooked):
+    ranks.run(empty_shares_through_two_models, nproc, fresh_seed, 12, hooked)
 
 
 def models_one_after_the_other():

@@ -41,33 +41,18 @@ def other_rate(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["lr"] = 0.02
 
 
-def other_betas(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.param_groups[1]["betas"] = (0.8, 0.99)
-
-
 def other_tensor(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["lr"].mul_(2)  # type: ignore[union-attr]
-
-
-def other_flag(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.param_groups[1]["maximize"] = True
 
 
 def fewer_groups(optimizer: torch.optim.Optimizer) -> None:
     del optimizer.param_groups[1]
 
 
-def fewer_parameters(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.param_groups[0]["params"].pop()
-
-
 CHANGES: dict[str, tuple[Any, Any, str, str]] = {
     "rate": (other_rate, torch.optim.AdamW, "lr of parameter group 0", "is 0.01 on rank 0 and 0.02 on rank 1"),
-    "betas": (other_betas, torch.optim.AdamW, "betas of parameter group 1", "(0.9, 0.99) on rank 0 and (0.8, 0.99)"),
     "tensor": (other_tensor, torch.optim.AdamW, "lr of parameter group 0", "is 0.5 on rank 0 and 1.0 on rank 1"),
-    "flag": (other_flag, torch.optim.AdamW, "maximize of parameter group 1", "is False on rank 0 and True on rank 1"),
     "groups": (fewer_groups, torch.optim.AdamW, "the number of parameter groups", "is 2 on rank 0 and 1 on rank 1"),
-    "parameters": (fewer_parameters, torch.optim.AdamW, "parameters of parameter group 0", "is 2 on rank 0 and 1 on"),
     "whole": (other_rate, torch.optim.Adafactor, "lr of parameter group 0", "is 0.01 on rank 0 and 0.02 on rank 1"),
 }
 

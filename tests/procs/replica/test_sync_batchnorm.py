@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
@@ -180,7 +181,7 @@ def compare(model, plain, what, tolerance=1e-10):
         close(a, b, f"{what}: {name}", tolerance)
 
 
-def wrapped(seed, num_steps, norm, recompute, broadcast):
+def wrapped(seed, num_steps, norm, recompute, broadcast, hooked=False):
     """Shares of random lengths, empty ones among them, in micro-batches; torch's class is replaced.
 
     The k-th parts of all ranks are normalised together. A loss that is no number and has no weight has no effect on the
@@ -191,6 +192,8 @@ def wrapped(seed, num_steps, norm, recompute, broadcast):
     model = evenstep.DistributedDataParallel(
         Net(norm, seed, recompute), bucket_cap_mb=1e-4, broadcast_buffers=broadcast, world=world
     )
+    if hooked:  # a hook needs the sum of weights, while a rank without samples takes part in statistics
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
     plain = Net(nn.BatchNorm1d, seed, recompute)
     if norm is nn.BatchNorm1d:
         model.module = evenstep.SyncBatchNorm.convert_sync_batchnorm(model.module)
@@ -235,6 +238,7 @@ def wrapped(seed, num_steps, norm, recompute, broadcast):
 @SIZES
 def test_a_wrapped_model_steps_as_one_process(ranks, fresh_seed, nproc):
     ranks.run(wrapped, nproc, fresh_seed, 16, nn.SyncBatchNorm, None, True)
+    ranks.run(wrapped, nproc, fresh_seed, 8, nn.SyncBatchNorm, None, True, True)
 
 
 @pytest.mark.parametrize(("recompute", "broadcast"), [(False, True), (True, False), (None, False)])
